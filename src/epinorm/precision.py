@@ -1,0 +1,34 @@
+"""From PyTorch's settings and dtypes to how a matrix product is to be computed.
+
+PyTorch has two interfaces for the precision of fp32 products, an old one
+(``torch.set_float32_matmul_precision``, ``allow_tf32``) and, from 2.9 on, a new one
+(``torch.backends.cuda.matmul.fp32_precision``). Once both were used, reading the old one may raise;
+the new one always answers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+__all__ = ["Precision", "fp32_precision", "product_precision"]
+
+Precision = Literal["native", "high", "highest"]
+"""``native``: the dtype's own product (bf16, fp16, fp64). ``high``: fp32 inputs where TF32 is
+allowed. ``highest``: fp32 inputs, fp32 accuracy."""
+
+
+def fp32_precision() -> Literal["high", "highest"]:
+    """How PyTorch computes fp32 products on CUDA now: ``highest`` (IEEE) or ``high`` (TF32)."""
+    setting = torch.backends.cuda.matmul.fp32_precision
+    if setting == "none":  # not set for products: the setting of the whole backend holds
+        setting = torch.backends.fp32_precision
+    return "high" if setting == "tf32" else "highest"
+
+
+def product_precision(dtype: torch.dtype, device_type: str) -> Precision:
+    """The precision of a product of two ``dtype`` matrices on ``device_type`` ("cpu", "cuda")."""
+    if dtype != torch.float32:
+        return "native"
+    return fp32_precision() if device_type == "cuda" else "highest"
