@@ -1,0 +1,77 @@
+# make run    sets up .venv, then fuses, verifies and times the example on this machine's best device
+# make test   sets up .venv, then runs the tests
+# make help   lists the rest
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+REQUIREMENTS := requirements.txt requirements-dev.txt constraints.txt pyproject.toml
+
+# The example at a size that a two-core CPU finishes within a minute: `make run SCALE=1` is full size.
+SCALE ?= 8
+EXAMPLE := examples/matmul_groupnorm_leakyrelu_sum.py
+
+# Two workers: test files spend much of their time compiling and importing, which one process serialises.
+WORKERS ?= 2
+TEST_SECONDS ?= 300
+PYTEST := -n $(WORKERS) --timeout $(TEST_SECONDS) --durations 10 -m "not gpu"
+
+# For the targets that run on a GPU machine as it is, with nothing installed.
+PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}
+
+.PHONY: help setup run test lint format test-gpu sanitize-gpu bench-gpu report build clean
+
+help:  ## say what each target does
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1|/' | \
+	  while IFS='|' read -r name what; do printf '  make %-13s %s\n' "$$name" "$$what"; done
+
+setup: $(READY)  ## make .venv with the pinned dependencies and this package (instant when up to date)
+
+$(READY): $(REQUIREMENTS) scripts/setup.sh
+	@bash scripts/setup.sh $(VENV)
+	@touch $@
+
+run: $(READY)  ## fuse, verify and time the example: table, JSON, picture and page
+	@$(BIN)/epinorm bench $(EXAMPLE) --scale $(SCALE) $(ARGS)
+
+test: $(READY)  ## run the tests that need no GPU
+	@$(BIN)/python -m pytest $(PYTEST) $(ARGS)
+
+lint: $(READY)  ## check format, lint and types
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(READY)  ## format and mend what ruff can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+test-gpu:  ## run tests/gpu with the Python that is there (nothing is installed)
+	@$(PYTHON_HERE) -m pytest tests/gpu $(ARGS)
+
+sanitize-gpu:  ## run tests/gpu's sanitizer subset under compute-sanitizer (nothing is installed)
+	@$(PYTHON_HERE) -m pytest --version >/dev/null
+	@for tool in memcheck racecheck synccheck; do \
+	  echo "compute-sanitizer --tool $$tool"; \
+	  PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 9 --target-processes all \
+	    $${PYTHON:-python3} -m pytest tests/gpu -x -q -m "gpu and not slow" $(ARGS); \
+	done
+
+bench-gpu:  ## time every named shape with the Python that is there (nothing is installed)
+	@$(PYTHON_HERE) benchmarks/run.py $(ARGS)
+
+report: $(READY)  ## rewrite README's generated tables from benchmarks/results
+	@$(BIN)/python -m epinorm.report --readme $(ARGS)
+
+build: $(READY)  ## build the wheel into dist/
+	@$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
+
+clean:  ## remove the environment, builds and caches
+	rm -rf $(VENV) build dist epinorm-results .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf src/*.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
