@@ -26,8 +26,12 @@ step() { printf '[%s] %s\n' "$1" "$2"; }
 # pip draws a progress bar on a terminal and writes a line for each package elsewhere;
 # what is already there is not worth a line.
 install() {
-  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" |
-    { grep --line-buffered -v '^Requirement already satisfied' || true; }
+  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@")
+  if [ -t 1 ]; then
+    "${pip[@]}"
+  else
+    "${pip[@]}" | { grep --line-buffered -v '^Requirement already satisfied' || true; }
+  fi
 }
 
 python=$(find_python)

@@ -1,0 +1,57 @@
+"""What every test shares: markers, a GPU check, seeds, and caches that stay inside the test run."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+# Under pytest-xdist each worker would otherwise start as many threads as there are cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything under tests/gpu, and skip what is marked where there is no GPU."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA GPU")
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep compiled kernels out of the user's cache folder: one folder for the test run.
+
+    A folder named by EPINORM_CACHE_DIR is used as it is, so that repeated runs can start warm.
+    """
+    if named := os.environ.get("EPINORM_CACHE_DIR"):
+        yield Path(named)
+        return
+    folder = tmp_path_factory.mktemp("epinorm-cache")
+    folder.chmod(0o700)
+    os.environ["EPINORM_CACHE_DIR"] = str(folder)
+    yield folder
+    del os.environ["EPINORM_CACHE_DIR"]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Start every test from the same random state, alone or in the suite."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def pytorch_settings() -> Iterator[None]:
+    """Undo what a test changes in PyTorch's process-wide settings."""
+    dtype = torch.get_default_dtype()
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_default_dtype(dtype)
+    if torch.get_float32_matmul_precision() != precision:
+        torch.set_float32_matmul_precision(precision)
