@@ -58,6 +58,6 @@ step 3/4 "installing the CUDA compiler library, command line, plots and tools"
 install -r requirements-dev.txt
 
 step 4/4 "installing epinorm itself, editable"
-install --no-deps --no-build-isolation --editable .
+install --quiet --no-deps --no-build-isolation --editable .
 
 echo "$venv is ready after $((SECONDS - started)) s"
