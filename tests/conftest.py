@@ -50,8 +50,11 @@ def seed() -> None:
 def pytorch_settings() -> Iterator[None]:
     """Undo what a test changes in PyTorch's process-wide settings."""
     dtype = torch.get_default_dtype()
-    precision = torch.get_float32_matmul_precision()
     yield
     torch.set_default_dtype(dtype)
-    if torch.get_float32_matmul_precision() != precision:
-        torch.set_float32_matmul_precision(precision)
+    # Both interfaces for fp32 products, the old one first: it also sets the new one, and reading it
+    # raises while the two disagree. "none" is how a process starts: nothing was asked for.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.fp32_precision = "none"
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
