@@ -16,7 +16,8 @@ find_python() {
       return
     fi
   done
-  echo "epinorm needs Python 3.11 or newer; found $(python3 --version 2>&1 || echo none)." \
+  local tried=${PYTHON:-python3}
+  echo "epinorm needs Python 3.11 or newer; $tried is $("$tried" --version 2>/dev/null || echo not there)." \
        "Name another one with: make PYTHON=/path/to/python3.12 ..." >&2
   return 1
 }
