@@ -1,0 +1,142 @@
+"""The few functions of the CUDA driver that epinorm calls, through ctypes.
+
+ctypes and not cuda-bindings, because a launch through it costs half the time and because nothing
+has to be imported to load a cached kernel. All of them have had a stable binary interface since
+CUDA 12.0, except the ones named as optional.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from functools import cache, lru_cache
+
+import torch
+
+__all__ = [
+    "INVALID_CONTEXT",
+    "Driver",
+    "check",
+    "driver",
+    "make_primary_context_current",
+    "message",
+]
+
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
+_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
+_SIGNATURES: dict[str, tuple[object, ...]] = {
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuLibraryLoadData": (
+        POINTER(c_void_p),
+        c_char_p,
+        c_void_p,
+        c_void_p,
+        c_uint,
+        c_void_p,
+        c_void_p,
+        c_uint,
+    ),
+    "cuLibraryGetKernel": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
+    "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
+    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "cuTensorMapEncodeTiled": (
+        c_void_p,
+        c_int,
+        c_uint,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int,
+        c_int,
+        c_int,
+        c_int,
+    ),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
+    "cuOccupancyMaxActiveClusters": (POINTER(c_int), c_void_p, c_void_p),
+}
+_OPTIONAL: dict[str, tuple[object, ...]] = {
+    "cuKernelGetParamInfo": (c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)),  # 12.4
+}
+
+
+class Driver:
+    """The driver's functions as attributes; each returns a CUresult as an int."""
+
+    def __init__(self) -> None:
+        try:
+            library = ctypes.CDLL(_LIBRARY)
+        except OSError as error:
+            raise RuntimeError(f"the CUDA driver cannot be loaded: {error}") from error
+        for name, arguments in _SIGNATURES.items():
+            if not hasattr(library, name):
+                raise RuntimeError(f"the CUDA driver is older than 12.0: it has no {name}")
+            self._add(library, name, arguments)
+        for name, arguments in _OPTIONAL.items():
+            if hasattr(library, name):
+                self._add(library, name, arguments)
+        self.has_parameter_info = hasattr(self, "cuKernelGetParamInfo")
+
+    def _add(self, library: ctypes.CDLL, name: str, arguments: tuple[object, ...]) -> None:
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = c_int
+        setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> ctypes._FuncPointer:
+        raise AttributeError(f"the CUDA driver has no {name}")
+
+
+@lru_cache(maxsize=1)
+def driver() -> Driver:
+    """The CUDA driver of this process; raises `RuntimeError` where it is missing or too old."""
+    return Driver()
+
+
+def message(status: int) -> str:
+    """Name and explanation of a CUresult, as the driver words them."""
+    words = []
+    for function in (driver().cuGetErrorName, driver().cuGetErrorString):
+        text = c_char_p()
+        if function(status, byref(text)) == 0 and text.value:
+            words.append(text.value.decode())
+    return ": ".join(words) or f"CUDA error {status}"
+
+
+def check(status: int, doing: str) -> None:
+    """Raise `RuntimeError` that says what failed, unless `status` is success."""
+    if status != 0:
+        raise RuntimeError(f"{doing} failed with {message(status)}")
+
+
+def make_primary_context_current(device: int) -> None:
+    """Make PyTorch's context of `device` current in this thread.
+
+    A new thread has none until its first call into the CUDA runtime, and a launch through the
+    driver is not one.
+    """
+    check(
+        driver().cuCtxSetCurrent(_primary_context(device)),
+        f"making the CUDA context of GPU {device} current",
+    )
+
+
+@cache
+def _primary_context(device: int) -> c_void_p:
+    torch.cuda.init()
+    api, number, context = driver(), c_int(), c_void_p()
+    check(api.cuDeviceGet(byref(number), device), f"finding GPU {device}")
+    check(
+        api.cuDevicePrimaryCtxRetain(byref(context), number),
+        f"getting the CUDA context of GPU {device}",
+    )
+    return context
