@@ -61,7 +61,8 @@ def sm_count(device: Device = None) -> int:
 
 def max_shared_bytes(device: Device = None) -> int:
     """Shared memory in bytes that one block can have, static and dynamic together."""
-    return int(_properties(device_index(device)).shared_memory_per_block_optin)
+    properties = _properties(device_index(device))
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def supported(device: Device = None) -> str | None:

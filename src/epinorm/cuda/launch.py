@@ -1,22 +1,37 @@
 """A loaded kernel and its launch on PyTorch's current stream.
 
-One launch fills one buffer, launch configuration and arguments alike, and calls the driver. The
-buffer belongs to a thread, so that threads need no lock; the driver copies from it before it
-returns. Nothing is allocated on the GPU and nothing waits, so a launch can be captured in a graph.
+One launch fills this thread's buffer, launch configuration and arguments alike, and calls the
+driver, which copies from it before it returns. Nothing is allocated on the GPU and nothing waits,
+so a launch can be captured in a graph.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
+from epinorm.cuda.arguments import (
+    FIELDS,
+    Frame,
+    Layout,
+    f32,
+    f64,
+    frame_of,
+    i32,
+    i64,
+    layout_of,
+    packed,
+    u32,
+    u64,
+)
 from epinorm.cuda.driver import (
     INVALID_CONTEXT,
     check,
@@ -24,12 +39,7 @@ from epinorm.cuda.driver import (
     make_primary_context_current,
     message,
 )
-from epinorm.cuda.tensor_map import (
-    TENSOR_MAP_ALIGNMENT,
-    TENSOR_MAP_BYTES,
-    TensorMap,
-    tensor_map,
-)
+from epinorm.cuda.tensor_map import TensorMap, tensor_map
 
 if TYPE_CHECKING:
     from epinorm.cuda.jit import Compiled
@@ -38,30 +48,6 @@ __all__ = ["Kernel", "TensorMap", "f32", "f64", "i32", "i64", "tensor_map", "u32
 
 Dimensions = int | tuple[int, ...]
 Stream = torch.Stream | int | None
-
-
-class i32(int):
-    """An `int` argument."""
-
-
-class i64(int):
-    """A `long long` argument."""
-
-
-class u32(int):
-    """An `unsigned` argument."""
-
-
-class u64(int):
-    """An `unsigned long long` argument."""
-
-
-class f32(float):
-    """A `float` argument, rounded from Python's float."""
-
-
-class f64(float):
-    """A `double` argument."""
 
 
 # CUfunction_attribute and CUlaunchAttributeID of cuda.h.
@@ -74,57 +60,23 @@ SHARED_BYTES_FOR_ALL = 48 * 1024
 """Dynamic shared memory that a kernel has without asking."""
 LARGEST_PORTABLE_CLUSTER = 8
 
-# CUlaunchConfig: grid, block, shared bytes, stream, attributes, number of attributes.
-_CONFIG = "<7I4xQQI4x"
-_CONFIG_BYTES = struct.calcsize(_CONFIG)
-_ALIGNMENT = TENSOR_MAP_ALIGNMENT
 
-# Letter in a signature -> struct code, size and alignment in bytes.
-_FIELDS: dict[str, tuple[str, int, int]] = {
-    "p": ("Q", 8, 8),
-    "i": ("i", 4, 4),
-    "l": ("q", 8, 8),
-    "u": ("I", 4, 4),
-    "v": ("Q", 8, 8),
-    "f": ("f", 4, 4),
-    "d": ("d", 8, 8),
-    "m": (f"{TENSOR_MAP_BYTES}s", TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT),
-}
+@dataclass(frozen=True)
+class _Shape:
+    """Everything of a launch but its kernel, stream and arguments."""
 
+    numbers: tuple[int, ...]
+    """Grid, block and dynamic shared memory: the first seven fields of CUlaunchConfig."""
+    shared_bytes: int
+    cluster_size: int
+    attributes: int
+    attribute_count: int
 
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """Where each argument of one signature lies in the buffer."""
-
-    signature: str
-    format: str
-    offsets: tuple[int, ...]
-    size: int
-
-
-class _Frame:
-    """One thread's buffer for one signature: CUlaunchConfig, arguments, pointers to them."""
-
-    def __init__(self, layout: _Layout) -> None:
-        count = len(layout.offsets)
-        self._storage = ctypes.create_string_buffer(layout.size + _ALIGNMENT)
-        base = ctypes.addressof(self._storage)
-        shift = -base % _ALIGNMENT
-        pointers = (base + shift + offset for offset in layout.offsets)
-        self._pointers = (ctypes.c_void_p * max(count, 1))(*pointers)
-        self.pack = partial(struct.Struct(layout.format).pack_into, self._storage, shift)
-        self.config = ctypes.c_void_p(base + shift)
-        self.parameters = ctypes.c_void_p(ctypes.addressof(self._pointers))
-
-
-class _Frames(threading.local):
-    """The buffers of this thread."""
-
-    def __init__(self) -> None:
-        self.of: dict[_Layout, _Frame] = {}
-
-
-_frames = _Frames()
+    def __str__(self) -> str:
+        return (
+            f"grid {self.numbers[:3]}, block {self.numbers[3:6]}, cluster of {self.cluster_size}, "
+            f"{self.shared_bytes} bytes of dynamic shared memory"
+        )
 
 
 class Kernel:
@@ -138,7 +90,7 @@ class Kernel:
         self._launch = driver().cuLaunchKernelEx
         self._shared_limit = SHARED_BYTES_FOR_ALL
         self._cluster_limit = LARGEST_PORTABLE_CLUSTER
-        self._layouts: dict[str, _Layout] = {}
+        self._layouts: dict[str, Layout] = {}
         self._lock = threading.Lock()
         self._current_device: Callable[[], int] = torch._C._cuda_getDevice
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -166,29 +118,51 @@ class Kernel:
         reads what that one wrote. Raises `TypeError` or `ValueError` for arguments that are not
         what the kernel takes, `RuntimeError` for what the driver refuses.
         """
-        letters, values = [], []
-        for argument in args:
-            kind = _KINDS.get(type(argument)) or _kind_of(argument)
-            letters.append(kind[0])
-            values.append(kind[1](argument))
-        signature = "".join(letters)
+        signature, values = packed(args)
+        shape = _shape(grid, block, shared_bytes, cluster, dependent)
+        self._issue(signature, shape, values, stream)
+
+    def prepare(
+        self,
+        signature: str,
+        grid: Dimensions,
+        block: Dimensions,
+        *,
+        shared_bytes: int = 0,
+        cluster: Dimensions | None = None,
+        dependent: bool = False,
+    ) -> Callable[..., None]:
+        """A function of the bare arguments that launches with this shape, in a third of the time.
+
+        signature: a letter an argument: p pointer (given as an int, `tensor.data_ptr()`, 0 for
+        null), m tensor map (its `data`), i int, l long long, u unsigned, v unsigned long long,
+        f float, d double. The function takes them in this order, and `stream` by name.
+        """
+        shape = _shape(grid, block, shared_bytes, cluster, dependent)
+        issue = self._issue
+
+        def launch(*values: int | float | bytes, stream: Stream = None) -> None:
+            issue(signature, shape, values, stream)
+
+        return launch
+
+    def _issue(
+        self, signature: str, shape: _Shape, values: Sequence[object], stream: Stream
+    ) -> None:
         layout = self._layouts.get(signature) or self._add_layout(signature)
-        frame = _frames.of.get(layout) or _add_frame(layout)
-        if shared_bytes > self._shared_limit or cluster is not None:
-            self.reserve(shared_bytes, _volume(cluster))
-        attributes, count = _attributes(cluster, dependent)
+        frame = frame_of(layout)
+        if shape.shared_bytes > self._shared_limit or shape.cluster_size > self._cluster_limit:
+            self.reserve(shape.shared_bytes, shape.cluster_size)
         if stream is None:
             stream = self._current_stream(self.device)
         elif type(stream) is not int:
-            stream = stream.cuda_stream
-        x, y, z = _three(grid)
-        i, j, k = _three(block)
+            stream = stream.cuda_stream  # type: ignore[union-attr]
         try:
-            frame.pack(x, y, z, i, j, k, shared_bytes, stream, attributes, count, *values)
+            frame.pack(*shape.numbers, stream, shape.attributes, shape.attribute_count, *values)
         except (struct.error, OverflowError) as error:
             raise ValueError(
-                f"{self.entry}: a number does not fit its type: {error} "
-                f"(grid {grid}, block {block}, arguments {signature} = {values})"
+                f"{self.entry}: arguments do not fit their types: {error} "
+                f"({signature}: {values}, {shape})"
             ) from None
         if self._current_device() == self.device:
             status = self._launch(frame.config, self._handle, frame.parameters, None)
@@ -200,8 +174,7 @@ class Kernel:
         if status:
             raise RuntimeError(
                 f"launching {self.entry} on cuda:{self.device} failed with {message(status)} "
-                f"(grid {grid}, block {block}, cluster {cluster}, "
-                f"dynamic shared memory {shared_bytes} bytes, arguments {signature})"
+                f"({shape}, arguments {signature})"
             )
 
     def reserve(self, shared_bytes: int, cluster_size: int = 1) -> None:
@@ -228,7 +201,7 @@ class Kernel:
             )
         return blocks.value
 
-    def _launch_in_new_thread(self, frame: _Frame) -> int:
+    def _launch_in_new_thread(self, frame: Frame) -> int:
         with torch.cuda.device(self.device):
             make_primary_context_current(self.device)
             return int(self._launch(frame.config, self._handle, frame.parameters, None))
@@ -241,62 +214,26 @@ class Kernel:
             f"allowing {self.entry} {value} {what} on cuda:{self.device}",
         )
 
-    def _add_layout(self, signature: str) -> _Layout:
-        layout = _layout(signature)
+    def _add_layout(self, signature: str) -> Layout:
+        layout = layout_of(signature)
         if driver().has_parameter_info:
             self._check_parameters(layout)
         self._layouts[signature] = layout
         return layout
 
-    def _check_parameters(self, layout: _Layout) -> None:
+    def _check_parameters(self, layout: Layout) -> None:
         """Compare number and sizes of the arguments with what the compiled kernel takes."""
-        takes = []
+        takes: list[int] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         info = driver().cuKernelGetParamInfo
         while not info(self._handle, len(takes), ctypes.byref(offset), ctypes.byref(size)):
             takes.append(size.value)
-        gets = [_FIELDS[letter][1] for letter in layout.signature]
+        gets = [FIELDS[letter][1] for letter in layout.signature]
         if gets != takes:
             raise TypeError(
                 f"{self.entry} takes arguments of {takes} bytes, but got {gets} bytes "
                 f"({layout.signature})"
             )
-
-
-_Kind = tuple[str, Callable[[Any], Any]]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    if not tensor.is_cuda:
-        raise ValueError(f"a kernel's tensor must be on its GPU, but got one on {tensor.device}")
-    return tensor.data_ptr()
-
-
-def _itself(value: object) -> object:
-    return value
-
-
-_KINDS: dict[type, _Kind] = {
-    torch.Tensor: ("p", _address),
-    torch.nn.Parameter: ("p", _address),
-    type(None): ("p", lambda _: 0),
-    i32: ("i", _itself),
-    i64: ("l", _itself),
-    u32: ("u", _itself),
-    u64: ("v", _itself),
-    f32: ("f", _itself),
-    f64: ("d", _itself),
-    TensorMap: ("m", lambda map_: map_.data),
-}
-
-
-def _kind_of(argument: object) -> _Kind:
-    if isinstance(argument, torch.Tensor):
-        return _KINDS[torch.Tensor]
-    raise TypeError(
-        "a kernel's argument must be a tensor, None, a TensorMap or a number wrapped as i32, i64, "
-        f"u32, u64, f32 or f64, but got {argument!r} of type {type(argument).__name__}"
-    )
 
 
 def _three(dimensions: Dimensions) -> tuple[int, int, int]:
@@ -308,27 +245,17 @@ def _three(dimensions: Dimensions) -> tuple[int, int, int]:
     return x, y, z
 
 
-def _volume(cluster: Dimensions | None) -> int:
-    if cluster is None:
-        return 1
-    x, y, z = _three(cluster)
-    return x * y * z
-
-
-@cache
-def _layout(signature: str) -> _Layout:
-    codes, offsets, end = [_CONFIG], [], _CONFIG_BYTES
-    for letter in signature:
-        code, size, alignment = _FIELDS[letter]
-        padding = -end % alignment
-        codes.append(f"{padding}x{code}" if padding else code)
-        offsets.append(end + padding)
-        end += padding + size
-    return _Layout(signature, "".join(codes), tuple(offsets), end)
-
-
-def _add_frame(layout: _Layout) -> _Frame:
-    return _frames.of.setdefault(layout, _Frame(layout))
+@lru_cache(maxsize=4096)
+def _shape(
+    grid: Dimensions,
+    block: Dimensions,
+    shared_bytes: int,
+    cluster: Dimensions | None,
+    dependent: bool,
+) -> _Shape:
+    numbers = (*_three(grid), *_three(block), shared_bytes)
+    cluster_size = math.prod(_three(cluster or 1))
+    return _Shape(numbers, shared_bytes, cluster_size, *_attributes(cluster, dependent))
 
 
 @cache
