@@ -1,0 +1,9 @@
+// What the generated text of a chain stands on: see codegen.py. C++ function templates over T (float
+// or double); exp, expm1, log1p, tanh and erf are CUDA's own, overloaded on T, at full accuracy.
+#ifndef EPINORM_CHAIN_CUH
+#define EPINORM_CHAIN_CUH
+
+#define EPINORM_FUNCTION __device__ __forceinline__
+#define EPINORM_INFINITY (__longlong_as_double(0x7ff0000000000000LL))
+
+#endif
