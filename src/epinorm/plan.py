@@ -7,8 +7,12 @@ and ``epinorm.cuda.forward`` / ``epinorm.cuda.backward``.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import warnings
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from functools import lru_cache
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +21,7 @@ from epinorm.chain import Chain
 from epinorm.precision import Precision
 
 __all__ = ["BackwardFunction", "ForwardFunction", "Forward", "Gradients", "Inputs", "Plan"]
-__all__ += ["Problem", "Strategy", "Wanted"]
+__all__ += ["Problem", "Strategy", "Wanted", "backend_of", "plan_for"]
 
 Strategy = Literal["auto", "single", "epilogue", "cpu", "reference"]
 
@@ -78,7 +82,10 @@ class Inputs(NamedTuple):
 class Forward(NamedTuple):
     """y (M, N) in ``out_dtype``; and, where training, what backward needs: z (M, N), the linear's
     output without its bias, in ``dtype``, mean and rstd (M, groups) in ``stats_dtype``.
-    Not training: three tensors of shape (0,). RMSNorm has no mean: shape (0,)."""
+    Not training: three tensors of shape (0,). RMSNorm has no mean: shape (0,).
+
+    Only the backward of the backend that made them reads z and the statistics, so their values may
+    differ between backends (the reference's z includes the bias); shapes and dtypes may not."""
 
     y: Tensor
     z: Tensor
@@ -116,3 +123,67 @@ class BackwardFunction(Protocol):
     def __call__(
         self, problem: Problem, plan: Plan, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
     ) -> Gradients: ...
+
+
+@lru_cache(maxsize=4096)
+def plan_for(problem: Problem, strategy: Strategy = "auto", strict: bool = False) -> Plan:
+    """Decide how ``problem`` is computed; the same problem always gets the same plan.
+
+    ``auto`` takes the fastest strategy that serves the problem. Where it has to take the reference
+    on a CUDA device it warns, once for each reason; under ``strict`` that is a RuntimeError. A
+    strategy asked for by name that cannot serve the problem is a RuntimeError with the reason.
+    """
+    if strategy not in get_args(Strategy):
+        known = ", ".join(get_args(Strategy))
+        raise ValueError(f"unknown strategy {strategy!r}; known are {known}")
+    if strategy == "reference":
+        return Plan("reference", "asked for by name")
+    if problem.device.type == "cuda" and strategy != "cpu":
+        plan = _plan_cuda(problem, strategy)
+    elif problem.device.type == "cpu" and strategy in ("auto", "cpu"):
+        plan = _plan_cpu(problem)
+    else:
+        plan = Plan("reference", f"it does not run on a {problem.device.type} device")
+    if plan.strategy != "reference":
+        return plan
+    if strategy != "auto":
+        raise RuntimeError(f"strategy {strategy!r} cannot serve this chain: {plan.reason}")
+    if strict:
+        raise RuntimeError(f"strict=True, and nothing faster than PyTorch serves: {plan.reason}")
+    if problem.device.type == "cuda":
+        _warn_once(plan.reason)
+    return plan
+
+
+def _plan_cpu(problem: Problem) -> Plan:
+    if importlib.util.find_spec("epinorm.cpu") is None:
+        return Plan("reference", "this installation has no CPU kernel")
+    why_not = importlib.import_module("epinorm.cpu").supports(problem)
+    if why_not is not None:
+        return Plan("reference", why_not)
+    return Plan("cpu", "the fused CPU kernel serves it")
+
+
+def _plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
+    if importlib.util.find_spec("epinorm.cuda.plan") is None:
+        return Plan("reference", "this installation has no CUDA kernels")
+    return importlib.import_module("epinorm.cuda.plan").plan_cuda(problem, strategy)
+
+
+@lru_cache(maxsize=None)
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"epinorm computes through plain PyTorch here: {reason} (strict=True makes this an error)",
+        stacklevel=2,
+    )
+
+
+@lru_cache(maxsize=None)
+def backend_of(strategy: Strategy) -> tuple[ForwardFunction, BackwardFunction]:
+    """The two functions that compute a plan of this strategy."""
+    if strategy in ("epilogue", "single"):
+        forward = importlib.import_module("epinorm.cuda.forward").forward
+        return forward, importlib.import_module("epinorm.cuda.backward").backward
+    name = "epinorm.cpu.backend" if strategy == "cpu" else "epinorm.reference_backend"
+    backend = importlib.import_module(name)
+    return backend.forward, backend.backward

@@ -10,7 +10,7 @@ from torch import Tensor
 from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm
 from epinorm.pointwise import Pointwise
 
-__all__ = ["epilogue", "linear_norm", "normalize"]
+__all__ = ["apply_pointwise", "epilogue", "linear_norm", "normalize"]
 
 
 def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -23,7 +23,10 @@ def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None)
     return normalized if bias is None else normalized + bias
 
 
-def _apply(x: Tensor, operations: Sequence[Pointwise], operands: Iterator[Tensor]) -> Tensor:
+def apply_pointwise(
+    x: Tensor, operations: Sequence[Pointwise], operands: Iterator[Tensor]
+) -> Tensor:
+    """Apply the operations in order to x (..., N), drawing from operands as they are needed."""
     for operation in operations:
         x = operation(x, next(operands) if operation.operand else None)
     return x
@@ -38,9 +41,9 @@ def epilogue(
 ) -> Tensor:
     """Everything after the linear layer: z (..., N) with its bias added → y (..., N)."""
     remaining = iter(operands)
-    z = _apply(z, chain.pre, remaining)
+    z = apply_pointwise(z, chain.pre, remaining)
     z = normalize(z, chain.norm, norm_weight, norm_bias)
-    return _apply(z, chain.post, remaining)
+    return apply_pointwise(z, chain.post, remaining)
 
 
 def linear_norm(

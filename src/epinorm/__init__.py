@@ -1,0 +1,23 @@
+"""Linear → norm → activation as one operation for PyTorch: forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm
+from epinorm.functional import linear_norm
+from epinorm.modules import LinearNorm
+
+__version__ = "0.1.0"
+
+__all__ = ["Chain", "GroupNorm", "LayerNorm", "LinearNorm", "RMSNorm", "__version__"]
+__all__ += ["explain", "fuse", "linear_norm"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load ``fuse`` and ``explain`` when first used: torch.fx is not needed to import epinorm."""
+    if name in ("explain", "fuse"):
+        from epinorm import rewrite
+
+        return getattr(rewrite, name)
+    raise AttributeError(f"module 'epinorm' has no attribute {name!r}")

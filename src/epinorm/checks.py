@@ -1,0 +1,146 @@
+"""What can be wrong with the tensors of one call, said before anything runs.
+
+Where PyTorch's own layers refuse the same mistake, the exception type and the words are theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from epinorm.chain import Chain, GroupNorm
+
+__all__ = ["check_call", "check_leading_dimensions"]
+
+
+def check_leading_dimensions(x: Tensor, operands: Sequence[Tensor], chain: Chain) -> None:
+    """Raise unless x (..., K) and its residuals (..., N) can be folded into matrices."""
+    if x.dim() == 0:
+        raise RuntimeError("both arguments to linear need to be at least 1D, but x is 0D")
+    if isinstance(chain.norm, GroupNorm) and x.dim() != 2:
+        raise ValueError(
+            "with GroupNorm x must be 2D (M, K): group_norm normalises dimension 1, which is the "
+            f"linear's output only there; got x of shape {list(x.shape)}"
+        )
+    _check_operand_count(operands, chain)
+    for i, (kind, operand) in enumerate(zip(chain.operand_kinds, operands, strict=True)):
+        if kind == "element" and operand.shape[:-1] != x.shape[:-1]:
+            raise RuntimeError(
+                f"operand {i} must have the output's shape, {[*x.shape[:-1], 'N']}, "
+                f"got {list(operand.shape)}"
+            )
+
+
+def check_call(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    operands: Sequence[Tensor],
+    chain: Chain,
+    norm_dtype: torch.dtype,
+) -> None:
+    """Raise if x (M, K), weight (N, K) and the rest do not fit each other or the chain.
+
+    Works on symbolic shapes too, where each comparison becomes a guard.
+    """
+    _check_same_device((x, weight, bias, norm_weight, norm_bias, *operands))
+    _check_dtypes(x, weight, bias, norm_weight, norm_bias, operands, norm_dtype)
+    if x.dim() != 2:
+        raise RuntimeError(f"x must be 2D (M, K) here, got shape {list(x.shape)}")
+    if weight.dim() != 2:
+        raise RuntimeError(f"weight must be 2D (N, K), got shape {list(weight.shape)}")
+    (m, k), (n, weight_k) = x.shape, weight.shape
+    if k != weight_k:
+        raise RuntimeError(
+            f"mat1 and mat2 shapes cannot be multiplied ({m}x{k} and {weight_k}x{n}): "
+            f"x has {k} input features, weight has {weight_k}"
+        )
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != n):
+        raise RuntimeError(
+            f"bias must be a vector of one value per output feature, ({n},), "
+            f"got shape {list(bias.shape)}"
+        )
+    _check_norm(m, n, norm_weight, norm_bias, chain)
+    _check_operands(m, n, operands, chain)
+
+
+def _check_same_device(tensors: Sequence[Tensor | None]) -> None:
+    devices = dict.fromkeys(t.device for t in tensors if t is not None)
+    if len(devices) > 1:
+        names = " and ".join(str(device) for device in devices)
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{names}!"
+        )
+
+
+def _check_dtypes(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    operands: Sequence[Tensor],
+    norm_dtype: torch.dtype,
+) -> None:
+    if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
+        raise NotImplementedError(
+            f"a norm is not implemented for {x.dtype}: x must be float32, float64, bfloat16 or "
+            "float16"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise RuntimeError(
+                f"x and {name} must have the same dtype, but got {x.dtype} and {tensor.dtype}"
+            )
+    numbered = ((f"operand {i}", t) for i, t in enumerate(operands))
+    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias), *numbered):
+        if tensor is not None and tensor.dtype != norm_dtype:
+            raise RuntimeError(f"{name} must have dtype {norm_dtype}, but got {tensor.dtype}")
+
+
+def _check_norm(
+    m: int, n: int, norm_weight: Tensor | None, norm_bias: Tensor | None, chain: Chain
+) -> None:
+    if isinstance(chain.norm, GroupNorm):
+        groups = chain.norm.num_groups
+        if n % groups:
+            raise RuntimeError(
+                "Expected number of channels in input to be divisible by num_groups, but got "
+                f"input of shape {[m, n]} and num_groups={groups}"
+            )
+        if m == 1 and n == groups:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{[m, n]} and num_groups={groups}"
+            )
+    for name, tensor in (("weight", norm_weight), ("bias", norm_bias)):
+        if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != n):
+            raise RuntimeError(
+                f"Expected {name} to be a vector of size equal to the number of channels in "
+                f"input, but got norm_{name} of shape {list(tensor.shape)} and input of shape "
+                f"{[m, n]}"
+            )
+
+
+def _check_operand_count(operands: Sequence[Tensor], chain: Chain) -> None:
+    kinds = chain.operand_kinds
+    if len(operands) != len(kinds):
+        takers = [op.name for op in (*chain.pre, *chain.post) if op.operand is not None]
+        wants = f"{len(kinds)} ({', '.join(takers)})" if kinds else "none"
+        raise ValueError(f"the chain takes {wants} tensor operands, got {len(operands)}")
+
+
+def _check_operands(m: int, n: int, operands: Sequence[Tensor], chain: Chain) -> None:
+    _check_operand_count(operands, chain)
+    for i, (kind, operand) in enumerate(zip(chain.operand_kinds, operands, strict=True)):
+        expected = [n] if kind == "channel" else [m, n]
+        if list(operand.shape) != expected:
+            raise RuntimeError(
+                f"operand {i} must have shape {expected} (one value per {kind} of the output), "
+                f"got {list(operand.shape)}"
+            )

@@ -1,0 +1,83 @@
+"""The operation as a function: ``linear_norm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from epinorm import ops
+from epinorm.chain import Chain, Norm
+from epinorm.checks import check_leading_dimensions
+from epinorm.plan import Strategy
+from epinorm.pointwise import PointwiseLike
+
+__all__ = ["apply_chain", "linear_norm"]
+
+
+def linear_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    operands: Sequence[Tensor] = (),
+    strategy: Strategy = "auto",
+    strict: bool = False,
+) -> Tensor:
+    """Compute ``post(norm(pre(x @ weight.T + bias)))`` as one operation.
+
+    x is (..., K), and (M, K) for GroupNorm; weight (N, K); bias, norm_weight and norm_bias (N,)
+    or None; operands the tensors that ``pre`` and ``post`` take, in their order: (N,) for
+    ``mul_channel`` and ``add_channel``, the output's shape for ``add_residual``. All of one
+    floating dtype and on one device; returns (..., N) of that dtype. Under autocast dtypes follow
+    PyTorch's layers.
+
+    Raises what PyTorch's own layers raise for shapes, dtypes and devices that do not fit;
+    ValueError or TypeError for an unknown operation; RuntimeError where ``strategy`` cannot serve
+    the call, or where ``strict`` and nothing faster than PyTorch does.
+    """
+    chain = Chain.build(norm, pre, post)
+    return apply_chain(
+        x, weight, bias, norm_weight, norm_bias, operands, str(chain), strategy, strict
+    )
+
+
+def apply_chain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    operands: Sequence[Tensor],
+    chain: str,
+    strategy: Strategy = "auto",
+    strict: bool = False,
+) -> Tensor:
+    """``linear_norm`` for a chain that is already canonical text: the path of modules."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a Tensor, not {type(x).__name__}")
+    if x.dim() == 2:
+        return ops.linear_norm(
+            x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict, None
+        )
+    parsed = Chain.parse(chain)
+    check_leading_dimensions(x, operands, parsed)
+    leading = x.shape[:-1]
+    folded = [
+        _fold(t) if kind == "element" else t
+        for t, kind in zip(operands, parsed.operand_kinds, strict=True)
+    ]
+    y = ops.linear_norm(
+        _fold(x), weight, bias, norm_weight, norm_bias, folded, chain, strategy, strict, None
+    )
+    return y.view(*leading, y.shape[-1])
+
+
+def _fold(t: Tensor) -> Tensor:
+    """(..., C) → (M, C)."""
+    return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
