@@ -1,0 +1,257 @@
+"""Problem files: Python files that define ``Model``, ``get_inputs()`` and ``get_init_inputs()``.
+
+The format of KernelBench (Ouyang et al., 2025, arXiv 2502.10517). A file runs as a module of its
+own; whatever is wrong with it becomes one sentence, a ``ProblemError``.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import math
+import re
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ProblemError", "ProblemFile", "load_problem"]
+
+SIZE_WORDS = frozenset(
+    "batch batches size sizes features feature hidden dim dims channels channel groups group rows "
+    "columns cols width in out input output inputs outputs embed d m k n".split()
+)
+"""``--scale`` divides a module-level integer if a word of its name (split at ``_``) is here."""
+
+
+class ProblemError(ValueError):
+    """Something is wrong with a problem file; the message is one sentence that says what."""
+
+
+@dataclass(frozen=True)
+class ProblemFile:
+    """A loaded problem file. ``scaled`` maps each size that ``scale`` divided to its new value."""
+
+    path: Path
+    model_type: type[nn.Module]
+    get_inputs: Callable[[], Any]
+    get_init_inputs: Callable[[], Any]
+    scale: int = 1
+    scaled: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def make(
+        self, dtype: torch.dtype, device: torch.device | str, seed: int = 0
+    ) -> tuple[nn.Module, tuple[Any, ...]]:
+        """Make the model and its inputs, floating tensors in ``dtype``, all on ``device``.
+
+        Raises ProblemError if the file's functions raise or return the wrong thing, or if the
+        model does not run on the inputs.
+        """
+        torch.manual_seed(seed)
+        with self._speaking_for("get_init_inputs()"):
+            init = self.get_init_inputs()
+        if not isinstance(init, (list, tuple)):
+            raise ProblemError(
+                f"{self.path.name}: get_init_inputs() must return a list of arguments for Model, "
+                f"got {_type(init)}"
+            )
+        with self._speaking_for(f"Model({', '.join(map(_short, init))})"):
+            model = self.model_type(*init)
+        with self._speaking_for("get_inputs()"):
+            inputs = self.get_inputs()
+        self._check_inputs(inputs)
+        model = model.to(device=device, dtype=dtype)
+        ready = tuple(_place(value, dtype, device) for value in inputs)
+        with self._speaking_for("Model.forward on the inputs of get_inputs()"), torch.no_grad():
+            output = model(*ready)
+        if not isinstance(output, (Tensor, list, tuple, dict)):
+            raise ProblemError(
+                f"{self.path.name}: Model.forward must return a tensor, got {_type(output)}"
+            )
+        return model, ready
+
+    def _check_inputs(self, inputs: Any) -> None:
+        where = f"{self.path.name}: get_inputs() must return a list of tensors"
+        if not isinstance(inputs, (list, tuple)):
+            raise ProblemError(f"{where}, got {_type(inputs)}")
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        if not tensors:
+            raise ProblemError(f"{where}, got a list of {len(inputs)} without any tensor")
+        if not any(t.is_floating_point() for t in tensors):
+            kinds = ", ".join(sorted({str(t.dtype) for t in tensors}))
+            raise ProblemError(
+                f"{self.path.name}: get_inputs() must return at least one floating-point tensor, "
+                f"got {kinds}"
+            )
+
+    @contextlib.contextmanager
+    def _speaking_for(self, what: str) -> Iterator[None]:
+        """Turn what the user's code raises into one sentence; send what it prints to stderr."""
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                yield
+        except ProblemError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ProblemError(_raised(self.path, what, error)) from error
+
+
+def load_problem(path: str | Path, scale: int = 1) -> ProblemFile:
+    """Load a problem file; raises ProblemError with one sentence for whatever is wrong with it.
+
+    ``scale`` > 1 divides every module-level size: a line ``name = integer`` of which a word of the
+    name says size (batch, size, features, hidden, dim, channels, groups, m, k, n, ...). It is done
+    before the file runs, so values computed from the sizes follow. Each must divide exactly.
+    """
+    path = Path(path)
+    tree = _parse(path)
+    sizes = _module_sizes(tree)
+    scaled = _scale_sizes(path, sizes, scale)
+    module = _execute(path, tree)
+    model_type = getattr(module, "Model", None)
+    if model_type is None:
+        raise ProblemError(
+            f"{path.name} defines no class Model; a problem file defines Model, get_inputs() and "
+            "get_init_inputs()"
+        )
+    if not (isinstance(model_type, type) and issubclass(model_type, nn.Module)):
+        raise ProblemError(
+            f"{path.name}: Model must be a subclass of torch.nn.Module, got {_type(model_type)}"
+        )
+    functions = {}
+    for name in ("get_inputs", "get_init_inputs"):
+        function = getattr(module, name, None)
+        if not callable(function):
+            what = "defines no" if function is None else f"has a {_type(function)} as"
+            raise ProblemError(f"{path.name} {what} function {name}()")
+        functions[name] = function
+    return ProblemFile(
+        path, model_type, functions["get_inputs"], functions["get_init_inputs"], scale, scaled
+    )
+
+
+def _parse(path: Path) -> ast.Module:
+    if path.is_dir():
+        raise ProblemError(f"{path} is a folder; expected a Python file that defines Model")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ProblemError(f"{path} does not exist; expected a Python file") from None
+    except UnicodeDecodeError:
+        raise ProblemError(f"{path} is not a text file in UTF-8; expected a Python file") from None
+    except OSError as error:
+        raise ProblemError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return ast.parse(text, str(path))
+    except SyntaxError as error:
+        line = f", line {error.lineno}" if error.lineno else ""
+        raise ProblemError(f"{path.name}{line}: not valid Python ({error.msg})") from None
+    except ValueError as error:
+        raise ProblemError(f"{path.name}: not valid Python ({error})") from None
+
+
+def _is_size(name: str) -> bool:
+    return any(word in SIZE_WORDS for word in re.split(r"_|\d+", name.lower()))
+
+
+def _module_sizes(tree: ast.Module) -> dict[str, ast.Constant]:
+    """The integer literals of module-level lines ``name = integer`` whose name says size."""
+    sizes = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target: ast.expr = statement.targets[0]
+        elif isinstance(statement, ast.AnnAssign):
+            target = statement.target
+        else:
+            continue
+        value = statement.value
+        if (
+            isinstance(target, ast.Name)
+            and isinstance(value, ast.Constant)
+            and type(value.value) is int
+            and value.value > 0
+            and _is_size(target.id)
+        ):
+            sizes[target.id] = value
+    return sizes
+
+
+def _scale_sizes(path: Path, sizes: dict[str, ast.Constant], scale: int) -> dict[str, int]:
+    """Divide the literals in place; raises ProblemError where that is not exact."""
+    if scale < 1:
+        raise ProblemError(f"--scale must be a whole number >= 1, got {scale}")
+    if scale == 1:
+        return {}
+    if not sizes:
+        raise ProblemError(
+            f"--scale {scale}: {path.name} has no size to divide; expected module-level lines such "
+            "as batch_size = 1024"
+        )
+    values = {name: int(constant.value) for name, constant in sizes.items()}  # type: ignore[arg-type]
+    for name, value in values.items():
+        if value % scale:
+            common = math.gcd(*values.values())
+            usable = ", ".join(str(d) for d in range(1, common + 1) if common % d == 0)
+            raise ProblemError(
+                f"--scale {scale} does not divide {name} = {value} of {path.name}; every size here "
+                f"can be divided by {usable}"
+            )
+    for constant in sizes.values():
+        constant.value = int(constant.value) // scale  # type: ignore[arg-type]
+    return {name: value // scale for name, value in values.items()}
+
+
+def _execute(path: Path, tree: ast.Module) -> ModuleType:
+    # A name of its own, so that two problem files never see each other; in sys.modules, because
+    # dataclasses, pickle and torch.compile look a class's module up there.
+    stem = re.sub(r"[^0-9A-Za-z_]", "_", path.stem)
+    name = f"epinorm_problem_{stem}_{zlib.crc32(bytes(path.resolve())):08x}"
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            exec(compile(tree, str(path), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ProblemError(_raised(path, "importing it", error)) from error
+    finally:
+        sys.path.remove(folder)
+    return module
+
+
+def _place(value: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+
+
+def _raised(path: Path, what: str, error: BaseException) -> str:
+    """One sentence: what raised which error, and at which line of the user's file."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    line = f" at line {frames[-1].lineno}" if frames else ""
+    detail = " ".join(str(error).split())
+    detail = f": {detail[:300]}" if detail else ""
+    return f"{path.name}: {what} raised {type(error).__name__}{line}{detail}"
+
+
+def _type(value: Any) -> str:
+    return "nothing (None)" if value is None else type(value).__name__
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

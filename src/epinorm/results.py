@@ -1,0 +1,194 @@
+"""One measured row, and the JSON files that hold rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Row", "commit", "device_name", "device_slug", "merge_rows", "read_rows", "write_atomic"]
+
+KEY = ("shape", "dtype", "precision", "pass", "strategy", "gpu")
+"""Two rows with the same values here measure the same thing: the newer one replaces the older."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape, dtype, precision and pass. Times in µs, memory in 10^6 bytes; None: not there.
+
+    ``pass_`` is written as "pass". Errors are those of ``error_of``, the tensor and input whose
+    error comes closest to what is allowed. A row that is not ``verified`` has no times.
+    """
+
+    shape: str
+    m: int | None
+    k: int | None
+    n: int | None
+    groups: int | None
+    norm: str | None
+    dtype: str
+    precision: str
+    pass_: str
+    chain: str | None
+    verified: bool
+    strategy: str | None
+    gpu: str
+    torch: str
+    commit: str | None
+    date: str
+    ours_us: float | None = None
+    ours_prepacked_us: float | None = None
+    eager_us: float | None = None
+    compile_us: float | None = None
+    compile_autotune_us: float | None = None
+    linear_us: float | None = None
+    copy_us: float | None = None
+    ours_wall_us: float | None = None
+    eager_wall_us: float | None = None
+    linear_wall_us: float | None = None
+    ours_error: float | None = None
+    eager_error: float | None = None
+    error_of: str | None = None
+    ours_peak_mb: float | None = None
+    eager_peak_mb: float | None = None
+    compile_peak_mb: float | None = None
+    reason: str | None = None
+    compile_reason: str | None = None
+    compile_autotune_reason: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as it stands in a results file: errors and times to four digits."""
+        values = {("pass" if k == "pass_" else k): v for k, v in asdict(self).items()}
+        return {k: _rounded(v) for k, v in values.items()}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Row:
+        """Read a row back; keys that this version does not know are left out."""
+        known = {f.name for f in fields(Row)}
+        renamed = {("pass_" if k == "pass" else k): v for k, v in values.items()}
+        return Row(**{k: v for k, v in renamed.items() if k in known})
+
+    @property
+    def speedup(self) -> float | None:
+        """Eager's time over ours."""
+        return self.eager_us / self.ours_us if self.eager_us and self.ours_us else None
+
+    @property
+    def error_ratio(self) -> float | None:
+        """Our error over eager's; None where eager has none."""
+        if self.ours_error is None or not self.eager_error:
+            return None
+        return self.ours_error / self.eager_error
+
+
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    # JSON has no Inf and NaN; `reason` says what went wrong with such an error.
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def today() -> str:
+    return date.today().isoformat()
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, e.g. "NVIDIA H200"; for a CPU its model and the number of threads used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        model = platform.machine()  # no /proc outside Linux
+    return f"CPU {model}, {torch.get_num_threads()} threads"
+
+
+def device_slug(name: str) -> str:
+    """A device's name as a file name: "NVIDIA H200" is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def commit(root: Path | None = None) -> str | None:
+    """The commit that is measured: EPINORM_COMMIT, else HEAD of the .git above, else None.
+
+    Read from the files, since a GPU machine need not have git.
+    """
+    if named := os.environ.get("EPINORM_COMMIT"):
+        return named[:12]
+    start = root or Path(__file__).resolve().parent
+    for folder in (start, *start.parents):
+        git = folder / ".git"
+        if git.is_dir():
+            return _head(git)
+    return None
+
+
+def _head(git: Path) -> str | None:
+    try:
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head[:12] or None
+        ref = head.removeprefix("ref: ")
+        if (git / ref).is_file():
+            return (git / ref).read_text().strip()[:12]
+        for line in (git / "packed-refs").read_text().splitlines():
+            if line.endswith(f" {ref}"):
+                return line[:12]
+    except OSError:
+        return None  # a folder named .git that is none, or a branch without a commit
+    return None
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a whole file or nothing: into a temporary file beside it, then renamed.
+
+    Raises OSError where the folder cannot be made or written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a results file; raises ValueError if the file is not one."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return [Row.from_json(value) for value in values]
+    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a results file: {error}") from None
+
+
+def merge_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
+    """Put rows into a results file, each in place of the one with the same key; returns all."""
+    merged: dict[tuple[Any, ...], Row] = {}
+    for row in [*(read_rows(path) if path.exists() else []), *rows]:
+        values = row.as_json()
+        merged[tuple(values[name] for name in KEY)] = row
+    everything = list(merged.values())
+    text = json.dumps([row.as_json() for row in everything], indent=1, allow_nan=False)
+    write_atomic(path, text + "\n")
+    return everything

@@ -1,0 +1,159 @@
+"""How time and memory are measured: all competitors interleaved in one process, medians.
+
+On CUDA a run is timed by events, after 256 MB have been written so that the L2 cache holds nothing
+of the inputs; on the CPU by ``time.perf_counter_ns``. Every round runs each competitor once,
+starting with another one each time, so that drift of clocks and temperature meets all alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Runner", "Settings", "peak_memory_mb", "time_interleaved", "wall_times"]
+
+FLUSH_BYTES = 256 * 1024 * 1024
+"""Written before each timed run: several times the L2 cache of any GPU so far (H200: 50 MB)."""
+
+Progress = Callable[[float], None]
+"""Told the share of the work that is done, from 0 to 1."""
+
+
+def _ignore(share: float) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How often to run. ``cpu_seconds`` bounds the timing of one row on the CPU, all competitors
+    together; there, at least ``cpu_runs`` rounds run whatever they take."""
+
+    runs: int = 30
+    warmup: int = 5
+    cpu_runs: int = 5
+    cpu_seconds: float = 8.0
+    wall_calls: int = 50
+    wall_blocks: int = 5
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One competitor: ``run`` is timed, ``prepare`` runs before it, outside the timed region."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], None] = field(default=lambda: None)
+
+
+def time_interleaved(
+    runners: Mapping[str, Runner],
+    device: torch.device,
+    settings: Settings = Settings(),  # noqa: B008 - frozen
+    progress: Progress = _ignore,
+) -> dict[str, float]:
+    """Median time in microseconds of each runner, all interleaved."""
+    for runner in runners.values():
+        for _ in range(settings.warmup if device.type == "cuda" else 2):
+            runner.prepare()
+            runner.run()
+    if device.type == "cuda":
+        samples = _time_cuda(runners, device, settings, progress)
+    else:
+        samples = _time_cpu(runners, settings, progress)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def _rounds(names: list[str], index: int) -> list[str]:
+    start = index % len(names)
+    return names[start:] + names[:start]
+
+
+def _time_cuda(
+    runners: Mapping[str, Runner], device: torch.device, settings: Settings, progress: Progress
+) -> dict[str, list[float]]:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in runners}
+    torch.cuda.synchronize(device)
+    for index in range(settings.runs):
+        for name in _rounds(list(runners), index):
+            runners[name].prepare()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            runners[name].run()
+            end.record()
+            pairs[name].append((start, end))
+        # Once a round, so that the host's queue stays short and memory is given back in step.
+        torch.cuda.synchronize(device)
+        progress((index + 1) / settings.runs)
+    return {n: [1000 * start.elapsed_time(end) for start, end in p] for n, p in pairs.items()}
+
+
+def _time_cpu(
+    runners: Mapping[str, Runner], settings: Settings, progress: Progress
+) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {name: [] for name in runners}
+    began = time.perf_counter()
+    for index in range(settings.runs):
+        spent = time.perf_counter() - began
+        if index >= settings.cpu_runs and spent > settings.cpu_seconds:
+            break
+        for name in _rounds(list(runners), index):
+            runners[name].prepare()
+            start = time.perf_counter_ns()
+            runners[name].run()
+            samples[name].append((time.perf_counter_ns() - start) / 1000)
+        progress((index + 1) / settings.runs)
+    progress(1.0)
+    return samples
+
+
+def wall_times(
+    runners: Mapping[str, Runner],
+    device: torch.device,
+    settings: Settings = Settings(),  # noqa: B008 - frozen
+) -> dict[str, float | None]:
+    """Host time of one call in microseconds: N calls in a loop with one synchronisation, over N.
+
+    What a launch-bound caller waits for. Blocks of calls of all runners alternate; the median of
+    the blocks is given. ``prepare`` runs inside the loop, as it would in a user's. None on a CPU,
+    where a call's time is its wall time.
+    """
+    if device.type != "cuda":
+        return {name: None for name in runners}
+    samples: dict[str, list[float]] = {name: [] for name in runners}
+    for index in range(settings.wall_blocks):
+        for name in _rounds(list(runners), index):
+            runner = runners[name]
+            torch.cuda.synchronize(device)
+            start = time.perf_counter_ns()
+            for _ in range(settings.wall_calls):
+                runner.prepare()
+                runner.run()
+            torch.cuda.synchronize(device)
+            elapsed = time.perf_counter_ns() - start
+            samples[name].append(elapsed / 1000 / settings.wall_calls)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def peak_memory_mb(runner: Runner, device: torch.device) -> float | None:
+    """Most memory that one run holds beyond what was allocated before it, in 10^6 bytes.
+
+    Parameters and inputs are there before; outputs, gradients and everything temporary count.
+    None on a CPU.
+    """
+    if device.type != "cuda":
+        return None
+    runner.prepare()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    kept = runner.run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del kept
+    runner.prepare()
+    return peak / 1e6
