@@ -133,18 +133,19 @@ def key_of(*parts: str) -> str:
 def read(key: str) -> Record | None:
     """The record kept under `key`, or None if there is none that can be trusted.
 
-    Says in one warning why a file was not loaded. Raises nothing for a broken cache.
+    Says in one warning why a file was not loaded. Raises nothing for a broken cache, and says
+    nothing about one: the write that follows does.
     """
-    try:
-        folder = _folder(create=False)
-        if folder is None:
-            return None
-        path = folder / (key + _SUFFIX)
-        record = _parse(_read_own_file(path), key, path)
-    except FileNotFoundError:
+    folder = _folder_or_none()
+    if folder is None:
         return None
-    except (_Refused, OSError) as error:
-        _warn_once("read", f"{_reason(error)}; the kernel is compiled again")
+    path = folder / (key + _SUFFIX)
+    try:
+        record = _parse(_read_own_file(path), key, path)
+    except OSError:
+        return None
+    except _Refused as error:
+        _warn_once("read", f"{error}; the kernel is compiled again")
         return None
     # The least recently used go first when the cache is full. Another process may have removed it.
     with contextlib.suppress(OSError):
@@ -261,6 +262,8 @@ def _is_ours(status: os.stat_result) -> bool:
 
 def _read_own_file(path: Path) -> bytes:
     """Contents of a file that only this user can have written; checked on the open file itself."""
+    if path.is_symlink():  # and should it become one now, then O_NOFOLLOW fails
+        raise _Refused(f"{path} in the kernel cache is a symbolic link")
     descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW | _BINARY)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())

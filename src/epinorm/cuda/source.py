@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,6 @@ from pathlib import Path
 __all__ = ["KERNEL_FOLDER", "double_literal", "float_literal", "kernel_text", "read_kernel"]
 
 KERNEL_FOLDER = Path(__file__).parent / "kernels"
-
-_LARGEST_FLOAT = (2.0 - 2.0**-23) * 2.0**127
 
 _OWN_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"(?P<name>[^"\n]+)"[^\n]*\n?', re.MULTILINE)
 _ANY_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[^\n]*", re.MULTILINE)
@@ -57,9 +56,13 @@ def kernel_text(name: str, prelude: Mapping[str, str | int | float] | str = "") 
 
 def float_literal(value: float) -> str:
     """Exact CUDA literal of type `float` for `value` rounded to fp32."""
-    if abs(value) > _LARGEST_FLOAT:
-        raise ValueError(f"{value} does not fit a float: pass double_literal(value) instead")
-    return _hex_literal(value, "f")
+    try:
+        (rounded,) = struct.unpack("<f", struct.pack("<f", value))
+    except OverflowError:
+        raise ValueError(
+            f"{value} does not fit a float: pass double_literal(value) instead"
+        ) from None
+    return _hex_literal(rounded, "f")
 
 
 def double_literal(value: float) -> str:
