@@ -24,7 +24,7 @@ PYTEST := -n $(WORKERS) --timeout $(TEST_SECONDS) --durations 10 -m "not gpu"
 # For the targets that run on a GPU machine as it is, with nothing installed.
 PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}
 
-.PHONY: help setup run test lint format test-gpu sanitize-gpu bench-gpu report build clean
+.PHONY: help setup run record test lint format test-gpu sanitize-gpu bench-gpu report build clean
 
 help:  ## say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1|/' | \
@@ -38,6 +38,11 @@ $(READY): $(REQUIREMENTS) scripts/setup.sh
 
 run: $(READY)  ## fuse, verify and time the example: table, JSON, picture and page
 	@$(BIN)/epinorm bench $(EXAMPLE) --scale $(SCALE) $(ARGS)
+
+record: $(READY)  ## as run, and keep the result as benchmarks/results/make-run.json for README
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	  $(BIN)/epinorm bench $(EXAMPLE) --scale $(SCALE) --out "$$folder" $(ARGS) && \
+	  mkdir -p benchmarks/results && cp "$$folder"/*.json benchmarks/results/make-run.json
 
 test: $(READY)  ## run the tests that need no GPU
 	@$(BIN)/python -m pytest $(PYTEST) $(ARGS)
@@ -65,7 +70,7 @@ sanitize-gpu:  ## run tests/gpu's sanitizer subset under compute-sanitizer (noth
 bench-gpu:  ## time every named shape with the Python that is there (nothing is installed)
 	@$(PYTHON_HERE) benchmarks/run.py $(ARGS)
 
-report: $(READY)  ## rewrite README's generated tables from benchmarks/results
+report: $(READY)  ## rewrite the generated tables of README and docs from benchmarks/results
 	@$(BIN)/python -m epinorm.report --readme $(ARGS)
 
 build: $(READY)  ## build the wheel into dist/
