@@ -8,6 +8,7 @@ and in every gradient.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ __all__ = [
     "allowed_error",
     "compare",
     "draw_inputs",
-    "poison_memory",
+    "poisoned_memory",
     "randomize_parameters",
     "relative_error",
     "run_model",
@@ -203,11 +204,14 @@ def draw_inputs(inputs: Sequence[Any], kind: InputKind, seed: int) -> tuple[Any,
     return tuple(drawn)
 
 
-def poison_memory(like: Sequence[Tensor | None], copies: int = 3) -> None:
-    """Fill free blocks of the sizes of ``like`` with NaN (bytes 0xFF), for the next allocations.
+@contextlib.contextmanager
+def poisoned_memory(like: Sequence[Tensor | None], copies: int = 3) -> Iterator[None]:
+    """Within, new memory of the sizes of ``like`` holds NaN (in any floating dtype).
 
-    An allocator hands a freed block out again: an output that is never written then shows as NaN
-    in any floating dtype, where it might have held the right values of an earlier call.
+    So an output that is never written shows, where it might have held the right values of an
+    earlier call. On CUDA, blocks of these sizes are filled with bytes 0xFF and freed just before:
+    PyTorch's allocator hands them out again. On the CPU the system's allocator may not, so there
+    PyTorch itself is told to fill what it allocates.
     """
     blocks = []
     for tensor in like:
@@ -218,11 +222,22 @@ def poison_memory(like: Sequence[Tensor | None], copies: int = 3) -> None:
                 for _ in range(copies)
             ]
     del blocks
+    if any(tensor is not None and tensor.device.type != "cpu" for tensor in like):
+        yield
+        return
+    was = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=only_warned)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def run_model(
-    model: nn.Module, inputs: Sequence[Any], training: bool, dy_seed: int = 0
-) -> Outcome:
+def run_model(model: nn.Module, inputs: Sequence[Any], training: bool, dy_seed: int = 0) -> Outcome:
     """Run forward, and in training also backward with a random dy drawn from ``dy_seed``.
 
     Without training, the run is under ``torch.no_grad``. Gradients come by name: "gradient of
@@ -268,7 +283,9 @@ def draw_dy(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 def _floating_leaves(output: Any) -> tuple[Tensor, ...]:
     return tuple(
-        leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        leaf
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
     )
 
 
@@ -364,11 +381,11 @@ def _verify(
         truth = run_model(exact_model, exact, training, seed)
         eager = run_model(model, fresh, training, seed)
         like = [tensor for _, tensor in eager.tensors()]
-        poison_memory(like)
-        ours = run_model(candidate, fresh, training, seed)
+        with poisoned_memory(like):
+            ours = run_model(candidate, fresh, training, seed)
         comparisons += compare(truth, eager, ours, dtype, kind)
-        poison_memory(like)
-        again = run_model(candidate, fresh, training, seed)
+        with poisoned_memory(like):
+            again = run_model(candidate, fresh, training, seed)
         comparisons += _differences(ours, again, kind)
     return Verification(dtype, training, tuple(comparisons))
 

@@ -1,0 +1,326 @@
+"""verify accepts what is right and catches what is wrong: planted wrong implementations."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from epinorm.verify import (
+    FLOOR_ULPS,
+    Comparison,
+    allowed_error,
+    draw_inputs,
+    poisoned_memory,
+    randomize_parameters,
+    relative_error,
+    run_model,
+    verify,
+)
+
+M, K, N, GROUPS = 24, 48, 64, 8
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(K, N)
+        self.gn = nn.GroupNorm(GROUPS, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.leaky_relu(self.gn(self.fc(x)), 0.01)
+        return y + y
+
+
+class OtherOrder(Model):
+    """Right, but rounded elsewhere: two passes over the values by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.fc(x).view(-1, GROUPS, N // GROUPS)
+        centred = z - z.mean(-1, keepdim=True)
+        normal = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.gn.eps)
+        y = normal.flatten(1) * self.gn.weight + self.gn.bias
+        return 2 * F.leaky_relu(y, 0.01)
+
+
+class OverTheBatch(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.fc(x).view(-1, GROUPS, N // GROUPS)
+        variance, mean = torch.var_mean(z, (0, 2), correction=0, keepdim=True)
+        normal = ((z - mean) * torch.rsqrt(variance + self.gn.eps)).flatten(1)
+        return 2 * F.leaky_relu(normal * self.gn.weight + self.gn.bias, 0.01)
+
+
+class GammaIgnored(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.group_norm(self.fc(x), GROUPS, None, self.gn.bias)
+        return 2 * F.leaky_relu(y, 0.01)
+
+
+class GammaPerGroup(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.gn.weight.view(GROUPS, -1)[:, :1].expand(GROUPS, N // GROUPS).flatten()
+        return 2 * F.leaky_relu(F.group_norm(self.fc(x), GROUPS, weight, self.gn.bias), 0.01)
+
+
+class UnbiasedVariance(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.fc(x).view(-1, GROUPS, N // GROUPS)
+        variance, mean = torch.var_mean(z, 2, correction=1, keepdim=True)
+        normal = ((z - mean) * torch.rsqrt(variance + self.gn.eps)).flatten(1)
+        return 2 * F.leaky_relu(normal * self.gn.weight + self.gn.bias, 0.01)
+
+
+class LastRowUnwritten(Model):
+    """Writes all rows but the last into fresh memory, which may hold an earlier, right result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if torch.is_grad_enabled():
+            return y
+        result = torch.empty_like(y)
+        result[:-1] = y[:-1]
+        return result
+
+
+class _HalfGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 0.5
+
+
+class WrongGradient(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.group_norm(self.fc(x), GROUPS, _HalfGradient.apply(self.gn.weight), self.gn.bias)
+        return 2 * F.leaky_relu(y, 0.01)
+
+
+class NoGradient(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.group_norm(self.fc(x), GROUPS, self.gn.weight.detach(), self.gn.bias)
+        return 2 * F.leaky_relu(y, 0.01)
+
+
+class SixteenBitInside(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.linear(x.bfloat16(), self.fc.weight.bfloat16(), self.fc.bias.bfloat16()).to(x.dtype)
+        return 2 * F.leaky_relu(self.gn(z), 0.01)
+
+
+class WrongShape(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, : N // 2]
+
+
+class WrongDtype(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).half()
+
+
+class AnswersOnce(Model):
+    """Returns its first answer forever."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "answer"):
+            self.answer = super().forward(x)
+        return self.answer
+
+
+class ChangesFromRunToRun(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (
+            y + y * 1e-9 * torch.rand(())
+            if y.dtype == torch.float64
+            else y.mul(1 + 2e-7 * torch.rand(()))
+        )
+
+
+class AddsNaN(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).clone()
+        y[0, 0] = math.nan
+        return y
+
+
+def make(kind: type[Model], dtype: torch.dtype = torch.float32):
+    torch.manual_seed(1)
+    return kind().to(dtype), (torch.rand(M, K, dtype=dtype),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_itself_passes(dtype: torch.dtype, training: bool) -> None:
+    model, inputs = make(Model, dtype)
+    result = verify(model, copy.deepcopy(model), inputs, training=training)
+    assert result.passed, result.failures
+    names = [c.what for c in result.comparisons]
+    if training:
+        assert names[:6] == [
+            "output",
+            "gradient of input 0",
+            "gradient of fc.weight",
+            "gradient of fc.bias",
+            "gradient of gn.weight",
+            "gradient of gn.bias",
+        ]
+    assert len(names) == (12 if training else 2)
+    assert all(c.ratio == 1 for c in result.comparisons)
+
+
+def test_a_right_model_that_rounds_elsewhere_passes() -> None:
+    model, inputs = make(Model, torch.float64)
+    result = verify(model, make(OtherOrder, torch.float64)[0], inputs)
+    assert result.passed, result.failures
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        OverTheBatch,
+        GammaIgnored,
+        GammaPerGroup,
+        UnbiasedVariance,
+        SixteenBitInside,
+        WrongShape,
+        WrongDtype,
+        AnswersOnce,
+        AddsNaN,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wrong_values_are_caught(wrong: type[Model], dtype: torch.dtype) -> None:
+    model, inputs = make(Model, dtype)
+    result = verify(model, make(wrong, dtype)[0], inputs, training=False)
+    assert not result.passed
+    assert any(c.what == "output" for c in result.failures)
+
+
+@pytest.mark.parametrize("wrong", [OverTheBatch, GammaIgnored, UnbiasedVariance])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wrong_values_are_caught_in_16_bit(wrong: type[Model], dtype: torch.dtype) -> None:
+    model, inputs = make(Model, dtype)
+    assert not verify(model, make(wrong, dtype)[0], inputs, training=False).passed
+
+
+def test_an_unwritten_row_is_caught_although_memory_held_the_answer() -> None:
+    model, inputs = make(Model)
+    result = verify(model, make(LastRowUnwritten)[0], inputs, training=False)
+    assert not result.passed
+    assert not result.worst.passed
+
+
+@pytest.mark.parametrize("wrong", [WrongGradient, NoGradient])
+def test_a_wrong_gradient_is_caught_and_named(wrong: type[Model]) -> None:
+    model, inputs = make(Model)
+    result = verify(model, make(wrong)[0], inputs)
+    assert {c.what for c in result.failures} == {"gradient of gn.weight"}
+
+
+def test_a_missing_gradient_is_said() -> None:
+    model, inputs = make(Model)
+    result = verify(model, make(NoGradient)[0], inputs)
+    assert result.failures[0].reason == "missing"
+
+
+def test_a_second_run_must_give_the_same_bits() -> None:
+    model, inputs = make(Model)
+    result = verify(model, make(ChangesFromRunToRun)[0], inputs, training=False)
+    assert any("second run" in (c.reason or "") for c in result.failures)
+
+
+def test_parameters_are_given_back() -> None:
+    model, inputs = make(Model)
+    before = copy.deepcopy(model.state_dict())
+    candidate = copy.deepcopy(model)
+    verify(model, candidate, inputs)
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value)
+        assert torch.equal(candidate.state_dict()[name], value)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_candidate_without_the_parameters_is_refused() -> None:
+    model, inputs = make(Model)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        verify(model, nn.Linear(K, N), inputs, training=False)
+
+
+def test_norm_parameters_and_biases_are_random() -> None:
+    model, _ = make(Model)
+    randomize_parameters(model)
+    assert model.gn.weight.std() > 0.1
+    assert abs(model.gn.weight.mean() - 1) < 0.2
+    assert model.gn.bias.std() > 0.2
+    assert model.fc.bias.std() > 0.2
+
+
+def test_inputs_are_fresh_and_of_both_kinds() -> None:
+    given = (torch.zeros(100, 100), 3, torch.arange(4))
+    rand, randn = (draw_inputs(given, kind, seed=5) for kind in ("rand", "randn"))
+    assert rand[0].min() >= 0 and abs(rand[0].mean() - 0.5) < 0.02
+    assert abs(randn[0].mean()) < 0.05 and abs(randn[0].std() - 1) < 0.05
+    assert rand[1] == 3 and torch.equal(rand[2], given[2])
+    assert not torch.equal(rand[0], draw_inputs(given, "rand", seed=6)[0])
+
+
+def test_relative_error() -> None:
+    truth = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert relative_error(torch.tensor([3.0, 4.5]), truth) == pytest.approx(0.1)
+    assert relative_error(torch.tensor([3.0, math.nan]), truth) == math.inf
+    assert relative_error(torch.empty(0, 4), torch.empty(0, 4)) == 0
+    assert relative_error(torch.tensor([0.25]), torch.zeros(1)) == 0.25
+    holes = torch.tensor([math.nan, 2.0, math.inf])
+    assert relative_error(holes.clone(), holes) == 0
+    assert relative_error(torch.tensor([math.nan, 2.0, -math.inf]), holes) == math.inf
+    assert relative_error(torch.tensor([1.0, 2.0, math.inf]), holes) == math.inf
+
+
+def test_the_limits() -> None:
+    assert allowed_error(1e-5, torch.float32) == pytest.approx(1e-5, rel=0.006)
+    assert allowed_error(0.0, torch.float32) == 2 * 2**-23
+    assert allowed_error(4e-3, torch.bfloat16) == pytest.approx(4.4e-3, rel=0.006)
+    # The floor in 16 bit lies under the error that rounding and one product leave in eager.
+    model, inputs = make(Model, torch.bfloat16)
+    output = verify(model, copy.deepcopy(model), inputs, training=False).worst
+    assert FLOOR_ULPS[torch.bfloat16] * torch.finfo(torch.bfloat16).eps < output.eager
+
+
+def test_no_comparison_is_no_pass() -> None:
+    from epinorm.verify import Verification
+
+    assert not Verification(torch.float32, False, ()).passed
+
+
+def test_the_ratio_where_eager_is_exact() -> None:
+    assert Comparison("output", "rand", 0.0, 0.0, 1e-7).ratio == 1
+    assert Comparison("output", "rand", 1e-8, 0.0, 1e-7).ratio == math.inf
+
+
+@pytest.mark.parametrize("size", [3, 1000, 100_000, 10_000_000])
+def test_poisoned_memory_is_handed_out_next(size: int) -> None:
+    right = torch.ones(size)
+    del right
+    with poisoned_memory([torch.ones(size)]):
+        assert bool(torch.empty(size).isnan().all())
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_empty_batches_pass() -> None:
+    model, _ = make(Model)
+    result = verify(model, copy.deepcopy(model), (torch.rand(0, K),))
+    assert result.passed
+
+
+def test_dy_is_the_same_for_every_dtype() -> None:
+    model, inputs = make(Model)
+    single = run_model(model, inputs, training=True, dy_seed=3)
+    exact = run_model(copy.deepcopy(model).double(), (inputs[0].double(),), True, dy_seed=3)
+    for (name, a), (_, b) in zip(single.tensors(), exact.tensors(), strict=True):
+        assert relative_error(a, b) < 1e-6, name
