@@ -333,94 +333,6 @@ def test_a_dependent_launch_starts_before_the_one_ahead_has_ended(dependent: boo
         assert (start_of_second < end_of_first) == dependent
 
 
-# One thread copies one box in and out again by TMA; the others spill it to `seen` as it lies.
-COPY = """
-struct __align__(64) CUtensorMap { unsigned long long words[16]; };
-extern "C" __global__ void copy(const __grid_constant__ CUtensorMap from,
-                                const __grid_constant__ CUtensorMap to, unsigned char* seen,
-                                int column, int row, int bytes) {
-    extern __shared__ __align__(1024) unsigned char box[];
-    __shared__ __align__(8) unsigned long long barrier;
-    unsigned at = __cvta_generic_to_shared(box), bar = __cvta_generic_to_shared(&barrier);
-    if (threadIdx.x == 0) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(bar));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                     :: "r"(bar), "r"(bytes) : "memory");
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile"
-                     ".mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-                     :: "r"(at), "l"(&from), "r"(bar), "r"(column), "r"(row) : "memory");
-    }
-    __syncthreads();
-    unsigned done = 0;
-    while (!done)
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;"
-                     " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar) : "memory");
-    for (int i = threadIdx.x; i < bytes; i += blockDim.x) seen[i] = box[i];
-    if (threadIdx.x == 0) {
-        asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
-                     " [%1, {%2, %3}], [%0];" :: "r"(at), "l"(&to), "r"(column), "r"(row)
-                     : "memory");
-        asm volatile("cp.async.bulk.commit_group;");
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-    }
-}
-"""
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_tensor_maps_address_a_matrix(dtype: torch.dtype, swizzle: int) -> None:
-    """A box that hangs over the edge: zeros in shared memory, nothing written outside."""
-    size = dtype.itemsize
-    box_rows, box_cols = 64, (swizzle or 128) // size
-    rows, cols, stride = 100, 200 // size * 4 + 2, 1024 // size
-    kernel = kernel_of("copy", COPY)
-    x = torch.randn(rows, stride, device="cuda").to(dtype)[:, :cols]
-    column, row = cols - box_cols // 2, rows - 40
-    y_storage = torch.full((rows + 64, stride), float("nan"), device="cuda").to(dtype)
-    y = y_storage[:rows, :cols]
-    seen = torch.full((box_rows, box_cols), float("nan"), device="cuda").to(dtype)
-    from_map = tensor_map(x, box_rows, box_cols, swizzle)
-    to_map = tensor_map(y, box_rows, box_cols, swizzle)
-    assert tensor_map(x, box_rows, box_cols, swizzle) is from_map
-    bytes_ = box_rows * box_cols * size
-    arguments = (from_map, to_map, seen, i32(column), i32(row), i32(bytes_))
-    kernel.launch(1, 128, arguments, shared_bytes=bytes_)
-    copied = x[row:, column:]
-    assert torch.equal(y[row:, column:], copied)
-    assert torch.isfinite(y_storage).sum() == copied.numel()
-    if swizzle == 0:
-        expected = torch.zeros_like(seen)
-        expected[: copied.shape[0], : copied.shape[1]] = copied
-        assert torch.equal(seen, expected)
-    else:
-        assert torch.count_nonzero(seen) == torch.count_nonzero(copied)
-        assert torch.isfinite(seen).all()
-
-
-@pytest.mark.usefixtures("hopper")
-def test_what_tma_cannot_address_is_refused() -> None:
-    x = torch.zeros(64, 64, device="cuda", dtype=torch.float16)
-    with pytest.raises(TypeError, match=r"but got torch\.int64"):
-        tensor_map(x.long(), 64, 16)
-    with pytest.raises(ValueError, match=r"a matrix with elements, but got shape \(0, 64\)"):
-        tensor_map(x[:0], 64, 64)
-    with pytest.raises(ValueError, match="contiguous columns, but got strides"):
-        tensor_map(x.t(), 64, 64)
-    with pytest.raises(ValueError, match="they are 14 bytes apart"):
-        tensor_map(x.flatten()[:70].view(10, 7), 8, 8)
-    with pytest.raises(ValueError, match="16-byte boundary"):
-        tensor_map(x[:, 1:], 64, 64)
-    with pytest.raises(ValueError, match="1 to 256 rows and columns, but got 257 x 64"):
-        tensor_map(x, 257, 64)
-    with pytest.raises(ValueError, match="row of 256 bytes does not fit swizzle 128"):
-        tensor_map(x, 64, 128)
-    with pytest.raises(ValueError, match="swizzle must be one of"):
-        tensor_map(x, 64, 64, swizzle=16)
-
-
 CHILD = f"""
 import time, torch
 x = torch.ones(1000, device="cuda"); y = torch.full_like(x, float("nan")); torch.cuda.synchronize()
@@ -517,3 +429,96 @@ def test_a_launch_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
         for name, cost in measured.items():
             print(f"{name}: {cost:.2f} us")
     assert measured["ten arguments, prepared"] < 5.0
+
+
+# One thread copies one box in and out again by TMA; all write it to `seen` as it lies. These tests
+# are the last: a fault of TMA ends the process' context, and every test after it would fail too.
+COPY = """
+struct __align__(64) CUtensorMap { unsigned long long words[16]; };
+extern "C" __global__ void copy(const __grid_constant__ CUtensorMap from,
+                                const __grid_constant__ CUtensorMap to, unsigned char* seen,
+                                int column, int row, int bytes) {
+    extern __shared__ __align__(1024) unsigned char box[];
+    __shared__ __align__(8) unsigned long long barrier;
+    unsigned at = __cvta_generic_to_shared(box), bar = __cvta_generic_to_shared(&barrier);
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(bar));
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                     :: "r"(bar), "r"(bytes) : "memory");
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile"
+                     ".mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+                     :: "r"(at), "l"(&from), "r"(bar), "r"(column), "r"(row) : "memory");
+    }
+    __syncthreads();
+    unsigned done = 0;
+    while (!done)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;"
+                     " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar) : "memory");
+    for (int i = threadIdx.x; i < bytes; i += blockDim.x) seen[i] = box[i];
+    if (threadIdx.x == 0) {
+        asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
+                     " [%1, {%2, %3}], [%0];" :: "r"(at), "l"(&to), "r"(column), "r"(row)
+                     : "memory");
+        asm volatile("cp.async.bulk.commit_group;");
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    }
+}
+"""
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_tensor_maps_address_a_matrix(dtype: torch.dtype, swizzle: int) -> None:
+    """A box that hangs over the edge: zeros in shared memory, nothing written outside.
+
+    Shared memory is in the order that PTX ISA gives for the swizzle: of a byte's offset, the bits
+    above 4 are xor-ed with as many bits above 7.
+    """
+    size = dtype.itemsize
+    box_rows, box_cols = 64, (swizzle or 128) // size
+    rows, cols, stride = 100, 200 // size * 4 + 2, 1024 // size
+    kernel = kernel_of("copy", COPY)
+    x = torch.randn(rows, stride, device="cuda").to(dtype)[:, :cols]
+    step = 16 // size  # TMA needs the box to start on 16 bytes; the matrix may end anywhere
+    column, row = (cols - box_cols // 2) // step * step, rows - 40
+    y_storage = torch.full((rows + 64, stride), float("nan"), device="cuda").to(dtype)
+    y = y_storage[:rows, :cols]
+    seen = torch.full((box_rows, box_cols), float("nan"), device="cuda").to(dtype)
+    from_map = tensor_map(x, box_rows, box_cols, swizzle)
+    to_map = tensor_map(y, box_rows, box_cols, swizzle)
+    assert tensor_map(x, box_rows, box_cols, swizzle) is from_map
+    bytes_ = box_rows * box_cols * size
+    arguments = (from_map, to_map, seen, i32(column), i32(row), i32(bytes_))
+    kernel.launch(1, 128, arguments, shared_bytes=bytes_)
+    copied = x[row:, column:]
+    assert torch.equal(y[row:, column:], copied)
+    assert torch.isfinite(y_storage).sum() == copied.numel()
+    expected = torch.zeros_like(seen)
+    expected[: copied.shape[0], : copied.shape[1]] = copied
+    offset = torch.arange(bytes_, device="cuda")
+    swizzled = offset ^ (offset >> 3 & swizzle - 16) if swizzle else offset
+    in_order = seen.view(torch.uint8).flatten()[swizzled]
+    assert torch.equal(in_order, expected.view(torch.uint8).flatten())
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_tma_cannot_address_is_refused() -> None:
+    x = torch.zeros(64, 64, device="cuda", dtype=torch.float16)
+    with pytest.raises(TypeError, match=r"but got torch\.int64"):
+        tensor_map(x.long(), 64, 16)
+    with pytest.raises(ValueError, match=r"a matrix with elements, but got shape \(0, 64\)"):
+        tensor_map(x[:0], 64, 64)
+    with pytest.raises(ValueError, match="contiguous columns, but got strides"):
+        tensor_map(x.t(), 64, 64)
+    with pytest.raises(ValueError, match="they are 14 bytes apart"):
+        tensor_map(x.flatten()[:70].view(10, 7), 8, 8)
+    with pytest.raises(ValueError, match="16-byte boundary"):
+        tensor_map(x[:, 1:], 64, 64)
+    with pytest.raises(ValueError, match="1 to 256 rows and columns, but got 257 x 64"):
+        tensor_map(x, 257, 64)
+    with pytest.raises(ValueError, match="row of 256 bytes does not fit swizzle 128"):
+        tensor_map(x, 64, 128)
+    with pytest.raises(ValueError, match="swizzle must be one of"):
+        tensor_map(x, 64, 64, swizzle=16)

@@ -49,7 +49,8 @@ def tensor_map(
 
     tensor: (rows, columns), fp16, bf16 or fp32, on a GPU, columns contiguous, rows a multiple of
     16 bytes apart, starting on 16 bytes. Elements outside it read as zero and are not written.
-    `swizzle` and `l2_promotion` are in bytes. In a kernel the first coordinate is the column.
+    `swizzle` and `l2_promotion` are in bytes. In a kernel the first coordinate is the column; it
+    must be a multiple of 16 bytes, else the GPU stops with "illegal instruction".
     Raises `ValueError` or `TypeError` for what the hardware cannot address. Source: PTX ISA,
     section "Tensors"; CUDA driver API, cuTensorMapEncodeTiled.
     """
