@@ -1,0 +1,43 @@
+"""Find every chain of a model and replace it by the fused operation: ``fuse`` and ``explain``.
+
+From a module's own ``forward`` to a rewritten one: ``trace`` makes a graph and notes what it took
+for granted, ``match`` finds the chains, ``site`` is one fused chain, ``program`` the rewritten
+code, ``replace`` puts it into the model, ``explain`` tells about it.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from epinorm.plan import Strategy
+from epinorm.rewrite.explain import Explanation, Row, explain
+from epinorm.rewrite.program import Settings
+from epinorm.rewrite.replace import fuse_module, unfuse_module
+
+__all__ = ["Explanation", "Row", "explain", "fuse", "unfuse"]
+
+
+def fuse(model: nn.Module, *, strategy: Strategy = "auto", strict: bool = False) -> nn.Module:
+    """Replace every Linear → pointwise* → norm → pointwise* of the model by one operation.
+
+    Works on the model itself and returns it: copy it before (``copy.deepcopy``) to keep one that
+    is not fused. Parameters, state_dict, hooks, children and attributes stay as they are; parameters
+    are read at each call. What does not fit the chain at a call runs as the model wrote it, with a
+    warning, or a RuntimeError under ``strict``. ``explain`` says what is fused and what is not.
+
+    ``strategy`` and ``strict`` are those of ``linear_norm``. Raises TypeError for anything but an
+    nn.Module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    settings = Settings(strategy, strict)
+    for module in reversed(list(model.modules())):
+        fuse_module(module, settings)
+    return model
+
+
+def unfuse(model: nn.Module) -> nn.Module:
+    """Undo ``fuse`` on the model and return it."""
+    for module in model.modules():
+        unfuse_module(module)
+    return model

@@ -1,0 +1,275 @@
+"""A rewritten ``forward``: code with fused chains, and the conditions under which it holds."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from epinorm.plan import Strategy
+from epinorm.rewrite.match import Candidate, find
+from epinorm.rewrite.site import Site, build_site, load_function
+from epinorm.rewrite.spelling import is_dropout, plain_type, target_name
+from epinorm.rewrite.trace import (
+    TENSOR,
+    Trace,
+    Untraceable,
+    has_hooks,
+    is_simple,
+    same,
+    trace,
+)
+
+__all__ = ["Parameters", "Program", "Settings", "analyse", "compile_program", "layers_of"]
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How fused chains are to be computed; see ``epinorm.linear_norm``."""
+
+    strategy: Strategy = "auto"
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a ``forward`` after self, for binding a call's arguments to them."""
+
+    names: tuple[str, ...]
+    defaults: tuple[Any, ...]
+    keyword_only: int
+
+    @staticmethod
+    def of(cls: type[nn.Module]) -> Parameters:
+        """Read them off the class; raises Untraceable for ``*args`` and ``**kwargs``."""
+        own = list(inspect.signature(cls.forward).parameters.values())[1:]
+        for p in own:
+            if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                raise Untraceable(f"its forward takes {p}")
+        return Parameters(
+            tuple(p.name for p in own),
+            tuple(_MISSING if p.default is p.empty else p.default for p in own),
+            sum(p.kind == p.KEYWORD_ONLY for p in own),
+        )
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """The value of each parameter; None where the call does not fit the signature."""
+        if not kwargs and len(args) == len(self.names) and not self.keyword_only:
+            return args
+        if len(args) > len(self.names) - self.keyword_only:
+            return None
+        rest, used = self.names[len(args) :], 0
+        values = list(args)
+        for name, default in zip(rest, self.defaults[len(args) :], strict=True):
+            if name in kwargs:
+                used += 1
+                values.append(kwargs[name])
+            elif default is _MISSING:
+                return None
+            else:
+                values.append(default)
+        return tuple(values) if used == len(kwargs) else None
+
+    def defaulted(self) -> dict[str, Any]:
+        """The arguments of a call with tensors for all that have no default."""
+        pairs = zip(self.names, self.defaults, strict=True)
+        return {name: TENSOR if d is _MISSING else d for name, d in pairs}
+
+    def kinds(self, values: tuple[Any, ...]) -> dict[str, Any] | None:
+        """The arguments of a call by name, TENSOR or constant; None if one is neither."""
+        pairs = dict(zip(self.names, values, strict=True))
+        if any(not isinstance(v, Tensor) and not is_simple(v) for v in pairs.values()):
+            return None
+        return {name: TENSOR if isinstance(v, Tensor) else v for name, v in pairs.items()}
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """The children of one container as the trace found them."""
+
+    path: tuple[str, ...]
+    names: tuple[str, ...]
+    types: tuple[type, ...]
+
+    def holds(self, root: nn.Module) -> bool:
+        children = _descend(root, self.path)._modules
+        return len(children) == len(self.names) and all(
+            child_name == name and type(child) is cls
+            for (child_name, child), name, cls in zip(
+                children.items(), self.names, self.types, strict=True
+            )
+        )
+
+
+def _descend(root: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    for name in path:
+        root = root._modules[name]  # type: ignore[assignment]
+    return root
+
+
+def _structures(root: nn.Module, path: tuple[str, ...] = ()) -> list[_Structure]:
+    children = root._modules
+    found = [_Structure(path, tuple(children), tuple(type(c) for c in children.values()))]
+    for name, child in children.items():
+        if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            found += _structures(child, (*path, name))
+    return found
+
+
+@dataclass(eq=False)
+class Program:
+    """``run`` is the rewritten forward; None: this case is for the module's own forward."""
+
+    run: Callable[..., Any] | None
+    arguments: tuple[Any, ...]
+    attributes: tuple[tuple[str, Any], ...] = ()
+    globals: tuple[tuple[dict[str, Any], str, Any], ...] = ()
+    structures: tuple[_Structure, ...] = ()
+    inlined: tuple[tuple[str, ...], ...] = ()
+    training: tuple[tuple[tuple[str, ...], bool], ...] = ()
+    reason: str = ""
+    tensor_places: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places = [i for i, value in enumerate(self.arguments) if value is TENSOR]
+        self.tensor_places = tuple(places)
+
+    def accepts(self, root: nn.Module, values: tuple[Any, ...]) -> bool:
+        """Whether everything that the trace took for granted still holds for this call."""
+        for expected, value in zip(self.arguments, values, strict=True):
+            if expected is TENSOR:
+                if not isinstance(value, Tensor):
+                    return False
+            elif isinstance(value, Tensor) or not same(expected, value):
+                return False
+        for name, expected in self.attributes:
+            if not same(getattr(root, name, _MISSING), expected):
+                return False
+        for namespace, name, expected in self.globals:
+            if not same(namespace.get(name, _MISSING), expected):
+                return False
+        for structure in self.structures:
+            if not structure.holds(root):
+                return False
+        for path in self.inlined:
+            container = _descend(root, path)
+            if has_hooks(container) or "forward" in container.__dict__:
+                return False
+        return all(_descend(root, path).training is mode for path, mode in self.training)
+
+    def __call__(self, root: nn.Module, values: tuple[Any, ...]) -> Any:
+        assert self.run is not None
+        return self.run(root, *[values[i] for i in self.tensor_places])
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A trace of a module with the chains that it contains."""
+
+    module: nn.Module
+    modules: Mapping[str, nn.Module]
+    trace: Trace
+    candidates: tuple[Candidate, ...]
+    training: bool | None
+
+    @property
+    def fusable(self) -> list[Candidate]:
+        return [c for c in self.candidates if c.obstacle is None]
+
+    def depends_on_training(self) -> bool:
+        """Whether train() and eval() may lead to different graphs or chains."""
+        called = {str(n.target) for n in self.trace.graph.nodes if n.op == "call_module"}
+        return "training" in self.trace.attributes or any(
+            is_dropout(self.modules[path]) for path in called
+        )
+
+
+def analyse(module: nn.Module, arguments: Mapping[str, Any], training: bool | None) -> Analysis:
+    """Trace the module and find its chains; raises Untraceable."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    found = trace(module, arguments, training)
+    candidates = find(found.graph, module, modules, training)
+    return Analysis(module, modules, found, tuple(candidates), training)
+
+
+def layers_of(candidate: Candidate, path: str = "") -> str:
+    """The chain's linear layer and norm as a reader finds them, e.g. ``net.0 → net.1``."""
+    prefix = f"{path}." if path else ""
+    return " → ".join(prefix + _layer_name(n) for n in (candidate.linear, candidate.norm_node))
+
+
+def _layer_name(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    for argument in (*node.args[1:], *node.kwargs.values()):
+        if isinstance(argument, fx.Node) and argument.op == "get_attr":
+            return f"{target_name(node)}({argument.target})"
+    return target_name(node)
+
+
+def _fuse_candidates(
+    graph: fx.Graph, candidates: Sequence[Candidate], analysis: Analysis, settings: Settings
+) -> None:
+    sites = []
+    for candidate in candidates:
+        where = f"{plain_type(analysis.module).__name__}: {layers_of(candidate)}"
+        strategy, strict = settings.strategy, settings.strict
+        sites.append(build_site(candidate, analysis.modules, where, strategy, strict))
+    fused: dict[fx.Node, fx.Node] = {}
+    for candidate, (site, inputs) in zip(candidates, sites, strict=True):
+        now = [v if isinstance(v, str) else fused.get(v, v) for v in inputs]
+        fused[candidate.nodes[-1]] = _replace(graph, candidate, site, now)
+
+
+def _replace(
+    graph: fx.Graph, candidate: Candidate, site: Site, inputs: Sequence[fx.Node | str]
+) -> fx.Node:
+    """Put one call of ``site`` in the place of the candidate's nodes."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    start = order[candidate.linear]
+    early = all(isinstance(v, str) or v.op == "get_attr" or order[v] < start for v in inputs)
+    # Where every input is known by then, the linear's place: nothing in between can disturb it.
+    with graph.inserting_before(candidate.linear if early else candidate.nodes[-1]):
+        values = [
+            graph.create_node("get_attr", v if isinstance(v, str) else v.target)
+            if isinstance(v, str) or v.op == "get_attr"
+            else v
+            for v in inputs
+        ]
+        call = graph.call_function(site, tuple(values))
+    candidate.nodes[-1].replace_all_uses_with(call)
+    for node in reversed(candidate.nodes):
+        graph.erase_node(node)
+    return call
+
+
+def compile_program(analysis: Analysis, settings: Settings) -> Program:
+    """Rewrite the analysed graph and note what it holds for."""
+    found, module = analysis.trace, analysis.module
+    fusable = analysis.fusable
+    run = None
+    if fusable:
+        _fuse_candidates(found.graph, fusable, analysis, settings)
+        found.graph.lint()
+        run = load_function(found.graph, plain_type(module).__name__)
+    dropouts = [
+        (tuple(path.split(".")), m.training if analysis.training is None else analysis.training)
+        for path, m in analysis.modules.items()
+        if is_dropout(m)
+    ]
+    stopped = [c.obstacle for c in analysis.candidates if c.obstacle]
+    return Program(
+        run,
+        tuple(found.arguments.values()),
+        tuple(found.attributes.items()),
+        found.globals,
+        tuple(_structures(module)),
+        tuple(tuple(path.split(".")) for path in found.inlined),
+        tuple(dropouts) if analysis.depends_on_training() else (),
+        reason=stopped[0] if stopped else "it holds no chain",
+    )

@@ -1,0 +1,270 @@
+"""One fused chain in a rewritten ``forward``: what it checks on each call, and both ways to run.
+
+Nothing of the model is kept here: modules and tensors come in as arguments, so replaced
+parameters, moved models and replicas are what they are at the call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from epinorm.chain import GroupNorm, Norm
+from epinorm.functional import apply_chain
+from epinorm.plan import Strategy
+from epinorm.rewrite.match import Candidate
+from epinorm.rewrite.trace import has_hooks
+
+__all__ = ["Site", "build_site", "load_function"]
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+# What of a module is part of the chain's text, and so must still be what it was.
+_CONSTANTS: Mapping[type[nn.Module], tuple[str, ...]] = {
+    nn.GroupNorm: ("num_groups", "num_channels", "eps"),
+    nn.LayerNorm: ("normalized_shape", "eps"),
+    nn.RMSNorm: ("normalized_shape", "eps"),
+    nn.LeakyReLU: ("negative_slope",),
+    nn.ELU: ("alpha",),
+    nn.GELU: ("approximate",),
+    nn.Hardtanh: ("min_val", "max_val"),
+    nn.Softplus: ("beta", "threshold"),
+    nn.Dropout: ("p",),
+    nn.AlphaDropout: ("p",),
+    nn.FeatureAlphaDropout: ("p",),
+}
+
+
+@dataclass(frozen=True)
+class _ModuleCheck:
+    """A module of the chain, by its place among the inputs, and what it must still be."""
+
+    index: int
+    name: str
+    type: type[nn.Module]
+    constants: tuple[tuple[str, Any], ...]
+
+    def changed(self, module: Any) -> str | None:
+        if type(module) is not self.type:
+            return f"{self.name} is now a {type(module).__name__}"
+        if has_hooks(module):
+            return f"{self.name} has hooks"
+        if "forward" in module.__dict__:
+            return f"the forward of {self.name} was replaced on the object"
+        for name, value in self.constants:
+            if getattr(module, name) != value:
+                return f"{name} of {self.name} is no longer {value}"
+        return None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where weight and bias come from: a module's place among the inputs, or their own places."""
+
+    module: int | None = None
+    weight: int | None = None
+    bias: int | None = None
+
+    def get(self, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        if self.module is not None:
+            module = inputs[self.module]
+            return module.weight, getattr(module, "bias", None)  # RMSNorm has no bias
+        weight = None if self.weight is None else inputs[self.weight]
+        return weight, None if self.bias is None else inputs[self.bias]
+
+
+@dataclass(eq=False)
+class Site:
+    """A callable for one chain; ``inputs`` are x, the chain's modules and its other tensors."""
+
+    text: str
+    norm: Norm
+    normalized_shape: tuple[int, ...] | None
+    where: str
+    linear: _Source
+    norm_source: _Source
+    operands: tuple[int, ...]
+    operand_kinds: tuple[str, ...]
+    checks: tuple[_ModuleCheck, ...]
+    stepwise: Callable[..., Tensor]
+    strategy: Strategy
+    strict: bool
+    _said: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.__name__ = "fused_chain"  # what torch.fx calls it in the code that it writes
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        x = inputs[0]
+        obstacle = self._modules_changed(inputs) or self._unfit_x(x)
+        if obstacle is None:
+            weight, bias = self.linear.get(inputs)
+            norm_weight, norm_bias = self.norm_source.get(inputs)
+            operands = [inputs[i] for i in self.operands]
+            obstacle = self._unfit(x, weight, bias, norm_weight, norm_bias, operands)
+            if obstacle is None:
+                return apply_chain(
+                    x, weight, bias, norm_weight, norm_bias, operands,
+                    self.text, self.strategy, self.strict,
+                )  # fmt: skip
+        self._say(obstacle)
+        return self.stepwise(*inputs)
+
+    def _modules_changed(self, inputs: tuple[Any, ...]) -> str | None:
+        for check in self.checks:
+            changed = check.changed(inputs[check.index])
+            if changed is not None:
+                return changed
+        return "hooks for all modules are set" if _has_any_global_hook() else None
+
+    def _unfit_x(self, x: Any) -> str | None:
+        if type(x) not in _PLAIN_TENSORS:
+            return f"its input is a {type(x).__name__}, not a plain Tensor"
+        if x.dim() != 2 and isinstance(self.norm, GroupNorm):
+            return (
+                f"GroupNorm of {x.dim()}-dimensional input normalises dimension 1, "
+                "which is not the linear layer's output"
+            )
+        return "its input has no dimensions" if x.dim() == 0 else None
+
+    def _unfit(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: list[Any],
+    ) -> str | None:
+        if weight.dim() != 2:
+            return f"its weight has {weight.dim()} dimensions"
+        n = weight.shape[0]
+        if self.normalized_shape is not None and self.normalized_shape != (n,):
+            return f"its norm is for {list(self.normalized_shape)} features, the linear gives {n}"
+        full = (*x.shape[:-1], n)
+        for operand, kind in zip(operands, self.operand_kinds, strict=True):
+            if type(operand) not in _PLAIN_TENSORS:
+                return f"a {type(operand).__name__} takes part in it, not a plain Tensor"
+            if tuple(operand.shape) != (full if kind == "element" else (n,)):
+                return f"a tensor of shape {list(operand.shape)} takes part in it"
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if autocast:
+            mixed = any(t.dtype != torch.float32 for t in operands)
+        else:
+            rest = (weight, bias, norm_weight, norm_bias, *operands)
+            mixed = any(t is not None and t.dtype != x.dtype for t in rest)
+        return "its tensors are of several dtypes" if mixed else None
+
+    def _say(self, obstacle: str) -> None:
+        """Warn once per reason that a chain runs layer by layer; raise under ``strict``."""
+        message = f"epinorm: {self.where} runs layer by layer, not fused: {obstacle}"
+        if self.strict:
+            raise RuntimeError(f"strict=True, but {message}")
+        if not torch.compiler.is_compiling() and obstacle not in self._said:
+            self._said.add(obstacle)
+            warnings.warn(message, stacklevel=3)
+
+
+def call_module(module: nn.Module, *args: Any) -> Any:
+    """Call a module that comes in as an argument."""
+    return module(*args)
+
+
+def load_function(graph: fx.Graph, name: str) -> Callable[..., Any]:
+    """Compile a graph's code to a function of ``self`` and its placeholders."""
+    code = graph.python_code("self")
+    namespace = dict(code.globals)
+    exec(compile(code.src, f"<epinorm {name}>", "exec"), namespace)
+    return namespace["forward"]
+
+
+def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    names = _CONSTANTS.get(type(module), ())
+    return tuple((name, getattr(module, name)) for name in names)
+
+
+class _Inputs:
+    """The values that come into a chain from outside, each with its place."""
+
+    def __init__(self) -> None:
+        self.places: dict[fx.Node | str, int] = {}
+
+    def place(self, value: fx.Node | str) -> int:
+        return self.places.setdefault(value, len(self.places))
+
+
+def _stepwise(candidate: Candidate, inputs: _Inputs) -> Callable[..., Tensor]:
+    """The chain's own layers and operations, one after the other, as a function of the inputs."""
+    graph = fx.Graph()
+    outside = {value: graph.placeholder(f"input_{i}") for value, i in inputs.places.items()}
+    values: dict[fx.Node, fx.Node] = {k: v for k, v in outside.items() if isinstance(k, fx.Node)}
+    for node in candidate.nodes:
+        args = fx.node.map_arg(node.args, values.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
+        if node.op == "call_module":
+            args = (outside[str(node.target)], *args)
+            values[node] = graph.call_function(call_module, args, kwargs)
+        else:
+            values[node] = graph.create_node(node.op, node.target, args, kwargs)
+    graph.output(values[candidate.nodes[-1]])
+    run = load_function(graph, f"{candidate.nodes[-1].name} stepwise")
+
+    def stepwise(*inputs: Any) -> Tensor:
+        return run(None, *inputs)
+
+    return stepwise
+
+
+def _source(node: fx.Node, weight: Any, bias: Any, inputs: _Inputs) -> _Source:
+    if node.op == "call_module":
+        return _Source(module=inputs.place(str(node.target)))
+    places = [inputs.place(t) if isinstance(t, fx.Node) else None for t in (weight, bias)]
+    return _Source(None, *places)
+
+
+def build_site(
+    candidate: Candidate,
+    modules: Mapping[str, nn.Module],
+    where: str,
+    strategy: Strategy,
+    strict: bool,
+) -> tuple[Site, list[fx.Node | str]]:
+    """The callable for a chain, and its inputs in order: nodes, and modules by path."""
+    inputs, linear = _Inputs(), candidate.linear
+    given = dict(zip(("input", "weight", "bias"), linear.args, strict=False)) | dict(linear.kwargs)
+    inputs.place(given["input"])  # type: ignore[arg-type]
+    linear_source = _source(linear, given.get("weight"), given.get("bias"), inputs)
+    norm = candidate.norm
+    norm_source = _source(candidate.norm_node, norm.weight, norm.bias, inputs)
+    for node in candidate.nodes:
+        if node.op == "call_module":
+            inputs.place(str(node.target))
+        for value in node.all_input_nodes:
+            if value not in candidate.nodes:
+                inputs.place(value)
+    checks = tuple(
+        _ModuleCheck(i, path, type(modules[path]), _constants(modules[path]))
+        for path, i in inputs.places.items()
+        if isinstance(path, str)
+    )
+    site = Site(
+        text=str(candidate.chain),
+        norm=norm.norm,
+        normalized_shape=norm.normalized_shape,
+        where=where,
+        linear=linear_source,
+        norm_source=norm_source,
+        operands=tuple(inputs.place(node) for node in candidate.operands),
+        operand_kinds=candidate.chain.operand_kinds,
+        checks=checks,
+        stepwise=_stepwise(candidate, inputs),
+        strategy=strategy,
+        strict=strict,
+    )
+    return site, list(inputs.places)

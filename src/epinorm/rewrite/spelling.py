@@ -1,0 +1,273 @@
+"""How PyTorch code spells a pointwise operation: modules, functions, operators and methods.
+
+``read`` turns one node of a traced graph into the operation that it applies to its input, or None
+for anything that a chain cannot hold.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from epinorm.pointwise import Pointwise, as_pointwise
+
+__all__ = ["Applied", "is_dropout", "may_mutate", "plain_type", "read", "target_name"]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One pointwise step: ``operation`` (None: it changes no value) and its tensor operand.
+
+    A tensor operand is read as ``add_residual`` or ``mul_channel``; the matcher, which knows the
+    operand's shape where it is a parameter, makes it ``add_channel`` or refuses it.
+    """
+
+    operation: Pointwise | None
+    operand: fx.Node | None = None
+
+
+# function or method name → (operation, its constants in the order of the call, with defaults)
+_Spelling = tuple[str, tuple[tuple[str, Any], ...]]
+_RELU6: _Spelling = ("relu6", ())
+_LEAKY: _Spelling = ("leaky_relu", (("negative_slope", 0.01),))
+_ELU: _Spelling = ("elu", (("alpha", 1.0),))
+_HARDTANH: _Spelling = ("hardtanh", (("min_val", -1.0), ("max_val", 1.0)))
+_CLAMP: _Spelling = ("clamp", (("min", None), ("max", None)))
+_SOFTPLUS: _Spelling = ("softplus", (("beta", 1.0), ("threshold", 20.0)))
+
+_FUNCTIONS: Mapping[Callable[..., Any], _Spelling] = {
+    F.leaky_relu: _LEAKY,
+    F.leaky_relu_: _LEAKY,
+    F.relu: ("relu", ()),
+    F.relu_: ("relu", ()),
+    torch.relu: ("relu", ()),
+    torch.relu_: ("relu", ()),
+    F.relu6: _RELU6,
+    F.elu: _ELU,
+    F.elu_: _ELU,
+    F.silu: ("silu", ()),
+    F.mish: ("mish", ()),
+    F.tanh: ("tanh", ()),
+    torch.tanh: ("tanh", ()),
+    torch.tanh_: ("tanh", ()),
+    F.sigmoid: ("sigmoid", ()),
+    torch.sigmoid: ("sigmoid", ()),
+    torch.sigmoid_: ("sigmoid", ()),
+    F.hardtanh: _HARDTANH,
+    F.hardtanh_: _HARDTANH,
+    torch.clamp: _CLAMP,
+    torch.clamp_: _CLAMP,
+    torch.clip: _CLAMP,
+    torch.clip_: _CLAMP,
+    F.hardswish: ("hardswish", ()),
+    F.softplus: _SOFTPLUS,
+}
+
+_METHODS: Mapping[str, _Spelling] = {
+    "relu": ("relu", ()),
+    "tanh": ("tanh", ()),
+    "sigmoid": ("sigmoid", ()),
+    "clamp": _CLAMP,
+    "clip": _CLAMP,
+}
+
+_BINARY: Mapping[Any, str] = {
+    operator.add: "add",
+    operator.iadd: "add",
+    torch.add: "add",
+    operator.sub: "sub",
+    operator.isub: "sub",
+    torch.sub: "sub",
+    torch.subtract: "sub",
+    operator.mul: "mul",
+    operator.imul: "mul",
+    torch.mul: "mul",
+    torch.multiply: "mul",
+    operator.truediv: "div",
+    operator.itruediv: "div",
+    torch.div: "div",
+    torch.divide: "div",
+    torch.true_divide: "div",
+    "add": "add",
+    "sub": "sub",
+    "subtract": "sub",
+    "mul": "mul",
+    "multiply": "mul",
+    "div": "div",
+    "divide": "div",
+    "true_divide": "div",
+}
+
+_NEGATIONS = (operator.neg, torch.neg, torch.negative)
+_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+_DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUT_FUNCTIONS = (F.dropout, torch.dropout)
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The module's own class, without what ``fuse`` puts on top of it."""
+    cls = type(module)
+    return getattr(cls, "_epinorm_original", cls)
+
+
+def target_name(node: fx.Node) -> str:
+    """What a reader calls the node's operation: a module's path, or a function's name."""
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether the module is one of PyTorch's element-wise dropouts."""
+    return type(module) in _DROPOUTS
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _arguments(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """Positional and keyword arguments after the first, by name; unnamed ones are left out."""
+    given = dict(zip(names, node.args[1:], strict=False))
+    return given | dict(node.kwargs)
+
+
+def _unary(node: fx.Node, spelling: _Spelling) -> Applied | None:
+    name, constants = spelling
+    given = _arguments(node, tuple(key for key, _ in constants))
+    if set(given) - {key for key, _ in constants} - {"inplace", "input"}:
+        return None
+    values = [given.get(key, default) for key, default in constants]
+    if name == "clamp":
+        low, high = values
+        values = [float("-inf") if low is None else low, float("inf") if high is None else high]
+    if not all(_is_number(value) for value in values):
+        return None
+    return Applied(Pointwise(name, tuple(values)))
+
+
+def _gelu(node: fx.Node) -> Applied | None:
+    approximate = node.kwargs.get("approximate", "none")
+    names = {"none": "gelu", "tanh": "gelu_tanh"}
+    name = names.get(approximate) if isinstance(approximate, str) else None
+    return Applied(Pointwise(name)) if name else None
+
+
+def _function_dropout(node: fx.Node) -> Applied | None:
+    given = _arguments(node, ("p", "training", "inplace"))
+    training, p = given.get("training", True), given.get("p", 0.5)
+    return Applied(None) if training is False or (_is_number(p) and p == 0) else None
+
+
+def _binary(node: fx.Node, x: fx.Node, kind: str) -> Applied | None:
+    if node.kwargs and kind in ("mul", "div"):
+        return None  # rounding_mode, out
+    alpha = node.kwargs.get("alpha", 1)
+    if set(node.kwargs) - {"alpha", "other", "input"} or not _is_number(alpha):
+        return None
+    both = (*node.args, *(node.kwargs[k] for k in ("input", "other") if k in node.kwargs))
+    if len(both) != 2:
+        return None
+    left, right = both
+    mutates = node.target in _IN_PLACE or (
+        isinstance(node.target, str) and node.target.endswith("_")
+    )
+    if mutates and left is not x:
+        return None  # the other tensor is what changes
+    if left is x and right is x:
+        doubles = kind == "add" and alpha == 1
+        return Applied(Pointwise("scale", (2.0,))) if doubles else None
+    other, x_is_left = (right, True) if left is x else (left, False)
+    if _is_number(other):
+        return _with_number(kind, float(other) * (alpha if x_is_left else 1), x_is_left, alpha)
+    if not isinstance(other, fx.Node) or alpha != 1:
+        return None
+    if kind == "add":
+        return Applied(Pointwise("add_residual"), other)
+    return Applied(Pointwise("mul_channel"), other) if kind == "mul" else None
+
+
+def _with_number(kind: str, c: float, x_is_left: bool, alpha: Any) -> Applied | None:
+    if c != c:
+        return None
+    if kind == "mul":
+        return Applied(Pointwise("scale", (c,)))
+    if kind == "div":
+        # PyTorch's CUDA kernel multiplies by the reciprocal too. c - x and c / x differ.
+        return Applied(Pointwise("scale", (1.0 / c,))) if x_is_left and c != 0 else None
+    if not x_is_left and (alpha != 1 or kind == "sub"):
+        return None
+    return Applied(Pointwise("add", (c if kind == "add" else -c,)))
+
+
+def _module(module: nn.Module, training: bool | None) -> Applied | None:
+    if is_dropout(module):
+        acts = module.training if training is None else training
+        return Applied(None) if not acts or module.p == 0 else None
+    if type(module) is nn.Identity:
+        return Applied(None)
+    try:
+        return Applied(as_pointwise(module))
+    except (TypeError, ValueError):
+        return None
+
+
+def _function(node: fx.Node, x: fx.Node) -> Applied | None:
+    target: Any = node.target
+    if node.op == "call_method":
+        target = target[:-1] if target.endswith("_") and not target.startswith("_") else target
+    if target in _BINARY:
+        return _binary(node, x, _BINARY[target])
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    if first is not x or sum(argument is x for argument in node.all_input_nodes) != 1:
+        return None
+    if target in _NEGATIONS or (node.op == "call_method" and target in ("neg", "negative")):
+        return Applied(Pointwise("scale", (-1.0,)))
+    if target is F.gelu:
+        return _gelu(node)
+    if target in _DROPOUT_FUNCTIONS:
+        return _function_dropout(node)
+    spelling = _METHODS.get(target) if node.op == "call_method" else _FUNCTIONS.get(target)
+    return _unary(node, spelling) if spelling else None
+
+
+def read(
+    node: fx.Node, x: fx.Node, modules: Mapping[str, nn.Module], training: bool | None
+) -> Applied | None:
+    """The pointwise operation that ``node`` applies to ``x``; None where it is none that we know.
+
+    ``training`` is the mode that dropout modules are taken to be in; None: the one they are in.
+    """
+    if node.op == "call_module":
+        if node.args != (x,) or node.kwargs:
+            return None
+        return _module(modules[str(node.target)], training)
+    if node.op in ("call_function", "call_method"):
+        return _function(node, x)
+    return None
+
+
+def may_mutate(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether running the node could change a tensor or module that existed before it."""
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        ours = plain_type(module).__module__.startswith("torch.nn.modules.")
+        return not ours or bool(module._modules) or bool(getattr(module, "inplace", False))
+    if node.op == "call_method":
+        return str(node.target).rstrip("_") != str(node.target)
+    if node.op != "call_function":
+        return False
+    name = target_name(node)
+    if node.target in _IN_PLACE or (name.endswith("_") and not name.startswith("_")):
+        return True
+    if "out" in node.kwargs or any(a is True for a in (node.kwargs.get("inplace"), *node.args)):
+        return True
+    home = getattr(node.target, "__module__", None) or ""
+    known = home.startswith(("torch", "_operator", "builtins", "math")) or home == ""
+    return not known or name in ("setitem", "delitem", "setattr")
