@@ -1,0 +1,25 @@
+"""The forward pass on a CUDA GPU: the one place that turns a plan's strategy into kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from epinorm.cuda.norm_forward import norm_forward
+from epinorm.plan import Forward, Inputs, Plan, Problem
+
+__all__ = ["forward"]
+
+
+def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
+    """y and what backward needs, on the inputs' GPU and its current stream.
+
+    Raises ``ValueError`` for a strategy that this backend does not have.
+    """
+    if plan.strategy == "epilogue":
+        return _epilogue(problem, inputs)
+    raise ValueError(f"the CUDA backend has no strategy {plan.strategy!r}: expected 'epilogue'")
+
+
+def _epilogue(problem: Problem, inputs: Inputs) -> Forward:
+    """A library product, without the bias, in PyTorch's precision setting; then the norm kernel."""
+    return norm_forward(problem, torch.mm(inputs.x, inputs.weight.t()), inputs)

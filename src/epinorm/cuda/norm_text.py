@@ -1,0 +1,96 @@
+"""What the norm kernels' text begins with: types, the tile, the chain and its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from epinorm.cuda.codegen import chain_text
+from epinorm.cuda.norm_tile import Tile
+from epinorm.cuda.source import read_kernel
+from epinorm.plan import Inputs, Problem
+
+__all__ = [
+    "OPERAND_SIGNATURE",
+    "norm_text",
+    "operand_arguments",
+    "parameter_addresses",
+    "types_text",
+]
+
+OPERAND_SIGNATURE = "pl"
+"""The launch arguments of one operand: its address and its row stride."""
+
+_CUDA_TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+def types_text(problem: Problem) -> str:
+    """The definitions that norm_types.cuh needs."""
+    types = {
+        "EPINORM_Z": problem.dtype,
+        "EPINORM_P": problem.norm_dtype,
+        "EPINORM_Y": problem.out_dtype,
+        "EPINORM_T": problem.stats_dtype,
+    }
+    return "".join(f"#define {name} {_CUDA_TYPES[dtype]}\n" for name, dtype in types.items())
+
+
+def norm_text(
+    kernel: str, problem: Problem, tile: Tile, more: Mapping[str, int], extra: str = ""
+) -> str:
+    """The whole text of ``kernels/<kernel>.cu`` for this problem and tile.
+
+    ``more`` are the kernel's own integer constants, ``extra`` text of its own. The text depends on
+    the channels in a group, not on M or the number of groups.
+    """
+    constants = {
+        "kChannels": problem.n // problem.groups,
+        "kVector": tile.vector,
+        "kLanes": tile.lanes,
+        "kVectors": tile.vectors,
+        "kRows": tile.rows,
+        "kWarpsX": tile.warps_x,
+        "kWarpsY": tile.warps_y,
+        "kKeep": tile.keep,
+        "kHasBias": problem.has_bias,
+        "kHasGamma": problem.has_norm_weight,
+        "kHasBeta": problem.has_norm_bias,
+        **more,
+    }
+    lines = [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
+    prelude = "".join((types_text(problem), *lines, _operands_text(problem), extra))
+    return chain_text(problem.chain) + prelude + read_kernel(f"{kernel}.cu")
+
+
+def parameter_addresses(inputs: Inputs) -> tuple[int, int, int]:
+    """Addresses of bias, gamma and beta, 0 for what is not there."""
+    bias, gamma, beta = inputs[2:5]
+    return (
+        0 if bias is None else bias.data_ptr(),
+        0 if gamma is None else gamma.data_ptr(),
+        0 if beta is None else beta.data_ptr(),
+    )
+
+
+def operand_arguments(operands: tuple[Tensor, ...]) -> list[int]:
+    """Address and row stride of each operand; a channel operand's stride is not read."""
+    return [value for t in operands for value in (t.data_ptr(), t.stride(0))]
+
+
+def _operands_text(problem: Problem) -> str:
+    count = len(problem.chain.operand_kinds)
+    parameters = "".join(f", const P* operand{i}, i64 stride{i}" for i in range(count))
+    pointers = ", ".join(f"operand{i}" for i in range(count)) or "nullptr"
+    strides = ", ".join(f"stride{i}" for i in range(count)) or "0"
+    return (
+        f"#define EPINORM_OPERAND_PARAMETERS {parameters}\n"
+        f"#define EPINORM_OPERAND_POINTERS {{{pointers}}}\n"
+        f"#define EPINORM_OPERAND_STRIDES {{{strides}}}\n"
+    )

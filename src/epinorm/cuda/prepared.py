@@ -1,0 +1,40 @@
+"""What is made once for a problem and used by every call with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from epinorm.plan import Problem
+
+__all__ = ["PreparedByProblem"]
+
+T = TypeVar("T")
+
+MOST_KEPT = 4096
+
+
+class PreparedByProblem(Generic[T]):
+    """``make(problem)``, kept for equal problems.
+
+    A problem is looked for by identity first: hashing one costs more than a launch. The entry holds
+    the problem itself, so that its identity cannot be taken over by another.
+    """
+
+    def __init__(self, make: Callable[[Problem], T]) -> None:
+        self._make = make
+        self._by_identity: dict[int, tuple[Problem, T]] = {}
+        self._by_value: dict[Problem, T] = {}
+
+    def __call__(self, problem: Problem) -> T:
+        entry = self._by_identity.get(id(problem))
+        if entry is not None and entry[0] is problem:
+            return entry[1]
+        if max(len(self._by_identity), len(self._by_value)) >= MOST_KEPT:
+            self._by_identity.clear()
+            self._by_value.clear()
+        value = self._by_value.get(problem)
+        if value is None:
+            value = self._by_value[problem] = self._make(problem)
+        self._by_identity[id(problem)] = (problem, value)
+        return value
