@@ -8,14 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from epinorm.verify import (
+from epinorm.accuracy import (
     FLOOR_ULPS,
     Comparison,
+    Verification,
     allowed_error,
+    relative_error,
+)
+from epinorm.verify import (
     draw_inputs,
     poisoned_memory,
     randomize_parameters,
-    relative_error,
     run_model,
     verify,
 )
@@ -264,9 +267,12 @@ def test_norm_parameters_and_biases_are_random() -> None:
 def test_inputs_are_fresh_and_of_both_kinds() -> None:
     given = (torch.zeros(100, 100), 3, torch.arange(4))
     rand, randn = (draw_inputs(given, kind, seed=5) for kind in ("rand", "randn"))
-    assert rand[0].min() >= 0 and abs(rand[0].mean() - 0.5) < 0.02
-    assert abs(randn[0].mean()) < 0.05 and abs(randn[0].std() - 1) < 0.05
-    assert rand[1] == 3 and torch.equal(rand[2], given[2])
+    assert rand[0].min() >= 0
+    assert abs(rand[0].mean() - 0.5) < 0.02
+    assert abs(randn[0].mean()) < 0.05
+    assert abs(randn[0].std() - 1) < 0.05
+    assert rand[1] == 3
+    assert torch.equal(rand[2], given[2])
     assert not torch.equal(rand[0], draw_inputs(given, "rand", seed=6)[0])
 
 
@@ -293,8 +299,6 @@ def test_the_limits() -> None:
 
 
 def test_no_comparison_is_no_pass() -> None:
-    from epinorm.verify import Verification
-
     assert not Verification(torch.float32, False, ()).passed
 
 

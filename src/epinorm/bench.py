@@ -16,9 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from epinorm.accuracy import Verification
 from epinorm.results import Row, commit, device_name, today
-from epinorm.timing import Runner, Settings, peak_memory_mb, time_interleaved, wall_times
-from epinorm.verify import Verification, draw_dy, verify
+from epinorm.timing import (
+    DEFAULT_SETTINGS,
+    Runner,
+    Settings,
+    peak_memory_mb,
+    time_interleaved,
+    wall_times,
+)
+from epinorm.verify import draw_dy, verify
 
 __all__ = ["Case", "Competitors", "bench", "fp32_precision_set", "linear_calls", "model_runner"]
 
@@ -36,6 +44,9 @@ class Competitors:
 
     compile: bool = True
     autotune: bool = False
+
+
+DEFAULT_COMPETITORS = Competitors()
 
 
 @dataclass(frozen=True)
@@ -73,8 +84,8 @@ def fp32_precision_set(precision: str) -> Iterator[None]:
 
 def bench(
     case: Case,
-    settings: Settings = Settings(),  # noqa: B008 - frozen
-    competitors: Competitors = Competitors(),  # noqa: B008 - frozen
+    settings: Settings = DEFAULT_SETTINGS,
+    competitors: Competitors = DEFAULT_COMPETITORS,
     notify: Notify = _silent,
 ) -> tuple[Row, Verification]:
     """Verify, time and verify again; the row has times only if both verifications pass."""
@@ -90,7 +101,8 @@ def bench(
         again = _verify(case, seed=1)
         if not again.passed:
             return _row(case, again), again
-        return replace(row, **measured, **reasons), verification
+        values: dict[str, Any] = {**measured, **reasons}
+        return replace(row, **values), verification
 
 
 def _verify(case: Case, seed: int) -> Verification:

@@ -3,8 +3,8 @@
     python -m epinorm.report --readme     rewrite the generated tables from benchmarks/results
     python -m epinorm.report FILE.json    draw a results file: FILE.png, FILE.svg and FILE.html
 
-A marked place is ``<!-- begin:NAME -->`` ... ``<!-- end:NAME -->``, where NAME is a results file and
-a pass: ``nvidia-h200-forward`` is the forward rows of ``benchmarks/results/nvidia-h200.json``.
+A marked place is ``<!-- begin:NAME -->`` ... ``<!-- end:NAME -->``, where NAME is a results file
+and a pass: ``nvidia-h200-forward`` is the forward rows of ``benchmarks/results/nvidia-h200.json``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ ROOT = Path(__file__).resolve().parents[2]
 Cell = Callable[[Row], str]
 
 
-def microseconds(value: float | None) -> str:
-    """A time for people: three digits, in µs or ms; a dash for None."""
+def microseconds(value: float | None, of: float | None = None) -> str:
+    """A time for people: three digits, in ms from 20 ms on, else in µs; a dash for None.
+
+    With ``of``, in the unit of that time, so that what is compared stands in one unit.
+    """
     if value is None:
         return "–"
-    if value >= 10_000:
-        return f"{value / 1000:.3g} ms" if value < 1e6 else f"{value / 1000:.0f} ms"
-    return f"{value:.0f} µs" if value >= 100 else f"{value:.3g} µs"
+    in_ms = (of or value) >= 20_000
+    number = value / 1000 if in_ms else value
+    return (
+        f"{number:.0f} {'ms' if in_ms else 'µs'}"
+        if number >= 100
+        else (f"{number:.3g} {'ms' if in_ms else 'µs'}")
+    )
 
 
 def times(value: float | None) -> str:
@@ -57,7 +64,11 @@ def size(row: Row) -> str:
 
 
 def _ours(row: Row) -> str:
-    return microseconds(row.ours_us) if row.verified else "not verified"
+    return microseconds(row.ours_us, row.eager_us) if row.verified else "not verified"
+
+
+def _time(key: str) -> Cell:
+    return lambda row: microseconds(getattr(row, f"{key}_us"), row.eager_us)
 
 
 def _errors(row: Row) -> str:
@@ -72,12 +83,12 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("m, k → n", size),
     ("dtype", setting),
     ("epinorm", _ours),
-    ("prepacked", lambda r: microseconds(r.ours_prepacked_us)),
-    ("eager", lambda r: microseconds(r.eager_us)),
-    ("compile", lambda r: microseconds(r.compile_us)),
-    ("max-autotune", lambda r: microseconds(r.compile_autotune_us)),
-    ("linear alone", lambda r: microseconds(r.linear_us)),
-    ("copy", lambda r: microseconds(r.copy_us)),
+    ("prepacked", _time("ours_prepacked")),
+    ("eager", _time("eager")),
+    ("compile", _time("compile")),
+    ("max-autotune", _time("compile_autotune")),
+    ("linear alone", _time("linear")),
+    ("copy", _time("copy")),
     ("over eager", lambda r: times(r.speedup)),
     ("over compile", lambda r: times(over(r.compile_us, r.ours_us))),
     ("error, ours / eager", _errors),

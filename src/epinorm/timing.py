@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Runner", "Settings", "peak_memory_mb", "time_interleaved", "wall_times"]
+__all__ = [
+    "DEFAULT_SETTINGS",
+    "Runner",
+    "Settings",
+    "peak_memory_mb",
+    "time_interleaved",
+    "wall_times",
+]
 
 FLUSH_BYTES = 256 * 1024 * 1024
 """Written before each timed run: several times the L2 cache of any GPU so far (H200: 50 MB)."""
@@ -40,6 +47,9 @@ class Settings:
     wall_blocks: int = 5
 
 
+DEFAULT_SETTINGS = Settings()
+
+
 @dataclass(frozen=True)
 class Runner:
     """One competitor: ``run`` is timed, ``prepare`` runs before it, outside the timed region."""
@@ -51,7 +61,7 @@ class Runner:
 def time_interleaved(
     runners: Mapping[str, Runner],
     device: torch.device,
-    settings: Settings = Settings(),  # noqa: B008 - frozen
+    settings: Settings = DEFAULT_SETTINGS,
     progress: Progress = _ignore,
 ) -> dict[str, float]:
     """Median time in microseconds of each runner, all interleaved."""
@@ -114,7 +124,7 @@ def _time_cpu(
 def wall_times(
     runners: Mapping[str, Runner],
     device: torch.device,
-    settings: Settings = Settings(),  # noqa: B008 - frozen
+    settings: Settings = DEFAULT_SETTINGS,
 ) -> dict[str, float | None]:
     """Host time of one call in microseconds: N calls in a loop with one synchronisation, over N.
 
