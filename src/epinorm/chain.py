@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from epinorm.pointwise import (
     OperandKind,
     Pointwise,
@@ -108,7 +110,8 @@ class Chain:
     @staticmethod
     def parse(text: str) -> Chain:
         """Read a canonical text back; raises ValueError saying what is wrong with it."""
-        return _parse(text)
+        # Dynamo traces through the cache, and warns of it each time.
+        return _parse.__wrapped__(text) if torch.compiler.is_compiling() else _parse(text)
 
     def __str__(self) -> str:
         return "|".join(str(part) for part in (*self.pre, self.norm, *self.post))

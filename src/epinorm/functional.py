@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
+import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from epinorm import ops
 from epinorm.chain import Chain, Norm
@@ -41,10 +44,26 @@ def linear_norm(
     ValueError or TypeError for an unknown operation; RuntimeError where ``strategy`` cannot serve
     the call, or where ``strict`` and nothing faster than PyTorch does.
     """
-    chain = Chain.build(norm, pre, post)
-    return apply_chain(
-        x, weight, bias, norm_weight, norm_bias, operands, str(chain), strategy, strict
-    )
+    chain = _chain_text(norm, pre, post)
+    return apply_chain(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
+
+
+def _chain_text(
+    norm: Norm,
+    pre: str | PointwiseLike | Iterable[PointwiseLike],
+    post: str | PointwiseLike | Iterable[PointwiseLike],
+) -> str:
+    # Texts alone may be remembered: a module's constants can change between calls.
+    # Dynamo traces through a cache, and warns of it each time.
+    texts = (isinstance(pre, str) or pre == ()) and (isinstance(post, str) or post == ())
+    if texts and not torch.compiler.is_compiling():
+        return _known_chain_text(norm, pre, post)
+    return str(Chain.build(norm, pre, post))
+
+
+@lru_cache(maxsize=1024)
+def _known_chain_text(norm: Norm, pre: str | tuple[()], post: str | tuple[()]) -> str:
+    return str(Chain.build(norm, pre, post))
 
 
 def apply_chain(
@@ -60,11 +79,14 @@ def apply_chain(
 ) -> Tensor:
     """``linear_norm`` for a chain that is already canonical text: the path of modules."""
     if not isinstance(x, Tensor):
+        if has_torch_function_unary(x):  # torch.fx traces with a stand-in
+            return handle_torch_function(
+                *(apply_chain, (x,), x, weight, bias, norm_weight, norm_bias, operands, chain),
+                *(strategy, strict),
+            )
         raise TypeError(f"x must be a Tensor, not {type(x).__name__}")
     if x.dim() == 2:
-        return ops.linear_norm(
-            x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict, None
-        )
+        return ops.call(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
     parsed = Chain.parse(chain)
     check_leading_dimensions(x, operands, parsed)
     leading = x.shape[:-1]
@@ -72,9 +94,7 @@ def apply_chain(
         _fold(t) if kind == "element" else t
         for t, kind in zip(operands, parsed.operand_kinds, strict=True)
     ]
-    y = ops.linear_norm(
-        _fold(x), weight, bias, norm_weight, norm_bias, folded, chain, strategy, strict, None
-    )
+    y = ops.call(_fold(x), weight, bias, norm_weight, norm_bias, folded, chain, strategy, strict)
     return y.view(*leading, y.shape[-1])
 
 

@@ -21,9 +21,9 @@ allowed. ``highest``: fp32 inputs, fp32 accuracy."""
 
 def fp32_precision() -> Literal["high", "highest"]:
     """How PyTorch computes fp32 products on CUDA now: ``highest`` (IEEE) or ``high`` (TF32)."""
-    setting = torch.backends.cuda.matmul.fp32_precision
-    if setting == "none":  # not set for products: the setting of the whole backend holds
-        setting = torch.backends.fp32_precision
+    # What torch.backends.cuda.matmul.fp32_precision reads, six times faster: on every call's path.
+    # Where products have no setting of their own, the answer is the backend's, or the general one.
+    setting = torch._C._get_fp32_precision_getter("cuda", "matmul")
     return "high" if setting == "tf32" else "highest"
 
 

@@ -1,0 +1,144 @@
+"""One call below PyTorch's dispatcher: check it, plan it, run the plan's backend.
+
+What a call was found to be is kept in a dictionary under everything that it depends on, so that a
+call like an earlier one costs a look-up, not a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epinorm.chain import Chain
+from epinorm.checks import check_call
+from epinorm.plan import (
+    BackwardFunction,
+    Forward,
+    ForwardFunction,
+    Inputs,
+    Plan,
+    Problem,
+    Wanted,
+    backend_of,
+    plan_for,
+)
+from epinorm.precision import product_precision
+
+__all__ = ["Facts", "run_backward", "run_forward", "run_inference"]
+
+Facts = tuple[str, Any, bool, torch.dtype | None]
+"""The facts of a call as the operators' schemas order them: chain, strategy, strict, out_dtype."""
+
+
+class _Prepared(NamedTuple):
+    """Everything about a call that does not change while shapes, dtypes and settings stay."""
+
+    problem: Problem
+    plan: Plan
+    forward: ForwardFunction
+    backward: BackwardFunction
+
+
+_prepared: dict[tuple[Any, ...], _Prepared] = {}
+_MAX_PREPARED = 4096
+
+
+def _prepare(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
+    x, weight, bias, norm_weight, norm_bias, operands = inputs
+    device = x.device
+    precision = product_precision(x.dtype, device.type)
+    key = (
+        *(facts, training, precision),
+        *(x.shape, x.dtype, device, weight.shape, weight.dtype, weight.device),
+        None if bias is None else (bias.shape, bias.dtype, bias.device),
+        None if norm_weight is None else (norm_weight.shape, norm_weight.dtype, norm_weight.device),
+        None if norm_bias is None else (norm_bias.shape, norm_bias.dtype, norm_bias.device),
+        operands and tuple((t.shape, t.dtype, t.device) for t in operands),
+    )
+    found = _prepared.get(key)
+    if found is not None:
+        return found
+    if len(_prepared) >= _MAX_PREPARED:
+        _prepared.clear()
+    prepared = _prepared[key] = _plan(inputs, facts, training)
+    return prepared
+
+
+def _plan(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
+    chain, strategy, strict, out_dtype = Chain.parse(facts[0]), *facts[1:]
+    x = inputs.x
+    out_dtype = out_dtype or x.dtype
+    check_call(*inputs, chain, out_dtype)
+    problem = Problem(
+        chain=chain,
+        m=x.shape[0],
+        k=x.shape[1],
+        n=inputs.weight.shape[0],
+        dtype=x.dtype,
+        norm_dtype=out_dtype,
+        out_dtype=out_dtype,
+        has_bias=inputs.bias is not None,
+        has_norm_weight=inputs.norm_weight is not None,
+        has_norm_bias=inputs.norm_bias is not None,
+        training=training,
+        device=x.device,
+        precision=product_precision(x.dtype, x.device.type),
+    )
+    plan = plan_for(problem, strategy, strict)
+    return _Prepared(problem, plan, *backend_of(plan.strategy))
+
+
+def _dense(t: Tensor) -> Tensor:
+    """Make the last dimension contiguous and rows disjoint; most tensors pass as they are."""
+    if t.is_contiguous() or (t.dim() == 2 and t.stride(1) == 1 and t.stride(0) >= t.shape[1]):
+        return t
+    return t.contiguous()
+
+
+def _inputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    operands: Sequence[Tensor],
+) -> Inputs:
+    return Inputs(
+        x if x.is_contiguous() else _dense(x),
+        weight if weight.is_contiguous() else _dense(weight),
+        None if bias is None else bias.contiguous(),
+        None if norm_weight is None else norm_weight.contiguous(),
+        None if norm_bias is None else norm_bias.contiguous(),
+        tuple(_dense(t) for t in operands) if operands else (),
+    )
+
+
+def run_inference(tensors: Sequence[Any], facts: Facts) -> Tensor:
+    """Compute y (M, N) for ``tensors`` in the order of ``Inputs``; keep nothing."""
+    inputs = _inputs(*tensors)
+    prepared = _prepare(inputs, facts, False)
+    return prepared.forward(prepared.problem, prepared.plan, inputs).y
+
+
+def run_forward(tensors: Sequence[Any], facts: Facts) -> Forward:
+    """Compute y (M, N) and what backward needs."""
+    inputs = _inputs(*tensors)
+    prepared = _prepare(inputs, facts, True)
+    return prepared.forward(prepared.problem, prepared.plan, inputs)
+
+
+def run_backward(
+    tensors: Sequence[Any], facts: Facts, kept: Sequence[Tensor], dy: Tensor, wanted: Sequence[bool]
+) -> list[Tensor]:
+    """Compute the wanted gradients, in the order of ``Inputs``; kept: z, mean and rstd."""
+    inputs = _inputs(*tensors)
+    prepared = _prepare(inputs, facts, True)
+    want = Wanted(wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], tuple(wanted[5:]))
+    z, mean, rstd = kept
+    # Backward never reads y.
+    forward = Forward(z.new_empty(0), z, mean, rstd)
+    found = prepared.backward(prepared.problem, prepared.plan, inputs, forward, _dense(dy), want)
+    return [g for g in (*found[:5], *found.operands) if g is not None]
