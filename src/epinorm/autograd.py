@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -34,7 +34,7 @@ def is_plain(tensors: Sequence[Any]) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and not torch._C._is_any_autocast_enabled()
-        and not torch.autograd._profiler_enabled()
+        and not torch._C._autograd._profiler_enabled()
         and torch._C._get_tracing_state() is None
         and _PLAIN_TYPES.issuperset(map(type, tensors))
     )
@@ -73,7 +73,14 @@ def _next_level() -> Iterator[None]:
                 yield
 
 
-class _LinearNorm(_SingleLevelFunction):
+class _SingleLevel(_SingleLevelFunction):
+    """A Function that torch.func calls at one of its levels; apply is made in C, unseen by mypy."""
+
+    if TYPE_CHECKING:
+        apply: Any
+
+
+class _LinearNorm(_SingleLevel):
     """``linear_norm`` with its gradient; ``plain``: nothing but autograd wants the call."""
 
     @staticmethod
@@ -120,7 +127,7 @@ class _LinearNormForward(_LinearNorm):
         return tuple(kept)
 
 
-class _LinearNormBackward(_SingleLevelFunction):
+class _LinearNormBackward(_SingleLevel):
     """``linear_norm_backward`` with its own gradient, which goes through the reference."""
 
     @staticmethod

@@ -56,7 +56,7 @@ def _prepare(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         None if norm_weight is None else (norm_weight.shape, norm_weight.dtype, norm_weight.device),
         None if norm_bias is None else (norm_bias.shape, norm_bias.dtype, norm_bias.device),
-        operands and tuple((t.shape, t.dtype, t.device) for t in operands),
+        tuple((t.shape, t.dtype, t.device) for t in operands) if operands else (),
     )
     found = _prepared.get(key)
     if found is not None:

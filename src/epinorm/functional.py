@@ -55,8 +55,9 @@ def _chain_text(
 ) -> str:
     # Texts alone may be remembered: a module's constants can change between calls.
     # Dynamo traces through a cache, and warns of it each time.
-    texts = (isinstance(pre, str) or pre == ()) and (isinstance(post, str) or post == ())
-    if texts and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return str(Chain.build(norm, pre, post))
+    if (isinstance(pre, str) or pre == ()) and (isinstance(post, str) or post == ()):
         return _known_chain_text(norm, pre, post)
     return str(Chain.build(norm, pre, post))
 

@@ -47,15 +47,15 @@ linear_norm_backward = torch.ops.epinorm.linear_norm_backward.default
 
 
 def _kernel(*arguments: Any) -> Tensor:
-    return run_inference(arguments[:6], arguments[6:])  # type: ignore[arg-type]
+    return run_inference(arguments[:6], arguments[6:])
 
 
 def _forward_kernel(*arguments: Any) -> Forward:
-    return run_forward(arguments[:6], arguments[6:])  # type: ignore[arg-type]
+    return run_forward(arguments[:6], arguments[6:])
 
 
 def _backward_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:
-    return run_backward(rest[:6], rest[9:13], rest[6:9], dy, rest[13])  # type: ignore[arg-type]
+    return run_backward(rest[:6], rest[9:13], rest[6:9], dy, rest[13])
 
 
 for _name, _function in (
@@ -67,9 +67,10 @@ for _name, _function in (
 
 
 def _fake(*arguments: Any) -> Tensor:
-    x, weight, *_, text, _strategy, _strict, out_dtype = arguments
-    check_call(*arguments[:6], Chain.parse(text), out_dtype or x.dtype)
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype or x.dtype)
+    x, weight, bias, norm_weight, norm_bias, operands, text, _strategy, _strict, out = arguments
+    dtype = out or x.dtype
+    check_call(x, weight, bias, norm_weight, norm_bias, operands, Chain.parse(text), dtype)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
 def _fake_forward(*arguments: Any) -> Forward:

@@ -323,7 +323,7 @@ def as_pointwise_list(
         operations, (nn.Sequential, nn.ModuleList)
     ):
         return (as_pointwise(operations),)
-    return tuple(as_pointwise(operation) for operation in operations)  # type: ignore[union-attr]
+    return tuple(as_pointwise(operation) for operation in operations)
 
 
 def _cpp_constant(value: float) -> str:

@@ -67,7 +67,9 @@ def backward(
     assert z is not None
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     with _autograd():
-        y = epilogue(z, problem.chain, norm_weight, norm_bias, [t for t in operands if t is not None])
+        y = epilogue(
+            z, problem.chain, norm_weight, norm_bias, [t for t in operands if t is not None]
+        )
         found = iter(torch.autograd.grad(y, wanted, dy) if wanted else ())
     dz, d_norm_weight, d_norm_bias, *d_operands = (
         next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves
@@ -85,9 +87,9 @@ def backward(
 
 def _own(gradient: Tensor | None, dy: Tensor) -> Tensor | None:
     """A residual's gradient may be dy itself; an operator must return memory of its own."""
-    if gradient is not None and torch._C._is_alias_of(gradient, dy):
-        return gradient.clone(memory_format=torch.contiguous_format)
-    return gradient
+    if gradient is None or gradient.untyped_storage().data_ptr() != dy.untyped_storage().data_ptr():
+        return gradient
+    return gradient.clone(memory_format=torch.contiguous_format)
 
 
 _AUTOGRAD_KEYS = (
