@@ -1,0 +1,97 @@
+"""The structs of call.h and runner.cpp, field for field, for ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_int64, c_void_p
+
+import torch
+
+__all__ = ["DTYPE_CODES", "Blocks", "Call", "Kernel", "Problem", "declare_kernel", "declare_runner"]
+
+DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+
+class Call(Structure):
+    """EpinormCall: what every row of one call shares."""
+
+    _fields_ = (
+        ("n", c_int64),
+        ("groups", c_int64),
+        ("eps", c_double),
+        ("bias", c_void_p),
+        ("norm_weight", c_void_p),
+        ("norm_bias", c_void_p),
+        ("operands", c_void_p),
+        ("operand_strides", c_void_p),
+        ("operand_gradients", c_void_p),
+        ("mean", c_void_p),
+        ("rstd", c_void_p),
+    )
+
+
+class Kernel(Structure):
+    """EpinormKernel: a chain's functions and what they need."""
+
+    _fields_ = (
+        ("forward", c_void_p),
+        ("backward", c_void_p),
+        ("fold", c_void_p),
+        ("scratch_bytes", c_int64),
+        ("sums_bytes", c_int64),
+        ("totals", c_int64),
+    )
+
+
+class Blocks(Structure):
+    """EpinormBlocks: how the rows are cut."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("inner", c_int64),
+        ("outer", c_int64),
+        ("chunks", c_int64),
+    )
+
+
+class Problem(Structure):
+    """epinorm::Problem: one call of the runner."""
+
+    _fields_ = (
+        ("call", Call),
+        ("kernel", Kernel),
+        ("blocks", Blocks),
+        ("m", c_int64),
+        ("k", c_int64),
+        ("dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("add_bias", c_int32),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("weight", c_void_p),
+        ("weight_stride", c_int64),
+        ("bias", c_void_p),
+        ("z", c_void_p),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("dz", c_void_p),
+        ("dx", c_void_p),
+        ("dweight", c_void_p),
+        ("dweight_parts", c_void_p),
+        ("totals", c_void_p),
+        ("total_parts", c_void_p),
+    )
+
+
+def declare_runner(library: ctypes.CDLL) -> None:
+    """Give the runner's functions their types."""
+    for function in (library.epinorm_forward, library.epinorm_backward):
+        function.argtypes = [POINTER(Problem), c_char_p, c_int64]
+        function.restype = c_int
+
+
+def declare_kernel(library: ctypes.CDLL) -> None:
+    """Give a kernel's description its types."""
+    library.epinorm_describe.argtypes = [c_int64, c_int64, POINTER(Kernel)]
+    library.epinorm_describe.restype = None

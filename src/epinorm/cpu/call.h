@@ -1,0 +1,52 @@
+// The plain-C facts that Python, the runner and a chain's kernel pass to each other. Python mirrors
+// these structs in abi.py, field for field.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+// What every row of one call shares. Pointers may be null where the call has no such tensor.
+struct EpinormCall {
+  int64_t n;
+  int64_t groups;
+  double eps;
+  const void* bias;         // (N,), dtype of the product; null where the product adds it
+  const void* norm_weight;  // (N,)
+  const void* norm_bias;    // (N,)
+  const void* const* operands;      // the chain's tensors, (N,) or (M, N) each
+  const int64_t* operand_strides;   // elements between the rows of an (M, N) operand
+  void* const* operand_gradients;   // dense (M, N) or null; backward only
+  void* mean;  // (M, groups) or null: written forward, read backward
+  void* rstd;
+};
+
+// Rows [first, first + rows) of z -> y. `scratch` holds epinorm_scratch_bytes(n, groups).
+typedef void (*EpinormForward)(const EpinormCall*, int64_t first, int64_t rows, const void* z,
+                               int64_t z_stride, void* y, int64_t y_stride, void* scratch);
+
+// Rows [first, first + rows): z and dy -> dz, adding each column's sums, lane by lane, to `sums`.
+typedef void (*EpinormBackward)(const EpinormCall*, int64_t first, int64_t rows, const void* z,
+                                int64_t z_stride, const void* dy, int64_t dy_stride, void* dz,
+                                int64_t dz_stride, void* sums, void* scratch);
+
+// Folds the lanes of `sums` into totals (count, N): dbias, dgamma, dbeta, then channel operands.
+typedef void (*EpinormFold)(const EpinormCall*, const void* sums, void* totals);
+
+struct EpinormKernel {
+  EpinormForward forward;
+  EpinormBackward backward;
+  EpinormFold fold;
+  int64_t scratch_bytes;
+  int64_t sums_bytes;
+  int64_t totals;  // rows of the totals that `fold` writes
+};
+
+// How the rows are cut. It depends on the shape alone, so results do not depend on the threads.
+struct EpinormBlocks {
+  int64_t rows;     // rows of a block
+  int64_t columns;  // columns of the product's tile: N where a block goes from x to y in one step
+  int64_t inner;    // columns of K in a tile of the gradients' products
+  int64_t outer;    // rows of the weight in such a tile
+  int64_t chunks;   // parts of the rows that each keep their own column sums
+};
+}

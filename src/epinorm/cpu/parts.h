@@ -1,0 +1,87 @@
+// What the runner stands on: matrices in borrowed memory, scratch memory, and parts of the work
+// handed to PyTorch's threads.
+#pragma once
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace epinorm {
+
+enum DType : int32_t { kFloat, kDouble, kBFloat16 };
+
+inline at::ScalarType scalar_type(int32_t dtype) {
+  return dtype == kFloat ? at::kFloat : dtype == kDouble ? at::kDouble : at::kBFloat16;
+}
+inline int64_t size_of(int32_t dtype) { return dtype == kFloat ? 4 : dtype == kDouble ? 8 : 2; }
+
+// A matrix in memory that someone else owns; the last dimension is contiguous.
+struct Matrix {
+  char* data;
+  int64_t stride;
+  int32_t dtype;
+
+  char* at(int64_t row, int64_t column) const {
+    return data + (row * stride + column) * size_of(dtype);
+  }
+  at::Tensor part(int64_t row, int64_t rows, int64_t column, int64_t columns) const {
+    return at::from_blob(at(row, column), {rows, columns}, {stride, 1}, scalar_type(dtype));
+  }
+};
+
+constexpr int64_t kAlignment = 64;
+
+inline int64_t round_up(int64_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+struct Free {
+  void operator()(char* memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<char, Free>;
+
+inline Memory allocate(int64_t bytes) {
+  const int64_t rounded = round_up(std::max<int64_t>(bytes, 1));
+  Memory memory(static_cast<char*>(std::aligned_alloc(kAlignment, rounded)));
+  TORCH_CHECK(memory != nullptr, "epinorm: cannot allocate ", rounded, " bytes");
+  return memory;
+}
+
+inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+
+// Fresh memory in large pages where the system hands them out on request: writing 32 MB of small
+// pages for the first time costs more than the product of such a result.
+inline void large_pages(void* data, int64_t bytes) {
+  if (data == nullptr) return;
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = uintptr_t(2) << 20;
+  const uintptr_t begin = (uintptr_t(data) + kPage - 1) & ~(kPage - 1);
+  const uintptr_t end = (uintptr_t(data) + bytes) & ~(kPage - 1);
+  if (end >= begin + 4 * kPage) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// Runs work(part, scratch) for each part. Threads take parts from a shared counter, since they need
+// not run at the same speed. At least two tasks are made, because a parallel region of
+// one task would leave the product inside it free to use all threads, and to sum in another order.
+template <class Work>
+void for_each_part(int64_t count, int64_t scratch_bytes, const Work& work) {
+  std::atomic<int64_t> next{0};
+  const int64_t tasks = std::max(2, at::get_num_threads());
+  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    if (next.load(std::memory_order_relaxed) >= count) return;
+    const Memory scratch = allocate(scratch_bytes);
+    for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < count;)
+      work(part, scratch.get());
+  });
+}
+
+}  // namespace epinorm

@@ -1,0 +1,218 @@
+// Blocks of rows through PyTorch's matrix product and a chain's kernel, on PyTorch's threads.
+//
+// Every product is computed by one thread, over a part of the work that the shape alone decides, so
+// the same bits come out of any number of threads.
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+
+#include <cstdio>
+#include <cstring>
+#include <exception>
+
+#include "call.h"
+#include "parts.h"
+
+namespace epinorm {
+
+constexpr int64_t kStrip = 16;  // rows that a kernel takes at a time
+
+struct Problem {
+  EpinormCall call;
+  EpinormKernel kernel;
+  EpinormBlocks blocks;
+  int64_t m, k;
+  int32_t dtype;      // of x, weight, bias, z and their gradients
+  int32_t out_dtype;  // of y and dy
+  int32_t add_bias;   // the product adds the bias: in 16 bit z is rounded once, with it
+  void* x;
+  int64_t x_stride;
+  void* weight;
+  int64_t weight_stride;
+  void* bias;
+  void* z;  // dense (M, N); null where it need not be kept
+  void* y;  // forward: y, dense; backward: dy
+  int64_t y_stride;
+  // Backward only; a null pointer is a result that nobody wants.
+  void* dz;             // dense (M, N); null where a block's dz need not outlive it
+  void* dx;             // dense (M, K)
+  void* dweight;        // dense (N, K)
+  void* dweight_parts;  // (chunks, N, K), where each chunk of rows sums its own
+  void* totals;         // (kernel.totals, N)
+  void* total_parts;    // (chunks, kernel.totals, N)
+
+  int64_t n() const { return call.n; }
+  Matrix matrix(void* data, int64_t stride) const {
+    return {static_cast<char*>(data), stride, dtype};
+  }
+};
+
+// out = a b, or out += a b.
+static void multiply(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
+  if (accumulate)
+    at::cpu::addmm_out(out, out, a, b);
+  else
+    at::cpu::mm_out(out, a, b);
+}
+
+// Rows [row, row + count) and columns [column, column + width) of x weight^T.
+static void linear(const Problem& p, at::Tensor out, int64_t row, int64_t count, int64_t column,
+                   int64_t width) {
+  const at::Tensor a = p.matrix(p.x, p.x_stride).part(row, count, 0, p.k);
+  const at::Tensor b = p.matrix(p.weight, p.weight_stride).part(column, width, 0, p.k).t();
+  if (!p.add_bias) return multiply(out, a, b, false);
+  const at::Tensor bias =
+      at::from_blob(static_cast<char*>(p.bias) + column * size_of(p.dtype), {width},
+                    scalar_type(p.dtype));
+  at::cpu::addmm_out(out, bias.expand({count, width}), a, b);
+}
+
+// A block of rows goes from x to y while it stays in cache.
+static void forward_by_blocks(const Problem& p, const Matrix& y) {
+  const int64_t rows = p.blocks.rows, n = p.n();
+  const bool own = p.z == nullptr;
+  const int64_t kernel_bytes = round_up(p.kernel.scratch_bytes);
+  const int64_t block_bytes = own ? rows * n * size_of(p.dtype) : 0;
+  for_each_part(parts(p.m, rows), kernel_bytes + block_bytes, [&](int64_t part, char* scratch) {
+    const int64_t row = part * rows, count = std::min(rows, p.m - row);
+    const Matrix z = p.matrix(own ? scratch + kernel_bytes : p.z, n);
+    const int64_t z_row = own ? 0 : row;
+    linear(p, z.part(z_row, count, 0, n), row, count, 0, n);
+    p.kernel.forward(&p.call, row, count, z.at(z_row, 0), n, y.at(row, 0), y.stride, scratch);
+  });
+}
+
+// Few rows, long products: tiles of the product first, so that every thread has work, then the rest.
+static void forward_by_tiles(const Problem& p, const Matrix& y) {
+  const int64_t rows = p.blocks.rows, columns = p.blocks.columns, n = p.n();
+  Memory own;
+  if (p.z == nullptr) own = allocate(p.m * n * size_of(p.dtype));
+  const Matrix z = p.matrix(p.z == nullptr ? own.get() : p.z, n);
+  const int64_t across = parts(n, columns);
+  for_each_part(parts(p.m, rows) * across, 0, [&](int64_t part, char*) {
+    const int64_t row = part / across * rows, column = part % across * columns;
+    const int64_t count = std::min(rows, p.m - row), width = std::min(columns, n - column);
+    linear(p, z.part(row, count, column, width), row, count, column, width);
+  });
+  for_each_part(parts(p.m, kStrip), p.kernel.scratch_bytes, [&](int64_t part, char* scratch) {
+    const int64_t row = part * kStrip, count = std::min(kStrip, p.m - row);
+    p.kernel.forward(&p.call, row, count, z.at(row, 0), n, y.at(row, 0), y.stride, scratch);
+  });
+}
+
+// Chunk by chunk: dz of a block of rows, and at once what it gives to dx and to the weight's
+// gradient of this chunk, where the plan asks for that.
+static void backward_by_chunks(const Problem& p, const Matrix& dy) {
+  const int64_t rows = p.blocks.rows, chunks = p.blocks.chunks, n = p.n(), k = p.k;
+  const int64_t all_blocks = parts(p.m, rows);
+  const bool own = p.dz == nullptr, by_blocks = p.blocks.columns >= n;
+  const int64_t kernel_bytes = round_up(p.kernel.scratch_bytes);
+  const int64_t sums_bytes = round_up(p.kernel.sums_bytes);
+  const int64_t block_bytes = own ? rows * n * size_of(p.dtype) : 0;
+  const int64_t total_bytes = p.kernel.sums_bytes / kStrip;
+  const Matrix z = p.matrix(p.z, n);
+
+  for_each_part(chunks, kernel_bytes + sums_bytes + block_bytes, [&](int64_t chunk, char* scratch) {
+    char* const sums = scratch + kernel_bytes;
+    std::memset(sums, 0, p.kernel.sums_bytes);
+    const int64_t begin = chunk * all_blocks / chunks, end = (chunk + 1) * all_blocks / chunks;
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t row = block * rows, count = std::min(rows, p.m - row);
+      const Matrix dz = p.matrix(own ? sums + sums_bytes : p.dz, n);
+      const int64_t dz_row = own ? 0 : row;
+      p.kernel.backward(&p.call, row, count, z.at(row, 0), n, dy.at(row, 0), dy.stride,
+                        dz.at(dz_row, 0), n, sums, scratch);
+      const at::Tensor dz_block = dz.part(dz_row, count, 0, n);
+      if (by_blocks && p.dx != nullptr)
+        multiply(p.matrix(p.dx, k).part(row, count, 0, k), dz_block,
+                 p.matrix(p.weight, p.weight_stride).part(0, n, 0, k), false);
+      if (p.dweight_parts != nullptr)
+        multiply(p.matrix(p.dweight_parts, k).part(chunk * n, n, 0, k), dz_block.t(),
+                 p.matrix(p.x, p.x_stride).part(row, count, 0, k), block > begin);
+    }
+    p.kernel.fold(&p.call, sums, static_cast<char*>(p.total_parts) + chunk * total_bytes);
+  });
+}
+
+// Tiles of dx = dz weight and of dweight = dz^T x, where dz is complete.
+static void backward_by_tiles(const Problem& p) {
+  const int64_t rows = p.blocks.rows, inner = p.blocks.inner, n = p.n(), k = p.k;
+  const int64_t across = parts(k, inner), outer = p.blocks.outer;
+  const Matrix dz = p.matrix(p.dz, n);
+  const bool want_dx = p.blocks.columns < n && p.dx != nullptr;
+  const bool want_dweight = p.dweight_parts == nullptr && p.dweight != nullptr;
+  const int64_t dx_parts = want_dx ? parts(p.m, rows) * across : 0;
+  const int64_t dweight_tiles = want_dweight ? parts(n, outer) * across : 0;
+  if (dx_parts + dweight_tiles == 0) return;
+  for_each_part(dx_parts + dweight_tiles, 0, [&](int64_t part, char*) {
+    const bool is_dx = part < dx_parts;
+    if (!is_dx) part -= dx_parts;
+    const int64_t column = part % across * inner, width = std::min(inner, k - column);
+    if (is_dx) {
+      const int64_t row = part / across * rows, count = std::min(rows, p.m - row);
+      multiply(p.matrix(p.dx, k).part(row, count, column, width), dz.part(row, count, 0, n),
+               p.matrix(p.weight, p.weight_stride).part(0, n, column, width), false);
+    } else {
+      const int64_t row = part / across * outer, count = std::min(outer, n - row);
+      multiply(p.matrix(p.dweight, k).part(row, count, column, width),
+               dz.part(0, p.m, row, count).t(),
+               p.matrix(p.x, p.x_stride).part(0, p.m, column, width), false);
+    }
+  });
+}
+
+// to[i] = the sum over chunks of from[chunk][i], in the order of the chunks.
+template <typename T>
+static void add_chunks(const void* from, int64_t chunks, int64_t count, void* to) {
+  constexpr int64_t kPart = 4096;
+  for_each_part(parts(count, kPart), 0, [&](int64_t part, char*) {
+    const int64_t first = part * kPart, size = std::min(kPart, count - first);
+    T* const sum = static_cast<T*>(to) + first;
+    std::fill(sum, sum + size, T(0));
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const T* const values = static_cast<const T*>(from) + chunk * count + first;
+      for (int64_t i = 0; i < size; ++i) sum[i] += values[i];
+    }
+  });
+}
+
+template <class Body>
+static int guarded(char* error, int64_t capacity, const Body& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& caught) {
+    std::snprintf(error, capacity, "%s", caught.what());
+  } catch (...) {
+    std::snprintf(error, capacity, "unknown error in the CPU kernel");
+  }
+  return 1;
+}
+
+}  // namespace epinorm
+
+extern "C" int epinorm_forward(const epinorm::Problem* p, char* error, int64_t capacity) {
+  return epinorm::guarded(error, capacity, [p] {
+    const epinorm::Matrix y{static_cast<char*>(p->y), p->y_stride, p->out_dtype};
+    epinorm::large_pages(p->y, p->m * p->n() * epinorm::size_of(p->out_dtype));
+    epinorm::large_pages(p->z, p->m * p->n() * epinorm::size_of(p->dtype));
+    if (p->blocks.columns >= p->n())
+      epinorm::forward_by_blocks(*p, y);
+    else
+      epinorm::forward_by_tiles(*p, y);
+  });
+}
+
+extern "C" int epinorm_backward(const epinorm::Problem* p, char* error, int64_t capacity) {
+  return epinorm::guarded(error, capacity, [p] {
+    const epinorm::Matrix dy{static_cast<char*>(p->y), p->y_stride, p->out_dtype};
+    epinorm::large_pages(p->dz, p->m * p->n() * epinorm::size_of(p->dtype));
+    epinorm::large_pages(p->dx, p->m * p->k * epinorm::size_of(p->dtype));
+    epinorm::backward_by_chunks(*p, dy);
+    epinorm::backward_by_tiles(*p);
+    const bool wide = p->dtype == epinorm::kDouble;
+    const auto add = wide ? epinorm::add_chunks<double> : epinorm::add_chunks<float>;
+    add(p->total_parts, p->blocks.chunks, p->kernel.totals * p->n(), p->totals);
+    if (p->dweight_parts != nullptr)
+      add(p->dweight_parts, p->blocks.chunks, p->n() * p->k, p->dweight);
+  });
+}

@@ -1,0 +1,313 @@
+// A strip of sixteen rows, forward and backward, for the chain C that codegen.py writes: types T
+// (arithmetic), Z (the product's), P (parameters') and Y (results'), the norm's kind, and the
+// operations before and after the norm as functions of one value.
+#pragma once
+#include "call.h"
+#include "lanes.h"
+
+namespace epinorm {
+
+// Whole groups are taken together until they hold about this many channels: enough that turning
+// them works on full vectors, few enough that the turned values stay in the first-level cache.
+constexpr int64_t kPanelChannels = 64;
+
+inline int64_t panel_groups(int64_t groups, int64_t width) {
+  const int64_t wanted = (kPanelChannels + width - 1) / width;
+  return wanted < groups ? wanted : groups;
+}
+
+template <class C>
+struct Strip {
+  using T = typename C::T;
+  using Z = typename C::Z;
+  using P = typename C::P;
+  using Y = typename C::Y;
+  using V = Vec<T>;
+  static constexpr int kCount = Vector<T>::kCount;
+  static constexpr int kWidth = Vector<T>::kWidth;
+  static constexpr int kOperands = C::kOperands;
+  static constexpr int kSums = 3 + C::kChannelOperands;
+
+  const EpinormCall& call;
+  const int64_t width;         // channels of a group
+  const int64_t panel;         // groups of a panel
+  const int64_t panel_width;   // channels of a panel
+  T *u, *v, *w;                // [panel_width][kLanes]
+  T *mean, *rstd;              // [panel][kLanes]
+  T *bias, *gamma, *beta;      // [panel_width]
+  T* operand[kOperands + 1];   // [panel_width][kLanes], or [panel_width] for a channel operand
+  T* gradient[kOperands + 1];  // likewise, where an element operand wants one
+
+  static int64_t scratch_values(int64_t n, int64_t groups) {
+    const int64_t width = n / groups, panel = panel_groups(groups, width);
+    return panel * width * (kLanes * (3 + 2 * kOperands) + 3) + 2 * panel * kLanes;
+  }
+
+  Strip(const EpinormCall& c, void* scratch)
+      : call(c), width(c.n / c.groups), panel(panel_groups(c.groups, width)),
+        panel_width(panel * width) {
+    T* next = static_cast<T*>(scratch);
+    const auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
+    u = take(panel_width * kLanes);
+    v = take(panel_width * kLanes);
+    w = take(panel_width * kLanes);
+    for (int i = 0; i < kOperands; ++i) {
+      operand[i] = take(panel_width * kLanes);
+      gradient[i] = take(panel_width * kLanes);
+    }
+    mean = take(panel * kLanes);
+    rstd = take(panel * kLanes);
+    bias = take(panel_width);
+    gamma = take(panel_width);
+    beta = take(panel_width);
+  }
+
+  template <typename S>
+  static void channels(const void* from, int64_t first, int64_t count, T missing, T* to) {
+    if (from == nullptr) {
+      for (int64_t c = 0; c < count; ++c) to[c] = missing;
+    } else {
+      const S* values = static_cast<const S*>(from) + first;
+      for (int64_t c = 0; c < count; ++c) to[c] = value_as<T>(values[c]);
+    }
+  }
+
+  void load_parameters(int64_t first, int64_t count) {
+    channels<Z>(call.bias, first, count, T(0), bias);
+    channels<P>(call.norm_weight, first, count, T(1), gamma);
+    channels<P>(call.norm_bias, first, count, T(0), beta);
+    for (int i = 0; i < kOperands; ++i)
+      if (!C::kIsElement[i]) channels<P>(call.operands[i], first, count, T(0), operand[i]);
+  }
+
+  void load_elements(int64_t row, int rows, int64_t first, int64_t count) {
+    for (int i = 0; i < kOperands; ++i)
+      if (C::kIsElement[i])
+        load_lanes<T>(static_cast<const P*>(call.operands[i]) + row * call.operand_strides[i] +
+                          first,
+                      call.operand_strides[i], rows, count, operand[i]);
+  }
+
+  // The stages of a panel run over all its groups before the next begins: a group's own stages wait
+  // for one another (two divisions and a root), the groups do not.
+
+  // u = pre(u + bias), and the mean of each group.
+  EPINORM_INLINE void centre(const Strip& s, int64_t count) {
+    const T width = T(s.width);
+    if constexpr (C::kPre)
+      for (int64_t c = 0; c < count * s.width; ++c) {
+        const T b = s.bias[c];
+        T* const x = s.u + c * kLanes;
+        EPINORM_LANES { x[l] = C::pre(x[l] + b, C::values(s.operand, c, l)); }
+      }
+    for (int64_t g = 0; g < count; ++g) {
+      T* const u = s.u + g * s.width * kLanes;
+      const T* const b = s.bias + g * s.width;
+      V sum[kCount] = {};
+      for (int64_t c = 0; c < s.width; ++c)
+        for (int i = 0; i < kCount; ++i) {
+          V x = load<T>(u + c * kLanes + i * kWidth);
+          if constexpr (!C::kPre) {
+            x += b[c];
+            store<T>(u + c * kLanes + i * kWidth, x);
+          }
+          sum[i] += x;
+        }
+      for (int i = 0; i < kCount; ++i)
+        store<T>(s.mean + g * kLanes + i * kWidth, C::kCentred ? sum[i] / width : V{});
+    }
+  }
+
+  // The mean of the squared distances from the mean, then one over its root.
+  EPINORM_INLINE void deviate(const Strip& s, int64_t count) {
+    const T width = T(s.width), eps = T(s.call.eps);
+    for (int64_t g = 0; g < count; ++g) {
+      const T* const u = s.u + g * s.width * kLanes;
+      V mean[kCount], squares[kCount] = {};
+      for (int i = 0; i < kCount; ++i) mean[i] = load<T>(s.mean + g * kLanes + i * kWidth);
+      for (int64_t c = 0; c < s.width; ++c)
+        for (int i = 0; i < kCount; ++i) {
+          const V d = load<T>(u + c * kLanes + i * kWidth) - mean[i];
+          squares[i] += d * d;
+        }
+      for (int i = 0; i < kCount; ++i) store<T>(s.rstd + g * kLanes + i * kWidth, squares[i]);
+    }
+    for (int64_t g = 0; g < count; ++g) {
+      T* const r = s.rstd + g * kLanes;
+      EPINORM_LANES { r[l] = T(1) / std::sqrt(r[l] / width + eps); }
+    }
+  }
+
+  EPINORM_INLINE void finish(const Strip& s, int64_t count) {
+    for (int64_t g = 0; g < count; ++g) {
+      const T *const mean = s.mean + g * kLanes, *const rstd = s.rstd + g * kLanes;
+      for (int64_t c = g * s.width; c < (g + 1) * s.width; ++c) {
+        const T scale = s.gamma[c], shift = s.beta[c];
+        T* const x = s.u + c * kLanes;
+        EPINORM_LANES {
+          x[l] = C::post((x[l] - mean[l]) * rstd[l] * scale + shift, C::values(s.operand, c, l));
+        }
+      }
+    }
+  }
+
+  void keep_statistics(int64_t row, int rows, int64_t group, int64_t count) {
+    const int64_t at = row * call.groups + group;
+    if (call.rstd != nullptr)
+      store_lanes<T, T>(rstd, rows, count, static_cast<T*>(call.rstd) + at, call.groups);
+    if (call.mean != nullptr)
+      store_lanes<T, T>(mean, rows, count, static_cast<T*>(call.mean) + at, call.groups);
+  }
+
+  void forward(int64_t row, int rows, const Z* z, int64_t z_stride, Y* y, int64_t y_stride) {
+    for (int64_t group = 0; group < call.groups; group += panel) {
+      const int64_t count = call.groups - group < panel ? call.groups - group : panel;
+      const int64_t first = group * width, channels = count * width;
+      load_parameters(first, channels);
+      load_elements(row, rows, first, channels);
+      load_lanes<T>(z + first, z_stride, rows, channels, u);
+      centre(*this, count);
+      deviate(*this, count);
+      finish(*this, count);
+      keep_statistics(row, rows, group, count);
+      store_lanes<T>(u, rows, channels, y + first, y_stride);
+    }
+  }
+
+  // u: z + bias. v: dy, then the gradient of the normalised value, then dz. w: the normalised value.
+  EPINORM_INLINE void differentiate(Strip& s, int rows, int64_t first, int64_t column,
+                                    const T* mean, const T* rstd, T* sums) {
+    T total[kLanes] = {}, weighted[kLanes] = {};
+    const int64_t n = s.call.n;
+    for (int64_t c = first; c < first + s.width; ++c) {
+      const T scale = s.gamma[c], shift = s.beta[c], b = s.bias[c];
+      T *const x = s.u + c * kLanes, *const g = s.v + c * kLanes, *const h = s.w + c * kLanes;
+      T* const dgamma = sums + (n + column + c) * kLanes;
+      T* const dbeta = sums + (2 * n + column + c) * kLanes;
+      EPINORM_LANES {
+        const T z = x[l] + b;
+        x[l] = z;
+        const auto values = C::values(s.operand, c, l);
+        const T normalised = (C::pre(z, values) - mean[l]) * rstd[l];
+        typename C::Values d = {};
+        const T gradient = C::post_backward(g[l], normalised * scale + shift, values, d);
+        C::keep_post(s.gradient, c, l, d);
+        h[l] = normalised;
+        dgamma[l] += l < rows ? gradient * normalised : T(0);
+        dbeta[l] += l < rows ? gradient : T(0);
+        g[l] = gradient * scale;
+        total[l] += g[l];
+        weighted[l] += g[l] * normalised;
+      }
+    }
+    const T count = T(s.width);
+    EPINORM_LANES {
+      total[l] = C::kCentred ? total[l] / count : T(0);
+      weighted[l] /= count;
+    }
+    for (int64_t c = first; c < first + s.width; ++c) {
+      T *const x = s.u + c * kLanes, *const g = s.v + c * kLanes, *const h = s.w + c * kLanes;
+      T* const dbias = sums + (column + c) * kLanes;
+      EPINORM_LANES {
+        typename C::Values d = {};
+        const T du = rstd[l] * (g[l] - total[l] - h[l] * weighted[l]);
+        const T dz = C::pre_backward(du, x[l], C::values(s.operand, c, l), d);
+        C::keep_pre(s.gradient, c, l, d);
+        dbias[l] += l < rows ? dz : T(0);
+        g[l] = dz;
+      }
+    }
+  }
+
+  // The gradients of the operands lie in `gradient`: (N,) ones are summed, (M, N) ones stored.
+  void keep_operand_gradients(int64_t row, int rows, int64_t first, int64_t count, T* sums) {
+    int64_t next = 3;
+    for (int i = 0; i < kOperands; ++i) {
+      if (!C::kIsElement[i]) {
+        T* const into = sums + (next++ * call.n + first) * kLanes;
+        for (int64_t c = 0; c < count; ++c) {
+          T *const to = into + c * kLanes, *const d = gradient[i] + c * kLanes;
+          EPINORM_LANES { to[l] += l < rows ? d[l] : T(0); }
+        }
+      } else if (call.operand_gradients[i] != nullptr) {
+        P* const to = static_cast<P*>(call.operand_gradients[i]) + row * call.n + first;
+        store_lanes<T>(gradient[i], rows, count, to, call.n);
+      }
+    }
+  }
+
+  void backward(int64_t row, int rows, const Z* z, int64_t z_stride, const Y* dy,
+                int64_t dy_stride, Z* dz, int64_t dz_stride, T* sums) {
+    const T* const kept_mean = static_cast<const T*>(call.mean);
+    const T* const kept_rstd = static_cast<const T*>(call.rstd);
+    for (int64_t group = 0; group < call.groups; group += panel) {
+      const int64_t count = call.groups - group < panel ? call.groups - group : panel;
+      const int64_t first = group * width, channels = count * width;
+      const int64_t at = row * call.groups + group;
+      load_parameters(first, channels);
+      load_elements(row, rows, first, channels);
+      load_lanes<T>(z + first, z_stride, rows, channels, u);
+      load_lanes<T>(dy + first, dy_stride, rows, channels, v);
+      load_lanes<T>(kept_rstd + at, call.groups, rows, count, rstd);
+      if (kept_mean != nullptr)
+        load_lanes<T>(kept_mean + at, call.groups, rows, count, mean);
+      else
+        for (int64_t i = 0; i < count * kLanes; ++i) mean[i] = T(0);
+      for (int64_t g = 0; g < count; ++g)
+        differentiate(*this, rows, g * width, first, mean + g * kLanes, rstd + g * kLanes, sums);
+      keep_operand_gradients(row, rows, first, channels, sums);
+      store_lanes<T>(v, rows, channels, dz + first, dz_stride);
+    }
+  }
+};
+
+template <class C>
+void forward_rows(const EpinormCall* call, int64_t first, int64_t rows, const void* z,
+                  int64_t z_stride, void* y, int64_t y_stride, void* scratch) {
+  Strip<C> strip(*call, scratch);
+  for (int64_t r = 0; r < rows; r += kLanes)
+    strip.forward(first + r, int(rows - r < kLanes ? rows - r : kLanes),
+                  static_cast<const typename C::Z*>(z) + r * z_stride, z_stride,
+                  static_cast<typename C::Y*>(y) + r * y_stride, y_stride);
+}
+
+template <class C>
+void backward_rows(const EpinormCall* call, int64_t first, int64_t rows, const void* z,
+                   int64_t z_stride, const void* dy, int64_t dy_stride, void* dz,
+                   int64_t dz_stride, void* sums, void* scratch) {
+  Strip<C> strip(*call, scratch);
+  for (int64_t r = 0; r < rows; r += kLanes)
+    strip.backward(first + r, int(rows - r < kLanes ? rows - r : kLanes),
+                   static_cast<const typename C::Z*>(z) + r * z_stride, z_stride,
+                   static_cast<const typename C::Y*>(dy) + r * dy_stride, dy_stride,
+                   static_cast<typename C::Z*>(dz) + r * dz_stride, dz_stride,
+                   static_cast<typename C::T*>(sums));
+}
+
+// Lanes are added in pairs, in one order on every machine.
+template <class C>
+void fold_sums(const EpinormCall* call, const void* sums, void* totals) {
+  using T = typename C::T;
+  const T* from = static_cast<const T*>(sums);
+  T* to = static_cast<T*>(totals);
+  for (int64_t i = 0; i < Strip<C>::kSums * call->n; ++i) {
+    T lane[kLanes];
+    for (int l = 0; l < kLanes; ++l) lane[l] = from[i * kLanes + l];
+    for (int half = kLanes / 2; half > 0; half /= 2)
+      for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
+    to[i] = lane[0];
+  }
+}
+
+template <class C>
+void describe(int64_t n, int64_t groups, EpinormKernel* kernel) {
+  using T = typename C::T;
+  kernel->forward = forward_rows<C>;
+  kernel->backward = backward_rows<C>;
+  kernel->fold = fold_sums<C>;
+  kernel->scratch_bytes = Strip<C>::scratch_values(n, groups) * int64_t(sizeof(T));
+  kernel->sums_bytes = Strip<C>::kSums * n * kLanes * int64_t(sizeof(T));
+  kernel->totals = Strip<C>::kSums;
+}
+
+}  // namespace epinorm
