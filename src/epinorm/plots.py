@@ -8,6 +8,7 @@ own marker as well. Vermilion is epinorm everywhere.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -196,10 +197,22 @@ def _draw_errors(axis: Any, rows: Sequence[Row]) -> None:
 
 def draw(rows: Sequence[Row], kind: str) -> bytes:
     """The picture as the bytes of a ``png`` (150 dots an inch) or ``svg`` file."""
+    import matplotlib
+
     buffer = io.BytesIO()
     metadata = {"Date": None} if kind == "svg" else {}
-    figure(rows).savefig(buffer, format=kind, dpi=150, metadata=metadata, facecolor="white")
-    return buffer.getvalue()
+    # Without a salt and a date of their own, the same rows would give another file each time.
+    with matplotlib.rc_context({"svg.hashsalt": "epinorm"}):
+        figure(rows).savefig(buffer, format=kind, dpi=150, metadata=metadata, facecolor="white")
+    return buffer.getvalue() if kind != "svg" else _same_names(buffer.getvalue())
+
+
+def _same_names(svg: bytes) -> bytes:
+    """Number the clip paths, which matplotlib names after addresses in memory."""
+    names: dict[bytes, bytes] = {}
+    return re.sub(
+        rb"\bp[0-9a-f]{10}\b", lambda m: names.setdefault(m[0], b"clip%d" % len(names)), svg
+    )
 
 
 def svg_text(rows: Sequence[Row]) -> str:

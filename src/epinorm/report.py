@@ -82,6 +82,7 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("shape", lambda r: r.shape),
     ("m, k → n", size),
     ("dtype", setting),
+    ("pass", lambda r: r.pass_),
     ("epinorm", _ours),
     ("prepacked", _time("ours_prepacked")),
     ("eager", _time("eager")),
@@ -102,16 +103,18 @@ def _pair(ours: float | None, eager: float | None) -> str:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells; a column in which no row has a value is left out."""
+    """Heads and cells; a column without a value is left out, and "pass" where there is but one."""
     cells = [[cell(row) for _, cell in COLUMNS] for row in rows]
     used = [i for i in range(len(COLUMNS)) if any(line[i] != "–" for line in cells)]
+    if len({row.pass_ for row in rows}) == 1:
+        used.remove([head for head, _ in COLUMNS].index("pass"))
     return [COLUMNS[i][0] for i in used], [[line[i] for i in used] for line in cells]
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, with the machine, torch and commit below it."""
     if not rows:
-        return "*Not measured yet.*"
+        return "Not measured yet."
     heads, cells = table(rows)
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     lines += ["| " + " | ".join(line) + " |" for line in cells]
@@ -229,7 +232,7 @@ _MARKED = re.compile(r"(<!-- begin:(?P<name>[\w.-]+) -->\n).*?(<!-- end:(?P=name
 def update_marked(text: str, results: Path) -> str:
     """The text with what stands between its markers made anew from the results folder.
 
-    Raises ValueError for a marker that names no results file and pass, or is never closed.
+    Raises ValueError for a marker that names no pass, or is never closed.
     """
     opened = re.findall(r"<!-- begin:([\w.-]+) -->", text)
     closed = [match["name"] for match in _MARKED.finditer(text)]
@@ -240,12 +243,12 @@ def update_marked(text: str, results: Path) -> str:
 
 
 def marked_table(name: str, results: Path) -> str:
-    """The table that a marker's NAME stands for."""
+    """The table that a marker's NAME stands for; without a results file, that it is not measured."""
     slug, _, pass_ = name.rpartition("-")
     if pass_ == "micro":
-        keep = [r for r in _rows_of(name, slug, results) if r.pass_ not in ("forward", "training")]
+        keep = [r for r in _rows_of(slug, results) if r.pass_ not in ("forward", "training")]
     elif pass_ in ("forward", "training"):
-        keep = [r for r in _rows_of(name, slug, results) if r.pass_ == pass_]
+        keep = [r for r in _rows_of(slug, results) if r.pass_ == pass_]
     else:
         raise ValueError(
             f"marker {name!r} must end in -forward, -training or -micro, after the name of a "
@@ -254,12 +257,9 @@ def marked_table(name: str, results: Path) -> str:
     return markdown_table(keep)
 
 
-def _rows_of(name: str, slug: str, results: Path) -> list[Row]:
+def _rows_of(slug: str, results: Path) -> list[Row]:
     path = results / f"{slug}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in results.glob("*.json"))) or "none"
-        raise ValueError(f"marker {name!r} needs {path}, which is not there; there are: {known}")
-    return read_rows(path)
+    return read_rows(path) if path.is_file() else []
 
 
 def marked_files(root: Path) -> list[Path]:

@@ -1,0 +1,239 @@
+"""Rows in files, tables, pictures and pages; README's tables are those of the results."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from epinorm import report
+from epinorm.plots import draw
+from epinorm.results import Row, commit, device_slug, merge_rows, read_rows, write_atomic
+
+ROOT = Path(__file__).parents[1]
+
+ROW = Row(
+    shape="kb62",
+    m=1024,
+    k=8192,
+    n=8192,
+    groups=512,
+    norm="group_norm",
+    dtype="float32",
+    precision="highest",
+    pass_="forward",
+    chain="group_norm(512,1e-05)|leaky_relu(0.01)|scale(2)",
+    verified=True,
+    strategy="single",
+    gpu="NVIDIA H200",
+    torch="2.11.0",
+    commit="abcdef012345",
+    date="2026-01-02",
+    ours_us=714.0,
+    eager_us=3070.0,
+    compile_us=2707.0,
+    linear_us=2688.0,
+    ours_error=5.4e-7,
+    eager_error=1.5e-6,
+    error_of="output, randn",
+)
+TRAINING = replace(ROW, pass_="training", ours_us=2000.0, eager_us=8884.0, compile_us=None)
+FAILED = replace(
+    ROW,
+    shape="skinny",
+    verified=False,
+    ours_us=None,
+    eager_us=None,
+    compile_us=None,
+    linear_us=None,
+    ours_error=float("inf"),
+    reason="output on randn: 5 elements are <NaN>",
+)
+
+
+def test_a_row_has_the_keys_of_the_protocol() -> None:
+    keys = (
+        "shape m k n groups norm dtype precision pass chain ours_us ours_prepacked_us eager_us "
+        "compile_us compile_autotune_us linear_us ours_error eager_error ours_peak_mb "
+        "eager_peak_mb compile_peak_mb strategy gpu torch commit date"
+    ).split()
+    assert set(keys) <= set(ROW.as_json())
+
+
+def test_a_row_survives_the_file(tmp_path: Path) -> None:
+    merge_rows(tmp_path / "a.json", [ROW])
+    assert read_rows(tmp_path / "a.json") == [ROW]
+
+
+def test_an_infinite_error_is_null_in_the_file(tmp_path: Path) -> None:
+    merge_rows(tmp_path / "a.json", [FAILED])
+    assert json.loads((tmp_path / "a.json").read_text())[0]["ours_error"] is None
+
+
+def test_a_newer_row_replaces_the_one_that_measures_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    merge_rows(path, [ROW, TRAINING])
+    merge_rows(path, [replace(ROW, ours_us=600.0)])
+    assert [r.ours_us for r in read_rows(path)] == [600.0, 2000.0]
+    for other in ({"dtype": "bfloat16"}, {"precision": "high"}, {"strategy": "epilogue"}):
+        merge_rows(path, [replace(ROW, **other)])
+    assert len(read_rows(path)) == 5
+
+
+def test_a_file_that_is_no_results_file_is_said(tmp_path: Path) -> None:
+    for text in ("{", '{"a": 1}', '[{"shape": "x"}]'):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(ValueError, match="is not a results file"):
+            read_rows(tmp_path / "a.json")
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    write_atomic(path, "old")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(path, "new" * 1000)
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_the_commit_is_read_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EPINORM_COMMIT", raising=False)
+    assert commit(tmp_path) is None
+    git = tmp_path / ".git"
+    (git / "refs" / "heads").mkdir(parents=True)
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    assert commit(tmp_path) is None
+    (git / "packed-refs").write_text("# pack-refs\n" + "b" * 40 + " refs/heads/main\n")
+    assert commit(tmp_path / "deeper") == "b" * 12
+    (git / "refs" / "heads" / "main").write_text("a" * 40 + "\n")
+    assert commit(tmp_path) == "a" * 12
+    monkeypatch.setenv("EPINORM_COMMIT", "c" * 40)
+    assert commit(tmp_path) == "c" * 12
+
+
+def test_device_names_become_file_names() -> None:
+    assert device_slug("NVIDIA H200") == "nvidia-h200"
+    assert device_slug("CPU AMD EPYC, 2 threads") == "cpu-amd-epyc-2-threads"
+
+
+def test_times_are_given_in_one_unit() -> None:
+    assert report.microseconds(714.2) == "714 µs"
+    assert report.microseconds(13.456) == "13.5 µs"
+    assert report.microseconds(45_600) == "45.6 ms"
+    assert report.microseconds(1500, of=45_600) == "1.5 ms"
+    assert report.microseconds(None) == "–"
+
+
+def test_the_table_holds_the_numbers_and_no_empty_column() -> None:
+    text = report.markdown_table([ROW])
+    assert "| kb62 | 1024, 8192 → 8192, 512 groups | float32 `highest` | 714 µs | 3070 µs |" in text
+    assert "4.30×" in text
+    assert "0.36×" in text
+    assert "prepacked" not in text
+    assert "NVIDIA H200, PyTorch 2.11.0, commit abcdef012345" in text
+
+
+def test_a_failed_row_shows_no_speed() -> None:
+    line = report.markdown_table([FAILED]).splitlines()[2]
+    assert "not verified" in line
+    assert "µs" not in line
+
+
+def test_the_page_needs_nothing_from_outside() -> None:
+    page = report.html_page("kb62", [ROW, TRAINING, FAILED])
+    assert "<svg" in page
+    assert "Not verified" in page
+    assert "&lt;NaN&gt;" in page
+    links = re.findall(r"""(?:src|href)=["'](?!#)([^"']*)""", page)
+    assert links == []
+    assert "@import" not in page
+    assert "<script" not in page
+    assert "url(http" not in page
+
+
+def test_a_page_with_verified_rows_alone_says_so() -> None:
+    page = report.html_page("kb62", [ROW])
+    assert "Verified: every error" in page
+    assert "What did not run" not in page
+
+
+@pytest.mark.parametrize("rows", [[ROW], [ROW, TRAINING, FAILED]])
+def test_pictures_are_drawn(rows: list[Row]) -> None:
+    assert draw(rows, "png").startswith(b"\x89PNG")
+    svg = draw(rows, "svg").decode()
+    assert "</svg>" in svg
+    assert svg == draw(rows, "svg").decode()  # no date: the same rows give the same file
+
+
+def test_nothing_verified_is_nothing_to_draw() -> None:
+    with pytest.raises(ValueError, match="no verified row"):
+        draw([FAILED], "png")
+
+
+def test_write_report(tmp_path: Path) -> None:
+    written = report.write_report(tmp_path, "a", [ROW], "title")
+    assert [p.name for p in written] == ["a.png", "a.svg", "a.html"]
+    assert [p.name for p in report.write_report(tmp_path, "b", [FAILED], "t")] == ["b.html"]
+
+
+MARKED = "before\n<!-- begin:gpu-forward -->\nold\n<!-- end:gpu-forward -->\nafter\n"
+
+
+def test_marked_tables_are_made_anew(tmp_path: Path) -> None:
+    merge_rows(tmp_path / "gpu.json", [ROW, TRAINING])
+    text = report.update_marked(MARKED, tmp_path)
+    assert text.startswith("before\n<!-- begin:gpu-forward -->\n| shape |")
+    assert text.endswith("<!-- end:gpu-forward -->\nafter\n")
+    assert "old" not in text
+    assert "8884" not in text
+    assert report.update_marked(text, tmp_path) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (MARKED.replace("-forward", "-sideways"), "must end in -forward"),
+        (MARKED.replace("<!-- end:gpu-forward -->", ""), "has no <!-- end:gpu-forward -->"),
+    ],
+)
+def test_a_wrong_marker_is_said(tmp_path: Path, text: str, said: str) -> None:
+    merge_rows(tmp_path / "gpu.json", [ROW])
+    with pytest.raises(ValueError, match=re.escape(said)):
+        report.update_marked(text, tmp_path)
+
+
+def test_what_is_not_measured_is_said(tmp_path: Path) -> None:
+    assert "\nNot measured yet.\n" in report.update_marked(MARKED, tmp_path)
+
+
+def test_readme_and_docs_hold_the_tables_of_the_results() -> None:
+    assert report.update_readme(ROOT, check=True) == [], "run: make report"
+
+
+def test_every_results_file_reads_back() -> None:
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        rows = read_rows(path)
+        assert rows, path
+        for row in rows:
+            assert row.verified or row.ours_us is None, (path, row)
+
+
+def test_the_command_draws_a_results_file(tmp_path: Path) -> None:
+    merge_rows(tmp_path / "gpu.json", [ROW])
+    command = [sys.executable, "-m", "epinorm.report"]
+    done = subprocess.run([*command, str(tmp_path / "gpu.json")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"gpu.json", "gpu.png", "gpu.svg", "gpu.html"}
+    done = subprocess.run([*command, str(tmp_path / "no.json")], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,86 @@
+"""The named shapes, and the runner that times them, as `make bench-gpu` calls it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+RUN = ROOT / "benchmarks" / "run.py"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from shapes import SHAPES, Shape  # noqa: E402
+
+
+def test_the_shapes_of_the_design() -> None:
+    sizes = {name: (s.m, s.k, s.n, s.groups) for name, s in SHAPES.items()}
+    assert sizes == {
+        "kb62": (1024, 8192, 8192, 512),
+        "kb62_v0": (128, 512, 256, 8),
+        "skinny": (65536, 128, 128, 32),
+        "mid": (16384, 1024, 1024, 32),
+        "wide_groups": (8192, 4096, 4096, 32),
+        "decode_1": (1, 8192, 8192, 512),
+        "decode_16": (16, 8192, 8192, 512),
+        "layer_norm_512": (4096, 512, 512, None),
+    }
+
+
+@pytest.mark.parametrize("groups", [4, None])
+def test_a_shape_makes_its_model_and_input(groups: int | None) -> None:
+    shape = Shape("small", 3, 5, 8, groups, "nothing")
+    model, (x,) = shape.make(torch.bfloat16, "cpu")
+    assert x.shape == (3, 5)
+    assert x.dtype == torch.bfloat16
+    z = torch.nn.functional.linear(x, model.fc.weight, model.fc.bias)
+    want = 2 * torch.nn.functional.leaky_relu(model.norm(z), 0.01)
+    assert torch.equal(model(x), want)
+    again = shape.make(torch.bfloat16, "cpu")[0]
+    assert torch.equal(again.fc.weight, model.fc.weight)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "EPINORM_COMMIT": "f" * 40}
+    command = [sys.executable, str(RUN), "--device", "cpu", "--no-compile", "--quick", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_the_runner_writes_verified_rows(tmp_path: Path) -> None:
+    done = run("--shapes", "kb62_v0", "--dtypes", "float32", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.iterdir()
+    rows = json.loads(path.read_text())
+    assert [(r["shape"], r["precision"], r["pass"]) for r in rows] == [
+        ("kb62_v0", "highest", "forward"),
+        ("kb62_v0", "highest", "training"),
+    ]
+    for row in rows:
+        assert row["verified"]
+        assert row["commit"] == "f" * 12
+        assert row["chain"] == "group_norm(8,1e-05)|leaky_relu(0.01)|scale(2)"
+        assert (row["m"], row["k"], row["n"], row["groups"]) == (128, 512, 256, 8)
+        assert min(row["ours_us"], row["eager_us"], row["linear_us"]) > 0
+        assert row["compile_us"] is None
+        assert 0 < row["ours_error"] < 1e-6
+    assert "| kb62_v0 |" in done.stdout
+
+
+def test_the_runner_goes_on_after_a_row_that_breaks(tmp_path: Path) -> None:
+    done = run(
+        *("--shapes", "kb62_v0", "--dtypes", "float32", "--out", str(tmp_path)),
+        *("--passes", "norm_epilogue_forward,forward"),
+    )
+    assert done.returncode == 1
+    assert "times a CUDA kernel" in done.stdout
+    assert "1 rows in" in done.stdout
+
+
+def test_an_unknown_name_is_said(tmp_path: Path) -> None:
+    done = run("--shapes", "kb63", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "'kb63'" in done.stderr
+    assert "kb62_v0" in done.stderr
