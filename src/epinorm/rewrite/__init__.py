@@ -21,9 +21,9 @@ def fuse(model: nn.Module, *, strategy: Strategy = "auto", strict: bool = False)
     """Replace every Linear → pointwise* → norm → pointwise* of the model by one operation.
 
     Works on the model itself and returns it: copy it before (``copy.deepcopy``) to keep one that
-    is not fused. Parameters, state_dict, hooks, children and attributes stay as they are; parameters
-    are read at each call. What does not fit the chain at a call runs as the model wrote it, with a
-    warning, or a RuntimeError under ``strict``. ``explain`` says what is fused and what is not.
+    is not fused. Parameters, state_dict, hooks, children and attributes stay as they are, and
+    parameters are read at each call. What does not fit the chain at a call runs as the model wrote
+    it, with a warning, or a RuntimeError under ``strict``. ``explain`` says what is fused.
 
     ``strategy`` and ``strict`` are those of ``linear_norm``. Raises TypeError for anything but an
     nn.Module.

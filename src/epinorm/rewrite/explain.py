@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from epinorm.precision import product_precision
 from epinorm.rewrite.match import Candidate
 from epinorm.rewrite.program import Analysis, Settings, layers_of
 from epinorm.rewrite.replace import analyse_modes, settings_of
-from epinorm.rewrite.spelling import plain_type, target_name
+from epinorm.rewrite.spelling import arguments, plain_type, target_name
 from epinorm.rewrite.trace import Untraceable
 
 __all__ = ["Explanation", "Row", "explain"]
@@ -135,7 +135,12 @@ def _weights(owner: nn.Module, node: fx.Node) -> tuple[Any, Any]:
     if node.op == "call_module":
         module = _get(owner, str(node.target))
         return module.weight, getattr(module, "bias", None)
-    named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    if node.target is F.group_norm or node.target is F.layer_norm:
+        named = arguments(node, "input", "shape", "weight", "bias")
+    elif node.target is F.rms_norm:
+        named = arguments(node, "input", "shape", "weight")
+    else:
+        named = arguments(node, "input", "weight", "bias")
     return tuple(  # type: ignore[return-value]
         _get(owner, str(n.target)) if isinstance(n, fx.Node) and n.op == "get_attr" else None
         for n in (named.get("weight"), named.get("bias"))
@@ -230,7 +235,7 @@ def _rows_of(
         ):
             mode = "eval" if module.training else "train"
             row = _row(analysis, candidate, path, seen, default)
-            rows.append(Row(*list(asdict(row).values())[:4], f"{row.reason}; fused in {mode} mode"))
+            rows.append(replace(row, reason=f"{row.reason}; fused in {mode} mode"))
             continue
         rows.append(_row(analysis, candidate, path, seen, default))
     covered |= {

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm
 from epinorm.pointwise import Pointwise
-from epinorm.rewrite.spelling import Applied, is_dropout, may_mutate, read, target_name
+from epinorm.rewrite.spelling import Applied, arguments, is_dropout, may_mutate, read, target_name
 from epinorm.rewrite.trace import has_hooks
 
 __all__ = ["Candidate", "NormRead", "find"]
@@ -79,8 +79,7 @@ class _Finder:
     def linear_obstacle(self, node: fx.Node) -> str | None:
         module = self.module_of(node)
         if module is None:
-            names = ("input", "weight", "bias")
-            given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+            given = arguments(node, "input", "weight", "bias")
             tensors = isinstance(given.get("input"), fx.Node) and isinstance(
                 given.get("weight"), fx.Node
             )
@@ -91,8 +90,8 @@ class _Finder:
         plain = cls is nn.Linear or (is_parametrized(module) and cls.__bases__ == (nn.Linear,))
         if not plain:
             return f"{cls.__module__}.{cls.__name__} is not nn.Linear and may compute anything"
-        if len(node.args) != 1 or node.kwargs:
-            return "its linear layer is not called with one positional argument"
+        if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], fx.Node):
+            return "its linear layer is not called with one tensor as positional argument"
         return self.hook_obstacle(node)
 
     def hook_obstacle(self, node: fx.Node) -> str | None:
@@ -152,7 +151,8 @@ class _Finder:
 
     def _with_operand(self, applied: Applied, linear: fx.Node) -> Applied | str:
         operand, operation = applied.operand, applied.operation
-        assert operand is not None and operation is not None
+        if operand is None or operation is None:
+            return applied
         tensor = self.attribute(operand)
         if tensor is not None:
             n = self.out_features(linear)
@@ -199,9 +199,9 @@ def _read_norm_function(node: fx.Node) -> NormRead | str:
         F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
         F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
     }[node.target]  # type: ignore[index]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = arguments(node, *names)
     weight, bias = given.get("weight"), given.get("bias")
-    eps = given.get("eps", None if node.target is F.rms_norm else 1e-5)
+    eps: Any = given.get("eps", None if node.target is F.rms_norm else 1e-5)
     if any(t is not None and not isinstance(t, fx.Node) for t in (weight, bias)):
         return f"{target_name(node)} is called with something other than tensors"
     if isinstance(eps, fx.Node):
@@ -220,7 +220,7 @@ def _read_norm_function(node: fx.Node) -> NormRead | str:
 
 
 def _next(finder: _Finder, node: fx.Node) -> tuple[fx.Node | None, str | None]:
-    """The user of ``node`` to follow towards a norm, and what is wrong if it is not the only one."""
+    """The user of ``node`` to follow towards a norm, and what is wrong if there are others."""
     users = [user for user in node.users if user.op != "output"]
     if not users:
         return None, None
@@ -239,7 +239,9 @@ def _next(finder: _Finder, node: fx.Node) -> tuple[fx.Node | None, str | None]:
 def _up_to_norm(finder: _Finder, linear: fx.Node) -> Candidate | None:
     """Follow a linear layer to the next norm; None where there is none to fuse it with."""
     obstacle = finder.linear_obstacle(linear)
-    nodes, pre, operands = [linear], [], []
+    nodes = [linear]
+    pre: list[Pointwise] = []
+    operands: list[fx.Node] = []
     while len(nodes) <= _MAX_STEPS_BETWEEN:
         current = nodes[-1]
         node, shared = _next(finder, current)

@@ -262,7 +262,7 @@ def compile_program(analysis: Analysis, settings: Settings) -> Program:
         for path, m in analysis.modules.items()
         if is_dropout(m)
     ]
-    stopped = [c.obstacle for c in analysis.candidates if c.obstacle]
+    obstacles = [c.obstacle for c in analysis.candidates if c.obstacle]
     return Program(
         run,
         tuple(found.arguments.values()),
@@ -271,5 +271,5 @@ def compile_program(analysis: Analysis, settings: Settings) -> Program:
         tuple(_structures(module)),
         tuple(tuple(path.split(".")) for path in found.inlined),
         tuple(dropouts) if analysis.depends_on_training() else (),
-        reason=stopped[0] if stopped else "it holds no chain",
+        reason=obstacles[0] if obstacles else "",
     )

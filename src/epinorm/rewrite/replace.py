@@ -29,6 +29,7 @@ __all__ = ["analyse_modes", "fuse_module", "not_replaceable", "settings_of", "un
 
 _PROGRAMS = "_epinorm_programs"
 _MAX_PROGRAMS = 16
+_CLASSES: dict[type[nn.Module], dict[Settings, type[nn.Module]]] = {}
 
 
 class FusedModule:
@@ -55,12 +56,18 @@ def _restore(cls: type[nn.Module], settings: Settings) -> nn.Module:
         fused = fused_class(cls, settings)
     except Untraceable:  # its forward was edited since
         fused = cls
-    return fused.__new__(fused)
+    return object.__new__(fused)
 
 
-@functools.cache
 def fused_class(cls: type[nn.Module], settings: Settings) -> type[nn.Module]:
-    """The subclass of ``cls`` that runs rewritten forwards; raises Untraceable."""
+    """The subclass of ``cls`` that runs rewritten forwards, one for each; raises Untraceable."""
+    made = _CLASSES.setdefault(cls, {})
+    if settings not in made:
+        made[settings] = _make_class(cls, settings)
+    return made[settings]
+
+
+def _make_class(cls: type[nn.Module], settings: Settings) -> type[nn.Module]:
     parameters = Parameters.of(cls)
     original = cls.forward
 
@@ -90,7 +97,8 @@ def fused_class(cls: type[nn.Module], settings: Settings) -> type[nn.Module]:
         "_epinorm_parameters": parameters,
     }
     try:
-        return type(cls)(cls.__name__, (FusedModule, cls), namespace)
+        metaclass: Any = type(cls)
+        return metaclass(cls.__name__, (FusedModule, cls), namespace)
     except Exception as error:
         raise Untraceable(f"its class cannot be extended: {error}") from error
 
@@ -108,7 +116,7 @@ def _add_program(module: nn.Module, values: tuple[Any, ...]) -> Program | None:
     except Untraceable as error:
         program = Program(None, tuple(arguments.values()), reason=str(error))
     programs.append(program)
-    _say(module, program.reason, program.run is None)
+    _say(module, program.reason, program.run is None and program.reason != "")
     return program
 
 

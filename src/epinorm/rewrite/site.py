@@ -19,6 +19,7 @@ from epinorm.chain import GroupNorm, Norm
 from epinorm.functional import apply_chain
 from epinorm.plan import Strategy
 from epinorm.rewrite.match import Candidate
+from epinorm.rewrite.spelling import arguments
 from epinorm.rewrite.trace import has_hooks
 
 __all__ = ["Site", "build_site", "load_function"]
@@ -237,8 +238,8 @@ def build_site(
 ) -> tuple[Site, list[fx.Node | str]]:
     """The callable for a chain, and its inputs in order: nodes, and modules by path."""
     inputs, linear = _Inputs(), candidate.linear
-    given = dict(zip(("input", "weight", "bias"), linear.args, strict=False)) | dict(linear.kwargs)
-    inputs.place(given["input"])  # type: ignore[arg-type]
+    given = arguments(linear, "input", "weight", "bias")
+    inputs.place(given["input"])
     linear_source = _source(linear, given.get("weight"), given.get("bias"), inputs)
     norm = candidate.norm
     norm_source = _source(candidate.norm_node, norm.weight, norm.bias, inputs)

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from epinorm.pointwise import Pointwise, as_pointwise
 
-__all__ = ["Applied", "is_dropout", "may_mutate", "plain_type", "read", "target_name"]
+__all__ = ["Applied", "arguments", "is_dropout", "may_mutate", "plain_type", "read", "target_name"]
 
 
 @dataclass(frozen=True)
@@ -132,18 +132,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _arguments(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """Positional and keyword arguments after the first, by name; unnamed ones are left out."""
-    given = dict(zip(names, node.args[1:], strict=False))
+def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
+    """The node's positional and keyword arguments by name; positional ones beyond are left out."""
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False))
     return given | dict(node.kwargs)
 
 
 def _unary(node: fx.Node, spelling: _Spelling) -> Applied | None:
     name, constants = spelling
-    given = _arguments(node, tuple(key for key, _ in constants))
+    given = arguments(node, "input", *(key for key, _ in constants))
     if set(given) - {key for key, _ in constants} - {"inplace", "input"}:
         return None
-    values = [given.get(key, default) for key, default in constants]
+    values: list[Any] = [given.get(key, default) for key, default in constants]
     if name == "clamp":
         low, high = values
         values = [float("-inf") if low is None else low, float("inf") if high is None else high]
@@ -160,7 +160,7 @@ def _gelu(node: fx.Node) -> Applied | None:
 
 
 def _function_dropout(node: fx.Node) -> Applied | None:
-    given = _arguments(node, ("p", "training", "inplace"))
+    given = arguments(node, "input", "p", "training", "inplace")
     training, p = given.get("training", True), given.get("p", 0.5)
     return Applied(None) if training is False or (_is_number(p) and p == 0) else None
 
@@ -168,10 +168,13 @@ def _function_dropout(node: fx.Node) -> Applied | None:
 def _binary(node: fx.Node, x: fx.Node, kind: str) -> Applied | None:
     if node.kwargs and kind in ("mul", "div"):
         return None  # rounding_mode, out
-    alpha = node.kwargs.get("alpha", 1)
+    alpha: Any = node.kwargs.get("alpha", 1)
     if set(node.kwargs) - {"alpha", "other", "input"} or not _is_number(alpha):
         return None
-    both = (*node.args, *(node.kwargs[k] for k in ("input", "other") if k in node.kwargs))
+    both: tuple[Any, ...] = (
+        *node.args,
+        *(node.kwargs[k] for k in ("input", "other") if k in node.kwargs),
+    )
     if len(both) != 2:
         return None
     left, right = both

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import dis
-import inspect
 import math
 import operator
 import sys
@@ -159,19 +158,10 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        self._fail("decides by a tensor's value or shape which way to go")
-
-    def iter(self, obj: fx.Proxy) -> Any:
-        frame = inspect.currentframe()
-        try:
-            return super().iter(obj)
-        except Exception:
-            self._fail("iterates over a tensor or over something computed from one")
-        finally:
-            del frame
+        return self._fail("decides by a tensor's value or shape which way to go")
 
     def keys(self, obj: fx.Proxy) -> Any:
-        self._fail("passes computed keyword arguments")
+        return self._fail("passes computed keyword arguments")
 
     def _fail(self, reason: str) -> Any:
         self.failure = self.failure or reason
@@ -181,7 +171,7 @@ class _Tracer(fx.Tracer):
         path = self.path_of_module(m)
         if self.inline and plain_type(m) is nn.Sequential and not _is_replaced_or_hooked(m):
             self.inlined.append(path)
-            return nn.Sequential.forward(m, *args, **kwargs)
+            return nn.Sequential.forward(m, *args, **kwargs)  # type: ignore[arg-type]
         return self.create_proxy("call_module", path, args, kwargs)
 
 
@@ -367,7 +357,7 @@ def trace(
         }
         return (lambda: cls.forward(shadow, **values)), []
 
-    tracer.create_args_for_root = bind  # type: ignore[method-assign]
+    tracer.create_args_for_root = bind  # type: ignore[method-assign, assignment]
     watch = _Watch()
     try:
         with _RecordCreation(tracer), watch:

@@ -1,0 +1,267 @@
+"""fuse() leaves a model's results, gradients, state and life as they were."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import io
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import epinorm
+from epinorm.rewrite import site, unfuse
+
+_spec = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
+assert _spec is not None
+assert _spec.loader is not None
+models = importlib.util.module_from_spec(_spec)
+sys.modules["models"] = models  # pickle finds the classes by this name
+_spec.loader.exec_module(models)
+ZOO, Case, randomise = models.ZOO, models.Case, models.randomise
+
+CASES = [pytest.param(case, id=name) for name, case in ZOO.items()]
+
+
+@contextmanager
+def counting() -> Iterator[list[str]]:
+    """Count the fused calls, by chain; a warning that one ran unfused is an error."""
+    calls: list[str] = []
+    apply_chain = site.apply_chain
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args[6])
+        return apply_chain(*args)
+
+    site.apply_chain = counted
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="epinorm")
+            yield calls
+    finally:
+        site.apply_chain = apply_chain
+
+
+def make(case: Case, draw: Any = torch.randn) -> tuple[nn.Module, nn.Module, Tensor]:
+    """The model in float64 with all parameters random, a fused copy of it, and an input."""
+    model = randomise(case.make()).double()
+    return model, epinorm.fuse(copy.deepcopy(model)), draw(*case.shape, dtype=torch.float64)
+
+
+def run(model: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """All outputs and all gradients (of the input and every parameter) of one step."""
+    torch.manual_seed(1)  # dropout and noise draw the same values in every run
+    x = x.detach().clone().requires_grad_()
+    outputs = [t for t in pytree.tree_leaves(model(x, **kwargs)) if isinstance(t, Tensor)]
+    loss = sum((t * torch.linspace(-1, 2, t.numel()).to(t).view(t.shape)).sum() for t in outputs)
+    gradients = torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True)
+    return outputs, [torch.zeros(()) if g is None else g for g in gradients]
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    """Equal to within a few roundings of float64."""
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_those_of_the_model(
+    case: Case, training: bool, draw: Any
+) -> None:
+    model, fused, x = make(case, draw)
+    expected = run(model.train(training), x, case.kwargs)
+    fused.train(training)
+    first_call_may_trace = bool(case.kwargs)
+    if first_call_may_trace:
+        fused(x, **case.kwargs)
+    with counting() as calls:
+        got = run(fused, x, case.kwargs)
+    assert len(calls) == case.chains
+    assert_same(got[0], expected[0])
+    assert_same(got[1], expected[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_state_parameters_and_names_stay(case: Case) -> None:
+    model = randomise(case.make()).double()
+    plain = copy.deepcopy(model)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in model.named_modules()]
+    classes = [type(m) for m in model.modules()]
+    text = repr(model)
+    fused = epinorm.fuse(model)
+    assert fused is model
+    after = dict(fused.named_parameters(remove_duplicate=False))
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert [name for name, _ in fused.named_modules()] == names
+    assert all(isinstance(m, c) for m, c in zip(fused.modules(), classes, strict=True))
+    assert repr(fused) == text
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    fused.load_state_dict(randomise(copy.deepcopy(plain)).state_dict(), strict=True)
+    plain.load_state_dict(fused.state_dict(), strict=True)
+    x = torch.randn(*case.shape, dtype=torch.float64)
+    assert_same(*(run(m, x, case.kwargs)[0] for m in (fused, plain)))
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, through_pickle, through_torch_save])
+@pytest.mark.parametrize("case", CASES)
+def test_copies_are_fused_and_equal(case: Case, copied: Any) -> None:
+    model, fused, x = make(case)
+    fused(x, **case.kwargs)
+    twin = copied(fused)
+    if case.kwargs:
+        twin(x, **case.kwargs)
+    with counting() as calls:
+        got = run(twin, x, case.kwargs)
+    assert len(calls) == case.chains
+    expected = run(model, x, case.kwargs)
+    assert_same(got[0], expected[0])
+    assert_same(got[1], expected[1])
+    if copied is not copy.copy:
+        assert not {id(p) for p in twin.parameters()} & {id(p) for p in fused.parameters()}
+
+
+@pytest.mark.parametrize("name", ["nested sequential", "own parameters", "shared modules"])
+def test_an_optimizer_made_before_fusing_goes_on(name: str) -> None:
+    case = ZOO[name]
+    model = randomise(case.make()).double()
+    plain = copy.deepcopy(model)
+    steps = []
+    for m in (model, plain):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.1)
+        if m is model:
+            epinorm.fuse(model)
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(3):
+            x = torch.randn(*case.shape, dtype=torch.float64, generator=generator)
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+        steps.append([p.detach() for p in m.parameters()])
+    for got, expected in zip(*steps, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_into_one_graph(case: Case) -> None:
+    fullgraph = case.make is not models.Untraceable  # it branches on data, fused or not
+    model, fused, x = make(case)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        seen.extend(str(n.target) for n in graph.graph.nodes if "epinorm" in str(n.target))
+        return graph
+
+    fused.eval()
+    model.eval()
+    fused(x, **case.kwargs)
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, fullgraph=fullgraph, backend=backend)
+    got, expected = run(compiled, x, case.kwargs), run(model, x, case.kwargs)
+    assert len(seen) == case.chains
+    assert_same(got[0], expected[0])
+    assert_same(got[1], expected[1])
+
+
+@pytest.mark.parametrize("name", ["benchmark", "residual", "loop over a ModuleList"])
+def test_compiles_forward_and_backward_with_aot_autograd(name: str) -> None:
+    case = ZOO[name]
+    model, fused, x = make(case)
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    got, expected = run(compiled, x, {}), run(model, x, {})
+    assert_same(got[0], expected[0])
+    assert_same(got[1], expected[1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fusing_twice_changes_nothing(case: Case) -> None:
+    _, fused, x = make(case)
+    classes = [type(m) for m in fused.modules()]
+    once = run(fused, x, case.kwargs)[0]
+    again = epinorm.fuse(fused)
+    assert again is fused
+    assert [type(m) for m in again.modules()] == classes
+    assert_same(run(again, x, case.kwargs)[0], once)
+
+
+def test_unfuse_gives_the_model_back() -> None:
+    model = models.Row()
+    classes = [type(m) for m in model.modules()]
+    state = [set(vars(m)) for m in model.modules()]
+    unfuse(epinorm.fuse(model))
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(vars(m)) for m in model.modules()] == state
+
+
+def test_a_model_without_a_chain_comes_back_unchanged() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4))
+    kind = type(model)
+    assert epinorm.fuse(model) is model
+    assert type(model) is kind
+    assert "no chain" in str(epinorm.explain(model))
+
+
+def test_anything_but_a_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got function"):
+        epinorm.fuse(lambda x: x)
+    with pytest.raises(TypeError, match="got int"):
+        epinorm.explain(3)
+
+
+def test_replaced_parameters_and_moves_are_followed() -> None:
+    model, fused, x = make(ZOO["benchmark"])
+    for m in (model, fused):
+        torch.manual_seed(5)
+        m.fc.weight = nn.Parameter(torch.randn(models.N, models.K, dtype=torch.float64))
+        m.gn.bias = nn.Parameter(torch.randn(models.N, dtype=torch.float64))
+    with counting() as calls:
+        assert_same([fused(x)], [model(x)])
+    fused, model, x = fused.float(), model.float(), x.float()
+    with counting() as more:
+        torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
+    assert len(calls) == len(more) == 1
+    fused.bfloat16()
+    assert fused(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_replicas_compute_with_their_own_tensors() -> None:
+    """What nn.DataParallel does to a module: children and tensors set anew on shallow copies."""
+    _, fused, x = make(ZOO["benchmark"])
+    replica = fused._replicate_for_data_parallel()
+    for name in ("fc", "gn", "leaky_relu"):
+        child = getattr(fused, name)._replicate_for_data_parallel()
+        for key, tensor in getattr(fused, name).named_parameters():
+            setattr(child, key, tensor.detach() * 2)
+        setattr(replica, name, child)
+    doubled = copy.deepcopy(fused)
+    with torch.no_grad():
+        for p in doubled.parameters():
+            p.mul_(2)
+    with counting() as calls:
+        assert_same([replica(x)], [unfuse(doubled)(x)])
+    assert len(calls) == 1
