@@ -106,7 +106,9 @@ class _LinearNorm(_SingleLevel):
         kept, tensors = saved[:3], saved[3:]
         inputs = (*tensors[:5], tensors[5:])
         wanted = ctx.needs_input_grad[2:]
-        if not torch.is_grad_enabled() and is_plain((dy, *saved)):
+        # is_grads_batched vectorises over dy by an older vmap, which leaves no trace but in dy.
+        batched = torch._C._functorch.is_legacy_batchedtensor(dy)
+        if not (batched or torch.is_grad_enabled()) and is_plain((dy, *saved)):
             found = run_backward(inputs, ctx.facts, kept, dy, wanted)
         else:
             found = linear_norm_backward(dy, *inputs, *kept, *ctx.facts, wanted)
