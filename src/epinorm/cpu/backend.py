@@ -1,4 +1,4 @@
-"""The fused chain on the CPU: the interface of a backend (epinorm.plan) over the compiled kernels."""
+"""The fused chain on the CPU: a backend (epinorm.plan) over the compiled kernels."""
 
 from __future__ import annotations
 

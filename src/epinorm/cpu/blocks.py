@@ -19,7 +19,7 @@ MIN_BLOCKS = 16
 BLOCK_ROWS = 256
 """Below this many rows, a product spends its time arranging the weight instead of multiplying."""
 BLOCK_VALUES = 2**17
-"""Values of x and z in a block that grows beyond BLOCK_ROWS: half a megabyte of fp32, half an L2."""
+"""Values of x and z in a block that grows beyond BLOCK_ROWS: in fp32 half a megabyte."""
 SMALL_TILE = 8_000_000
 """Floating-point operations worth a task of their own: about 0.1 ms on one core."""
 LARGE_TILE = 128_000_000

@@ -1,10 +1,10 @@
 """Compile the CPU kernels on first use and keep them in epinorm's cache.
 
 The runner (PyTorch's headers; about three seconds) is compiled once, a chain's kernel (no headers;
-under a second) once for each chain and dtypes. PyTorch's own ``cpp_extension.load`` names the flags
-and folders, but does not run: a build of its that was killed leaves a lock for which the next one
-waits forever. Here every build has a folder of its own and a time limit, and what it made is renamed
-into place, so there is no lock to be left behind.
+under a second) once for each chain and dtypes. PyTorch's ``cpp_extension`` names the folders, but
+its ``load`` does not run: a build of its that was killed leaves a lock for which the next one waits
+forever. Here every build has a folder of its own and a time limit, and the result is renamed into
+the cache, so no lock can be left behind.
 """
 
 from __future__ import annotations
@@ -137,14 +137,13 @@ def _compile(compiler: str, files: dict[str, str], main: str, flags: list[str], 
     with tempfile.TemporaryDirectory(prefix="epinorm-") as folder:
         for file, text in files.items():
             Path(folder, file).write_text(text)
-        # The libraries follow the source, or the linker drops them.
         command = [compiler, *COMMON_FLAGS, main, *flags, "-o", "kernel.so"]
         _run(command, folder, name)
         return Path(folder, "kernel.so").read_bytes()
 
 
 def _run(command: list[str], folder: str, name: str) -> None:
-    notice = f"epinorm: compiling {name} for this CPU (first use; kept for later)"
+    notice = f"epinorm: compiling {name} for this CPU (first use, a few seconds)"
     terminal = sys.stderr.isatty()
     print(notice, end="" if terminal else "\n", file=sys.stderr, flush=True)
     began = time.monotonic()

@@ -88,9 +88,18 @@ EPINORM_INLINE float log1p(float x) {
 }
 
 EPINORM_INLINE float tanh(float x) {
+  const float s = x * x;
+  float p = -0.000771286037f;
+  p = p * s + 0.00318760065f;
+  p = p * s + -0.00873088338f;
+  p = p * s + 0.021845045f;
+  p = p * s + -0.0539658083f;
+  p = p * s + 0.133333217f;
+  p = p * s + -0.333333331f;
+  const float near = (p * s) * x + x;
   const float magnitude = std::fabs(x);
-  const float t = expm1(2.0f * (magnitude > 10.0f ? 10.0f : magnitude));
-  return std::copysign(t / (t + 2.0f), x);
+  const float far = std::copysign(1.0f - 2.0f / (exp(2.0f * magnitude) + 1.0f), x);
+  return magnitude <= 0.625f ? near : far;
 }
 
 EPINORM_INLINE float erf(float x) {

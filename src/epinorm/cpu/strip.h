@@ -11,6 +11,9 @@ namespace epinorm {
 // them works on full vectors, few enough that the turned values stay in the first-level cache.
 constexpr int64_t kPanelChannels = 64;
 
+// Sums are made of sums of this many channels: rounding errors then grow with the shorter of both.
+constexpr int64_t kRun = 16;
+
 inline int64_t panel_groups(int64_t groups, int64_t width) {
   const int64_t wanted = (kPanelChannels + width - 1) / width;
   return wanted < groups ? wanted : groups;
@@ -104,15 +107,20 @@ struct Strip {
       T* const u = s.u + g * s.width * kLanes;
       const T* const b = s.bias + g * s.width;
       V sum[kCount] = {};
-      for (int64_t c = 0; c < s.width; ++c)
-        for (int i = 0; i < kCount; ++i) {
-          V x = load<T>(u + c * kLanes + i * kWidth);
-          if constexpr (!C::kPre) {
-            x += b[c];
-            store<T>(u + c * kLanes + i * kWidth, x);
+      for (int64_t begin = 0; begin < s.width; begin += kRun) {
+        const int64_t end = begin + kRun < s.width ? begin + kRun : s.width;
+        V part[kCount] = {};
+        for (int64_t c = begin; c < end; ++c)
+          for (int i = 0; i < kCount; ++i) {
+            V x = load<T>(u + c * kLanes + i * kWidth);
+            if constexpr (!C::kPre) {
+              x += b[c];
+              store<T>(u + c * kLanes + i * kWidth, x);
+            }
+            part[i] += x;
           }
-          sum[i] += x;
-        }
+        for (int i = 0; i < kCount; ++i) sum[i] += part[i];
+      }
       for (int i = 0; i < kCount; ++i)
         store<T>(s.mean + g * kLanes + i * kWidth, C::kCentred ? sum[i] / width : V{});
     }
@@ -125,11 +133,16 @@ struct Strip {
       const T* const u = s.u + g * s.width * kLanes;
       V mean[kCount], squares[kCount] = {};
       for (int i = 0; i < kCount; ++i) mean[i] = load<T>(s.mean + g * kLanes + i * kWidth);
-      for (int64_t c = 0; c < s.width; ++c)
-        for (int i = 0; i < kCount; ++i) {
-          const V d = load<T>(u + c * kLanes + i * kWidth) - mean[i];
-          squares[i] += d * d;
-        }
+      for (int64_t begin = 0; begin < s.width; begin += kRun) {
+        const int64_t end = begin + kRun < s.width ? begin + kRun : s.width;
+        V part[kCount] = {};
+        for (int64_t c = begin; c < end; ++c)
+          for (int i = 0; i < kCount; ++i) {
+            const V d = load<T>(u + c * kLanes + i * kWidth) - mean[i];
+            part[i] += d * d;
+          }
+        for (int i = 0; i < kCount; ++i) squares[i] += part[i];
+      }
       for (int i = 0; i < kCount; ++i) store<T>(s.rstd + g * kLanes + i * kWidth, squares[i]);
     }
     for (int64_t g = 0; g < count; ++g) {
@@ -178,26 +191,34 @@ struct Strip {
   EPINORM_INLINE void differentiate(Strip& s, int rows, int64_t first, int64_t column,
                                     const T* mean, const T* rstd, T* sums) {
     T total[kLanes] = {}, weighted[kLanes] = {};
-    const int64_t n = s.call.n;
-    for (int64_t c = first; c < first + s.width; ++c) {
-      const T scale = s.gamma[c], shift = s.beta[c], b = s.bias[c];
-      T *const x = s.u + c * kLanes, *const g = s.v + c * kLanes, *const h = s.w + c * kLanes;
-      T* const dgamma = sums + (n + column + c) * kLanes;
-      T* const dbeta = sums + (2 * n + column + c) * kLanes;
+    const int64_t n = s.call.n, last = first + s.width;
+    for (int64_t begin = first; begin < last; begin += kRun) {
+      T part[kLanes] = {}, weighted_part[kLanes] = {};
+      const int64_t end = begin + kRun < last ? begin + kRun : last;
+      for (int64_t c = begin; c < end; ++c) {
+        const T scale = s.gamma[c], shift = s.beta[c], b = s.bias[c];
+        T *const x = s.u + c * kLanes, *const g = s.v + c * kLanes, *const h = s.w + c * kLanes;
+        T* const dgamma = sums + (n + column + c) * kLanes;
+        T* const dbeta = sums + (2 * n + column + c) * kLanes;
+        EPINORM_LANES {
+          const T z = x[l] + b;
+          x[l] = z;
+          const auto values = C::values(s.operand, c, l);
+          const T normalised = (C::pre(z, values) - mean[l]) * rstd[l];
+          typename C::Values d = {};
+          const T gradient = C::post_backward(g[l], normalised * scale + shift, values, d);
+          C::keep_post(s.gradient, c, l, d);
+          h[l] = normalised;
+          dgamma[l] += l < rows ? gradient * normalised : T(0);
+          dbeta[l] += l < rows ? gradient : T(0);
+          g[l] = gradient * scale;
+          part[l] += g[l];
+          weighted_part[l] += g[l] * normalised;
+        }
+      }
       EPINORM_LANES {
-        const T z = x[l] + b;
-        x[l] = z;
-        const auto values = C::values(s.operand, c, l);
-        const T normalised = (C::pre(z, values) - mean[l]) * rstd[l];
-        typename C::Values d = {};
-        const T gradient = C::post_backward(g[l], normalised * scale + shift, values, d);
-        C::keep_post(s.gradient, c, l, d);
-        h[l] = normalised;
-        dgamma[l] += l < rows ? gradient * normalised : T(0);
-        dbeta[l] += l < rows ? gradient : T(0);
-        g[l] = gradient * scale;
-        total[l] += g[l];
-        weighted[l] += g[l] * normalised;
+        total[l] += part[l];
+        weighted[l] += weighted_part[l];
       }
     }
     const T count = T(s.width);
