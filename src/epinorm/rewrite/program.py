@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,11 +99,8 @@ class _Structure:
 
     def holds(self, root: nn.Module) -> bool:
         children = _descend(root, self.path)._modules
-        return len(children) == len(self.names) and all(
-            child_name == name and type(child) is cls
-            for (child_name, child), name, cls in zip(
-                children.items(), self.names, self.types, strict=True
-            )
+        return tuple(children) == self.names and (
+            tuple([type(child) for child in children.values()]) == self.types
         )
 
 
@@ -235,17 +233,27 @@ def _replace(
     early = all(isinstance(v, str) or v.op == "get_attr" or order[v] < start for v in inputs)
     # Where every input is known by then, the linear's place: nothing in between can disturb it.
     with graph.inserting_before(candidate.linear if early else candidate.nodes[-1]):
-        values = [
-            graph.create_node("get_attr", v if isinstance(v, str) else v.target)
-            if isinstance(v, str) or v.op == "get_attr"
-            else v
-            for v in inputs
-        ]
-        call = graph.call_function(site, tuple(values))
+        values = tuple(_input(graph, v) for v in inputs)
+        call = graph.call_function(site, values)
     candidate.nodes[-1].replace_all_uses_with(call)
     for node in reversed(candidate.nodes):
         graph.erase_node(node)
     return call
+
+
+def _input(graph: fx.Graph, value: fx.Node | str) -> fx.Node:
+    """A node for one input of a site, at the graph's current place; a str is a module's path."""
+    if isinstance(value, fx.Node):
+        if value.op != "get_attr":
+            return value
+        return graph.create_node("get_attr", str(value.target))
+    first, *rest = value.split(".")
+    # By way of _modules: nn.Module's own attribute look-up costs a microsecond each time.
+    module = graph.call_function(operator.getitem, (graph.get_attr("_modules"), first))
+    for name in rest:
+        children = graph.call_function(getattr, (module, "_modules"))
+        module = graph.call_function(operator.getitem, (children, name))
+    return module
 
 
 def compile_program(analysis: Analysis, settings: Settings) -> Program:

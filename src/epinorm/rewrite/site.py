@@ -64,6 +64,12 @@ class _ModuleCheck:
         return None
 
 
+def _parameter(module: nn.Module, name: str) -> Any:
+    """A parameter, from where it is fastest; None for RMSNorm's bias, which does not exist."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name, None)
+
+
 @dataclass(frozen=True)
 class _Source:
     """Where weight and bias come from: a module's place among the inputs, or their own places."""
@@ -74,8 +80,9 @@ class _Source:
 
     def get(self, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         if self.module is not None:
-            module = inputs[self.module]
-            return module.weight, getattr(module, "bias", None)  # RMSNorm has no bias
+            return _parameter(inputs[self.module], "weight"), _parameter(
+                inputs[self.module], "bias"
+            )
         weight = None if self.weight is None else inputs[self.weight]
         return weight, None if self.bias is None else inputs[self.bias]
 
@@ -146,21 +153,33 @@ class Site:
         if weight.dim() != 2:
             return f"its weight has {weight.dim()} dimensions"
         n = weight.shape[0]
-        if self.normalized_shape is not None and self.normalized_shape != (n,):
+        if self.normalized_shape is not None and self.normalized_shape[0] != n:
             return f"its norm is for {list(self.normalized_shape)} features, the linear gives {n}"
+        if operands and (unfit := self._unfit_operands(x, n, operands)):
+            return unfit
+        dtype = x.dtype
+        if (
+            weight.dtype == dtype
+            and (bias is None or bias.dtype == dtype)
+            and (norm_weight is None or norm_weight.dtype == dtype)
+            and (norm_bias is None or norm_bias.dtype == dtype)
+        ):
+            return None
+        autocast = torch.is_autocast_enabled(x.device.type)
+        return None if autocast else "its tensors are of several dtypes"
+
+    def _unfit_operands(self, x: Tensor, n: int, operands: list[Any]) -> str | None:
         full = (*x.shape[:-1], n)
+        # Under autocast the norm and what follows it are in fp32.
+        dtype = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
         for operand, kind in zip(operands, self.operand_kinds, strict=True):
             if type(operand) not in _PLAIN_TENSORS:
                 return f"a {type(operand).__name__} takes part in it, not a plain Tensor"
             if tuple(operand.shape) != (full if kind == "element" else (n,)):
                 return f"a tensor of shape {list(operand.shape)} takes part in it"
-        autocast = torch.is_autocast_enabled(x.device.type)
-        if autocast:
-            mixed = any(t.dtype != torch.float32 for t in operands)
-        else:
-            rest = (weight, bias, norm_weight, norm_bias, *operands)
-            mixed = any(t is not None and t.dtype != x.dtype for t in rest)
-        return "its tensors are of several dtypes" if mixed else None
+            if operand.dtype != dtype:
+                return "its tensors are of several dtypes"
+        return None
 
     def _say(self, obstacle: str) -> None:
         """Warn once per reason that a chain runs layer by layer; raise under ``strict``."""
