@@ -147,7 +147,7 @@ def _parse_norm(text: str) -> Norm:
         if not 1 <= len(arguments) <= 2:
             raise ValueError(f"cannot read {text!r}: expected group_norm(num_groups, eps)")
         groups = parse_number(arguments[0], text)
-        if groups != int(groups):
+        if not groups.is_integer():
             raise ValueError(f"num_groups must be a whole number, got {arguments[0]}")
         return GroupNorm(int(groups), *(parse_number(a, text) for a in arguments[1:]))
     if len(arguments) > 1:
