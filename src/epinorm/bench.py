@@ -26,7 +26,7 @@ from epinorm.timing import (
     time_interleaved,
     wall_times,
 )
-from epinorm.verify import draw_dy, verify
+from epinorm.verify import Progress, draw_dy, verify
 
 __all__ = ["Case", "Competitors", "bench", "fp32_precision_set", "linear_calls", "model_runner"]
 
@@ -90,23 +90,28 @@ def bench(
 ) -> tuple[Row, Verification]:
     """Verify, time and verify again; the row has times only if both verifications pass."""
     with fp32_precision_set(case.precision):
-        notify("verifying", 0.0)
-        verification = _verify(case, seed=0)
+        verification = _verify(case, 0, lambda share: notify("verifying", 0.1 * share))
         row = _row(case, verification)
         if not verification.passed:
             return row, verification
         runners, reasons = _runners(case, competitors, notify)
         measured = _measure(case, runners, settings, notify)
-        notify("verifying again", 0.97)
-        again = _verify(case, seed=1)
+        again = _verify(case, 1, lambda share: notify("verifying again", 0.9 + 0.1 * share))
         if not again.passed:
             return _row(case, again), again
         values: dict[str, Any] = {**measured, **reasons}
         return replace(row, **values), verification
 
 
-def _verify(case: Case, seed: int) -> Verification:
-    return verify(case.model, case.candidate, case.inputs, training=case.training, seed=seed)
+def _verify(case: Case, seed: int, progress: Progress) -> Verification:
+    return verify(
+        case.model,
+        case.candidate,
+        case.inputs,
+        training=case.training,
+        seed=seed,
+        progress=progress,
+    )
 
 
 def _row(case: Case, verification: Verification) -> Row:
@@ -163,6 +168,8 @@ def _runners(
     if linear is not None:
         runners["linear"] = linear
     reasons: dict[str, str] = {}
+    # Compilations of earlier rows would count towards dynamo's limit for this model's code.
+    torch._dynamo.reset()
     modes = {"compile": None, "compile_autotune": "max-autotune-no-cudagraphs"}
     wanted = {"compile": competitors.compile, "compile_autotune": competitors.autotune}
     for index, (name, mode) in enumerate(modes.items()):
@@ -182,8 +189,6 @@ def _runners(
 
 def _compiled_runner(case: Case, mode: str | None) -> Runner | str:
     """The model under torch.compile, run once; or, in one line, why it does not run."""
-    # Guards of the rows before would count towards dynamo's limit of recompilations.
-    torch._dynamo.reset()
     try:
         compiled = torch.compile(case.model, mode=mode, dynamic=False)
         runner = model_runner(compiled, case.inputs, case.training)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,7 +111,8 @@ def _one_sentence() -> Iterator[None]:
 
 def _choice(option: str, value: str, known: tuple[str, ...] | dict[str, str]) -> str:
     if value not in known:
-        raise UsageError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+        names = dict.fromkeys(known.values() if isinstance(known, dict) else known)
+        raise UsageError(f"{option} must be one of {', '.join(names)}, got {value!r}")
     return known[value] if isinstance(known, dict) else value
 
 
@@ -209,12 +211,15 @@ def _cases(
     scale: int,
     strategy: str,
 ) -> list[Any]:
+    from epinorm.console import progress
     from epinorm.kernelbench.problem import load_problem
     from epinorm.kernelbench.protocol import make_cases
 
     chosen, products, where, how = _options(dtype, precision, device, strategy)
-    problem = load_problem(file, scale)
-    return make_cases(problem, chosen, products, where, _passes(training), how)
+    with progress(file.name) as notify:
+        notify("making and fusing the model", 0.3)
+        problem = load_problem(file, scale)
+        return make_cases(problem, chosen, products, where, _passes(training), how)
 
 
 def _show_bench(rows: list[Any]) -> None:
@@ -253,10 +258,10 @@ def _write_results(folder: Path, name: str, rows: list[Any], show: bool) -> None
             path = folder / f"{name}.json"
             merge_rows(path, rows)
             written = [path, *write_report(folder, name, rows, name)]
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: the file there holds something else
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         err.print(
-            f"results were not written: {folder} cannot be written ({error.strerror}); name "
-            "another folder with --out",
+            f"results were not written to {folder}: {reason}; name another folder with --out",
             markup=False,
         )
         if show:
@@ -289,9 +294,14 @@ def check(
         for case in cases:
             label = "forward + backward" if case.training else "forward"
             with progress(label) as notify, fp32_precision_set(case.precision):
-                notify("verifying", 0.3)
                 results.append(
-                    verify(case.model, case.candidate, case.inputs, training=case.training)
+                    verify(
+                        case.model,
+                        case.candidate,
+                        case.inputs,
+                        training=case.training,
+                        progress=partial(notify, "verifying"),
+                    )
                 )
         passed = all(result.passed for result in results)
         if as_json:
@@ -317,14 +327,15 @@ def explain(
     """Say which chains FILE's model holds, what is fused and how, and why the rest is not."""
     with _one_sentence():
         from epinorm.bench import fp32_precision_set
-        from epinorm.console import out
+        from epinorm.console import out, progress
         from epinorm.kernelbench.problem import load_problem
         from epinorm.rewrite import explain as explain_model
 
         chosen, products, where, _ = _options(dtype, precision, device, "auto")
-        problem = load_problem(file, scale)
-        model, inputs = problem.make(chosen, where)
-        with fp32_precision_set(products):
+        with progress(file.name) as notify, fp32_precision_set(products):
+            notify("making the model", 0.3)
+            model, inputs = load_problem(file, scale).make(chosen, where)
+            notify("looking for chains", 0.6)
             explained = explain_model(model, *inputs)
         if as_json:
             print(explained.to_json())

@@ -243,7 +243,7 @@ def update_marked(text: str, results: Path) -> str:
 
 
 def marked_table(name: str, results: Path) -> str:
-    """The table that a marker's NAME stands for; without a results file, that it is not measured."""
+    """The table that a marker's NAME stands for, or that it is not measured yet."""
     slug, _, pass_ = name.rpartition("-")
     if pass_ == "micro":
         keep = [r for r in _rows_of(slug, results) if r.pass_ not in ("forward", "training")]

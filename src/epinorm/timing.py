@@ -70,7 +70,8 @@ def time_interleaved(
             runner.prepare()
             runner.run()
     if device.type == "cuda":
-        samples = _time_cuda(runners, device, settings, progress)
+        with torch.cuda.device(device):  # events and their stream belong to the current device
+            samples = _time_cuda(runners, device, settings, progress)
     else:
         samples = _time_cpu(runners, settings, progress)
     return {name: statistics.median(times) for name, times in samples.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,13 @@ __all__ = [
 ]
 
 InputKind = Literal["rand", "randn"]
-Pass = Literal["forward", "training"]
+
+Progress = Callable[[float], None]
+"""Told the share of the work that is done, from 0 to 1."""
+
+
+def _ignore(share: float) -> None:
+    pass
 
 
 def randomize_parameters(model: nn.Module, seed: int = 0) -> None:
@@ -166,6 +172,7 @@ def verify(
     training: bool = True,
     kinds: Sequence[InputKind] = ("rand", "randn"),
     seed: int = 0,
+    progress: Progress = _ignore,
 ) -> Verification:
     """Compare ``candidate`` with ``model``, of the same state_dict keys, on fresh inputs.
 
@@ -179,7 +186,7 @@ def verify(
     try:
         randomize_parameters(model, seed)
         share_state(model, candidate)
-        return _verify(model, candidate, inputs, training, kinds, seed)
+        return _verify(model, candidate, inputs, training, kinds, seed, progress)
     finally:
         model.load_state_dict(saved)
         candidate.load_state_dict(saved_candidate)
@@ -192,6 +199,7 @@ def _verify(
     training: bool,
     kinds: Sequence[InputKind],
     seed: int,
+    progress: Progress,
 ) -> Verification:
     dtype = next(v.dtype for v in inputs if isinstance(v, Tensor) and v.is_floating_point())
     exact_model = copy.deepcopy(model).double()
@@ -201,7 +209,9 @@ def _verify(
         exact = tuple(
             v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in fresh
         )
+        progress(index / len(kinds))
         truth = run_model(exact_model, exact, training, seed)
+        progress((index + 0.5) / len(kinds))
         eager = run_model(model, fresh, training, seed)
         like = [tensor for _, tensor in eager.tensors()]
         with poisoned_memory(like):

@@ -35,8 +35,8 @@ def fused_copy(
     explanation = explain(candidate, *inputs)
     if not explanation.fused:
         found = "; ".join(f"{row.chain} ({row.where}): {row.reason}" for row in explanation.rows)
-        why = f": {found}" if found else ", which is Linear → pointwise* → norm → pointwise*"
-        raise NoChainError(f"{name}: Model holds no chain that can be fused{why}")
+        found = found or "no Linear → pointwise* → norm → pointwise* was found"
+        raise NoChainError(f"{name}: Model holds no chain that can be fused: {found}")
     return candidate, explanation
 
 

@@ -1,0 +1,279 @@
+"""The command line as a user calls it: output, files, exit codes, one-sentence errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from epinorm.cli import app
+from epinorm.kernelbench import protocol
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = str(ROOT / "examples" / "matmul_groupnorm_leakyrelu_sum.py")
+SMALL = (EXAMPLE, "--scale", "64", "--device", "cpu")
+STEM = "matmul_groupnorm_leakyrelu_sum"
+
+NO_CHAIN = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.relu(self.fc(x))
+
+def get_inputs():
+    return [torch.rand(4, 8)]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def sentence(result: Any) -> str:
+    """The one line that a refused command says; nothing on stdout, no traceback."""
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_bench_as_make_run_calls_it(here: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "epinorm", "bench", *SMALL, "--no-compile"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "group_norm(8,1e-05)|leaky_relu(0.01)|scale(2)" in done.stdout
+    assert "16, 128 → 128, 8 groups" in done.stdout
+    for text in ("epinorm ", "eager ", "linear alone", "verified forward", "verified training"):
+        assert text in done.stdout
+    assert "timing" in done.stderr
+    written = {p.name for p in (here / "epinorm-results").iterdir()}
+    assert written == {f"{STEM}{suffix}" for suffix in (".json", ".png", ".svg", ".html")}
+    rows = json.loads((here / "epinorm-results" / f"{STEM}.json").read_text())
+    assert [row["pass"] for row in rows] == ["forward", "training"]
+    assert all(row["verified"] and row["ours_us"] > 0 for row in rows)
+
+
+def test_bench_json_is_json_and_nothing_else(here: Path) -> None:
+    result = call("bench", *SMALL, "--no-compile", "--forward", "--json", "--out", "there")
+    assert result.exit_code == 0, result.stderr
+    (row,) = json.loads(result.stdout)
+    assert row["pass"] == "forward"
+    assert (row["m"], row["k"], row["n"], row["groups"]) == (16, 128, 128, 8)
+    assert (here / "there" / f"{STEM}.json").is_file()
+
+
+def test_bench_without_write_permission_prints_the_results(here: Path) -> None:
+    (here / "file").touch()
+    result = call("bench", *SMALL, "--no-compile", "--forward", "--out", "file/below")
+    assert result.exit_code == 0, result.stderr
+    assert "results were not written to file/below" in result.stderr
+    (row,) = json.loads(result.stdout[result.stdout.index("[\n") :])
+    assert row["ours_us"] > 0
+
+
+def test_bench_keeps_a_file_that_is_not_its_own(here: Path) -> None:
+    (here / f"{STEM}.json").write_text("notes")
+    result = call("bench", *SMALL, "--no-compile", "--forward", "--out", ".")
+    assert "is not a results file" in result.stderr
+    assert (here / f"{STEM}.json").read_text() == "notes"
+
+
+def test_a_killed_bench_leaves_no_half_written_file(here: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "epinorm", "bench", *SMALL, "--no-compile"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "timing" in line:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+    assert not (here / "epinorm-results").exists()
+
+
+def test_an_interrupted_bench_says_so(here: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "epinorm", "bench", *SMALL, "--no-compile"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if "verifying" in line:
+            time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            break
+    said += process.stderr.readlines()
+    process.stderr.close()
+    assert process.wait() == 130
+    assert "error: interrupted; no result was written\n" in said
+    assert not any("Traceback" in line for line in said)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "float64", "bf16", "float16"])
+def test_check(dtype: str) -> None:
+    result = call("check", *SMALL, "--dtype", dtype)
+    assert result.exit_code == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "verified"
+    assert "gradient of fc.weight" in result.stdout
+    assert "gradient of gn.bias" in result.stdout
+
+
+def test_check_json() -> None:
+    result = call("check", *SMALL, "--training", "--json")
+    assert result.exit_code == 0
+    (found,) = json.loads(result.stdout)
+    assert found["pass"] == "training"
+    assert found["passed"]
+    assert len(found["comparisons"]) == 12
+
+
+class _Wrong(torch.nn.Module):
+    def __init__(self, inside: torch.nn.Module) -> None:
+        super().__init__()
+        self.fc, self.gn, self.leaky_relu = inside.fc, inside.gn, inside.leaky_relu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.leaky_relu(self.fc(x))
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_a_wrong_result_exits_1_and_shows_no_speed(
+    command: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = protocol.fused_copy
+
+    def wrong(*arguments: object) -> object:
+        candidate, explanation = right(*arguments)  # type: ignore[arg-type]
+        return _Wrong(candidate), explanation
+
+    monkeypatch.setattr(protocol, "fused_copy", wrong)
+    result = call(command, *SMALL)
+    assert result.exit_code == 1
+    assert "not verified" in result.stdout
+    assert "µs" not in result.stdout
+    assert " ms" not in result.stdout
+
+
+def test_explain() -> None:
+    result = call("explain", *SMALL)
+    assert result.exit_code == 0
+    assert "1 of 1 chains fused" in result.stdout
+    found = json.loads(call("explain", *SMALL, "--json").stdout)
+    assert found["rows"][0]["chain"] == "group_norm(8,1e-05)|leaky_relu(0.01)|scale(2)"
+
+
+def test_info() -> None:
+    result = call("info")
+    assert result.exit_code == 0
+    assert torch.__version__ in result.stdout
+    known = json.loads(call("info", "--json").stdout)
+    assert {"python", "torch", "gpu", "kernel cache", "supported here"} <= set(known)
+
+
+def test_cache() -> None:
+    assert call("cache").exit_code == 0
+    assert "kernels" in call("cache", "list").stdout
+    assert "kernels" in json.loads(call("cache", "list", "--json").stdout)
+    cleared = call("cache", "clear")
+    assert cleared.exit_code == 0
+    assert cleared.stdout.startswith("removed ")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--dtype", "int32"), "got 'int32'"),
+        (("--precision", "medium"), "--precision must be one of highest, high, got 'medium'"),
+        (("--precision", "high"), "exists on CUDA alone"),
+        (("--device", "tpu"), "--device must be cpu, cuda or cuda:N, got 'tpu'"),
+        (("--device", "meta"), "got 'meta'"),
+        (("--strategy", "fast"), "got 'fast'"),
+        (("--scale", "3"), "does not divide batch_size = 1024"),
+        (("--scale", "0"), "got 0"),
+    ],
+)
+@pytest.mark.parametrize("command", ["bench", "check"])
+def test_bad_options(command: str, options: tuple[str, ...], said: str, here: Path) -> None:
+    result = call(command, *SMALL, *options)
+    assert result.exit_code == 2
+    assert said in sentence(result)
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu() -> None:
+    result = call("check", EXAMPLE, "--device", "cuda")
+    assert result.exit_code == 2
+    assert "sees no CUDA GPU" in sentence(result)
+
+
+def test_a_strategy_that_cannot_serve_is_said() -> None:
+    result = call("check", *SMALL, "--strategy", "single")
+    assert result.exit_code == 2
+    assert "strategy 'single'" in sentence(result)
+
+
+@pytest.mark.parametrize("command", ["bench", "check", "explain"])
+def test_a_bad_file_is_one_sentence(command: str, here: Path) -> None:
+    (here / "broken.py").write_text("class Model(:")
+    for name, said in (("missing.py", "does not exist"), ("broken.py", "not valid Python")):
+        result = call(command, name)
+        assert result.exit_code == 2
+        assert said in sentence(result)
+
+
+@pytest.mark.parametrize("command", ["bench", "check"])
+def test_a_model_without_a_chain_exits_1(command: str, here: Path) -> None:
+    (here / "model.py").write_text(NO_CHAIN)
+    result = call(command, "model.py", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "no chain that can be fused" in sentence(result)
+
+
+def test_explain_without_a_chain_exits_1(here: Path) -> None:
+    (here / "model.py").write_text(NO_CHAIN)
+    result = call("explain", "model.py", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "no chain" in result.stdout
+
+
+def test_the_traceback_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPINORM_TRACEBACK", "1")
+    result = call("check", "missing.py")
+    assert "Traceback" in result.stderr
+    assert result.exit_code == 2
+
+
+def test_help_names_the_commands() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "epinorm", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0
+    for name in ("bench", "check", "explain", "info", "cache"):
+        assert name in done.stdout
