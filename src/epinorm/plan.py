@@ -156,12 +156,7 @@ def plan_for(problem: Problem, strategy: Strategy = "auto", strict: bool = False
 
 
 def _plan_cpu(problem: Problem) -> Plan:
-    if importlib.util.find_spec("epinorm.cpu") is None:
-        return Plan("reference", "this installation has no CPU kernel")
-    supports = getattr(importlib.import_module("epinorm.cpu"), "supports", None)
-    if supports is None:
-        return Plan("reference", "this installation has no CPU kernel")
-    why_not = supports(problem)
+    why_not = importlib.import_module("epinorm.cpu").supports(problem)
     if why_not is not None:
         return Plan("reference", why_not)
     return Plan("cpu", "the fused CPU kernel serves it")

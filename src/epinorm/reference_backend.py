@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epinorm.chain import GroupNorm, LayerNorm, Norm
+from epinorm.chain import GroupNorm, LayerNorm, Norm, RMSNorm
 from epinorm.plan import Forward, Gradients, Inputs, Plan, Problem, Wanted
 from epinorm.reference import apply_pointwise, epilogue
 
@@ -31,9 +31,9 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
     if not problem.training:
         nothing = z.new_empty(0)
         return Forward(y, nothing, nothing, nothing)
-    stats = (problem.m, problem.groups)
-    mean = mean.to(problem.stats_dtype).reshape(stats if mean.numel() or not problem.m else (0,))
-    return Forward(y, z, mean, rstd.to(problem.stats_dtype).reshape(stats))
+    rstd = rstd.to(problem.stats_dtype).reshape(problem.m, problem.groups)
+    mean = mean.to(problem.stats_dtype)
+    return Forward(y, z, mean if isinstance(chain.norm, RMSNorm) else mean.reshape_as(rstd), rstd)
 
 
 def _normalize(

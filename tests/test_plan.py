@@ -1,0 +1,121 @@
+"""What is picked for a problem, and how it is said when nothing fast serves."""
+
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+
+import epinorm
+from epinorm.chain import Chain
+from epinorm.plan import Plan, Problem, _warn_once, backend_of, plan_for
+
+
+def problem(device="cpu", dtype=torch.float32, m=8):
+    chain = Chain.parse("group_norm(4)|relu")
+    flags = (True, True, True, False)
+    return Problem(chain, m, 16, 32, dtype, dtype, dtype, *flags, torch.device(device), "highest")
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Stand in for epinorm.cuda.plan; returns the list of what it answers and was asked."""
+    asked = []
+    module = types.ModuleType("epinorm.cuda.plan")
+    module.__spec__ = types.SimpleNamespace(name="epinorm.cuda.plan")
+    module.answer = Plan("reference", "the GPU is too old")
+
+    def plan_cuda(problem, strategy):
+        asked.append(strategy)
+        return module.answer
+
+    module.plan_cuda, module.asked = plan_cuda, asked
+    monkeypatch.setitem(sys.modules, "epinorm.cuda.plan", module)
+    plan_for.cache_clear()
+    _warn_once.cache_clear()
+    yield module
+    plan_for.cache_clear()
+    _warn_once.cache_clear()
+
+
+@pytest.fixture
+def fake_cpu(monkeypatch):
+    """Stand in for epinorm.cpu.supports."""
+    answers = types.SimpleNamespace(why_not=None)
+    monkeypatch.setattr("epinorm.cpu.supports", lambda problem: answers.why_not)
+    plan_for.cache_clear()
+    yield answers
+    plan_for.cache_clear()
+
+
+def test_cpu_kernel_where_it_serves(fake_cpu):
+    assert plan_for(problem()).strategy == "cpu"
+    assert plan_for(problem(), "cpu").strategy == "cpu"
+    assert plan_for(problem(), strict=True).strategy == "cpu"
+
+
+def test_reference_on_the_cpu_where_it_does_not(fake_cpu):
+    fake_cpu.why_not = "no compiler was found"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan_for(problem()) == Plan("reference", "no compiler was found")
+    with pytest.raises(RuntimeError, match="strategy 'cpu' cannot serve.*no compiler was found"):
+        plan_for(problem(), "cpu")
+    with pytest.raises(RuntimeError, match="strict=True.*no compiler was found"):
+        plan_for(problem(), strict=True)
+
+
+@pytest.mark.parametrize("strategy", ["epilogue", "single"])
+def test_a_gpu_strategy_does_not_run_on_the_cpu(strategy):
+    with pytest.raises(RuntimeError, match=f"{strategy!r} cannot serve.*does not run on a cpu"):
+        plan_for(problem(), strategy)
+
+
+def test_the_cpu_strategy_does_not_run_on_a_gpu():
+    with pytest.raises(RuntimeError, match="'cpu' cannot serve.*does not run on a cuda"):
+        plan_for(problem("cuda"), "cpu")
+
+
+def test_unknown_strategy():
+    with pytest.raises(ValueError, match="unknown strategy 'fast'; known are auto, single"):
+        plan_for(problem(), "fast")
+
+
+def test_cuda_asks_its_own_plan(fake_cuda):
+    fake_cuda.answer = Plan("single", "the group fits one tile")
+    assert plan_for(problem("cuda")) is fake_cuda.answer
+    assert plan_for(problem("cuda"), "single") is fake_cuda.answer
+    assert fake_cuda.asked == ["auto", "single"]
+
+
+def test_the_reference_on_cuda_warns_once_for_each_reason(fake_cuda):
+    with pytest.warns(UserWarning, match="the GPU is too old"):
+        plan_for(problem("cuda"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan_for(problem("cuda", m=9)).strategy == "reference"
+    fake_cuda.answer = Plan("reference", "cuda-core is not installed")
+    with pytest.warns(UserWarning, match="cuda-core is not installed"):
+        plan_for(problem("cuda", m=10))
+
+
+def test_the_reference_on_cuda_is_an_error_under_strict(fake_cuda):
+    with pytest.raises(RuntimeError, match="strict=True.*the GPU is too old"):
+        plan_for(problem("cuda"), strict=True)
+    with pytest.raises(RuntimeError, match="strategy 'epilogue' cannot serve.*too old"):
+        plan_for(problem("cuda"), "epilogue")
+    assert plan_for(problem("cuda"), "reference").strategy == "reference"
+
+
+@pytest.mark.parametrize("strategy", ["reference", "cpu"])
+def test_backends_have_both_functions(strategy):
+    forward, backward = backend_of(strategy)
+    assert (forward.__name__, backward.__name__) == ("forward", "backward")
+
+
+def test_strict_reaches_the_plan(fake_cpu):
+    fake_cpu.why_not = "not this one"
+    x, w = torch.randn(3, 5), torch.randn(7, 5)
+    with pytest.raises(RuntimeError, match="strict=True.*not this one"):
+        epinorm.linear_norm(x, w, norm=epinorm.LayerNorm(), strict=True)
