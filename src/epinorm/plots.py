@@ -47,8 +47,9 @@ ROW_INCHES = 0.5
 LABEL_SIZE = 9
 
 
-def _time(row: Row, key: str) -> float | None:
-    return getattr(row, f"{key}_us")
+def _time(row: Row, key: str, unit_us: float = 1.0) -> float | None:
+    value = getattr(row, f"{key}_us")
+    return None if value is None else value / unit_us
 
 
 def _label(row: Row) -> str:
@@ -103,13 +104,16 @@ def _plain_log(axis: Any, values: Sequence[float]) -> None:
 
 
 def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
+    every = [t for r in rows for s in SERIES if (t := _time(r, s.key)) is not None]
+    unit, unit_us = ("ms", 1000) if max(every) >= 20_000 and min(every) >= 500 else ("µs", 1)
     drawn: list[float] = []
     for line, row in enumerate(rows):
-        present = [t for s in SERIES if (t := _time(row, s.key)) is not None]
+        present = [t for s in SERIES if (t := _time(row, s.key, unit_us)) is not None]
         axis.plot([min(present), max(present)], [line, line], color="#cccccc", lw=1.2, zorder=1)
         drawn += present
     for series in SERIES:
-        points = [(t, i) for i, r in enumerate(rows) if (t := _time(r, series.key)) is not None]
+        times = [_time(row, series.key, unit_us) for row in rows]
+        points = [(t, line) for line, t in enumerate(times) if t is not None]
         if points:
             hollow = series.key == "ours_prepacked"
             line_like = series.marker == "|"
@@ -127,10 +131,10 @@ def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
             )
     for line, row in enumerate(rows):
         assert row.ours_us is not None
-        value = row.ours_us
+        value = row.ours_us / unit_us
         _note(axis, value, line, f"{value:.3g}" if value < 1000 else f"{value:,.0f}")
     _plain_log(axis, drawn)
-    axis.set_title("Time, µs (less is better)", fontsize=10, loc="left")
+    axis.set_title(f"Time, {unit} (less is better)", fontsize=10, loc="left")
 
 
 def _note(axis: Any, x: float, y: float, text: str) -> None:
