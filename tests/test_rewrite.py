@@ -265,3 +265,20 @@ def test_replicas_compute_with_their_own_tensors() -> None:
     with counting() as calls:
         assert_same([replica(x)], [unfuse(doubled)(x)])
     assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*several dtypes", "ignore:Mismatch dtype")
+@pytest.mark.parametrize("case", CASES)
+def test_autocast_gives_what_the_layers_give(case: Case) -> None:
+    model = randomise(case.make()).eval()
+    fused = epinorm.fuse(copy.deepcopy(model))
+    x = torch.randn(*case.shape)
+    kwargs = {k: v.float() if isinstance(v, Tensor) else v for k, v in case.kwargs.items()}
+    results = []
+    for m in (model, fused):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(pytree.tree_leaves(m(x, **kwargs)))
+    for got, expected in zip(*reversed(results), strict=True):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)

@@ -117,6 +117,18 @@ class Counts(Model):
         return self.norm(self.fc(x))
 
 
+class SetsOnChild(Model):
+    def forward(self, x):
+        h = self.norm(self.fc(x))
+        self.act.last = h
+        return h
+
+
+class DefaultList(Model):
+    def forward(self, x, extra=[]):  # noqa: B006
+        return self.norm(self.fc(x)) * len(extra)
+
+
 class ReadsDictionary(Model):
     def forward(self, x):
         return F.leaky_relu(self.norm(self.fc(x)), self.config["slope"])
@@ -201,6 +213,8 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "print": (Prints, "calls print"),
     "random": (Rolls, "calls Random.random"),
     "sets attributes": (Counts, "sets attributes of its own"),
+    "sets on a child": (SetsOnChild, "sets attributes of a module"),
+    "mutable default": (DefaultList, "the default of extra is a list"),
     "dictionary": (ReadsDictionary, "reads self.config, a dict"),
     "global list": (AppendsToGlobal, "reads the global COUNTER, a list"),
     "variadic": (Variadic, r"its forward takes \*args"),

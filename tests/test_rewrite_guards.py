@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from typing import Any
 
@@ -344,6 +345,61 @@ def test_functional_transforms(pair: Any) -> None:
     got = torch.func.grad(loss)(parameters, fused)
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+class Registry(nn.Module):
+    known: list[type] = []  # noqa: RUF012
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        Registry.known.append(cls)
+
+
+class Registered(Registry, name="registered"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(K, N), nn.LayerNorm(N)
+
+    def forward(self, x):
+        return self.norm(self.fc(x))
+
+
+def test_classes_that_register_their_subclasses(x: Any, fused_calls: list[str]) -> None:
+    model = randomised(Registered())
+    fused = epinorm.fuse(copy.deepcopy(model))
+    assert_same(fused(x), model(x))
+    assert Registry.known == [Registered]
+    assert len(fused_calls) == 1
+
+
+def test_other_threads_compute_while_one_traces(x: Any) -> None:
+    """torch.fx patches nn.Module for the whole process while it traces."""
+    model = randomised(Model())
+    expected = model(x)
+    wrong: list[str] = []
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            try:
+                assert_same(model(x), expected)
+            except Exception as error:
+                wrong.append(repr(error))
+
+    def trace() -> None:
+        try:
+            for _ in range(20):
+                assert epinorm.explain(epinorm.fuse(copy.deepcopy(model))).fused == 1
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=compute), *(threading.Thread(target=trace) for _ in "ab")]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join()
+    stop.set()
+    threads[0].join()
+    assert wrong == []
 
 
 class Mutates(Model):

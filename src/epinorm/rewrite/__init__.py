@@ -1,6 +1,6 @@
 """Find every chain of a model and replace it by the fused operation: ``fuse`` and ``explain``.
 
-From a module's own ``forward`` to a rewritten one: ``trace`` makes a graph and notes what it took
+From a module's own ``forward`` to a rewritten one: ``trace`` and ``watch`` make a graph and note what it took
 for granted, ``match`` finds the chains, ``site`` is one fused chain, ``program`` the rewritten
 code, ``replace`` puts it into the model, ``explain`` tells about it.
 """
@@ -21,9 +21,11 @@ def fuse(model: nn.Module, *, strategy: Strategy = "auto", strict: bool = False)
     """Replace every Linear → pointwise* → norm → pointwise* of the model by one operation.
 
     Works on the model itself and returns it: copy it before (``copy.deepcopy``) to keep one that
-    is not fused. Parameters, state_dict, hooks, children and attributes stay as they are, and
-    parameters are read at each call. What does not fit the chain at a call runs as the model wrote
-    it, with a warning, or a RuntimeError under ``strict``. ``explain`` says what is fused.
+    is not fused. To find the chains each module's ``forward`` is run on stand-ins for tensors, here
+    and later at the first call of another form. Parameters, state_dict, hooks, children and
+    attributes stay as they are, and parameters are read at each call. What does not fit the chain
+    at a call runs as the model wrote it, with a warning, or a RuntimeError under ``strict``.
+    ``explain`` says what is fused and what is not.
 
     ``strategy`` and ``strict`` are those of ``linear_norm``. Raises TypeError for anything but an
     nn.Module.

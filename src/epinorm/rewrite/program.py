@@ -77,7 +77,10 @@ class Parameters:
         return tuple(values) if used == len(kwargs) else None
 
     def defaulted(self) -> dict[str, Any]:
-        """The arguments of a call with tensors for all that have no default."""
+        """The arguments of a call with tensors for all without a default; raises Untraceable."""
+        for name, default in zip(self.names, self.defaults, strict=True):
+            if default is not _MISSING and not is_simple(default):
+                raise Untraceable(f"the default of {name} is a {type(default).__name__}")
         pairs = zip(self.names, self.defaults, strict=True)
         return {name: TENSOR if d is _MISSING else d for name, d in pairs}
 

@@ -23,16 +23,16 @@ from epinorm.rewrite.program import (
     compile_program,
 )
 from epinorm.rewrite.spelling import plain_type
-from epinorm.rewrite.trace import Untraceable
+from epinorm.rewrite.trace import Silent, Untraceable
 
 __all__ = ["analyse_modes", "fuse_module", "not_replaceable", "settings_of", "unfuse_module"]
 
 _PROGRAMS = "_epinorm_programs"
-_MAX_PROGRAMS = 16
+_MAX_PROGRAMS = 8
 _CLASSES: dict[type[nn.Module], dict[Settings, type[nn.Module]]] = {}
 
 
-class FusedModule:
+class FusedModule(Silent):
     """What every fused module's class has besides its own class; see ``fused_class``."""
 
     _epinorm_original: type[nn.Module]
@@ -129,7 +129,7 @@ def _say(module: nn.Module, reason: str, unfused: bool) -> None:
 
 def settings_of(module: nn.Module) -> Settings | None:
     """The settings that a fused module runs with; None for a module that is not fused."""
-    return getattr(type(module), "_epinorm_settings", None)
+    return type(module).__dict__.get("_epinorm_settings")
 
 
 def not_replaceable(module: nn.Module) -> str | None:

@@ -113,7 +113,7 @@ _DROPOUT_FUNCTIONS = (F.dropout, torch.dropout)
 def plain_type(module: nn.Module) -> type[nn.Module]:
     """The module's own class, without what ``fuse`` puts on top of it."""
     cls = type(module)
-    return getattr(cls, "_epinorm_original", cls)
+    return cls.__dict__.get("_epinorm_original", cls)  # not that of a class made from it since
 
 
 def target_name(node: fx.Node) -> str:

@@ -7,56 +7,28 @@ attributes, globals, random numbers, gradient mode. So the tracer notes each val
 
 from __future__ import annotations
 
-import builtins
-import dis
 import math
 import operator
-import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import (
-    BuiltinFunctionType,
-    BuiltinMethodType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-)
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode, get_testing_overrides
+from torch.overrides import TorchFunctionMode
 
 from epinorm.rewrite.spelling import plain_type
+from epinorm.rewrite.watch import Untraceable, Watch, forbidden_call, globals_read, is_simple
 
-__all__ = ["TENSOR", "Trace", "Untraceable", "has_hooks", "is_simple", "same", "trace"]
+__all__ = ["TENSOR", "Silent", "Trace", "Untraceable", "has_hooks", "is_simple", "same", "trace"]
 
 TENSOR = object()
 """Stands for "a tensor" among the arguments that a trace was made for."""
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_ONE_AT_A_TIME = threading.RLock()
 _BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training"}
-_TORCH_CODE_TO_TRACE = (
-    "torch.nn.functional",
-    "torch.nn.modules",
-    "torch.functional",
-    "torch._tensor",
-    "torch._jit_internal",
-    "torch.fx",
-    "torch.overrides",
-    "torch.utils._contextlib",
-)
-_HARMLESS_BUILTINS = frozenset(
-    getattr(builtins, name)
-    for name in "abs all any callable divmod getattr hasattr id iter len max min next ord chr "
-    "pow repr round sorted sum format".split()
-)
-
-
-class Untraceable(Exception):
-    """Why a module's ``forward`` cannot be represented by a graph."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +45,6 @@ class Trace:
     attributes: Mapping[str, Any]
     globals: tuple[tuple[dict[str, Any], str, Any], ...]
     inlined: tuple[str, ...]
-
-
-def is_simple(value: Any) -> bool:
-    """Whether a value cannot change in place, so that comparing it says whether it is the same."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(is_simple(v) for v in value)
-    simple = (bool, int, float, str, bytes, torch.dtype, torch.device)
-    return value is None or isinstance(value, simple) or _is_code(value)
-
-
-def _is_code(value: Any) -> bool:
-    code = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-    return isinstance(value, code) and not isinstance(getattr(value, "__self__", None), nn.Module)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -131,6 +90,13 @@ def _context() -> tuple[Any, ...]:
     )
 
 
+class Silent:
+    """First among the bases of a class made here: a user's ``__init_subclass__`` is not run."""
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
@@ -141,6 +107,7 @@ class _Tracer(fx.Tracer):
         self.failure: str | None = None
         self.recorded: set[Any] = set()
         self.start = _context()
+        self.thread = threading.get_ident()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -167,7 +134,14 @@ class _Tracer(fx.Tracer):
         self.failure = self.failure or reason
         raise Untraceable(reason)
 
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:  # torch.fx patches nn.Module for every thread
+            return forward(*args, **kwargs)
         path = self.path_of_module(m)
         if self.inline and plain_type(m) is nn.Sequential and not _is_replaced_or_hooked(m):
             self.inlined.append(path)
@@ -204,88 +178,6 @@ def _note_proxy(value: Any, found: list[fx.Proxy]) -> Any:
     return value
 
 
-class _Watch:
-    """Watch, through the interpreter's profile hook, what the user's code calls while it runs."""
-
-    def __init__(self) -> None:
-        self.codes: dict[CodeType, dict[str, Any]] = {}
-        self.builtins: set[Any] = set()
-        self.torch_calls: set[str] = set()
-        self._users: set[FrameType] = set()
-        self._previous: Any = None
-
-    def __enter__(self) -> _Watch:
-        self._previous = sys.getprofile()
-        sys.setprofile(self._on_event)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        sys.setprofile(self._previous)
-
-    def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            self._on_call(frame)
-        elif event == "return":
-            self._users.discard(frame)
-        elif event == "c_call" and frame in self._users:
-            self.builtins.add(argument)
-
-    def _on_call(self, frame: FrameType) -> None:
-        """A frame is the user's if this file (running ``forward``) or such a frame called it."""
-        caller = frame.f_back
-        if caller is None or not (caller in self._users or caller.f_code.co_filename == __file__):
-            return
-        home = str(frame.f_globals.get("__name__", ""))
-        if home.partition(".")[0] not in ("torch", "epinorm"):
-            self._users.add(frame)
-            self.codes[frame.f_code] = frame.f_globals
-        elif caller in self._users and not home.startswith((*_TORCH_CODE_TO_TRACE, "epinorm")):
-            self.torch_calls.add(f"{home}.{frame.f_code.co_name}")
-
-
-def _forbidden_call(watch: _Watch, recorded: set[Any]) -> str | None:
-    """The first call in the user's code whose effect a graph would freeze or drop."""
-    for name in sorted(watch.torch_calls):
-        return f"calls {name}"
-    for function in watch.builtins:
-        if isinstance(function, type) or function in _HARMLESS_BUILTINS:
-            continue
-        owner = getattr(function, "__self__", None)
-        if isinstance(function, BuiltinMethodType) and isinstance(
-            owner, (str, tuple, list, dict, set, frozenset, range)
-        ):
-            continue
-        if isinstance(owner, ModuleType) and owner in (math, operator):
-            continue
-        home = getattr(function, "__objclass__", None)
-        if home in (str, tuple, list, dict, set, Tensor, Tensor.__base__, object, type):
-            continue
-        if function in recorded or function in get_testing_overrides():
-            continue
-        if function is sys.setprofile:
-            continue
-        return f"calls {getattr(function, '__qualname__', function)}, which a trace cannot hold"
-    return None
-
-
-def _globals_read(watch: _Watch) -> tuple[tuple[dict[str, Any], str, Any], ...]:
-    found: list[tuple[dict[str, Any], str, Any]] = []
-    for code, namespace in watch.codes.items():
-        if code.co_freevars and code.co_freevars != ("__class__",):
-            raise Untraceable(f"{code.co_name} reads variables of an enclosing function")
-        for instruction in dis.get_instructions(code):
-            name = instruction.argval
-            if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                raise Untraceable(f"changes the global {name}")
-            if instruction.opname != "LOAD_GLOBAL" or name not in namespace:
-                continue
-            if not is_simple(namespace[name]):
-                kind = type(namespace[name]).__name__
-                raise Untraceable(f"reads the global {name}, a {kind} that can change")
-            found.append((namespace, name, namespace[name]))
-    return tuple(found)
-
-
 def _recorder(
     cls: type[nn.Module], reads: dict[str, Any], training: bool | None
 ) -> type[nn.Module]:
@@ -301,7 +193,7 @@ def _recorder(
             reads[name] = value
         return value
 
-    class Recorder(cls):  # type: ignore[misc, valid-type]
+    class Recorder(Silent, cls):  # type: ignore[misc, valid-type]
         def __getattribute__(self, name: str) -> Any:
             return note(name, super().__getattribute__(name))
 
@@ -358,9 +250,9 @@ def trace(
         return (lambda: cls.forward(shadow, **values)), []
 
     tracer.create_args_for_root = bind  # type: ignore[method-assign, assignment]
-    watch = _Watch()
+    watch = Watch(__file__)
     try:
-        with _RecordCreation(tracer), watch:
+        with _ONE_AT_A_TIME, _RecordCreation(tracer), watch:
             graph = tracer.trace(shadow)
     except Exception as error:
         reason = tracer.failure or str(error).strip().partition("\n")[0]
@@ -371,10 +263,10 @@ def trace(
         _check_unchanged(module, before)
     if tracer.failure:  # the user's own try/except swallowed it
         raise Untraceable(tracer.failure)
-    if forbidden := _forbidden_call(watch, tracer.recorded):
+    if forbidden := forbidden_call(watch, tracer.recorded):
         raise Untraceable(forbidden)
     for name, value in reads.items():
         if not is_simple(value):
             kind = type(value).__name__
             raise Untraceable(f"reads self.{name}, a {kind} whose contents can change")
-    return Trace(graph, dict(arguments), reads, _globals_read(watch), tuple(tracer.inlined))
+    return Trace(graph, dict(arguments), reads, globals_read(watch), tuple(tracer.inlined))
