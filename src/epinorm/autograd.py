@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -106,9 +106,13 @@ class _LinearNorm(_SingleLevel):
         kept, tensors = saved[:3], saved[3:]
         inputs = (*tensors[:5], tensors[5:])
         wanted = ctx.needs_input_grad[2:]
-        # is_grads_batched vectorises over dy by an older vmap, which leaves no trace but in dy.
-        batched = torch._C._functorch.is_legacy_batchedtensor(dy)
-        if not (batched or torch.is_grad_enabled()) and is_plain((dy, *saved)):
+        create_graph = torch.is_grad_enabled()
+        if torch._C._functorch.is_legacy_batchedtensor(dy):
+            # is_grads_batched vectorises over dy by an older vmap, which knows no rule of ours.
+            with torch.enable_grad():
+                fresh = _fresh(tensors, wanted)
+                found = _first_order(dy, fresh, ctx.facts, wanted, create_graph)
+        elif not create_graph and is_plain((dy, *saved)):
             found = run_backward(inputs, ctx.facts, kept, dy, wanted)
         else:
             found = linear_norm_backward(dy, *inputs, *kept, *ctx.facts, wanted)
@@ -168,12 +172,16 @@ def _fresh(tensors: Sequence[Any], *leaves: Sequence[bool]) -> list[Any]:
 
 
 def _first_order(
-    dy: Tensor, tensors: Sequence[Any], facts: Facts, wanted: Sequence[bool]
+    dy: Tensor,
+    tensors: Sequence[Any],
+    facts: Facts,
+    wanted: Sequence[bool],
+    create_graph: bool = True,
 ) -> list[Tensor]:
     """The wanted gradients through the reference, themselves differentiable."""
     y = _in_reference(tensors, facts)
     leaves = [t for t, want in zip(tensors, wanted, strict=True) if want]
-    return list(torch.autograd.grad(y, leaves, dy, create_graph=True))
+    return list(torch.autograd.grad(y, leaves, dy, create_graph=create_graph))
 
 
 def differentiable(facts: Facts, tensors: Sequence[Any]) -> Tensor:

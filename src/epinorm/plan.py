@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -20,8 +20,19 @@ from torch import Tensor
 from epinorm.chain import Chain
 from epinorm.precision import Precision
 
-__all__ = ["BackwardFunction", "ForwardFunction", "Forward", "Gradients", "Inputs", "Plan"]
-__all__ += ["Problem", "Strategy", "Wanted", "backend_of", "plan_for"]
+__all__ = [
+    "BackwardFunction",
+    "Forward",
+    "ForwardFunction",
+    "Gradients",
+    "Inputs",
+    "Plan",
+    "Problem",
+    "Strategy",
+    "Wanted",
+    "backend_of",
+    "plan_for",
+]
 
 Strategy = Literal["auto", "single", "epilogue", "cpu", "reference"]
 
@@ -116,10 +127,14 @@ class Gradients(NamedTuple):
 
 
 class ForwardFunction(Protocol):
+    """Computes y, and where training what backward needs."""
+
     def __call__(self, problem: Problem, plan: Plan, inputs: Inputs) -> Forward: ...
 
 
 class BackwardFunction(Protocol):
+    """Computes the wanted gradients from what the same backend's forward kept."""
+
     def __call__(
         self, problem: Problem, plan: Plan, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
     ) -> Gradients: ...
@@ -168,7 +183,7 @@ def _plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
     return importlib.import_module("epinorm.cuda.plan").plan_cuda(problem, strategy)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _warn_once(reason: str) -> None:
     warnings.warn(
         f"epinorm computes through plain PyTorch here: {reason} (strict=True makes this an error)",
@@ -176,7 +191,7 @@ def _warn_once(reason: str) -> None:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def backend_of(strategy: Strategy) -> tuple[ForwardFunction, BackwardFunction]:
     """The two functions that compute a plan of this strategy."""
     if strategy in ("epilogue", "single"):

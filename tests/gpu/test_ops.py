@@ -1,0 +1,120 @@
+"""What the operators promise on a GPU whichever strategy computes: autocast, graphs, streams."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from epinorm import Chain, GroupNorm, LayerNorm, LinearNorm, RMSNorm, linear_norm, ops, reference
+
+NORMS = [GroupNorm(16), LayerNorm(), RMSNorm()]
+
+
+def block(norm, **kw):
+    made = LinearNorm(256, 512, norm=norm, post="leaky_relu(0.01)|scale(2)", device="cuda", **kw)
+    for p in made.parameters():
+        torch.nn.init.normal_(p)
+    return made
+
+
+def eager(made, x):
+    norm_bias = getattr(made.norm, "bias", None)
+    z = F.linear(x, made.linear.weight, made.linear.bias)
+    return reference.epilogue(z, Chain.parse(made.chain), made.norm.weight, norm_bias)
+
+
+def relative(found, exact):
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_autocast_gives_pytorch_dtypes_and_accuracy(norm, low):
+    made, x = block(norm), torch.randn(128, 256, device="cuda")
+    leaves = [x.requires_grad_(), *made.parameters()]
+    with torch.autocast("cuda", dtype=low):
+        results = [made(x), eager(made, x)]
+    assert results[0].dtype == results[1].dtype == torch.float32
+    dy = torch.randn_like(results[0])
+    mine, theirs = ([y, *torch.autograd.grad(y, leaves, dy)] for y in results)
+    exact_block = block(norm, dtype=torch.float64)
+    exact_block.load_state_dict(made.state_dict())
+    x64 = x.detach().double().requires_grad_()
+    y64 = eager(exact_block, x64)
+    exact = [y64, *torch.autograd.grad(y64, [x64, *exact_block.parameters()], dy.double())]
+    for a, b, truth in zip(mine, theirs, exact, strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert relative(a, truth) <= 1.1 * relative(b, truth) + 1e-6
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_cuda_graph_of_forward_and_backward(norm):
+    made, x = block(norm), torch.randn(128, 256, device="cuda")
+    leaves, dy = list(made.parameters()), torch.randn(128, 512, device="cuda")
+
+    def step():
+        y = made(x)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    for found, expected in zip(captured, step(), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_work_lands_on_the_current_stream(norm):
+    made, x = block(norm), torch.randn(4096, 256, device="cuda")
+    with torch.no_grad():
+        expected = made(x)
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            late = torch.full_like(x, float("nan"))
+            torch.cuda._sleep(20_000_000)
+            late.copy_(x)
+            found = made(late)
+        side.synchronize()
+    assert torch.equal(found, expected)
+
+
+def test_devices_must_agree():
+    made = block(LayerNorm())
+    with pytest.raises(RuntimeError, match=r"found at least two devices, cpu and cuda:0!"):
+        made(torch.randn(4, 256))
+
+
+def test_a_change_of_precision_is_noticed():
+    made, x = block(GroupNorm(16)), torch.randn(512, 256, device="cuda")
+    truth = block(GroupNorm(16), dtype=torch.float64)
+    truth.load_state_dict(made.state_dict())
+    errors = {}
+    with torch.no_grad():
+        for setting in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(setting)
+            errors[setting] = relative(made(x), eager(truth, x.double()))
+    assert errors["highest"] < 1e-5 < errors["high"]
+
+
+def test_opcheck_on_cuda():
+    made = block(GroupNorm(16))
+    linear, norm = made.linear, made.norm
+    x = torch.randn(8, 256, device="cuda", requires_grad=True)
+    arguments = (x, linear.weight, linear.bias, norm.weight, norm.bias, [])
+    torch.library.opcheck(ops.linear_norm, (*arguments, made.chain, "auto", False, None))
+
+
+def test_empty_batch():
+    w = torch.randn(512, 256, device="cuda", requires_grad=True)
+    y = linear_norm(torch.randn(0, 256, device="cuda"), w, norm=GroupNorm(16))
+    assert y.shape == (0, 512)
+    (gradient,) = torch.autograd.grad(y.sum(), w)
+    assert torch.equal(gradient, torch.zeros_like(w))
