@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epinorm.accuracy import Comparison, Outcome, compare, differences
+from epinorm.accuracy import Comparison, Outcome, compare, differences, relative_error
 from epinorm.chain import Chain, GroupNorm, LayerNorm
+from epinorm.kinks import away_from_kinks
 from epinorm.plan import Forward, Inputs, Problem, Wanted
 from epinorm.results import Row, commit, device_name, today
 from epinorm.timing import Runner, Settings, time_interleaved
@@ -173,6 +174,23 @@ def by_pytorch(shape: Shape, u: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     return y + y
 
 
+def zero_near_kinks(data: NormData, shape: Shape) -> None:
+    """Set dy to zero where leaky_relu's input is near 0, as ``epinorm.kinks`` explains."""
+    inputs, u = data.inputs, data.z + data.inputs.bias
+    vectors = (inputs.norm_weight, inputs.norm_bias)
+    eager = by_pytorch(shape, u, *vectors)
+    u = data.z.double() + inputs.bias.double()
+    error = relative_error(eager, by_pytorch(shape, u, *(v.double() for v in vectors)))
+
+    class Epilogue(torch.nn.Module):
+        def forward(self, u: Tensor) -> Tensor:
+            return by_pytorch(shape, u, *(v.double() for v in vectors))
+
+    error = max(error, torch.finfo(data.z.dtype).eps)
+    (kept,) = away_from_kinks(Epilogue(), (u,), [u.shape], error)
+    data.dy.masked_fill_(~kept, 0)
+
+
 @micro("norm_epilogue_forward")
 def norm_epilogue_forward(
     shape: Shape, dtype: torch.dtype, device: torch.device, kind: str
@@ -204,6 +222,7 @@ def norm_epilogue_backward(
     inputs, z, dy = data.inputs, data.z, data.dy
     kept: Forward = norm_forward(data.problem, z, inputs)
     want = Wanted(True, True, True, True, True, ())
+    zero_near_kinks(data, shape)
 
     def ours() -> Tensors:
         found = norm_backward(data.problem, inputs, kept, dy, want)

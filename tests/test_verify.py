@@ -15,6 +15,7 @@ from epinorm.accuracy import (
     allowed_error,
     relative_error,
 )
+from epinorm.kinks import away_from_kinks
 from epinorm.verify import (
     draw_inputs,
     poisoned_memory,
@@ -328,3 +329,63 @@ def test_dy_is_the_same_for_every_dtype() -> None:
     exact = run_model(copy.deepcopy(model).double(), (inputs[0].double(),), True, dy_seed=3)
     for (name, a), (_, b) in zip(single.tensors(), exact.tensors(), strict=True):
         assert relative_error(a, b) < 1e-6, name
+
+
+@pytest.mark.parametrize("kinked", [F.relu, F.hardtanh, F.relu6, F.hardswish, F.leaky_relu])
+def test_dy_is_zero_next_to_a_kink_alone(kinked) -> None:
+    points = torch.linspace(-8, 8, 1601, dtype=torch.float64)
+
+    class Activation(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return kinked(x)
+
+    (kept,) = away_from_kinks(Activation(), (points,), [points.shape], 1e-3)
+    x = points.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(kinked(x).sum(), x)
+    jumps = (slope[1:] - slope[:-1]).abs() > 0.3
+    assert jumps.any()
+    assert not kept[1:][jumps].any()
+    assert kept.sum() > 1480
+    assert away_from_kinks(nn.Tanh(), (points,), [points.shape], 1e-3) == [None]
+
+
+def test_one_element_on_the_other_side_of_a_kink_decides_nothing() -> None:
+    # One of two million elements lies so near to 0 that fp32 and fp64 disagree about its sign.
+    slope = {torch.float32: 1.0, torch.float64: 0.01}
+
+    class Flipped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.leaky_relu(x + 0 * self.bias, 0.01)
+            near = (x[0, 0] * slope[x.dtype]).reshape(1, 1)
+            return torch.cat([torch.cat([near, y[:1, 1:]], 1), y[1:]]) + self.bias * 0
+
+    x = torch.randn(16384, 128)
+    x[0, 0] = 1e-9
+    model = Flipped()
+    outcomes = {}
+    for masked in (False, True):
+        exact = copy.deepcopy(model).double()
+        kept = away_from_kinks(exact, (x.double(),), [x.shape], 1e-7) if masked else []
+        truth = run_model(exact, (x.double(),), True, 0, kept)
+        eager = run_model(model, (x,), True, 0, kept)
+        name = "gradient of input 0"
+        outcomes[masked] = relative_error(eager.gradients[name], truth.gradients[name])
+    assert outcomes[False] > 1e-5
+    assert outcomes[True] < 1e-7
+
+
+def test_a_wrong_slope_of_the_activation_is_caught() -> None:
+    class Slope(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.gn(self.fc(x))
+            right = F.leaky_relu(y, 0.01)
+            return 2 * (right.detach() + F.leaky_relu(y, 0.02) - F.leaky_relu(y, 0.02).detach())
+
+    model, inputs = make(Model)
+    result = verify(model, make(Slope)[0], inputs)
+    assert not any(c.what == "output" for c in result.failures)
+    assert any(c.what == "gradient of fc.weight" for c in result.failures)

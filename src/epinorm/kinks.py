@@ -1,0 +1,86 @@
+"""Where a model's derivative jumps: elements too close to a kink to be compared in a gradient.
+
+LeakyReLU's derivative jumps at 0. Where the truth is 1e-9 there and eager's rounding gives -1e-9,
+eager's gradient is off by all of that element's share: one such element in a million makes an error
+of 4e-4 in fp32, a thousand times that of all roundings together. Which side a result falls on is
+luck, so the gradient that backward starts from is set to zero at these elements, for truth, eager
+and candidate alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["away_from_kinks"]
+
+MARGIN = 8.0
+"""Elements closer to a kink than this many times eager's typical error there are left out."""
+
+_aten = torch.ops.aten
+
+
+def _bounds(arguments: Sequence[Any], low: float | None, high: float | None) -> list[float]:
+    given = [*arguments[1:3], *(low, high)[len(arguments[1:3]) :]]
+    return [float(bound) for bound in given if bound is not None and not isinstance(bound, Tensor)]
+
+
+# ATen operation → the places of its kinks, from its arguments.
+_KINKS: Mapping[Any, Callable[[Sequence[Any]], list[float]]] = {
+    _aten.relu: lambda a: [0.0],
+    _aten.relu_: lambda a: [0.0],
+    _aten.leaky_relu: lambda a: [0.0],
+    _aten.leaky_relu_: lambda a: [0.0],
+    _aten.elu: lambda a: [0.0],
+    _aten.elu_: lambda a: [0.0],
+    _aten.abs: lambda a: [0.0],
+    _aten.hardtanh: lambda a: _bounds(a, -1.0, 1.0),
+    _aten.hardtanh_: lambda a: _bounds(a, -1.0, 1.0),
+    _aten.clamp: lambda a: _bounds(a, None, None),
+    _aten.clamp_: lambda a: _bounds(a, None, None),
+    _aten.clamp_min: lambda a: [float(a[1])],
+    _aten.clamp_max: lambda a: [float(a[1])],
+    _aten.hardswish: lambda a: [-3.0, 3.0],
+    _aten.hardswish_: lambda a: [-3.0, 3.0],
+}
+
+
+class _Recorder(TorchDispatchMode):
+    """Note, for each operation with kinks, its input's distance from the nearest over its RMS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distances: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kinks = _KINKS.get(func.overloadpacket)
+        if kinks is not None and isinstance(args[0], Tensor):
+            x = args[0].detach().double()
+            scale = torch.linalg.vector_norm(x) / max(1, x.numel()) ** 0.5
+            for kink in kinks(args):
+                self.distances.append((x - kink).abs() / scale)
+        return func(*args, **(kwargs or {}))
+
+
+def away_from_kinks(
+    exact_model: nn.Module, inputs: Sequence[Any], shapes: Sequence[torch.Size], error: float
+) -> list[Tensor | None]:
+    """For each output shape, True where no kink is near; None where every element is kept.
+
+    ``exact_model`` and ``inputs`` are in float64; ``error`` is eager's relative error. Looks at the
+    operations whose input has the output's shape. A kink before the norm is not taken out: the
+    norm spreads its gradient over the group.
+    """
+    with torch.no_grad(), _Recorder() as recorder:
+        exact_model(*inputs)
+    kept: list[Tensor | None] = []
+    for shape in shapes:
+        near = [d < MARGIN * error for d in recorder.distances if d.shape == shape]
+        kept.append(~torch.stack(near).any(0) if near else None)
+    return kept
