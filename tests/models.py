@@ -135,6 +135,19 @@ class Residual(nn.Module):
         return self.norm(self.fc(h)).relu() + self.skip(h)
 
 
+class Meeting(nn.Module):
+    """Chains that meet in a sum, before a norm and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(K, N), nn.Linear(K, N), nn.Linear(K, N)
+        self.na, self.nb, self.nc = nn.LayerNorm(N), nn.RMSNorm(N), nn.GroupNorm(GROUPS, N)
+
+    def forward(self, x):
+        h = self.na(self.a(x)).relu() + self.nb(self.b(x)).tanh()
+        return self.nc(self.a(x) + self.c(x)) + h
+
+
 class Block(nn.Module):
     def __init__(self, k: int, n: int, bias: bool = True) -> None:
         super().__init__()
@@ -340,6 +353,7 @@ ZOO: dict[str, Case] = {
     "in place, shared": Case(InPlaceShared, 1),
     "residual": Case(Residual, 2, (ROWS, N)),
     "residual, 3-D": Case(Residual, 2, (2, 3, N)),
+    "meeting": Case(Meeting, 3),
     "several in a row": Case(Row, 4),
     "loop over a ModuleList": Case(Loop, 3),
     "untraceable parent": Case(Untraceable, 2),

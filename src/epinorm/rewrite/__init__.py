@@ -1,8 +1,8 @@
 """Find every chain of a model and replace it by the fused operation: ``fuse`` and ``explain``.
 
-From a module's own ``forward`` to a rewritten one: ``trace`` and ``watch`` make a graph and note what it took
-for granted, ``match`` finds the chains, ``site`` is one fused chain, ``program`` the rewritten
-code, ``replace`` puts it into the model, ``explain`` tells about it.
+From a module's own ``forward`` to a rewritten one: ``trace`` and ``watch`` make a graph and note
+what it took for granted, ``match`` finds the chains, ``site`` is one fused chain, ``program`` the
+rewritten code, ``replace`` puts it into the model, ``explain`` tells about it.
 """
 
 from __future__ import annotations

@@ -275,12 +275,15 @@ def _unread() -> NormRead:
     return NormRead(LayerNorm(), None)
 
 
-def _extend(finder: _Finder, found: Candidate) -> None:
+def _extend(finder: _Finder, found: Candidate, taken: set[fx.Node]) -> None:
     """Take in the pointwise operations after the norm, as long as nothing else sees the values."""
     while len(found.nodes[-1].users) == 1:
         current = found.nodes[-1]
         (node,) = current.users
         if node.op == "output" or finder.is_linear(node) or finder.read_norm(node) is not None:
+            return
+        if node in taken:
+            found.stopped_by = f"{target_name(node)} belongs to another chain"
             return
         applied = finder.step(node, current, found.nodes)
         if isinstance(applied, str):
@@ -303,12 +306,13 @@ def find(
     """
     finder = _Finder(graph, root, modules, training)
     found: list[Candidate] = []
+    taken: set[fx.Node] = set()
     for node in graph.nodes:
         if not finder.is_linear(node):
             continue
         candidate = _up_to_norm(finder, node)
-        if candidate is None:
-            continue
+        if candidate is None or not taken.isdisjoint(candidate.nodes):
+            continue  # where two chains meet, the first one has the sum
         if candidate.obstacle is None:
             later = [
                 p
@@ -318,6 +322,7 @@ def find(
             if later and not finder.pure_between(node, candidate.norm_node, candidate.nodes):
                 candidate.obstacle = "tensors may change in place before its norm"
         if candidate.obstacle is None:
-            _extend(finder, candidate)
+            _extend(finder, candidate, taken)
+            taken.update(candidate.nodes)
         found.append(candidate)
     return found

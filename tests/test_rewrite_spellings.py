@@ -1,0 +1,139 @@
+"""Each spelling of an operation around a chain computes what the model computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import epinorm
+
+N = 16
+
+SPELLINGS: dict[str, Callable[..., Tensor]] = {
+    "rsub": lambda s, x: 1 - s.gn(s.fc(x)),
+    "rdiv": lambda s, x: 1 / s.gn(s.fc(x)),
+    "div3": lambda s, x: s.gn(s.fc(x)) / 3,
+    "div0": lambda s, x: s.gn(s.fc(x)) / 4.0,
+    "alpha": lambda s, x: torch.add(s.gn(s.fc(x)), 2, alpha=3),
+    "alpha self": lambda s, x: (lambda h: torch.add(h, h, alpha=3))(s.gn(s.fc(x))),
+    "alpha rev": lambda s, x: torch.sub(s.gn(s.fc(x)), x, alpha=3),
+    "xx": lambda s, x: (lambda h: h * h)(s.gn(s.fc(x))),
+    "h-h": lambda s, x: (lambda h: h - h)(s.gn(s.fc(x))),
+    "h/h": lambda s, x: (lambda h: h / h)(s.gn(s.fc(x))),
+    "pow": lambda s, x: s.gn(s.fc(x)) ** 2,
+    "col": lambda s, x: s.gn(s.fc(x)) * s.col + s.col,
+    "scalar param": lambda s, x: s.gn(s.fc(x)) * s.sc + s.sc,
+    "g*": lambda s, x: s.g * s.gn(s.fc(x) * s.g + s.g) - s.g,
+    "g/": lambda s, x: s.gn(s.fc(x)) / s.g,
+    "fc.bias": lambda s, x: s.gn(s.fc(x) + s.fc2.bias),
+    "functional child params": lambda s, x: F.group_norm(
+        F.linear(x, s.fc.weight, s.fc.bias), 4, weight=s.gn.weight, bias=s.gn.bias, eps=1e-3
+    ),
+    "kw linear": lambda s, x: s.gn(F.linear(input=x, weight=s.fc.weight)),
+    "kw module": lambda s, x: s.gn(input=s.fc(input=x)),
+    "weight computed": lambda s, x: s.gn(F.linear(x, s.fc.weight * 2, s.fc.bias + 1)),
+    "norm weight computed": lambda s, x: F.layer_norm(
+        s.fc(x), (N,), s.ln.weight + 1, s.ln.bias * 2
+    ),
+    "norm weight from input": lambda s, x: F.layer_norm(s.fc(x), (N,), x.mean(0), s.ln.bias),
+    "clamp tensor": lambda s, x: torch.clamp(s.gn(s.fc(x)), min=s.g),
+    "clamp none": lambda s, x: torch.clamp(s.gn(s.fc(x)), max=0.5),
+    "clamp inv": lambda s, x: torch.clamp(s.gn(s.fc(x)), 1, -1),
+    "relu_ twice": lambda s, x: s.gn(s.fc(x)).relu_().mul_(2).add_(1).clamp_(0, 3),
+    "residual iadd r": lambda s, x: x.add_(s.gn(s.fc(x))),
+    "residual iadd op": lambda s, x: (lambda r, h: (r.__iadd__(h), r + 1)[1])(x, s.gn(s.fc(x))),
+    "sum of two chains": lambda s, x: s.gn(s.fc(x)).relu() + s.ln(s.fc2(x)),
+    "norm both": lambda s, x: s.gn(s.ln(s.fc(x))),
+    "norm nested residual": lambda s, x: s.ln(s.fc(x) + x) + x,
+    "3d gn permute": lambda s, x: s.gn(s.fc(x).transpose(0, 1)),
+    "slice": lambda s, x: s.gn(s.fc(x))[:2] + x[:2],
+    "add shape": lambda s, x: s.gn(s.fc(x)) + x.shape[0],
+    "mul shape": lambda s, x: s.gn(s.fc(x)) * x.size(0),
+    "dict": lambda s, x: s.gn(s.lst["a"](x)),
+    "bn": lambda s, x: s.gn(s.fc(x)) + s.bn(x),
+    "inner input": lambda s, x, y: s.gn(s.fc(x)) + y,
+    "mult y": lambda s, x, y: s.gn(s.fc(x)) * y,
+    "float()": lambda s, x: s.gn(s.fc(x)).float().double(),
+    "softplus": lambda s, x: F.softplus(s.gn(s.fc(x)), 2, 5),
+    "gelu pos": lambda s, x: F.gelu(s.gn(s.fc(x)), approximate="tanh"),
+    "elu": lambda s, x: F.elu(s.gn(s.fc(x)), 0.3, True),
+    "leaky_": lambda s, x: F.leaky_relu_(s.gn(s.fc(x)), 0.3),
+    "dropout pos": lambda s, x: F.dropout(s.gn(s.fc(x)), 0.0) + F.dropout(s.fc2(x), 0.5, False),
+    "out kw": lambda s, x: torch.add(s.gn(s.fc(x)), 1, out=torch.empty(5, N, dtype=torch.float64)),
+    "bool mul": lambda s, x: s.gn(s.fc(x)) * True,
+    "inf": lambda s, x: s.gn(s.fc(x)) + float("inf"),
+    "int div": lambda s, x: torch.div(s.gn(s.fc(x)), 2, rounding_mode="floor"),
+    "floordiv": lambda s, x: s.gn(s.fc(x)) // 2,
+    "matmul": lambda s, x: s.gn(x @ s.fc.weight.T + s.fc.bias),
+    "no grad tens": lambda s, x: s.gn(s.fc(x)).detach() * 2,
+}
+
+FUSED_WHOLE = {
+    "div3": "group_norm(4,1e-05)|scale(0.3333333333333333)",
+    "alpha": "group_norm(4,1e-05)|add(6)",
+    "clamp none": "group_norm(4,1e-05)|clamp(-inf,0.5)",
+    "relu_ twice": "group_norm(4,1e-05)|relu|scale(2)|add(1)|clamp(0,3)",
+    "norm nested residual": "add_residual|layer_norm(1e-05)|add_residual",
+    "softplus": "group_norm(4,1e-05)|softplus(2,5)",
+    "gelu pos": "group_norm(4,1e-05)|gelu_tanh",
+    "leaky_": "group_norm(4,1e-05)|leaky_relu(0.3)",
+}
+
+
+def make(forward: Callable[..., Tensor]) -> nn.Module:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.fc2 = nn.Linear(N, N), nn.Linear(N, N)
+            self.gn, self.ln, self.bn = nn.GroupNorm(4, N), nn.LayerNorm(N), nn.BatchNorm1d(N)
+            self.g = nn.Parameter(torch.empty(N))
+            self.col = nn.Parameter(torch.empty(1, N))
+            self.sc = nn.Parameter(torch.empty(()))
+            self.lst = nn.ModuleDict({"a": nn.Linear(N, N)})
+
+    Model.forward = forward
+    model = Model().double()
+    for p in model.parameters():
+        nn.init.normal_(p)
+    return model
+
+
+def outcome(model: nn.Module, inputs: list[Tensor]) -> Any:
+    """The output, the inputs after it and all gradients; or the type of what it raised."""
+    inputs = [x.clone() for x in inputs]
+    try:
+        y = model(*inputs)
+    except RuntimeError as error:
+        return type(error)
+    weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view(y.shape)
+    if y.requires_grad:
+        (y * weights).sum().backward()
+    grads = [p.grad if p.grad is not None else torch.zeros(()) for p in model.parameters()]
+    return [y, *inputs, *grads]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_same_result(name: str) -> None:
+    forward = SPELLINGS[name]
+    model = make(forward)
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
+    inputs = [torch.randn(5, N).double() for _ in range(forward.__code__.co_argcount - 1)]
+    expected, got = outcome(model, inputs), outcome(fused, inputs)
+    if isinstance(expected, type):
+        assert got is expected
+        return
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", FUSED_WHOLE)
+def test_chain_text(name: str) -> None:
+    (row,) = epinorm.explain(make(SPELLINGS[name])).rows
+    assert row.fused
+    assert row.chain == FUSED_WHOLE[name]
