@@ -13,12 +13,13 @@ from epinorm.cuda.device import arch_of, sm_count
 from epinorm.cuda.jit import KernelSource, load
 from epinorm.cuda.norm_text import (
     OPERAND_SIGNATURE,
+    matrix_arguments,
     norm_text,
-    operand_arguments,
     parameter_addresses,
     types_text,
 )
 from epinorm.cuda.norm_tile import (
+    LARGEST_ACCESS_BYTES,
     WARP,
     Tile,
     ceil_div,
@@ -26,7 +27,7 @@ from epinorm.cuda.norm_tile import (
     power_of_two_from,
     vector_width,
 )
-from epinorm.cuda.prepared import PreparedByProblem
+from epinorm.cuda.prepared import PreparedByProblem, starts_early
 from epinorm.cuda.source import read_kernel
 from epinorm.plan import Forward, Inputs, Problem, Wanted
 
@@ -41,7 +42,8 @@ __all__ = [
 ]
 
 SIGNATURE = "plpl" + "pppppppp" + "li"
-"""dy and z with their row strides; mean, rstd, row sums, bias, gamma, beta, dz, partial; M, groups."""
+"""dy and z with their row strides; mean, rstd, row sums, bias, gamma, beta, dz, partial sums; M,
+groups."""
 ROW_SUMS_SIGNATURE = "plpl" + "pppppp" + "li"
 """The same, up to beta, then M and groups."""
 
@@ -209,23 +211,25 @@ class _PreparedBackward:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.groups = problem.groups
-        self.launches: dict[tuple[int, int, Wanted], _Launches] = {}
+        self.channels = problem.n // problem.groups
+        self.widest = vector_width(self.channels, problem.dtype.itemsize, ())
+        self.launches: dict[tuple[int, Wanted], _Launches] = {}
 
     def __call__(self, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted) -> NormGradients:
-        problem = self.problem
         device = dy.device
-        outputs = Outputs.of(problem, want)
-        vector = self._vector(inputs, kept, dy)
-        launches = self.launches.get((device.index, vector, want))
+        parameters = parameter_addresses(inputs)
+        matrices, aligned = matrix_arguments((dy, kept.z, *inputs.operands))
+        aligned |= parameters[0] | parameters[1] | parameters[2]
+        vector = self.widest
+        if aligned % LARGEST_ACCESS_BYTES:
+            tensors = (kept.z, dy, *inputs[2:5], *inputs.operands)
+            vector = vector_width(self.channels, kept.z.element_size(), tensors)
+        launches = self.launches.get((vector, want))
         if launches is None:
-            launches = _Launches(problem, vector, outputs, device)
-            self.launches[device.index, vector, want] = launches
-        return launches(inputs, kept, dy)
-
-    def _vector(self, inputs: Inputs, kept: Forward, dy: Tensor) -> int:
-        tensors = (kept.z, dy, *inputs[2:5], *inputs.operands)
-        return vector_width(self.problem.n // self.groups, kept.z.element_size(), tensors)
+            outputs = Outputs.of(self.problem, want)
+            launches = _Launches(self.problem, vector, outputs, device)
+            self.launches[vector, want] = launches
+        return launches(kept, matrices, parameters, device)
 
 
 class _Launches:
@@ -250,9 +254,11 @@ class _Launches:
             strips = ceil_div(problem.n, tile.warps_x * WARP * vector)
         resident = kernel.blocks_per_sm(tile.threads) * sms
         passes = ceil_div(problem.m, tile.rows_per_pass)
-        self.parts = max(1, min(passes, resident // strips, LARGEST_GRID_Y))
+        parts = max(1, min(passes, resident // strips, LARGEST_GRID_Y))
+        self.partial_shape = (parts, len(self.sum_dtypes), problem.n)
         signature = SIGNATURE + operands + "p" * sum(outputs.elements)
-        self.main = kernel.prepare(signature, (strips, self.parts), tile.threads)
+        early = starts_early(device)
+        self.main = kernel.prepare(signature, (strips, parts), tile.threads, dependent=early)
         self.row_sums: Callable[..., None] | None = None
         if plan.row_sums is not None:
             before = load(row_sums_source(problem, plan.row_sums, arch), device)
@@ -264,11 +270,18 @@ class _Launches:
             after = load(column_sums_source(problem, outputs, arch), device)
             grid = (ceil_div(problem.n, SUMS_COLUMNS), len(self.sum_dtypes))
             self.column_sums = after.prepare(
-                "pil" + "p" * len(self.sum_dtypes), grid, SUMS_THREADS, dependent=True
+                "pil" + "p" * len(self.sum_dtypes), grid, SUMS_THREADS, dependent=early
             )
 
-    def __call__(self, inputs: Inputs, kept: Forward, dy: Tensor) -> NormGradients:
-        problem, outputs, device = self.problem, self.outputs, dy.device
+    def __call__(
+        self,
+        kept: Forward,
+        matrices: list[int],
+        parameters: tuple[int, int, int],
+        device: torch.device,
+    ) -> NormGradients:
+        """Launch on ``matrices``, the addresses and row strides of dy, z and every operand."""
+        problem, outputs = self.problem, self.outputs
         m, n = problem.m, problem.n
         make = torch.zeros if m == 0 else torch.empty
         sums = [make((n,), dtype=dtype, device=device) for dtype in self.sum_dtypes]
@@ -278,45 +291,44 @@ class _Launches:
         ]
         dz = torch.empty((m, n), dtype=problem.dtype, device=device) if outputs.dz else None
         if m:
-            self._launch(inputs, kept, dy, dz, sums, elements)
+            rows, operands = matrices[:4], matrices[4:]
+            statistics = (kept.mean.data_ptr(), kept.rstd.data_ptr())
+            before = self._row_sums(rows, statistics, parameters, operands, device)
+            partial = torch.empty(self.partial_shape, dtype=problem.stats_dtype, device=device)
+            self.main(
+                *rows,
+                *statistics,
+                0 if before is None else before.data_ptr(),
+                *parameters,
+                0 if dz is None else dz.data_ptr(),
+                partial.data_ptr(),
+                m,
+                self.groups,
+                *operands,
+                *(t.data_ptr() for t in elements if t is not None),
+            )
+            if sums:
+                addresses = (t.data_ptr() for t in sums)
+                self.column_sums(partial.data_ptr(), self.partial_shape[0], n, *addresses)
         return self._named(dz, sums, elements)
 
-    def _launch(
+    def _row_sums(
         self,
-        inputs: Inputs,
-        kept: Forward,
-        dy: Tensor,
-        dz: Tensor | None,
-        sums: list[Tensor],
-        elements: list[Tensor | None],
-    ) -> None:
-        problem, device, stats = self.problem, dy.device, self.problem.stats_dtype
-        z = kept.z
-        rows = (dy.data_ptr(), dy.stride(0), z.data_ptr(), z.stride(0))
-        statistics = (kept.mean.data_ptr(), kept.rstd.data_ptr())
-        parameters = parameter_addresses(inputs)
-        operands = operand_arguments(inputs.operands)
-        size = (problem.m, self.groups)
-        row_sums = 0
-        if self.row_sums is not None:
-            row_sums_kept = torch.empty((*size, 2), dtype=stats, device=device)
-            row_sums = row_sums_kept.data_ptr()
-            self.row_sums(*rows, *statistics, row_sums, *parameters, *size, *operands)
-        partial = torch.empty((self.parts, len(sums), problem.n), dtype=stats, device=device)
-        self.main(
-            *rows,
-            *statistics,
-            row_sums,
-            *parameters,
-            0 if dz is None else dz.data_ptr(),
-            partial.data_ptr(),
-            *size,
-            *operands,
-            *(t.data_ptr() for t in elements if t is not None),
-        )
-        if sums:
-            addresses = (t.data_ptr() for t in sums)
-            self.column_sums(partial.data_ptr(), self.parts, problem.n, *addresses)
+        rows: list[int],
+        statistics: tuple[int, int],
+        parameters: tuple[int, int, int],
+        operands: list[int],
+        device: torch.device,
+    ) -> Tensor | None:
+        """The sums of each (row, group) for groups that the main kernel cannot hold."""
+        if self.row_sums is None:
+            return None
+        problem = self.problem
+        shape = (problem.m, self.groups, 2)
+        sums = torch.empty(shape, dtype=problem.stats_dtype, device=device)
+        address = sums.data_ptr()
+        self.row_sums(*rows, *statistics, address, *parameters, *shape[:2], *operands)
+        return sums
 
     def _named(
         self, dz: Tensor | None, sums: list[Tensor], elements: list[Tensor | None]

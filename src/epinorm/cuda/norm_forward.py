@@ -14,11 +14,12 @@ from epinorm.cuda.device import arch_of, max_shared_bytes, sm_count
 from epinorm.cuda.jit import KernelSource, load
 from epinorm.cuda.norm_text import (
     OPERAND_SIGNATURE,
+    matrix_arguments,
     norm_text,
-    operand_arguments,
     parameter_addresses,
 )
 from epinorm.cuda.norm_tile import (
+    LARGEST_ACCESS_BYTES,
     WARP,
     Tile,
     ceil_div,
@@ -26,7 +27,7 @@ from epinorm.cuda.norm_tile import (
     power_of_two_from,
     vector_width,
 )
-from epinorm.cuda.prepared import PreparedByProblem
+from epinorm.cuda.prepared import PreparedByProblem, starts_early
 from epinorm.plan import Forward, Inputs, Problem
 
 __all__ = ["ForwardPlan", "forward_plan", "forward_source", "norm_forward"]
@@ -37,9 +38,11 @@ SIGNATURE = "pl" + "pppppp" + "li"
 """z and its row stride, bias, gamma, beta, y, mean, rstd, rows, groups."""
 
 LARGEST_GRID_Y = 65535
-BLOCK_WARPS = 8
-WAVES = 2
-"""Blocks for this many rounds over the GPU: one evens out badly, many read parameters too often."""
+BLOCK_WARPS = 4
+MOST_THREADS = 1024
+WAVES = {2: 2, 4: 8, 8: 8}
+"""By bytes of a value: blocks for this many rounds over the GPU. Few even out badly; many read the
+parameters too often, which costs more the smaller the values are (measured on an H200)."""
 
 
 @dataclass(frozen=True)
@@ -65,23 +68,23 @@ def forward_plan(problem: Problem, vector: int, shared_limit: int) -> ForwardPla
     channels = problem.n // problem.groups
     wide_type = problem.stats_dtype == torch.float64
     itemsize = problem.dtype.itemsize
-    team = lanes_for(channels, vector, itemsize, most_values=16 if wide_type else 32)
-    if team is not None:
+    for most_values in (8, 16) if wide_type else (16, 32):
+        team = lanes_for(channels, vector, itemsize, most_values)
+        if team is None:
+            continue
         lanes, vectors = team
         values = vectors * vector
         warps_needed = ceil_div(problem.groups * lanes, WARP)
         warps_x = min(power_of_two_from(warps_needed), BLOCK_WARPS)
-        rows = max(1, min(8, (8 if wide_type else 16 if itemsize == 4 else 32) // values))
+        rows = max(1, min(4, (8 if itemsize >= 4 else 16) // values))
         tile = Tile(vector, lanes, vectors, rows, warps_x, BLOCK_WARPS // warps_x, values <= 8)
         return ForwardPlan("registers", tile)
-    for values in (8,) if wide_type else (16, 32):
-        lanes = max(power_of_two_from(ceil_div(channels, max(values, vector))), 2 * WARP)
-        if lanes <= 1024:
-            return ForwardPlan(
-                "registers", Tile(vector, lanes, ceil_div(channels, lanes * vector), 1)
-            )
+    values = max(8 if wide_type else 16, vector)
+    lanes = max(power_of_two_from(ceil_div(channels, values)), 2 * WARP)
+    if lanes <= MOST_THREADS:
+        return ForwardPlan("registers", Tile(vector, lanes, ceil_div(channels, lanes * vector), 1))
     cached = channels * problem.stats_dtype.itemsize + 4096 <= shared_limit
-    return ForwardPlan("shared" if cached else "reread", Tile(vector, 1024, 1, 1))
+    return ForwardPlan("shared" if cached else "reread", Tile(vector, MOST_THREADS, 1, 1))
 
 
 def forward_source(problem: Problem, plan: ForwardPlan, arch: str) -> KernelSource:
@@ -105,43 +108,47 @@ class _PreparedForward:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.groups = problem.groups
-        self.out_shape = (problem.m, problem.n)
-        stats_shape = (problem.m, self.groups) if problem.training else (0,)
-        self.rstd_shape = stats_shape
-        self.mean_shape = (0,) if isinstance(problem.chain.norm, RMSNorm) else stats_shape
-        self.widest = vector_width(problem.n // self.groups, problem.dtype.itemsize, ())
-        self.launches: dict[tuple[int, int], Callable[..., None]] = {}
+        self.channels = problem.n // self.groups
+        self.itemsize = problem.dtype.itemsize
+        self.has_mean = not isinstance(problem.chain.norm, RMSNorm)
+        self.same_dtype = problem.out_dtype == problem.dtype
+        self.widest = vector_width(self.channels, self.itemsize, ())
+        self.launches: dict[int, Callable[..., None]] = {}
+        self.nothing: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __call__(self, z: Tensor, inputs: Inputs) -> Forward:
         problem = self.problem
-        device = z.device
-        y = torch.empty(self.out_shape, dtype=problem.out_dtype, device=device)
-        mean = torch.empty(self.mean_shape, dtype=problem.stats_dtype, device=device)
-        rstd = torch.empty(self.rstd_shape, dtype=problem.stats_dtype, device=device)
+        # Of z's sizes; in z's own strides or, where its rows have gaps, contiguous.
+        y = torch.empty_like(z) if self.same_dtype else torch.empty_like(z, dtype=problem.out_dtype)
+        kept = self._kept(z) if problem.training else self.nothing or self._make_nothing(z)
         if problem.m:
-            vector = self._vector(z, inputs)
-            launch = self.launches.get((device.index, vector))
-            if launch is None:
-                launch = self._prepare(device, vector)
+            address, stride = z.data_ptr(), z.stride(0)
+            bias, gamma, beta = parameter_addresses(inputs)
+            operands, aligned = matrix_arguments(inputs.operands) if inputs.operands else ((), 0)
+            aligned |= address | stride * self.itemsize | bias | gamma | beta
+            vector = self.widest
+            if aligned % LARGEST_ACCESS_BYTES:
+                tensors = (z, *inputs[2:5], *inputs.operands)
+                vector = vector_width(self.channels, self.itemsize, tensors)
+            launch = self.launches.get(vector) or self._prepare(z.device, vector)
             launch(
-                z.data_ptr(),
-                z.stride(0),
-                *parameter_addresses(inputs),
-                y.data_ptr(),
-                mean.data_ptr(),
-                rstd.data_ptr(),
-                problem.m,
-                self.groups,
-                *operand_arguments(inputs.operands),
+                *(address, stride, bias, gamma, beta),
+                *(y.data_ptr(), kept[1].data_ptr(), kept[2].data_ptr()),
+                *(problem.m, self.groups, *operands),
             )
-        kept = z if problem.training else torch.empty((0,), dtype=problem.dtype, device=device)
-        return Forward(y, kept, mean, rstd)
+        return Forward(y, *kept)
 
-    def _vector(self, z: Tensor, inputs: Inputs) -> int:
-        if self.widest == 1:
-            return 1
-        tensors = (z, *inputs[2:5], *inputs.operands)
-        return vector_width(self.problem.n // self.groups, z.element_size(), tensors)
+    def _kept(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        stats = self.problem.stats_dtype
+        rstd = torch.empty((self.problem.m, self.groups), dtype=stats, device=z.device)
+        return z, torch.empty_like(rstd) if self.has_mean else rstd.new_empty((0,)), rstd
+
+    def _make_nothing(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Three empty tensors, made once: making them takes as long as a launch."""
+        stats = self.problem.stats_dtype
+        mean, rstd = (torch.empty((0,), dtype=stats, device=z.device) for _ in range(2))
+        self.nothing = (z.new_empty((0,)), mean, rstd)
+        return self.nothing
 
     def _prepare(self, device: torch.device, vector: int) -> Callable[..., None]:
         problem = self.problem
@@ -151,13 +158,18 @@ class _PreparedForward:
         tile = plan.tile
         resident = kernel.blocks_per_sm(tile.threads, shared_bytes) * sm_count(device)
         strips = ceil_div(self.groups, tile.groups_per_block)
+        waves = WAVES[problem.dtype.itemsize]
         passes = ceil_div(problem.m, tile.rows_per_pass)
-        grid_y = max(1, min(passes, ceil_div(WAVES * resident, strips), LARGEST_GRID_Y))
+        grid_y = max(1, min(passes, ceil_div(waves * resident, strips), LARGEST_GRID_Y))
         signature = SIGNATURE + OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
         launch = kernel.prepare(
-            signature, (strips, grid_y), tile.threads, shared_bytes=shared_bytes
+            signature,
+            (strips, grid_y),
+            tile.threads,
+            shared_bytes=shared_bytes,
+            dependent=starts_early(device),
         )
-        self.launches[device.index, vector] = launch
+        self.launches[vector] = launch
         return launch
 
 

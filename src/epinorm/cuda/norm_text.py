@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from epinorm.plan import Inputs, Problem
 
 __all__ = [
     "OPERAND_SIGNATURE",
+    "matrix_arguments",
     "norm_text",
-    "operand_arguments",
     "parameter_addresses",
     "types_text",
 ]
@@ -59,6 +59,8 @@ def norm_text(
         "kWarpsX": tile.warps_x,
         "kWarpsY": tile.warps_y,
         "kKeep": tile.keep,
+        "kResident": tile.resident,
+        "kPrefetch": tile.prefetch,
         "kHasBias": problem.has_bias,
         "kHasGamma": problem.has_norm_weight,
         "kHasBeta": problem.has_norm_bias,
@@ -79,9 +81,20 @@ def parameter_addresses(inputs: Inputs) -> tuple[int, int, int]:
     )
 
 
-def operand_arguments(operands: tuple[Tensor, ...]) -> list[int]:
-    """Address and row stride of each operand; a channel operand's stride is not read."""
-    return [value for t in operands for value in (t.data_ptr(), t.stride(0))]
+def matrix_arguments(matrices: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Each matrix's address and row stride in values; and what must be aligned, in bytes, or-ed.
+
+    A channel operand (N,) has a stride too, which is not read.
+    """
+    arguments: list[int] = []
+    aligned = 0
+    for t in matrices:
+        address, stride = t.data_ptr(), t.stride(0)
+        arguments += (address, stride)
+        aligned |= address
+        if t.dim() == 2:
+            aligned |= stride * t.element_size()
+    return arguments, aligned
 
 
 def _operands_text(problem: Problem) -> str:

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["WARP", "Tile", "ceil_div", "lanes_for", "power_of_two_from", "vector_width"]
+__all__ = [
+    "LARGEST_ACCESS_BYTES",
+    "WARP",
+    "Tile",
+    "ceil_div",
+    "lanes_for",
+    "power_of_two_from",
+    "vector_width",
+]
 
 WARP = 32
 SECTOR_BYTES = 32
@@ -22,7 +30,9 @@ class Tile:
     Teams of up to 32 lanes lie side by side in a warp, and ``warps_x`` × ``warps_y`` warps of a
     block side by side on columns and below each other on rows; a larger team is a whole block.
     ``rows``: rows that a thread has in flight. ``keep``: the channels' parameters stay in
-    registers.
+    registers. ``resident``: blocks that a multiprocessor must hold, which bounds the registers;
+    left to itself ptxas may spill for more of them. ``prefetch``: a thread loads its next rows
+    before it works on these.
     """
 
     vector: int
@@ -32,6 +42,8 @@ class Tile:
     warps_x: int = 1
     warps_y: int = 1
     keep: bool = False
+    resident: int = 1
+    prefetch: bool = False
 
     @property
     def threads(self) -> int:

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import torch
+
+from epinorm.cuda.device import capability
 from epinorm.plan import Problem
 
-__all__ = ["PreparedByProblem"]
+__all__ = ["PreparedByProblem", "starts_early"]
 
 T = TypeVar("T")
 
 MOST_KEPT = 4096
+
+
+def starts_early(device: torch.device) -> bool:
+    """Can the norm kernels be launched while the kernel before them ends (sm_90 and later)?
+
+    Each of them executes griddepcontrol.wait before anything else, so it reads and writes nothing
+    until that kernel is complete; only the launch itself is hidden.
+    """
+    return capability(device) >= (9, 0)
 
 
 class PreparedByProblem(Generic[T]):

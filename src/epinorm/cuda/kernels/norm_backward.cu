@@ -37,145 +37,173 @@ struct Columns {
   int group, first;
   bool live;
 
-  EPINORM_FUNCTION explicit Columns(int groups) {
+  EPINORM_FUNCTION explicit Columns(int groups) : at(groups) {
     if (kSumsGiven) {
       const int lane = (blockIdx.x * kWarpsX + threadIdx.x / 32 % kWarpsX) * 32 + threadIdx.x % 32;
       first = lane * kVector;
       live = first < groups * kChannels;
       group = live ? first / kChannels : 0;
     } else {
-      group = at.group;
-      live = group < groups;
       first = 0;
+      live = at.live;
+      group = at.group;
     }
   }
 
-  EPINORM_FUNCTION bool inside(int e) const { return live && (kSumsGiven || at.inside(e)); }
+  EPINORM_FUNCTION bool inside(int e) const { return live && (kSumsGiven || at.in_group(e)); }
   EPINORM_FUNCTION int column(int e) const { return kSumsGiven ? first : at.column(e); }
 };
 
-template <typename TeamType>
-EPINORM_FUNCTION void backward_rows(TeamType team, const Columns& here, ColumnSums& columns,
-                                    const Y* dy, i64 dy_stride, const Z* z, i64 z_stride,
-                                    const T* mean, const T* rstd, const T* row_sums,
-                                    const Sources& from, const Outputs& outputs, Z* dz, i64 rows,
-                                    int groups) {
-  const i64 width = i64(groups) * kChannels;
-  Channels kept[kKeep ? kVectors : 1];
-  if (kKeep) {
-#pragma unroll
-    for (int e = 0; e < kVectors; ++e)
-      if (here.inside(e)) kept[e].load(from, here.column(e));
-  }
+// Where everything is: what norm_backward is called with.
+struct Tensors {
+  const Y* dy;
+  const Z* z;
+  i64 dy_stride, z_stride;
+  const T *mean, *rstd, *row_sums;
+  Sources from;
+  Z* dz;
+  Outputs outputs;
+  i64 rows, width;
+  int groups;
+};
 
-  for (i64 first = i64(blockIdx.y) * kRowsPerPass + here.at.row; first < rows;
-       first += i64(gridDim.y) * kRowsPerPass) {
-    Vector<Z, kVector> raw_z[kRows][kVectors];
-    Vector<Y, kVector> raw_dy[kRows][kVectors];
-    Elements elements[kRows][kVectors];
-    T centre[kRows], scale[kRows];
+// What a thread reads of the kRows rows of one pass. Beyond the last row all is zero, and stays so.
+struct Pass {
+  Vector<Z, kVector> z[kRows][kVectors];
+  Vector<Y, kVector> dy[kRows][kVectors];
+  Elements elements[kRows][kVectors];
+  T mean[kRows], rstd[kRows];
+
+  EPINORM_FUNCTION Pass() {}
+
+  EPINORM_FUNCTION Pass(const Columns& here, const Tensors& from, i64 first) {
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
       const i64 row = first + u * kWarpsY;
-      const bool in_rows = here.live && row < rows;
-      centre[u] = in_rows && chain::kCentred ? mean[row * groups + here.group] : T(0);
-      scale[u] = in_rows ? rstd[row * groups + here.group] : T(0);
+      const bool in_rows = here.live && row < from.rows;
+      const i64 group = row * from.groups + here.group;
+      mean[u] = in_rows && chain::kCentred ? from.mean[group] : T(0);
+      rstd[u] = in_rows ? from.rstd[group] : T(0);
 #pragma unroll
       for (int e = 0; e < kVectors; ++e)
         if (in_rows && here.inside(e)) {
-          raw_z[u][e].load(z + row * z_stride + here.column(e));
-          raw_dy[u][e].load(dy + row * dy_stride + here.column(e));
-          elements[u][e].load(from, row, here.column(e));
+          z[u][e].load(from.z + row * from.z_stride + here.column(e));
+          dy[u][e].load(from.dy + row * from.dy_stride + here.column(e));
+          elements[u][e].load(from.from, row, here.column(e));
         }
     }
+  }
+};
 
-    T h[kRows][kValues], g[kRows][kValues], sums[2 * kRows];
-    T operand_gradient[kRows][kValues][chain::kSlots];
+// The first half of a pass: everything up to the sums over the group.
+struct Halfway {
+  T h[kRows][kValues], du[kRows][kValues], sums[2 * kRows];
+  T operand[kRows][kValues][chain::kSlots];
+
+  EPINORM_FUNCTION Halfway(const Pass& pass, const Columns& here, const Tensors& tensors,
+                           const ChannelStore& store, i64 first, ColumnSums& columns) {
 #pragma unroll
     for (int u = 0; u < kRows; ++u) sums[2 * u] = sums[2 * u + 1] = T(0);
 #pragma unroll
     for (int e = 0; e < kVectors; ++e) {
-      Channels channels;
-      if (kKeep) channels = kept[e];
-      else if (here.inside(e)) channels.load(from, here.column(e));
+      const Channels channels = store.get(tensors.from, here, e);
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
-        const bool counts = first + u * kWarpsY < rows && here.inside(e);
+        const bool counts = first + u * kWarpsY < tensors.rows && here.inside(e);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           const int i = e * kVector + j;
           T t[chain::kSlots];
-          operands_at(channels, elements[u][e], j, t);
-          ElementGradient one = through_post(
-              raw_dy[u][e].template get<T>(j),
-              channels.with_bias(raw_z[u][e].template get<T>(j), j), centre[u], scale[u], channels, j,
-              t);
+          operands_at(channels, pass.elements[u][e], j, t);
+          const T x = channels.with_bias(pass.z[u][e].template get<T>(j), j);
+          const T dy = pass.dy[u][e].template get<T>(j);
+          ElementGradient one = through_post(dy, x, pass.mean[u], pass.rstd[u], channels, j, t);
           if (!counts) one = ElementGradient{};
-          h[u][i] = one.normalized;
-          g[u][i] = one.scaled;
-          sums[2 * u] += one.scaled;
-          sums[2 * u + 1] += one.scaled * one.normalized;
-          columns.add(kSumGamma, i, one.output * one.normalized);
-          columns.add(kSumBeta, i, one.output);
+          h[u][i] = one.h;
+          du[u][i] = one.du;
+          const T g = product(one.du, channels.scale(j));
+          sums[2 * u] += g;
+          sums[2 * u + 1] += g * one.h;
+          columns.add(kSumGamma, i, one.du * one.h);
+          columns.add(kSumBeta, i, one.du);
 #pragma unroll
-          for (int k = 0; k < chain::kOperands; ++k) operand_gradient[u][i][k] = one.operand[k];
+          for (int k = 0; k < chain::kOperands; ++k) operand[u][i][k] = one.operand[k];
         }
       }
     }
+  }
+};
+
+// The second half: through the norm and the operations before it.
+EPINORM_FUNCTION void finish_pass(const Pass& pass, const Halfway& half, const Columns& here,
+                                  const Tensors& tensors, const ChannelStore& store, i64 first,
+                                  ColumnSums& columns) {
+#pragma unroll
+  for (int e = 0; e < kVectors; ++e) {
+    const Channels channels = store.get(tensors.from, here, e);
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      const i64 row = first + u * kWarpsY;
+      if (row >= tensors.rows || !here.inside(e)) continue;
+      const GroupGradient group(pass.rstd[u], half.sums[2 * u], half.sums[2 * u + 1]);
+      T dx[kVector], dt[kVector][chain::kSlots];
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const int i = e * kVector + j;
+        T t[chain::kSlots];
+        operands_at(channels, pass.elements[u][e], j, t);
+        const T dv = group.through_norm(half.h[u][i], half.du[u][i], channels.scale(j));
+#pragma unroll
+        for (int k = 0; k < chain::kOperands; ++k) dt[j][k] = half.operand[u][i][k];
+        const T x = channels.with_bias(pass.z[u][e].template get<T>(j), j);
+        dx[j] = chain::pre_backward<T>(dv, x, t, dt[j]);
+        columns.add(kSumBias, i, dx[j]);
+#pragma unroll
+        for (int k = 0; k < chain::kOperands; ++k) columns.add(sum_of_operand(k), i, dt[j][k]);
+      }
+      const i64 offset = row * tensors.width;
+      if (kWriteDz) store_dz<kVector>(tensors.dz, offset, here.column(e), dx);
+#pragma unroll
+      for (int k = 0; k < chain::kOperands; ++k) {
+        if (!writes_operand(k)) continue;
+        T gradient[kVector];
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) gradient[j] = dt[j][k];
+        Vector<P, kVector> packed;
+        packed.set(gradient);
+        packed.store(tensors.outputs.operand[k] + offset + here.column(e));
+      }
+    }
+  }
+}
+
+template <typename TeamType>
+EPINORM_FUNCTION void backward_rows(TeamType team, const Columns& here, const Tensors& tensors,
+                                    ColumnSums& columns) {
+  const ChannelStore store(tensors.from, here);
+  const i64 step = i64(gridDim.y) * kRowsPerPass;
+  i64 first = i64(blockIdx.y) * kRowsPerPass + here.at.row;
+  Pass next;
+  if (kPrefetch) next = Pass(here, tensors, first);
+
+  for (; first < tensors.rows; first += step) {
+    const Pass pass = kPrefetch ? next : Pass(here, tensors, first);
+    if (kPrefetch) next = Pass(here, tensors, first + step);
+
+    Halfway half(pass, here, tensors, store, first, columns);
     if (kSumsGiven) {
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
         const i64 row = first + u * kWarpsY;
-        const bool in_rows = here.live && row < rows;
-        const T* const pair = row_sums + 2 * (row * groups + here.group);
-        sums[2 * u] = in_rows ? pair[0] : T(0);
-        sums[2 * u + 1] = in_rows ? pair[1] : T(0);
+        if (!here.live || row >= tensors.rows) continue;
+        const T* const pair = tensors.row_sums + 2 * (row * tensors.groups + here.group);
+        half.sums[2 * u] = pair[0];
+        half.sums[2 * u + 1] = pair[1];
       }
     } else {
-      team.sum(sums);
+      team.sum(half.sums);
     }
-
-#pragma unroll
-    for (int e = 0; e < kVectors; ++e) {
-      Channels channels;
-      if (kKeep) channels = kept[e];
-      else if (here.inside(e)) channels.load(from, here.column(e));
-#pragma unroll
-      for (int u = 0; u < kRows; ++u) {
-        const i64 row = first + u * kWarpsY;
-        const bool counts = row < rows && here.inside(e);
-        T dx[kVector];
-        T dt[kVector][chain::kSlots];
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          const int i = e * kVector + j;
-          T t[chain::kSlots];
-          operands_at(channels, elements[u][e], j, t);
-          const T dv = through_norm(h[u][i], g[u][i], scale[u], sums[2 * u], sums[2 * u + 1]);
-#pragma unroll
-          for (int k = 0; k < chain::kOperands; ++k) dt[j][k] = operand_gradient[u][i][k];
-          dx[j] = chain::pre_backward<T>(
-              dv, channels.with_bias(raw_z[u][e].template get<T>(j), j), t, dt[j]);
-          if (!counts) continue;
-          columns.add(kSumBias, i, dx[j]);
-#pragma unroll
-          for (int k = 0; k < chain::kOperands; ++k)
-            columns.add(sum_of_operand(k), i, dt[j][k]);
-        }
-        if (!counts) continue;
-        if (kWriteDz) store_dz<kVector>(dz, row * width, here.column(e), dx);
-#pragma unroll
-        for (int k = 0; k < chain::kOperands; ++k) {
-          if (chain::is_channel(k) || !writes_operand(k)) continue;
-          T column[kVector];
-#pragma unroll
-          for (int j = 0; j < kVector; ++j) column[j] = dt[j][k];
-          Vector<P, kVector> packed;
-          packed.set(column);
-          packed.store(outputs.operand[k] + row * width + here.column(e));
-        }
-      }
-    }
+    finish_pass(pass, half, here, tensors, store, first, columns);
   }
 }
 
@@ -214,7 +242,7 @@ EPINORM_FUNCTION void write_partial(const Columns& here, const ColumnSums& colum
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 norm_backward(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict__ z, i64 z_stride,
               const T* __restrict__ mean, const T* __restrict__ rstd,
               const T* __restrict__ row_sums, const Z* __restrict__ bias,
@@ -223,18 +251,19 @@ norm_backward(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict__ z, 
                   EPINORM_OUTPUT_PARAMETERS) {
   wait_for_previous_kernel();
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES};
-  const Outputs outputs = {EPINORM_OUTPUT_POINTERS};
+  const i64 width = i64(groups) * kChannels;
+  const Tensors tensors = {dy,   z,    dy_stride, z_stride, mean,
+                           rstd, row_sums, from,  dz,       {EPINORM_OUTPUT_POINTERS},
+                           rows, width, groups};
   const Columns here(groups);
   ColumnSums columns;
   if constexpr (kBlockTeam) {
     using BlockTeam = Team<kLanes, T, 2 * kRows>;
     __shared__ T scratch[2][2 * kRows][BlockTeam::kWarps];
-    backward_rows(BlockTeam(scratch), here, columns, dy, dy_stride, z, z_stride, mean, rstd,
-                  row_sums, from, outputs, dz, rows, groups);
+    backward_rows(BlockTeam(scratch), here, tensors, columns);
   } else {
-    backward_rows(WarpTeam<kLanes, T>(), here, columns, dy, dy_stride, z, z_stride, mean, rstd,
-                  row_sums, from, outputs, dz, rows, groups);
+    backward_rows(WarpTeam<kLanes, T>(), here, tensors, columns);
   }
   let_next_kernel_start();
-  if (kSums > 0) write_partial(here, columns, partial, i64(groups) * kChannels);
+  if (kSums > 0) write_partial(here, columns, partial, width);
 }

@@ -3,7 +3,7 @@
 #include "dependent.cuh"
 #include "norm_gradient.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 norm_backward_sums(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict__ z, i64 z_stride,
                    const T* __restrict__ mean, const T* __restrict__ rstd, T* __restrict__ row_sums,
                    const Z* __restrict__ bias, const P* __restrict__ gamma,
@@ -34,8 +34,9 @@ norm_backward_sums(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict_
         const T x = channels.with_bias(raw_z.template get<T>(j), j);
         const ElementGradient one =
             through_post(raw_dy.template get<T>(j), x, centre, scale, channels, j, t);
-        sums[0] += one.scaled;
-        sums[1] += one.scaled * one.normalized;
+        const T g = product(one.du, channels.scale(j));
+        sums[0] += g;
+        sums[1] += g * one.h;
       }
     }
     team.sum(sums);

@@ -30,7 +30,7 @@ EPINORM_FUNCTION void statistics(TeamType& team, const Position& at, const T (&v
     for (int e = 0; e < kVectors; ++e)
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        const T distance = at.inside(e) ? v[u][e * kVector + j] - stats[u].mean : T(0);
+        const T distance = at.in_group(e) ? v[u][e * kVector + j] - stats[u].mean : T(0);
         both[2 * u] += distance * distance;
         both[2 * u + 1] += distance;
       }
@@ -53,41 +53,56 @@ EPINORM_FUNCTION void statistics(TeamType& team, const Position& at, const T (&v
   }
 }
 
-template <typename TeamType>
-EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, const Sources& from,
-                                     Y* y, T* mean, T* rstd, i64 rows, int groups) {
-  const Position at;
-  const bool live = at.group < groups;
-  const i64 width = i64(groups) * kChannels;
-  const ChannelStore store(from, at, groups);
+// What a thread reads of the kRows rows of one pass.
+struct Pass {
+  Vector<Z, kVector> raw[kRows][kVectors];
+  Elements elements[kRows][kVectors];
 
-  for (i64 first = i64(blockIdx.y) * kRowsPerPass + at.row; first < rows;
-       first += i64(gridDim.y) * kRowsPerPass) {
-    Vector<Z, kVector> raw[kRows][kVectors];
-    Elements elements[kRows][kVectors];
+  EPINORM_FUNCTION Pass() {}
+
+  EPINORM_FUNCTION Pass(const Position& at, const Z* z, i64 z_stride, const Sources& from, i64 first,
+                        i64 rows) {
 #pragma unroll
     for (int u = 0; u < kRows; ++u)
 #pragma unroll
       for (int e = 0; e < kVectors; ++e) {
         const i64 row = first + u * kWarpsY;
-        if (live && row < rows && at.inside(e)) {
+        if (row < rows && at.inside(e)) {
           raw[u][e].load(z + row * z_stride + at.column(e));
           elements[u][e].load(from, row, at.column(e));
         }
       }
+  }
+};
+
+template <typename TeamType>
+EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, const Sources& from,
+                                     Y* y, T* mean, T* rstd, i64 rows, int groups) {
+  const Position at(groups);
+  const i64 width = i64(groups) * kChannels;
+  const i64 step = i64(gridDim.y) * kRowsPerPass;
+  const ChannelStore store(from, at);
+  i64 first = i64(blockIdx.y) * kRowsPerPass + at.row;
+  Pass next;
+  if (kPrefetch) next = Pass(at, z, z_stride, from, first, rows);
+
+  for (; first < rows; first += step) {
+    const Pass pass = kPrefetch ? next : Pass(at, z, z_stride, from, first, rows);
+    if (kPrefetch) next = Pass(at, z, z_stride, from, first + step, rows);
 
     T v[kRows][kValues];
 #pragma unroll
     for (int e = 0; e < kVectors; ++e) {
-      const Channels channels = store.get(from, at, groups, e);
+      const Channels channels = store.get(from, at, e);
 #pragma unroll
       for (int u = 0; u < kRows; ++u)
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           T t[chain::kSlots];
-          operands_at(channels, elements[u][e], j, t);
-          const T x = chain::pre_apply<T>(channels.with_bias(raw[u][e].template get<T>(j), j), t);
-          v[u][e * kVector + j] = at.inside(e) ? x : T(0);
+          operands_at(channels, pass.elements[u][e], j, t);
+          const T z_value = pass.raw[u][e].template get<T>(j);
+          const T x = chain::pre_apply<T>(channels.with_bias(z_value, j), t);
+          v[u][e * kVector + j] = at.in_group(e) ? x : T(0);
         }
     }
 
@@ -96,19 +111,20 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
 
 #pragma unroll
     for (int e = 0; e < kVectors; ++e) {
-      const Channels channels = store.get(from, at, groups, e);
+      const Channels channels = store.get(from, at, e);
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
         T out[kVector];
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           T t[chain::kSlots];
-          operands_at(channels, elements[u][e], j, t);
-          const T centred = v[u][e * kVector + j] - stats[u].mean - stats[u].shift;
-          out[j] = chain::post_apply<T>(channels.affine(centred * stats[u].rstd, j), t);
+          operands_at(channels, pass.elements[u][e], j, t);
+          const T distance = v[u][e * kVector + j] - stats[u].mean;
+          out[j] = chain::post_apply<T>(
+              channels.normalized(distance, stats[u].shift, stats[u].rstd, j), t);
         }
         const i64 row = first + u * kWarpsY;
-        if (live && row < rows && at.inside(e)) {
+        if (row < rows && at.inside(e)) {
           Vector<Y, kVector> packed;
           packed.set(out);
           packed.store(y + row * width + at.column(e));
@@ -116,7 +132,7 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
       }
     }
 
-    if (kKeepStatistics && live && at.lane == 0) {
+    if (kKeepStatistics && at.live && at.lane == 0) {
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
         const i64 row = first + u * kWarpsY;
@@ -128,7 +144,7 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 norm_forward(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
              const P* __restrict__ gamma, const P* __restrict__ beta, Y* __restrict__ y,
              T* __restrict__ mean, T* __restrict__ rstd, i64 rows,

@@ -32,7 +32,8 @@ struct WideGroup {
     for (int j = 0; j < kVector; ++j) v[j] = cache[channel + j];
   }
 
-  EPINORM_FUNCTION void finish(int channel, const T (&centred)[kVector], T rstd, Y* y) const {
+  EPINORM_FUNCTION void finish(int channel, const T (&distance)[kVector], T shift, T rstd,
+                               Y* y) const {
     Channels channels;
     Elements elements;
     channels.load(from, base + channel);
@@ -42,7 +43,7 @@ struct WideGroup {
     for (int j = 0; j < kVector; ++j) {
       T t[chain::kSlots];
       operands_at(channels, elements, j, t);
-      out[j] = chain::post_apply<T>(channels.affine(centred[j] * rstd, j), t);
+      out[j] = chain::post_apply<T>(channels.normalized(distance[j], shift, rstd, j), t);
     }
     Vector<Y, kVector> packed;
     packed.set(out);
@@ -50,7 +51,7 @@ struct WideGroup {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 norm_forward_wide(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
                   const P* __restrict__ gamma, const P* __restrict__ beta, Y* __restrict__ y,
                   T* __restrict__ mean, T* __restrict__ rstd, i64 rows,
@@ -100,8 +101,8 @@ norm_forward_wide(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ b
     for (int channel = begin; channel < kChannels; channel += kStep) {
       wide.get(cache, channel, v);
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) v[j] = v[j] - centre - shift;
-      wide.finish(channel, v, scale, y + row * (i64(groups) * kChannels));
+      for (int j = 0; j < kVector; ++j) v[j] -= centre;
+      wide.finish(channel, v, shift, scale, y + row * (i64(groups) * kChannels));
     }
     if (kKeepStatistics && threadIdx.x == 0) {
       if (chain::kCentred) mean[row * groups + group] = centre + shift;

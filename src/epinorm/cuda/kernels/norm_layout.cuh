@@ -7,7 +7,7 @@
 // beta are read once (kKeep) and column sums stay in registers.
 //
 // The prelude gives the types; kChannels in a group, kVector, kLanes, kVectors, kRows, kWarpsX,
-// kWarpsY, kKeep; kHasBias, kHasGamma, kHasBeta; the text of the chain. See norm_text.py.
+// kWarpsY, kKeep, kPrefetch, kResident; kHasBias, kHasGamma, kHasBeta; the text of the chain. See norm_text.py.
 #pragma once
 #include "norm_types.cuh"
 #include "reduce.cuh"
@@ -25,8 +25,9 @@ struct Position {
   int group;
   int lane;  // in the team
   int row;   // in a pass over kRowsPerPass rows
+  bool live;
 
-  EPINORM_FUNCTION Position() {
+  EPINORM_FUNCTION explicit Position(int groups) {
     if (kBlockTeam) {
       group = blockIdx.x;
       lane = threadIdx.x;
@@ -38,11 +39,13 @@ struct Position {
       lane = warp_lane % kLanes;
       row = warp / kWarpsX;
     }
+    live = group < groups;
   }
 
   // First channel of this lane's vector e, counted in the group.
   EPINORM_FUNCTION int channel(int e) const { return (e * kLanes + lane) * kVector; }
-  EPINORM_FUNCTION bool inside(int e) const { return kExact || channel(e) < kChannels; }
+  EPINORM_FUNCTION bool in_group(int e) const { return kExact || channel(e) < kChannels; }
+  EPINORM_FUNCTION bool inside(int e) const { return live && in_group(e); }
   EPINORM_FUNCTION int column(int e) const { return group * kChannels + channel(e); }
 };
 
@@ -71,6 +74,13 @@ struct Channels {
 
   EPINORM_FUNCTION T with_bias(T z, int j) const { return kHasBias ? z + bias.get<T>(j) : z; }
   EPINORM_FUNCTION T scale(int j) const { return kHasGamma ? gamma.get<T>(j) : T(1); }
+  // gamma * (distance - shift) * rstd + beta with the fewest roundings on the large term.
+  EPINORM_FUNCTION T normalized(T distance, T shift, T rstd, int j) const {
+    const T factor = kHasGamma ? rstd * gamma.get<T>(j) : rstd;
+    if (!chain::kCentred) return kHasBeta ? distance * factor + beta.get<T>(j) : distance * factor;
+    const T constant = kHasBeta ? beta.get<T>(j) - shift * factor : -shift * factor;
+    return distance * factor + constant;
+  }
   EPINORM_FUNCTION T affine(T normalized, int j) const {
     const T scaled = kHasGamma ? normalized * gamma.get<T>(j) : normalized;
     return kHasBeta ? scaled + beta.get<T>(j) : scaled;
@@ -97,21 +107,23 @@ EPINORM_FUNCTION void operands_at(const Channels& channels, const Elements& elem
 }
 
 // The channels' values of vector e: kept in registers over all rows where there are few of them,
-// else read again (from L1) for each pass.
+// else read again (from L1) for each pass. Place is Position, or whatever has inside and column.
 struct ChannelStore {
   Channels kept[kKeep ? kVectors : 1];
 
-  EPINORM_FUNCTION ChannelStore(const Sources& from, const Position& at, int groups) {
+  template <typename Place>
+  EPINORM_FUNCTION ChannelStore(const Sources& from, const Place& at) {
     if (!kKeep) return;
 #pragma unroll
     for (int e = 0; e < kVectors; ++e)
-      if (at.group < groups && at.inside(e)) kept[e].load(from, at.column(e));
+      if (at.inside(e)) kept[e].load(from, at.column(e));
   }
 
-  EPINORM_FUNCTION Channels get(const Sources& from, const Position& at, int groups, int e) const {
+  template <typename Place>
+  EPINORM_FUNCTION Channels get(const Sources& from, const Place& at, int e) const {
     if (kKeep) return kept[e];
     Channels channels;
-    if (at.group < groups && at.inside(e)) channels.load(from, at.column(e));
+    if (at.inside(e)) channels.load(from, at.column(e));
     return channels;
   }
 };
