@@ -59,12 +59,11 @@ format: $(READY)  ## format and mend what ruff can mend
 test-gpu:  ## run tests/gpu with the Python that is there (nothing is installed)
 	@$(PYTHON_HERE) -m pytest tests/gpu $(ARGS)
 
-sanitize-gpu:  ## run tests/gpu's sanitizer subset under compute-sanitizer (nothing is installed)
-	@$(PYTHON_HERE) -m pytest --version >/dev/null
-	@for tool in memcheck racecheck synccheck; do \
+sanitize-gpu:  ## run every kind of norm kernel under compute-sanitizer (nothing is installed)
+	@for tool in memcheck initcheck racecheck synccheck; do \
 	  echo "compute-sanitizer --tool $$tool"; \
-	  PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 9 --target-processes all \
-	    $${PYTHON:-python3} -m pytest tests/gpu -x -q -m "gpu and not slow" $(ARGS); \
+	  PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool \
+	    --error-exitcode 9 $${PYTHON:-python3} tests/gpu/sanitize.py $(ARGS); \
 	done
 
 bench-gpu:  ## time every named shape with the Python that is there (nothing is installed)

@@ -1,0 +1,130 @@
+"""The backward norm kernel on a GPU: what test_norm_forward.py's shared checks leave out."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from epinorm.accuracy import relative_error
+from epinorm.chain import Chain
+from epinorm.cuda.backward import backward
+from epinorm.cuda.forward import forward
+from epinorm.cuda.norm_backward import norm_backward
+from epinorm.plan import Forward, Inputs, Plan, Problem, Wanted
+
+PLAN = Plan("epilogue", "test")
+CHAINS = (
+    "group_norm(3)|leaky_relu(0.1)|scale(2)",
+    "gelu|mul_channel|group_norm(3)|add_residual|silu|add_channel",
+    "add_residual|tanh|layer_norm|mul_channel|softplus",
+    "rms_norm|mish",
+)
+
+
+class LinearNorm(torch.autograd.Function):
+    """forward() and backward() of the CUDA backend as autograd sees them."""
+
+    @staticmethod
+    def forward(ctx, chain: str, x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+        inputs = Inputs(x, weight, *rest[:3], tuple(rest[3:]))
+        n, dtype = weight.shape[0], x.dtype
+        precision = "native" if dtype != torch.float32 else "highest"
+        ctx.problem = Problem(
+            Chain.parse(chain), *x.shape, n, dtype, dtype, dtype, True, True, True, True, x.device,
+            precision,
+        )  # fmt: skip
+        kept = forward(ctx.problem, PLAN, inputs)
+        ctx.save_for_backward(*inputs[:5], *inputs.operands, *kept)
+        return kept.y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        saved = ctx.saved_tensors
+        inputs = Inputs(*saved[:5], tuple(saved[5:-4]))
+        need = ctx.needs_input_grad
+        want = Wanted(*need[1:6], tuple(need[6:]))
+        found = backward(ctx.problem, PLAN, inputs, Forward(*saved[-4:]), dy, want)
+        return None, *found[:5], *found.operands
+
+
+def tensors(chain: str, m: int, k: int, n: int, dtype: torch.dtype) -> list[Tensor]:
+    shapes = [(m, k), (n, k), (n,), (n,), (n,)]
+    shapes += [(n,) if kind == "channel" else (m, n) for kind in Chain.parse(chain).operand_kinds]
+    return [torch.randn(s, device="cuda", dtype=dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_gradcheck_in_float64(chain):
+    leaves = tensors(chain, 5, 4, 12, torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda *t: LinearNorm.apply(chain, *t), leaves, eps=1e-6, atol=1e-6, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("index", range(7))
+def test_each_wanted_gradient_alone_is_that_of_all(index):
+    chain = CHAINS[1]
+    leaves = tensors(chain, 33, 8, 48, torch.float32)
+    y = LinearNorm.apply(chain, *leaves)
+    dy = torch.randn_like(y)
+    every = torch.autograd.grad(y, leaves, dy)
+    alone = [t.detach().requires_grad_(i == index) for i, t in enumerate(leaves)]
+    (found,) = torch.autograd.grad(LinearNorm.apply(chain, *alone), [alone[index]], dy)
+    assert relative_error(found, every[index]) < 1e-6
+
+
+def test_broadcast_gradient_of_a_sum():
+    leaves = tensors(CHAINS[0], 17, 8, 48, torch.float32)
+    found = torch.autograd.grad(LinearNorm.apply(CHAINS[0], *leaves).sum(), leaves)
+    y = LinearNorm.apply(CHAINS[0], *leaves)
+    dense = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert all(torch.equal(a, b) for a, b in zip(found, dense, strict=True))
+
+
+def test_nan_in_dy_stays_in_its_row_and_group(norm_case):
+    case = norm_case(16, 3, 9)
+    kept = case.forward()
+    clean = case.backward(kept)
+    case.dy[4, 20] = float("nan")
+    found = case.backward(kept)
+    hit = torch.zeros_like(case.z, dtype=torch.bool)
+    hit[4, 16:32] = True
+    assert torch.equal(found["dz"].isnan(), hit)
+    assert torch.equal(found["dz"][~hit], clean["dz"][~hit])
+    assert found["norm_weight"].isnan().nonzero().flatten().tolist() == [20]
+    assert found["bias"].isnan().nonzero().flatten().tolist() == list(range(16, 32))
+
+
+@pytest.mark.parametrize("m", [1, 1024])
+def test_sums_over_rows_are_as_accurate_as_eagers(norm_case, m):
+    """One sign throughout: sums that grow, where the order of addition matters."""
+    case = norm_case(32, 4, m, uniform=True)
+    case.dy = case.dy.abs()
+    case.check()
+
+
+def test_no_rows_give_zero_sums(norm_case):
+    case = norm_case(16, 2, 0)
+    found = case.backward(case.forward())
+    assert all(not t.any() for t in found.values())
+    assert found["norm_weight"].shape == (32,)
+
+
+def test_streams_do_not_share_memory(norm_case):
+    """Two problems of the same sizes on two streams at once: each has its own partial sums."""
+    cases = [norm_case(16, 64, 2048) for _ in range(2)]
+    for case in cases:
+        case.problem = cases[0].problem
+    kept = [case.forward() for case in cases]
+    expected = [case.backward(k) for case, k in zip(cases, kept, strict=True)]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    found = []
+    for _, (case, k, stream) in itertools.product(range(5), zip(cases, kept, streams, strict=True)):
+        with torch.cuda.stream(stream):
+            found.append(norm_backward(case.problem, case.inputs, k, case.dy, case.want))
+    torch.cuda.synchronize()
+    for i, result in enumerate(found):
+        assert torch.equal(result.norm_weight, expected[i % 2]["norm_weight"])
+        assert torch.equal(result.dz, expected[i % 2]["dz"])
