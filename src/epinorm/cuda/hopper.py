@@ -1,0 +1,192 @@
+"""The Hopper kernel's instances: a tile's constants → the kernel's text → its launch.
+
+One instance is one chain, one tile and one set of dtypes. `kernels/hopper_linear_norm.cu` says how
+the kernel works; `hopper_plan.py` which tile a problem takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+from epinorm.chain import Chain
+from epinorm.cuda.codegen import chain_text
+from epinorm.cuda.jit import KernelSource
+from epinorm.cuda.source import float_literal, kernel_text
+
+__all__ = ["Instance", "Tile", "linear_norm_source", "shared_bytes", "wgmma_text"]
+
+ARCH = "sm_90a"
+THREADS = 384
+BLOCK_K = 64
+SHARED_LIMIT = 232448
+"""Bytes of shared memory that a block of sm_90 can have (CUDA programming guide, table of compute
+capabilities)."""
+
+_STORE_BYTES = 2 * 4 * 2048  # warpgroups x warps x bytes of a buffer: hopper_store.cuh
+_TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "Bfloat16"}
+_PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a block cuts the product; the fields are the constants of `hopper_pipeline.cuh`.
+
+    block_m, block_n: rows and columns of a tile. stages: slots of the ring. ping_pong: each
+    warpgroup has tiles of its own. cluster: blocks that share the loads of B. group: row tiles that
+    share a column tile. fold_steps: steps of 64 between folds (two planes).
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    ping_pong: bool = True
+    cluster: int = 1
+    group: int = 16
+    fold_steps: int = 4
+
+
+@dataclass(frozen=True)
+class Instance:
+    """Everything that one compiled kernel is specialised for."""
+
+    chain: Chain
+    tile: Tile
+    group_columns: int
+    planes: int
+    scaled: bool
+    operand_dtype: torch.dtype
+    norm_dtype: torch.dtype
+    kept_dtype: torch.dtype
+    out_dtype: torch.dtype
+    has_bias: bool
+    has_gamma: bool
+    has_beta: bool
+    keep: bool
+
+
+def wgmma_text(columns: int, dtype: torch.dtype, major_k_a: bool, major_k_b: bool) -> str:
+    """The instruction wgmma.mma_async.m64n<columns>k16 with fp32 accumulators as a function."""
+    count = columns // 2
+    kind = _PTX_TYPES[dtype]
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    flags = f"1, 1, {int(not major_k_a)}, {int(not major_k_b)}"
+    return (
+        f"__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, "
+        "unsigned long long b, int accumulate) {\n"
+        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; '
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+        f'{{{registers}}}, %{count}, %{count + 1}, p, {flags}; }}"\n'
+        f'    : {outputs} : "l"(a), "l"(b), "r"(accumulate));\n}}\n'
+    )
+
+
+def _constants(values: dict[str, int | bool]) -> str:
+    lines = []
+    for name, value in values.items():
+        kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", value)
+        lines.append(f"constexpr {kind} {name} = {text};\n")
+    return "".join(lines)
+
+
+def product_prelude(
+    tile: Tile,
+    planes: int,
+    dtype: torch.dtype,
+    major_k_a: bool = True,
+    major_k_b: bool = True,
+) -> str:
+    """The constants that `hopper_pipeline.cuh` needs, and the product instruction."""
+    return _constants(
+        {
+            "kBlockM": tile.block_m,
+            "kBlockN": tile.block_n,
+            "kBlockK": BLOCK_K,
+            "kStages": tile.stages,
+            "kPlanes": planes,
+            "kFoldSteps": tile.fold_steps,
+            "kMajorKA": major_k_a,
+            "kMajorKB": major_k_b,
+            "kCluster": tile.cluster,
+            "kTileGroup": max(tile.group // tile.cluster, 1),
+            "kPingPong": tile.ping_pong,
+        }
+    ) + wgmma_text(tile.block_n, dtype, major_k_a, major_k_b)
+
+
+def stage_bytes(tile: Tile, planes: int) -> int:
+    return planes * (tile.block_m + tile.block_n) * BLOCK_K * 2
+
+
+def _barrier_bytes(tile: Tile) -> int:
+    return (2 * tile.stages + 2) * 8
+
+
+def vectors(instance: Instance) -> int:
+    """How many vectors over the columns the epilogue keeps in shared memory."""
+    flags = (instance.has_bias, instance.has_gamma, instance.has_beta, instance.scaled)
+    return sum(flags) + instance.chain.operand_kinds.count("channel")
+
+
+def shared_bytes(instance: Instance) -> int:
+    """Dynamic shared memory of a block, as `hopper_linear_norm.cu` lays it out."""
+    tile = instance.tile
+    ring = tile.stages * stage_bytes(tile, instance.planes)
+    return ring + _STORE_BYTES + 2 * vectors(instance) * tile.block_n * 4 + _barrier_bytes(tile)
+
+
+_HOMOGENEOUS = ("identity", "relu", "leaky_relu")
+
+
+def _without_scale(chain: Chain) -> tuple[Chain, float]:
+    """Take a last scale by a power of two out of post, where gamma and beta can carry it.
+
+    f(c x) = c f(x) for c > 0 and the operations before it; a power of two leaves every bit as it is.
+    """
+    if not chain.post or chain.post[-1].name != "scale":
+        return chain, 1.0
+    factor = chain.post[-1].constants[0]
+    exact = factor > 0 and math.frexp(factor)[0] == 0.5
+    if not exact or any(op.name not in _HOMOGENEOUS for op in chain.post[:-1]):
+        return chain, 1.0
+    return dataclasses.replace(chain, post=chain.post[:-1]), factor
+
+
+def linear_norm_source(instance: Instance) -> KernelSource:
+    """The kernel's text for one instance; compiles without a GPU."""
+    chain, affine_scale = instance.chain, 1.0
+    if instance.has_gamma and instance.has_beta:
+        chain, affine_scale = _without_scale(chain)
+    kinds = chain.operand_kinds
+    constants = _constants(
+        {
+            "kGroupColumns": instance.group_columns,
+            "kHasBias": instance.has_bias,
+            "kHasGamma": instance.has_gamma,
+            "kHasBeta": instance.has_beta,
+            "kScaled": instance.scaled,
+            "kKeep": instance.keep,
+            "kChannelOperands": kinds.count("channel"),
+        }
+    )
+    names = [f"operand{i}" for i in range(len(kinds))]
+    parameters = "".join(f", const typename NormType::Storage* {name}" for name in names)
+    types = (
+        f"#define OutType {_TYPES[instance.out_dtype]}\n"
+        f"#define KeptType {_TYPES[instance.kept_dtype]}\n"
+        f"#define NormType {_TYPES[instance.norm_dtype]}\n"
+        f"#define OPERAND_PARAMETERS {parameters}\n"
+        f"#define OPERAND_LIST {{{', '.join(names) or 'nullptr'}}}\n"
+    )
+    prelude = (
+        product_prelude(instance.tile, instance.planes, instance.operand_dtype)
+        + constants
+        + f"constexpr float kAffineScale = {float_literal(affine_scale)};\n"
+        + chain_text(chain)
+        + types
+    )
+    return KernelSource("linear_norm", kernel_text("hopper_linear_norm.cu", prelude), ARCH)

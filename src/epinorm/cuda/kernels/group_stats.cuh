@@ -1,0 +1,72 @@
+// Normalisation of the groups of a row straight from wgmma's accumulators. A quad of four lanes holds
+// a row of a 64-row accumulator: lane q the columns 8 j + 2 q and 8 j + 2 q + 1 of every chunk j of 8
+// columns, and the same of the row 8 below (PTX ISA, "Register Fragments for wgmma.m64nNk16").
+#pragma once
+
+constexpr int kChunkColumns = 8;
+
+// Where column 8 chunk + 2 q + i stands in the accumulators, for the upper and the lower row.
+__device__ __forceinline__ constexpr int accumulator(int chunk, int lower, int i) {
+  return chunk * 4 + lower * 2 + i;
+}
+
+// A segment is what a lane normalises at once: kGroupChunks chunks of one row. Groups of fewer than
+// 8 columns share a chunk, each on its own lanes of the quad.
+template <int kGroupColumns>
+struct Segments {
+  static_assert(kGroupColumns == 2 || kGroupColumns == 4 || kGroupColumns % 8 == 0, "");
+  static constexpr int kGroupChunks = kGroupColumns >= 8 ? kGroupColumns / 8 : 1;
+  static constexpr int kLanes = kGroupColumns >= 8 ? 4 : kGroupColumns / 2;  // of a quad
+
+  // The sum over the lanes that hold columns of one group.
+  static __device__ __forceinline__ float sum(float value) {
+    if (kLanes >= 2) value += __shfl_xor_sync(0xffffffffu, value, 1);
+    if (kLanes == 4) value += __shfl_xor_sync(0xffffffffu, value, 2);
+    return value;
+  }
+  // Which group of the tile a lane's part of a segment belongs to, and whether it speaks for it.
+  static __device__ __forceinline__ int group(int segment, int quad_lane) {
+    return segment * (4 / kLanes) + quad_lane / kLanes;
+  }
+  static __device__ __forceinline__ bool leads(int quad_lane) { return quad_lane % kLanes == 0; }
+};
+
+template <int kCount>
+__device__ __forceinline__ float total(const float (&sums)[kCount]) {
+  return kCount == 4 ? (sums[0] + sums[1]) + (sums[2] + sums[kCount - 1]) : sums[0] + sums[1];
+}
+
+struct Statistics {
+  float mean, rstd;
+};
+
+// Normalises a segment in place; returns its mean and 1 / sqrt(variance + eps). The variance is the
+// mean of the centred squares: as the difference of two large numbers it would lose everything.
+template <int kGroupColumns, bool kCentred, int kCount>
+__device__ __forceinline__ Statistics normalise_group(float (&values)[kCount], int segment,
+                                                      int lower, float eps) {
+  using Group = Segments<kGroupColumns>;
+  constexpr float kWeight = 1.0f / kGroupColumns;
+  constexpr int kChains = Group::kGroupChunks % 2 == 0 ? 4 : 2;  // independent sums
+  const int first = segment * Group::kGroupChunks;
+  float mean = 0.0f, sums[kChains] = {};
+  if (kCentred) {
+#pragma unroll
+    for (int i = 0; i < Group::kGroupChunks * 2; ++i)
+      sums[i % kChains] += values[accumulator(first + i / 2, lower, i % 2)];
+    mean = Group::sum(total(sums)) * kWeight;
+#pragma unroll
+    for (int i = 0; i < kChains; ++i) sums[i] = 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < Group::kGroupChunks * 2; ++i) {
+    float& value = values[accumulator(first + i / 2, lower, i % 2)];
+    if (kCentred) value -= mean;
+    sums[i % kChains] += value * value;
+  }
+  const float rstd = rsqrtf(Group::sum(total(sums)) * kWeight + eps);
+#pragma unroll
+  for (int i = 0; i < Group::kGroupChunks * 2; ++i)
+    values[accumulator(first + i / 2, lower, i % 2)] *= rstd;
+  return {mean, rstd};
+}

@@ -1,0 +1,105 @@
+// Barriers of sm_90: mbarriers in shared memory, named barriers, the cluster's barrier.
+// PTX ISA, "Parallel Synchronization and Communication Instructions". One instruction a function.
+#pragma once
+#include "integers.cuh"
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// mbarrier.init
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// fence.mbarrier_init: the inits are seen by the cluster and by the copy engine.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// mbarrier.arrive.expect_tx: arrive, and let the phase also wait for `bytes` copied bytes.
+__device__ __forceinline__ void barrier_arrive_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// mbarrier.arrive on a barrier of this block.
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// mapa + mbarrier.arrive on the same barrier of block `rank` of the cluster. Without .release.cluster:
+// that would wait for all of this thread's memory (a MEMBAR.GPU, measured: 255 instead of 177 us on
+// kb62), and the arrival only tells that wgmma, which has been waited for, has read its operands.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+  asm volatile(
+      "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+      " mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// mbarrier.try_wait.parity
+__device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
+      " selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+#ifdef EPINORM_BOUNDED_WAITS
+  // For trying a new kernel: a wait that would never end gives up, and the result is wrong. (A trap
+  // here would be an exit that both roles share, and ptxas then drops the roles' register counts.)
+  for (u32 tries = 0; tries < EPINORM_BOUNDED_WAITS && !barrier_try_wait(barrier, parity); ++tries) {
+  }
+#else
+  while (!barrier_try_wait(barrier, parity)) {
+  }
+#endif
+}
+
+// bar.sync: all `threads` threads that name barrier `id`.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// bar.arrive: counted, without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// barrier.cluster: every thread of every block of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// %cluster_ctarank
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// setmaxnreg: hand registers from the producer to the consumers.
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// griddepcontrol.wait: what the kernel ahead in the stream wrote can be read from here on.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+// griddepcontrol.launch_dependents: the next kernel's blocks may start.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}

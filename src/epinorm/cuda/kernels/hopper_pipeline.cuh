@@ -1,0 +1,280 @@
+// The matrix product of the Hopper kernels: D[m, n] = sum over k of A[m, k] B[n, k], both operands as
+// one or two planes of 16-bit numbers, from tensor maps through a ring in shared memory into
+// registers. One producer thread loads; two warpgroups multiply.
+//
+// Two ways to share the work. Ping-pong: each warpgroup takes every second tile for itself, so that
+// one's epilogue runs behind the other's products. Together: both multiply one tile, each half of its
+// rows; two planes need this, since their accumulators fill the registers.
+//
+// The prelude (hopper.py) defines, as constexpr:
+//   kBlockM, kBlockN, kBlockK = 64         the tile and the step along the summed index
+//   kPingPong                              see above
+//   kStages                                slots of the ring
+//   kPlanes, kFoldSteps                    2 planes: three products, see multiply_step()
+//   kMajorKA, kMajorKB                     the operand's rows run along the summed index
+//   kCluster                               1, or 2: two blocks below each other share B's loads
+//   kTileGroup                             see TileOrder
+// and the instruction wgmma(float (&d)[kAccumulators], u64 a, u64 b, int accumulate).
+#pragma once
+#include "hopper_barrier.cuh"
+#include "hopper_tma.cuh"
+#include "hopper_wgmma.cuh"
+
+constexpr int kWarpgroupThreads = 128;
+constexpr int kConsumers = 2;  // warpgroups, the block's first threads
+constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
+constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
+constexpr int kTileConsumers = kPingPong ? 1 : kConsumers;  // that multiply one tile
+constexpr int kTurns = kConsumers / kTileConsumers;         // tiles in work at once
+
+constexpr int kProductM = 64;  // rows of one wgmma
+constexpr int kRowBlocks = kBlockM / kProductM / kTileConsumers;  // of a consumer
+constexpr int kAccumulators = kProductM * kBlockN / kWarpgroupThreads;  // of a row block
+
+// setmaxnreg counts in warpgroups, so the producer is a whole one: 128 * 24 + 256 * 240 = 64512 of
+// the 65536 registers.
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+
+constexpr int kPlaneBytesA = kBlockM * kBlockK * 2;
+constexpr int kPlaneBytesB = kBlockN * kBlockK * 2;
+constexpr int kStageBytes = kPlanes * (kPlaneBytesA + kPlaneBytesB);
+constexpr int kBoxBytes = 64 * kSwizzleRowBytes;  // 64 x 64 elements of an operand not K-major
+static_assert(kMajorKB || kBlockN % 64 == 0, "boxes of 64 cover the tile");
+static_assert(kPlaneBytesB / kCluster % kAtomBytes == 0, "each block's share is whole atoms");
+
+constexpr float kLowScale = 1.0f / 2048.0f;  // the lo plane is stored times 2^11
+
+// Shared addresses. turn: in ping-pong, a barrier a consumer that says: yours are the next steps.
+struct Ring {
+  u32 data, full, empty, turn;
+
+  __device__ __forceinline__ u32 a(int stage, int plane) const {
+    return data + stage * kStageBytes + plane * kPlaneBytesA;
+  }
+  __device__ __forceinline__ u32 b(int stage, int plane) const {
+    return data + stage * kStageBytes + kPlanes * kPlaneBytesA + plane * kPlaneBytesB;
+  }
+  __device__ __forceinline__ Ring(u32 data, u32 barriers)
+      : data(data),
+        full(barriers),
+        empty(barriers + kStages * 8),
+        turn(barriers + 2 * kStages * 8) {}
+
+  __device__ __forceinline__ u32 full_barrier(int stage) const { return full + stage * 8; }
+  __device__ __forceinline__ u32 empty_barrier(int stage) const { return empty + stage * 8; }
+  __device__ __forceinline__ u32 turn_barrier(int consumer) const { return turn + consumer * 8; }
+};
+
+// A place in the ring; its parity flips each time round.
+struct Slot {
+  int stage = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void skip(int steps) {
+    const int rounds = (stage + steps) / kStages;
+    stage += steps - rounds * kStages;
+    parity ^= rounds & 1;
+  }
+};
+
+struct Operands16 {
+  const TensorMap *a[2], *b[2];  // plane hi, plane lo
+};
+
+struct Tile {
+  int m, n;  // first row and column
+};
+
+// Tiles in the order in which blocks take them: kTileGroup row tiles share a column tile, so that a
+// wave of blocks reads few different rows of A and of B, both from L2.
+struct TileOrder {
+  int row_tiles, column_tiles;  // row tiles of a whole cluster
+
+  __device__ __forceinline__ TileOrder(int m, int n)
+      : row_tiles((m + kCluster * kBlockM - 1) / (kCluster * kBlockM)),
+        column_tiles((n + kBlockN - 1) / kBlockN) {}
+
+  __device__ __forceinline__ int count() const { return row_tiles * column_tiles; }
+
+  __device__ __forceinline__ Tile tile_at(int index, int rank) const {
+    const int per_group = kTileGroup * column_tiles;
+    const int group = index / per_group, rest = index - group * per_group;
+    const int first = group * kTileGroup;
+    const int rows = min(kTileGroup, row_tiles - first);
+    const int column = rest / rows, row = first + rest - column * rows;
+    return {(row * kCluster + rank) * kBlockM, column * kBlockN};
+  }
+};
+
+__device__ __forceinline__ void ring_init(const Ring& ring) {
+  constexpr int kConsumerWarps = kTileConsumers * kWarpgroupThreads / 32;
+  for (int stage = 0; stage < kStages; ++stage) {
+    barrier_init(ring.full_barrier(stage), 1);
+    barrier_init(ring.empty_barrier(stage), kConsumerWarps * kCluster);
+  }
+  for (int consumer = 0; consumer < kConsumers; ++consumer)
+    barrier_init(ring.turn_barrier(consumer), kWarpgroupThreads / 32);
+  barrier_init_fence();
+}
+
+// ---- the producer: one thread ----
+
+template <bool kMajorK, int kRows>
+__device__ __forceinline__ void load_operand(u32 to, const TensorMap* map, u32 barrier, int k,
+                                             int row) {
+  if (kMajorK) {
+    tma_load(to, map, barrier, k, row);
+  } else {
+    for (int box = 0; box < kRows / 64; ++box)
+      tma_load(to + box * kBoxBytes, map, barrier, row + box * 64, k);
+  }
+}
+
+// This block's half of B, into both blocks.
+template <bool kMajorK, int kRows>
+__device__ __forceinline__ void load_shared_operand(u32 to, const TensorMap* map, u32 barrier,
+                                                    int k, int row, int rank) {
+  constexpr u16 kBothBlocks = 3;
+  constexpr int kHalf = kRows / kCluster;
+  if (kMajorK) {
+    tma_load_multicast(to + rank * kHalf * kSwizzleRowBytes, map, barrier, k, row + rank * kHalf,
+                       kBothBlocks);
+  } else {
+    for (int box = rank * kHalf / 64; box < (rank + 1) * kHalf / 64; ++box)
+      tma_load_multicast(to + box * kBoxBytes, map, barrier, row + box * 64, k, kBothBlocks);
+  }
+}
+
+__device__ __forceinline__ void load_tile(const Ring& ring, Slot& slot, const Operands16& operands,
+                                          Tile tile, int k_steps, int rank) {
+  for (int step = 0; step < k_steps; ++step, slot.next()) {
+    const int k = step * kBlockK;
+    const u32 full = ring.full_barrier(slot.stage);
+    barrier_wait(ring.empty_barrier(slot.stage), slot.parity ^ 1);
+    barrier_arrive_expect(full, kStageBytes);
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      load_operand<kMajorKA, kBlockM>(ring.a(slot.stage, plane), operands.a[plane], full, k, tile.m);
+      if (kCluster == 1)
+        load_operand<kMajorKB, kBlockN>(ring.b(slot.stage, plane), operands.b[plane], full, k,
+                                        tile.n);
+      else
+        load_shared_operand<kMajorKB, kBlockN>(ring.b(slot.stage, plane), operands.b[plane], full,
+                                               k, tile.n, rank);
+    }
+  }
+}
+
+// ---- the consumers: a warpgroup ----
+
+// The slot is free as soon as every consumer warp of every block that it was loaded into says so.
+__device__ __forceinline__ void release(const Ring& ring, int stage) {
+  const int lane = threadIdx.x % 32;
+  if (kCluster == 1) {
+    if (lane == 0) barrier_arrive(ring.empty_barrier(stage));
+  } else if (lane < kCluster) {
+    barrier_arrive_at(ring.empty_barrier(stage), lane);
+  }
+}
+
+using Accumulators = float[kRowBlocks][kAccumulators];
+
+__device__ __forceinline__ void keep_after_wait(Accumulators& values) {
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) keep_after_wait(values[block]);
+}
+
+// One step of 64 along k. With two planes, v = hi + lo 2^-11: the products lo hi and hi lo go into
+// accumulators of their own, which are 2^-11 of the result and so need no folding.
+__device__ __forceinline__ void multiply_step(Accumulators& main, Accumulators* cross,
+                                              const Ring& ring, int stage, int first_block,
+                                              bool main_started, bool cross_started) {
+  constexpr u32 kRowBlockBytes = kMajorKA ? kProductM * kSwizzleRowBytes : kBoxBytes;
+#pragma unroll
+  for (int i = 0; i < kBlockK / 16; ++i) {
+    const u64 at_a = i * (step_bytes<kMajorKA>() >> 4), at_b = i * (step_bytes<kMajorKB>() >> 4);
+    u64 b[kPlanes];
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane)
+      b[plane] = descriptor<kMajorKB, kBoxBytes>(ring.b(stage, plane)) + at_b;
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block) {
+      u64 a[kPlanes];
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane)
+        a[plane] = descriptor<kMajorKA, kBoxBytes>(ring.a(stage, plane) +
+                                                   (first_block + block) * kRowBlockBytes) +
+                   at_a;
+      if constexpr (kPlanes == 2) {
+        wgmma((*cross)[block], a[1], b[0], cross_started || i > 0);
+        wgmma((*cross)[block], a[0], b[1], 1);
+      }
+      wgmma(main[block], a[0], b[0], main_started || i > 0);
+    }
+  }
+}
+
+// The products of steps [first, last] into main, which starts from nothing; all done on return.
+template <class Issued>
+__device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators* cross,
+                                               const Ring& ring, Slot& slot, int first_block,
+                                               int first, int last, Issued issued) {
+  for (int step = first; step <= last; ++step) {
+    barrier_wait(ring.full_barrier(slot.stage), slot.parity);
+    wgmma_fence();
+    multiply_step(main, cross, ring, slot.stage, first_block, step > first, step > 0);
+    wgmma_commit();
+    if (step > first) {
+      wgmma_wait<1>();
+      release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
+    }
+    slot.next();
+  }
+  issued(last);
+  wgmma_wait<0>();
+  keep_after_wait(main);
+  if constexpr (kPlanes == 2) keep_after_wait(*cross);
+  release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
+}
+
+// One tile's product into `result`. Hopper's tensor cores cut sums toward zero at 25 bits (MMA-Sim,
+// arXiv 2511.10909): with two planes the running sum is added into full fp32 every kFoldSteps.
+//
+// In ping-pong a consumer starts when the other has seen all steps of its tile arrive: a barrier's
+// parity tells a phase from the next one, not from the one after that.
+__device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& ring, Slot& slot,
+                                              int consumer, int first_block, int k_steps,
+                                              int count) {
+  if (kPingPong) barrier_wait(ring.turn_barrier(consumer), (count & 1) ^ (consumer == 0));
+  const auto pass_turn = [&](int last) {
+    if (kPingPong && last == k_steps - 1 && threadIdx.x % 32 == 0)
+      barrier_arrive(ring.turn_barrier(consumer ^ 1));
+  };
+  if constexpr (kPlanes == 1) {
+    multiply_steps(result, nullptr, ring, slot, first_block, 0, k_steps - 1, pass_turn);
+  } else {
+    Accumulators part, cross;
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block)
+#pragma unroll
+      for (int i = 0; i < kAccumulators; ++i) result[block][i] = 0.0f;
+    for (int first = 0; first < k_steps; first += kFoldSteps) {
+      const int last = min(first + kFoldSteps, k_steps) - 1;
+      multiply_steps(part, &cross, ring, slot, first_block, first, last, pass_turn);
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block)
+#pragma unroll
+        for (int i = 0; i < kAccumulators; ++i) result[block][i] += part[block][i];
+    }
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block)
+#pragma unroll
+      for (int i = 0; i < kAccumulators; ++i) result[block][i] += cross[block][i] * kLowScale;
+  }
+}

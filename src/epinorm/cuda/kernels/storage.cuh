@@ -1,0 +1,46 @@
+// The element types of tensors, and their conversion to and from the fp32 that is computed in.
+// One PTX cvt each, so that no header is needed.
+#pragma once
+#include "integers.cuh"
+
+struct Float32 {
+  using Storage = float;
+  static __device__ __forceinline__ float load(float value) { return value; }
+  static __device__ __forceinline__ float store(float value) { return value; }
+};
+
+struct Float16 {
+  using Storage = u16;
+  static __device__ __forceinline__ float load(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+  }
+  static __device__ __forceinline__ u16 store(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+  }
+  static __device__ __forceinline__ u32 store_pair(float first, float second) {
+    u32 bits;
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(bits) : "f"(first), "f"(second));
+    return bits;
+  }
+};
+
+struct Bfloat16 {
+  using Storage = u16;
+  static __device__ __forceinline__ float load(u16 bits) {
+    return __uint_as_float(static_cast<u32>(bits) << 16);
+  }
+  static __device__ __forceinline__ u16 store(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+  }
+  static __device__ __forceinline__ u32 store_pair(float first, float second) {
+    u32 bits;
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(bits) : "f"(first), "f"(second));
+    return bits;
+  }
+};
