@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,9 +14,9 @@ from epinorm import reference_backend
 from epinorm.chain import RMSNorm
 from epinorm.cpu import abi
 from epinorm.cpu.blocks import Blocks, choose_blocks
-from epinorm.cpu.build import BuildError, load_kernel, load_runner
+from epinorm.cpu.build import BuildError, load_kernel, load_runner, warn_once
 from epinorm.cpu.codegen import kernel_source
-from epinorm.plan import Forward, Gradients, Inputs, Plan, Problem, Wanted
+from epinorm.plan import Forward, Gradients, Inputs, Plan, Problem, Wanted, plan_for
 
 __all__ = ["backward", "forward"]
 
@@ -110,9 +109,9 @@ def _run(function: Callable[..., int], call: abi.Problem) -> None:
         raise RuntimeError(message.value.decode(errors="replace"))
 
 
-@lru_cache(maxsize=1)
-def _warn_once(reason: str) -> None:
-    warnings.warn(f"epinorm computes with PyTorch's own layers: {reason}", stacklevel=4)
+def _fall_back(error: BuildError) -> None:
+    warn_once(str(error))
+    plan_for.cache_clear()  # so that the next plan, and explain, name the reason
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
@@ -124,7 +123,7 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
     try:
         prepared = _prepare(problem)
     except BuildError as error:
-        _warn_once(str(error))
+        _fall_back(error)
         return reference_backend.forward(problem, plan, inputs)
     m, n, x = problem.m, problem.n, inputs.x
     y = x.new_empty((m, n), dtype=problem.out_dtype)
@@ -151,7 +150,7 @@ def backward(
     try:
         prepared = _prepare(problem)
     except BuildError as error:
-        _warn_once(str(error))
+        _fall_back(error)
         return reference_backend.backward(problem, plan, inputs, kept, dy, want)
     m, k, n, x, blocks = problem.m, problem.k, problem.n, inputs.x, prepared.blocks
     kinds = problem.chain.operand_kinds

@@ -10,6 +10,7 @@ the cache, so no lock can be left behind.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +30,7 @@ import torch
 from epinorm.cpu.abi import declare_kernel, declare_runner
 from epinorm.cuda import cache
 
-__all__ = ["BuildError", "compiler_problem", "failure", "load_kernel", "load_runner"]
+__all__ = ["BuildError", "compiler_problem", "failure", "load_kernel", "load_runner", "warn_once"]
 
 HERE = Path(__file__).parent
 KERNEL_HEADERS = ("call.h", "lanes.h", "elementary.h", "strip.h")
@@ -39,7 +41,9 @@ OLDEST_GCC = 12
 
 # No -ffast-math: NaN and infinity mean what they say. errno and traps are never looked at, and
 # without them square roots and selections become vector instructions.
-COMMON_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-w")
+# Hidden: every kernel's names are the same, and the loader merges some of them (GNU unique ones)
+# across libraries, so that one chain would read another's constants.
+COMMON_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-w", "-fvisibility=hidden", "-fno-gnu-unique")
 KERNEL_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd")
 RUNNER_FLAGS = ("-O2", "-fopenmp")
 
@@ -70,6 +74,12 @@ def compiler_problem() -> str | None:
 def failure(source: str) -> str | None:
     """Why this kernel's or the runner's build failed earlier in this process, or None."""
     return _failures.get(_RUNNER) or _failures.get(source)
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    """Say once in a process that PyTorch's own layers serve instead, and why."""
+    warnings.warn(f"epinorm computes with PyTorch's own layers: {reason}", stacklevel=4)
 
 
 def load_runner() -> ctypes.CDLL:

@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#define EPINORM_EXPORT extern "C" __attribute__((visibility("default")))
+
 extern "C" {
 
 // What every row of one call shares. Pointers may be null where the call has no such tensor.

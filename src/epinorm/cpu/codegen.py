@@ -61,7 +61,7 @@ struct Chain {{
 
 }}  // namespace epinorm
 
-extern "C" void epinorm_describe(int64_t n, int64_t groups, EpinormKernel* kernel) {{
+EPINORM_EXPORT void epinorm_describe(int64_t n, int64_t groups, EpinormKernel* kernel) {{
   epinorm::describe<epinorm::Chain>(n, groups, kernel);
 }}
 """

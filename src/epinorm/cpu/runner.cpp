@@ -190,7 +190,7 @@ static int guarded(char* error, int64_t capacity, const Body& body) {
 
 }  // namespace epinorm
 
-extern "C" int epinorm_forward(const epinorm::Problem* p, char* error, int64_t capacity) {
+EPINORM_EXPORT int epinorm_forward(const epinorm::Problem* p, char* error, int64_t capacity) {
   return epinorm::guarded(error, capacity, [p] {
     const epinorm::Matrix y{static_cast<char*>(p->y), p->y_stride, p->out_dtype};
     epinorm::large_pages(p->y, p->m * p->n() * epinorm::size_of(p->out_dtype));
@@ -202,7 +202,7 @@ extern "C" int epinorm_forward(const epinorm::Problem* p, char* error, int64_t c
   });
 }
 
-extern "C" int epinorm_backward(const epinorm::Problem* p, char* error, int64_t capacity) {
+EPINORM_EXPORT int epinorm_backward(const epinorm::Problem* p, char* error, int64_t capacity) {
   return epinorm::guarded(error, capacity, [p] {
     const epinorm::Matrix dy{static_cast<char*>(p->y), p->y_stride, p->out_dtype};
     epinorm::large_pages(p->dz, p->m * p->n() * epinorm::size_of(p->dtype));

@@ -1,0 +1,194 @@
+"""Values and gradients of every operation, norm, dtype, group size and shape against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from epinorm import reference_backend
+from epinorm.cpu import backend
+from epinorm.plan import Wanted
+from epinorm.pointwise import DEFINITIONS
+
+pytestmark = pytest.mark.usefixtures("needs_kernels")
+
+KB62 = "group_norm(8)|leaky_relu(0.01)|scale(2)"
+OPERATIONS = {
+    "scale": "scale(1.7)",
+    "add": "add(0.3)",
+    "clamp": "clamp(-0.8,0.9)",
+    "hardtanh": "hardtanh(-0.7,0.6)",
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+SMOOTH = "group_norm(8)|silu|scale(2)"
+"""Without a kink: where a value lies within rounding of one, float32 and float64 may take different
+sides, and the gradient of that element is then another, ours or eager's."""
+
+
+def both_draws(make_case, *facts, times=1, **more):
+    """Mean zero and mean not zero."""
+    draws = (torch.randn, torch.rand) * times
+    return [make_case(*facts, draw=draw, **more) for draw in draws]
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_operation(name, dtype, make_case, check_as_accurate_as_eager):
+    operation = OPERATIONS.get(name, name)
+    chain = f"{operation}|group_norm(4)|{operation}"
+    check_as_accurate_as_eager(both_draws(make_case, chain, 320, 48, 64, dtype))
+
+
+@pytest.mark.parametrize("norm", ["group_norm(4)", "layer_norm", "rms_norm", "rms_norm(0.001)"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_with_several_operations(norm, dtype, make_case, check_as_accurate_as_eager):
+    chain = f"add_residual|silu|mul_channel|{norm}|add_channel|gelu|add_residual|tanh"
+    check_as_accurate_as_eager(both_draws(make_case, chain, 512, 64, 96, dtype, times=4))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 6, 12, 24, 120])
+def test_group_sizes(groups, make_case, check_as_accurate_as_eager):
+    chain = f"group_norm({groups})|silu"
+    check_as_accurate_as_eager(both_draws(make_case, chain, 700, 40, 240))
+
+
+def test_groups_of_one_channel(make_case):
+    """The variance is zero: y is the bias alone, and no gradient reaches x."""
+    case = make_case("group_norm(24)", 37, 20, 24)
+    y, dx, dweight, *_ = case.run()
+    assert torch.equal(y, case.inputs.norm_bias.expand(37, 24))
+    assert dx.abs().max() == 0
+    assert dweight.abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    "m,k,n",
+    [
+        *((1, 16, 32), (15, 7, 8), (17, 33, 40), (255, 5, 72), (513, 100, 24), (4097, 9, 136)),
+        *((5000, 24, 1000), (300, 700, 520), (1100, 300, 640)),
+    ],
+)
+def test_ragged_shapes(m, k, n, make_case, check_as_accurate_as_eager):
+    check_as_accurate_as_eager(both_draws(make_case, SMOOTH, m, k, n, times=2 if n < 64 else 1))
+
+
+@pytest.mark.parametrize("m,k,n", [(257, 40, 56), (4500, 24, 40), (600, 520, 512)])
+def test_bf16_shapes(m, k, n, make_case, check_as_accurate_as_eager):
+    cases = [
+        case
+        for _ in range(6 if m * n < 10_000 else 2)
+        for case in both_draws(make_case, KB62, m, k, n, torch.bfloat16)
+    ]
+    check_as_accurate_as_eager(cases)
+
+
+@pytest.mark.parametrize("m", [300, 4500])
+def test_16_bit_product_with_fp32_norm(m, make_case, check_as_accurate_as_eager):
+    chain = "add_residual|group_norm(8)|mul_channel|silu"
+    cases = both_draws(make_case, chain, m, 48, 64, torch.bfloat16, torch.float32)
+    check_as_accurate_as_eager(cases)
+    assert cases[0].run()[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias,affine", [(False, True), (True, False), (False, False)])
+def test_without_parameters(bias, affine, dtype, make_case, check_as_accurate_as_eager):
+    check_as_accurate_as_eager(
+        both_draws(make_case, KB62, 400, 40, 64, dtype, bias=bias, affine=affine)
+    )
+
+
+@pytest.mark.parametrize("m", [130, 4200])
+def test_rows_with_a_stride(m, make_case):
+    """Parts of wider tensors give the bits that their copies give."""
+    case = make_case("add_residual|group_norm(4)|add_residual", m, 40, 64)
+
+    def widened(tensor):
+        wide = torch.full((tensor.shape[0], tensor.shape[1] + 9), float("nan"))
+        wide[:, 3 : 3 + tensor.shape[1]] = tensor
+        return wide[:, 3 : 3 + tensor.shape[1]]
+
+    inputs = case.inputs
+    strided = inputs._replace(
+        x=widened(inputs.x),
+        weight=widened(inputs.weight),
+        operands=tuple(widened(t) for t in inputs.operands),
+    )
+    other = type(case)(case.problem, strided, widened(case.dy))
+    for name, a, b in zip(
+        "y dx dw db dg dbeta d0 d1".split(), case.run(), other.run(), strict=True
+    ):
+        # The product may sum in another order where rows start elsewhere in a cache line.
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, msg=name)
+
+
+def test_expanded_gradient(make_case):
+    """What y.sum().backward() sends: one value, with no stride in either direction."""
+    case = make_case(KB62, 100, 24, 32)
+    expanded = type(case)(case.problem, case.inputs, torch.tensor(0.5).expand(100, 32))
+    dense = type(case)(case.problem, case.inputs, torch.full((100, 32), 0.5))
+    for a, b in zip(expanded.run(), dense.run(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_only_what_is_wanted(make_case):
+    case = make_case("add_residual|group_norm(4)|mul_channel", 200, 24, 32)
+    kept = backend.forward(case.problem, None, case.inputs)
+    everything = case.run()[1:]
+    for index in range(7):
+        flags = [i == index for i in range(7)]
+        want = Wanted(*flags[:5], tuple(flags[5:]))
+        some = backend.backward(case.problem, None, case.inputs, kept, case.dy, want)
+        for i, gradient in enumerate((*some[:5], *some.operands)):
+            assert (gradient is None) == (i != index)
+        found = (*some[:5], *some.operands)[index]
+        assert torch.equal(found, everything[index])
+
+
+def test_what_is_kept(make_case):
+    case = make_case(KB62, 100, 24, 32)
+    kept = backend.forward(case.problem, None, case.inputs)
+    theirs = reference_backend.forward(case.problem, None, case.inputs)
+    assert [t.shape for t in kept] == [t.shape for t in theirs]
+    torch.testing.assert_close(kept.z, case.inputs.x @ case.inputs.weight.t())
+    torch.testing.assert_close(kept.mean, theirs.mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(kept.rstd, theirs.rstd, rtol=1e-5, atol=1e-6)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, case, *tensors):
+        inputs = case.inputs._replace(
+            x=tensors[0].detach(),
+            weight=tensors[1].detach(),
+            bias=tensors[2].detach(),
+            norm_weight=tensors[3].detach(),
+            norm_bias=tensors[4].detach(),
+            operands=tuple(t.detach() for t in tensors[5:]),
+        )
+        kept = backend.forward(case.problem, None, inputs)
+        ctx.saved = (case, inputs, kept)
+        return kept.y
+
+    @staticmethod
+    def backward(ctx, dy):
+        case, inputs, kept = ctx.saved
+        gradients = backend.backward(case.problem, None, inputs, kept, dy, case.wanted())
+        return (None, *gradients[:5], *gradients.operands)
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        "add_residual|mish|group_norm(3)|silu|mul_channel",
+        "gelu|add_channel|layer_norm|tanh|add_residual",
+        "sigmoid|rms_norm|gelu_tanh|softplus",
+        "group_norm(2)|elu|hardswish|mul_channel",
+    ],
+)
+def test_gradcheck(chain, make_case):
+    case = make_case(chain, 5, 4, 6, torch.float64)
+    tensors = [t.clone().requires_grad_() for t in (*case.inputs[:5], *case.inputs.operands)]
+    assert torch.autograd.gradcheck(lambda *given: _Fused.apply(case, *given), tensors)
