@@ -6,7 +6,8 @@
 // fp32's range once two are multiplied, or that hold Inf or NaN, are flagged: they take another path.
 //
 // The prelude defines kPlanes, kRowThreads (32 to 256, of a row), kRowVectors (float4 that a thread
-// keeps in registers; rows longer than kRowThreads * kRowVectors * 4 are read twice) and kTolerance.
+// keeps in registers; rows longer than kRowThreads * kRowVectors * 4 are read twice), kTolerance and
+// kAligned (every row of values starts at a multiple of 16 bytes).
 #include "integers.cuh"
 #include "storage.cuh"
 
@@ -48,7 +49,7 @@ __device__ __forceinline__ u32 magnitude(float value) { return __float_as_uint(v
 
 __device__ __forceinline__ Vector load_vector(const float* row, int at, int k) {
   Vector loaded = {};
-  if (at + 4 <= k) {
+  if (kAligned && at + 4 <= k) {
     loaded = *reinterpret_cast<const Vector*>(row + at);
   } else {
 #pragma unroll
@@ -84,8 +85,8 @@ __device__ __forceinline__ bool split_vector(const Vector& vector, float factor,
 // values: (rows, k), row_stride apart. hi, lo: (rows, k_padded), the padding of zeros; k_padded is a
 // multiple of 4. scale: (rows,). flag: (rows,), 1 where the planes do not hold the row.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    split(const float* values, i64 row_stride, u16* hi, u16* lo, float* scale, int* flag,
-          int rows, int k, int k_padded) {
+    split(const float* values, i64 row_stride, u16* hi, u16* lo, float* scale,
+          unsigned char* flag, int rows, int k, int k_padded) {
   __shared__ u32 shared[kThreads / 32];
   const int thread = threadIdx.x % kRowThreads;
   const int row = blockIdx.x * kRows + threadIdx.x / kRowThreads;
