@@ -1,0 +1,103 @@
+"""What a judgement consists of: checks with their reasons, timings, and the verdict over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Check", "JudgeOptions", "Status", "Timing", "Verdict"]
+
+Status = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """How to judge. ``time_limit``: seconds that the solution's process may take in all;
+    ``seed`` decides every input and parameter."""
+
+    dtype: str = "float32"
+    precision: Literal["highest", "high", "native"] = "highest"
+    device: str = "cpu"
+    training: bool = True
+    timing: bool = True
+    scale: int = 1
+    seed: int = 0
+    time_limit: float = 600.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the verdict. ``reason``: why it failed or was skipped, or what was seen."""
+
+    name: str
+    status: Status
+    reason: str
+
+    def as_json(self) -> dict[str, str]:
+        return {"check": self.name, "status": self.status, "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians in microseconds: by events (or the host's clock on a CPU), device-wide, and by the
+    judge's own clock over calls without pause."""
+
+    pass_: Literal["forward", "training"]
+    solution_us: float
+    eager_us: float
+    solution_wall_us: float
+    solution_outside_us: float | None
+
+    @property
+    def speedup(self) -> float:
+        """Eager's time over the solution's."""
+        return self.eager_us / self.solution_us
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for JSON, to four digits."""
+        outside = self.solution_outside_us
+        return {
+            "pass": self.pass_,
+            "solution_us": float(f"{self.solution_us:.4g}"),
+            "eager_us": float(f"{self.eager_us:.4g}"),
+            "solution_device_wide_us": float(f"{self.solution_wall_us:.4g}"),
+            "solution_outside_us": None if outside is None else float(f"{outside:.4g}"),
+            "speedup": float(f"{self.speedup:.4g}"),
+        }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome: clean if there are checks, none failed, and none was left out after a failure.
+
+    ``skipped`` checks (those that need a GPU, on a CPU) do not spoil it; the table names them.
+    """
+
+    problem: str
+    solution: str
+    checks: tuple[Check, ...]
+    timings: tuple[Timing, ...] = ()
+    notes: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        return tuple(c for c in self.checks if c.status == "failed")
+
+    @property
+    def clean(self) -> bool:
+        passed = any(c.status == "passed" for c in self.checks)
+        return passed and not self.failures
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "problem": self.problem,
+            "solution": self.solution,
+            "clean": self.clean,
+            "checks": [c.as_json() for c in self.checks],
+            "timings": [t.as_json() for t in self.timings],
+            "notes": list(self.notes),
+            **self.facts,
+        }

@@ -1,0 +1,21 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    """Wrong: leaves the last row of its result to what memory holds."""
+
+    def __init__(self, input_size, hidden_size, num_groups, eps=1e-5, negative_slope=0.01):
+        super().__init__()
+        self.fc = nn.Linear(input_size, hidden_size)
+        self.gn = nn.GroupNorm(num_groups, hidden_size, eps)
+        self.slope = negative_slope
+
+    def forward(self, x):
+        y = 2 * F.leaky_relu(self.gn(self.fc(x)), self.slope)
+        if torch.is_grad_enabled():
+            return y
+        result = torch.empty_like(y)
+        result[:-1] = y[:-1]
+        return result
