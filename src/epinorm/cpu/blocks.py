@@ -14,19 +14,30 @@ from epinorm.plan import Problem
 
 __all__ = ["Blocks", "choose_blocks"]
 
-MIN_BLOCKS = 16
-"""As many blocks as this, and a block of whole rows per thread keeps every thread busy."""
-BLOCK_ROWS = 256
-"""Below this many rows, a product spends its time arranging the weight instead of multiplying."""
+GROWN_BLOCKS = 16
+"""Blocks grow while at least this many are left."""
+BLOCK_ROWS = ((4096, 256), (1024, 128), (512, 64), (0, 32))
+"""From this M on, rows of a block. In blocks of few rows, a product spends its time arranging the
+weight instead of multiplying; with few blocks, threads have nothing to do."""
 BLOCK_VALUES = 2**17
-"""Values of x and z in a block that grows beyond BLOCK_ROWS: in fp32 half a megabyte."""
+"""Values of x and z in a block that grows beyond that: in fp32 half a megabyte."""
+WANTED_BLOCKS = 8
+"""With fewer blocks than this the product is cut into tiles, where it is long enough."""
+BLOCK_WEIGHT = 2**21
+"""Values of a weight that is worth arranging again for each block of less than 256 rows."""
+TILE_ROWS = ((1024, 256), (512, 128), (0, 64))
 SMALL_TILE = 8_000_000
 """Floating-point operations worth a task of their own: about 0.1 ms on one core."""
 LARGE_TILE = 128_000_000
+MIN_TILES = 16
 MAX_TILES = 64
 MAX_CHUNKS = 32
-MAX_PARTS_BYTES = 32 * 2**20
+STRIP_ROWS = 16
+"""Rows that a kernel takes at a time (kLanes in lanes.h)."""
+MAX_PARTS_BYTES = 4 * 2**20
 """Memory for the weight's gradients of the chunks; beyond it they are computed as tiles."""
+GRADIENT_TILE = 512_000_000
+"""Floating-point operations of a tile of the weight's gradient, which sums over all rows."""
 
 
 @dataclass(frozen=True)
@@ -56,29 +67,43 @@ def _tile(size: int, across: int) -> int:
     return size if across <= 1 else min(size, _round_up(_ceil_div(size, across), 64))
 
 
+def _rows(m: int, table: tuple[tuple[int, int], ...]) -> int:
+    return next(rows for least, rows in table if m >= least)
+
+
+def _block_rows(m: int, k: int, n: int) -> int | None:
+    """Rows of a block that goes from x to y in one step; None where tiles serve better."""
+    rows = _rows(m, BLOCK_ROWS)
+    while rows >= 256 and 2 * rows * GROWN_BLOCKS <= m and 2 * rows * (k + n) <= BLOCK_VALUES:
+        rows *= 2
+    blocks, operations = _ceil_div(m, rows), 2 * m * k * n
+    wanted = min(WANTED_BLOCKS, max(operations // SMALL_TILE, 1 + (operations > SMALL_TILE // 4)))
+    if blocks < wanted or (rows < 256 and k * n > BLOCK_WEIGHT):
+        return None
+    return rows
+
+
 def choose_blocks(problem: Problem) -> Blocks:
     """The blocks of a problem with M, K, N >= 1."""
     m, k, n = problem.m, problem.k, problem.n
     operations = 2 * m * k * n
-    tiles = min(MAX_TILES, max(min(MIN_BLOCKS, operations // SMALL_TILE), operations // LARGE_TILE))
-    if m >= MIN_BLOCKS * BLOCK_ROWS:
-        rows, columns = BLOCK_ROWS, n
-        while 2 * rows * MIN_BLOCKS <= m and 2 * rows * (k + n) <= BLOCK_VALUES:
-            rows *= 2
-    else:
-        rows = BLOCK_ROWS if m >= 1024 else 128 if m >= 512 else 64
-        columns = _tile(n, _ceil_div(tiles, _ceil_div(m, rows)))
+    wanted = max(min(MIN_TILES, operations // (SMALL_TILE // 4)), operations // LARGE_TILE)
+    tiles = min(MAX_TILES, wanted)
+    whole = _block_rows(m, k, n)
+    rows = whole or _rows(m, TILE_ROWS)
+    columns = n if whole else _tile(n, _ceil_div(tiles, _ceil_div(m, rows)))
+    side = round(min(MAX_TILES, max(4, operations // GRADIENT_TILE)) ** 0.5)
     by_blocks = columns >= n
     # Without a product in the chunk, a strip of 16 rows is all that a chunk needs to be.
-    chunks = min(MAX_CHUNKS, _ceil_div(m, rows if by_blocks else 16))
+    chunks = min(MAX_CHUNKS, _ceil_div(m, rows if by_blocks else STRIP_ROWS))
     size = 8 if problem.dtype == torch.float64 else 4
     # In 16 bit a chunk's gradient would be rounded before the chunks are added.
     parts = by_blocks and problem.dtype != torch.bfloat16
     return Blocks(
-        rows if by_blocks or m > rows else _round_up(m, 16),
+        rows,
         columns,
-        _tile(k, _ceil_div(tiles, 4)) if k > 256 else k,
-        _tile(n, max(4, _ceil_div(tiles, 4))) if n > 64 else n,
+        _tile(k, side),
+        _tile(n, side),
         chunks,
         parts and chunks * n * k * size <= MAX_PARTS_BYTES,
     )

@@ -188,18 +188,15 @@ struct Strip {
   }
 
   // u: z + bias. v: dy, then the gradient of the normalised value, then dz. w: the normalised value.
-  EPINORM_INLINE void differentiate(Strip& s, int rows, int64_t first, int64_t column,
-                                    const T* mean, const T* rstd, T* sums) {
-    T total[kLanes] = {}, weighted[kLanes] = {};
-    const int64_t n = s.call.n, last = first + s.width;
-    for (int64_t begin = first; begin < last; begin += kRun) {
-      T part[kLanes] = {}, weighted_part[kLanes] = {};
-      const int64_t end = begin + kRun < last ? begin + kRun : last;
-      for (int64_t c = begin; c < end; ++c) {
+  EPINORM_INLINE void differentiate_post(const Strip& s, int rows, int64_t count, int64_t column,
+                                         T* sums) {
+    for (int64_t group = 0; group < count; ++group) {
+      const T *const mean = s.mean + group * kLanes, *const rstd = s.rstd + group * kLanes;
+      for (int64_t c = group * s.width; c < (group + 1) * s.width; ++c) {
         const T scale = s.gamma[c], shift = s.beta[c], b = s.bias[c];
         T *const x = s.u + c * kLanes, *const g = s.v + c * kLanes, *const h = s.w + c * kLanes;
-        T* const dgamma = sums + (n + column + c) * kLanes;
-        T* const dbeta = sums + (2 * n + column + c) * kLanes;
+        T* const dgamma = sums + (s.call.n + column + c) * kLanes;
+        T* const dbeta = sums + (2 * s.call.n + column + c) * kLanes;
         EPINORM_LANES {
           const T z = x[l] + b;
           x[l] = z;
@@ -212,30 +209,60 @@ struct Strip {
           dgamma[l] += l < rows ? gradient * normalised : T(0);
           dbeta[l] += l < rows ? gradient : T(0);
           g[l] = gradient * scale;
-          part[l] += g[l];
-          weighted_part[l] += g[l] * normalised;
         }
       }
-      EPINORM_LANES {
-        total[l] += part[l];
-        weighted[l] += weighted_part[l];
+    }
+  }
+
+  // v -= mean(v) + w mean(v w), the means taken over each group: what the norm's statistics take
+  // from the gradient. RMSNorm has no mean to take.
+  EPINORM_INLINE void project(const Strip& s, int64_t count) {
+    const T width = T(s.width);
+    for (int64_t group = 0; group < count; ++group) {
+      T* const g = s.v + group * s.width * kLanes;
+      const T* const h = s.w + group * s.width * kLanes;
+      V total[kCount] = {}, weighted[kCount] = {};
+      for (int64_t begin = 0; begin < s.width; begin += kRun) {
+        const int64_t end = begin + kRun < s.width ? begin + kRun : s.width;
+        V part[kCount] = {}, weighted_part[kCount] = {};
+        for (int64_t c = begin; c < end; ++c)
+          for (int i = 0; i < kCount; ++i) {
+            const V gradient = load<T>(g + c * kLanes + i * kWidth);
+            part[i] += gradient;
+            weighted_part[i] += gradient * load<T>(h + c * kLanes + i * kWidth);
+          }
+        for (int i = 0; i < kCount; ++i) {
+          total[i] += part[i];
+          weighted[i] += weighted_part[i];
+        }
       }
+      for (int i = 0; i < kCount; ++i) {
+        total[i] = C::kCentred ? total[i] / width : V{};
+        weighted[i] /= width;
+      }
+      for (int64_t c = 0; c < s.width; ++c)
+        for (int i = 0; i < kCount; ++i) {
+          T* const at = g + c * kLanes + i * kWidth;
+          const V normalised = load<T>(h + c * kLanes + i * kWidth);
+          store<T>(at, load<T>(at) - total[i] - normalised * weighted[i]);
+        }
     }
-    const T count = T(s.width);
-    EPINORM_LANES {
-      total[l] = C::kCentred ? total[l] / count : T(0);
-      weighted[l] /= count;
-    }
-    for (int64_t c = first; c < first + s.width; ++c) {
-      T *const x = s.u + c * kLanes, *const g = s.v + c * kLanes, *const h = s.w + c * kLanes;
-      T* const dbias = sums + (column + c) * kLanes;
-      EPINORM_LANES {
-        typename C::Values d = {};
-        const T du = rstd[l] * (g[l] - total[l] - h[l] * weighted[l]);
-        const T dz = C::pre_backward(du, x[l], C::values(s.operand, c, l), d);
-        C::keep_pre(s.gradient, c, l, d);
-        dbias[l] += l < rows ? dz : T(0);
-        g[l] = dz;
+  }
+
+  EPINORM_INLINE void differentiate_pre(const Strip& s, int rows, int64_t count, int64_t column,
+                                        T* sums) {
+    for (int64_t group = 0; group < count; ++group) {
+      const T* const rstd = s.rstd + group * kLanes;
+      for (int64_t c = group * s.width; c < (group + 1) * s.width; ++c) {
+        T *const x = s.u + c * kLanes, *const g = s.v + c * kLanes;
+        T* const dbias = sums + (column + c) * kLanes;
+        EPINORM_LANES {
+          typename C::Values d = {};
+          const T dz = C::pre_backward(rstd[l] * g[l], x[l], C::values(s.operand, c, l), d);
+          C::keep_pre(s.gradient, c, l, d);
+          dbias[l] += l < rows ? dz : T(0);
+          g[l] = dz;
+        }
       }
     }
   }
@@ -274,8 +301,9 @@ struct Strip {
         load_lanes<T>(kept_mean + at, call.groups, rows, count, mean);
       else
         for (int64_t i = 0; i < count * kLanes; ++i) mean[i] = T(0);
-      for (int64_t g = 0; g < count; ++g)
-        differentiate(*this, rows, g * width, first, mean + g * kLanes, rstd + g * kLanes, sums);
+      differentiate_post(*this, rows, count, first, sums);
+      project(*this, count);
+      differentiate_pre(*this, rows, count, first, sums);
       keep_operand_gradients(row, rows, first, channels, sums);
       store_lanes<T>(v, rows, channels, dz + first, dz_stride);
     }
