@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from epinorm.chain import Chain
-from epinorm.cuda.jit import KernelSource, compile_cubin
+from epinorm.cuda.jit import KernelSource, compiled
 from epinorm.cuda.norm_backward import (
     Outputs,
     backward_plan,
+    backward_plans,
     backward_source,
     column_sums_source,
     row_sums_source,
 )
-from epinorm.cuda.norm_forward import forward_plan, forward_source
+from epinorm.cuda.norm_forward import forward_plan, forward_plans, forward_source
 from epinorm.cuda.norm_tile import vector_width
 from epinorm.plan import Problem, Wanted
 from epinorm.pointwise import DEFINITIONS
@@ -74,10 +75,10 @@ def problem_of(channels: int, dtype: torch.dtype, chain: str, autocast: bool = F
 def sources(problem: Problem, arch: str) -> list[KernelSource]:
     channels = problem.n // problem.groups
     vector = vector_width(channels, problem.dtype.itemsize, ())
-    forward = forward_plan(problem, vector, ARCHITECTURES[arch] * 1024)
+    forward = forward_plan(problem, vector, ARCHITECTURES[arch] * 1024, arch)
     want = Wanted(True, True, True, True, True, tuple(True for _ in problem.chain.operand_kinds))
     outputs = Outputs.of(problem, want)
-    backward = backward_plan(problem, vector, outputs)
+    backward = backward_plan(problem, vector, outputs, arch)
     found = [
         forward_source(problem, forward, arch),
         backward_source(problem, backward, outputs, arch),
@@ -90,7 +91,7 @@ def sources(problem: Problem, arch: str) -> list[KernelSource]:
 
 def check(problem: Problem, arch: str) -> None:
     for source in sources(problem, arch):
-        result = compile_cubin(source)
+        result = compiled(source)
         assert (result.spill_bytes, result.stack_bytes) == (0, 0), (source.entry, result.log)
 
 
@@ -98,6 +99,19 @@ def check(problem: Problem, arch: str) -> None:
 @pytest.mark.parametrize("channels, dtype, chain", VARIANTS)
 def test_variants_compile_without_spills(channels, dtype, chain, arch):
     check(problem_of(channels, dtype, chain), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("channels, dtype", [(16, F32), (16, BF16), (128, BF16), (1024, F32)])
+def test_preferred_plans_do_not_spill_for_a_plain_chain(channels, dtype, arch):
+    """What the fallback to another plan would hide."""
+    problem = problem_of(channels, dtype, EASY)
+    vector = 16 // dtype.itemsize
+    forward = forward_plan(problem, vector, ARCHITECTURES[arch] * 1024, arch)
+    assert forward == forward_plans(problem, vector, ARCHITECTURES[arch] * 1024)[0]
+    outputs = Outputs.of(problem, Wanted(True, True, True, True, True, ()))
+    backward = backward_plan(problem, vector, outputs, arch)
+    assert backward == backward_plans(problem, vector, outputs)[0]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -122,6 +136,6 @@ def test_text_does_not_depend_on_rows_or_number_of_groups():
     problem = problem_of(16, F32, EASY)
     other = Problem(**{**vars(problem), "m": 7, "n": 16 * 4})
     other = Problem(**{**vars(other), "chain": Chain.parse(EASY.format(groups=4))})
-    plan = forward_plan(problem, 4, 0)
+    plan = forward_plans(problem, 4, 0)[0]
     first, second = (forward_source(p, plan, "sm_80") for p in (problem, other))
     assert first == second

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epinorm.chain import RMSNorm
 from epinorm.cuda.device import arch_of, max_shared_bytes, sm_count
-from epinorm.cuda.jit import KernelSource, load
+from epinorm.cuda.jit import KernelSource, compiled, load
 from epinorm.cuda.norm_text import (
     OPERAND_SIGNATURE,
     matrix_arguments,
@@ -30,7 +30,7 @@ from epinorm.cuda.norm_tile import (
 from epinorm.cuda.prepared import PreparedByProblem, starts_early
 from epinorm.plan import Forward, Inputs, Problem
 
-__all__ = ["ForwardPlan", "forward_plan", "forward_source", "norm_forward"]
+__all__ = ["ForwardPlan", "forward_plan", "forward_plans", "forward_source", "norm_forward"]
 
 Kind = Literal["registers", "shared", "reread"]
 
@@ -63,12 +63,33 @@ class ForwardPlan:
         return problem.n // problem.groups * problem.stats_dtype.itemsize
 
 
-def forward_plan(problem: Problem, vector: int, shared_limit: int) -> ForwardPlan:
-    """The tile for vectors of ``vector`` values; ``shared_limit``: bytes that a block can have."""
+def forward_plans(problem: Problem, vector: int, shared_limit: int) -> tuple[ForwardPlan, ...]:
+    """The plans for vectors of ``vector`` values: the preferred one first, one that fits last.
+
+    ``shared_limit``: bytes of shared memory that a block can have.
+    """
     channels = problem.n // problem.groups
-    wide_type = problem.stats_dtype == torch.float64
+    cached = channels * problem.stats_dtype.itemsize + 4096 <= shared_limit
+    wide = ForwardPlan("shared" if cached else "reread", Tile(vector, MOST_THREADS, 1, 1))
+    tile = _warp_teams(problem, channels, vector)
+    if tile is None:
+        tile = _block_team(channels, vector, problem.dtype.itemsize)
+    return (wide,) if tile is None else (ForwardPlan("registers", tile), wide)
+
+
+def forward_plan(problem: Problem, vector: int, shared_limit: int, arch: str) -> ForwardPlan:
+    """The first plan that ptxas compiles without spilling, else the last one."""
+    plans = forward_plans(problem, vector, shared_limit)
+    for plan in plans[:-1]:
+        if compiled(forward_source(problem, plan, arch)).spill_bytes <= 0:
+            return plan
+    return plans[-1]
+
+
+def _warp_teams(problem: Problem, channels: int, vector: int) -> Tile | None:
+    """Teams inside warps, with few values a lane, else with more; None for larger groups."""
     itemsize = problem.dtype.itemsize
-    for most_values in (8, 16) if wide_type else (16, 32):
+    for most_values in (8, 16) if itemsize == 8 else (16, 32):
         team = lanes_for(channels, vector, itemsize, most_values)
         if team is None:
             continue
@@ -77,14 +98,21 @@ def forward_plan(problem: Problem, vector: int, shared_limit: int) -> ForwardPla
         warps_needed = ceil_div(problem.groups * lanes, WARP)
         warps_x = min(power_of_two_from(warps_needed), BLOCK_WARPS)
         rows = max(1, min(4, (8 if itemsize >= 4 else 16) // values))
-        tile = Tile(vector, lanes, vectors, rows, warps_x, BLOCK_WARPS // warps_x, values <= 8)
-        return ForwardPlan("registers", tile)
-    values = max(8 if wide_type else 16, vector)
+        return Tile(vector, lanes, vectors, rows, warps_x, BLOCK_WARPS // warps_x, values <= 8)
+    return None
+
+
+def _block_team(channels: int, vector: int, itemsize: int) -> Tile | None:
+    """A block a row and group; in 16 bit, twice the values a thread and the next row on its way.
+
+    LayerNorm over 8192 bf16 channels, 4096 rows: 45 µs so, 54 with 16 values and no prefetch, where
+    a copy takes 36. In fp32, prefetching costs a resident block and a third of the speed.
+    """
+    values = max({2: 32, 4: 16, 8: 8}[itemsize], vector)
     lanes = max(power_of_two_from(ceil_div(channels, values)), 2 * WARP)
-    if lanes <= MOST_THREADS:
-        return ForwardPlan("registers", Tile(vector, lanes, ceil_div(channels, lanes * vector), 1))
-    cached = channels * problem.stats_dtype.itemsize + 4096 <= shared_limit
-    return ForwardPlan("shared" if cached else "reread", Tile(vector, MOST_THREADS, 1, 1))
+    if lanes > (MOST_THREADS // 2 if itemsize == 2 else MOST_THREADS):
+        return None
+    return Tile(vector, lanes, ceil_div(channels, lanes * vector), 1, prefetch=itemsize == 2)
 
 
 def forward_source(problem: Problem, plan: ForwardPlan, arch: str) -> KernelSource:
@@ -152,8 +180,9 @@ class _PreparedForward:
 
     def _prepare(self, device: torch.device, vector: int) -> Callable[..., None]:
         problem = self.problem
-        plan = forward_plan(problem, vector, max_shared_bytes(device))
-        kernel = load(forward_source(problem, plan, arch_of(device)), device)
+        arch = arch_of(device)
+        plan = forward_plan(problem, vector, max_shared_bytes(device), arch)
+        kernel = load(forward_source(problem, plan, arch), device)
         shared_bytes = plan.shared_bytes(problem)
         tile = plan.tile
         resident = kernel.blocks_per_sm(tile.threads, shared_bytes) * sm_count(device)
