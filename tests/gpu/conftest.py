@@ -40,8 +40,8 @@ class NormCase:
 
     def forward(self) -> Forward:
         """Our forward kernel, its outputs pre-filled with NaN."""
-        stats = torch.empty(self.problem.m, self.problem.groups, device=self.z.device)
-        stats = stats.to(self.problem.stats_dtype)
+        shape = (self.problem.m, self.problem.groups)
+        stats = torch.empty(shape, dtype=self.problem.stats_dtype, device=self.z.device)
         with poisoned_memory([self.dy, stats]):
             return norm_forward(self.problem, self.z, self.inputs)
 

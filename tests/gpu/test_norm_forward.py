@@ -11,7 +11,7 @@ import torch
 
 from epinorm.accuracy import allowed_error, relative_error
 from epinorm.cuda.forward import forward
-from epinorm.cuda.norm_forward import forward_plan
+from epinorm.cuda.norm_forward import forward_plans
 from epinorm.plan import Plan
 from epinorm.pointwise import DEFINITIONS
 
@@ -40,6 +40,8 @@ def shapes() -> list[tuple[int, int, torch.dtype, list[int]]]:
 @pytest.mark.parametrize("channels, groups, dtype, rows", shapes())
 def test_every_group_size(norm_case, channels, groups, dtype, rows):
     for i, m in enumerate(rows):
+        if m * channels == 1:  # PyTorch refuses one value a channel
+            continue
         norm_case(channels, groups, m, dtype, uniform=bool(i % 2)).check()
 
 
@@ -64,7 +66,7 @@ def test_groups_beyond_the_registers(norm_case, dtype, channels, chain):
 def test_wide_groups_wait_in_shared_memory_or_are_read_again(norm_case):
     limit = 227 * 1024
     kinds = [
-        forward_plan(norm_case(channels, 1, 1).problem, 4, limit).kind
+        forward_plans(norm_case(channels, 1, 1).problem, 4, limit)[0].kind
         for channels in (8192, 16384, 20000, 65536)
     ]
     assert kinds == ["registers", "registers", "shared", "reread"]
