@@ -18,7 +18,7 @@ def backward(
 
     Raises ``ValueError`` for a strategy that this backend does not have.
     """
-    if plan.strategy == "epilogue":
+    if plan.strategy in ("epilogue", "single"):
         return _epilogue(problem, inputs, kept, dy, want)
     raise ValueError(f"the CUDA backend has no strategy {plan.strategy!r}: expected 'epilogue'")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.nn.functional import linear
 
+from epinorm.cuda.hopper_forward import hopper_forward
 from epinorm.cuda.norm_forward import norm_forward
 from epinorm.plan import Forward, Inputs, Plan, Problem
 
@@ -17,7 +18,11 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
     """
     if plan.strategy == "epilogue":
         return _epilogue(problem, inputs)
-    raise ValueError(f"the CUDA backend has no strategy {plan.strategy!r}: expected 'epilogue'")
+    if plan.strategy == "single":
+        return hopper_forward(problem, inputs)
+    raise ValueError(
+        f"the CUDA backend has no strategy {plan.strategy!r}: expected 'single' or 'epilogue'"
+    )
 
 
 def _epilogue(problem: Problem, inputs: Inputs) -> Forward:

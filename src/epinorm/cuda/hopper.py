@@ -17,7 +17,16 @@ from epinorm.cuda.codegen import chain_text
 from epinorm.cuda.jit import KernelSource
 from epinorm.cuda.source import float_literal, kernel_text
 
-__all__ = ["Instance", "Tile", "linear_norm_source", "shared_bytes", "wgmma_text"]
+__all__ = [
+    "BLOCK_K",
+    "THREADS",
+    "Instance",
+    "Tile",
+    "largest_stages",
+    "linear_norm_source",
+    "shared_bytes",
+    "wgmma_text",
+]
 
 ARCH = "sm_90a"
 THREADS = 384
@@ -139,13 +148,20 @@ def shared_bytes(instance: Instance) -> int:
     return ring + _STORE_BYTES + 2 * vectors(instance) * tile.block_n * 4 + _barrier_bytes(tile)
 
 
+def largest_stages(instance: Instance) -> int:
+    """How many slots of the ring fit a block's shared memory."""
+    empty = dataclasses.replace(instance, tile=dataclasses.replace(instance.tile, stages=0))
+    free = SHARED_LIMIT - shared_bytes(empty)
+    return free // (stage_bytes(instance.tile, instance.planes) + 2 * 8)
+
+
 _HOMOGENEOUS = ("identity", "relu", "leaky_relu")
 
 
 def _without_scale(chain: Chain) -> tuple[Chain, float]:
     """Take a last scale by a power of two out of post, where gamma and beta can carry it.
 
-    f(c x) = c f(x) for c > 0 and the operations before it; a power of two leaves every bit as it is.
+    f(c x) = c f(x) for c > 0 and the operations before it; a power of two leaves every bit alone.
     """
     if not chain.post or chain.post[-1].name != "scale":
         return chain, 1.0

@@ -149,7 +149,8 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
       const int group = first_column / kGroupColumns + Group::group(segment, quad_lane);
       const int groups = e.n / kGroupColumns;
       if (Group::leads(quad_lane) && row + lower * 8 < e.m && group < groups) {
-        const i64 at = static_cast<i64>(row + lower * 8) * groups + group;
+        i64 at = static_cast<i64>(row + lower * 8) * groups + group;
+        asm volatile("" : "+l"(at));  // or the compiler keeps the addresses of all segments at once
         if (chain::kCentred) e.mean[at] = stats.mean;
         e.rstd[at] = stats.rstd;
       }
@@ -192,6 +193,8 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
     normalise_segment(v, e, vectors, row, first_column, segment);
 #pragma unroll
   for (int part = 0; part < Store::kParts; ++part) {
+    // The branch also ends a block of the compiler's schedule, which else keeps too much at once.
+    if (first_column + part * Store::kPartColumns >= e.n) break;
 #pragma unroll
     for (int chunk = part * kPartChunks; chunk < (part + 1) * kPartChunks; ++chunk)
       finish_chunk(v, e, vectors, row, first_column, chunk);
@@ -203,8 +206,10 @@ __device__ __forceinline__ void keep_rows(const float (&v)[kAccumulators], const
                                           u32 buffer, int warp_row, int first_column) {
   using Store = RowStore<KeptType, kBlockN>;
 #pragma unroll
-  for (int part = 0; part < Store::kParts; ++part)
+  for (int part = 0; part < Store::kParts; ++part) {
+    if (first_column + part * Store::kPartColumns >= e.n) break;
     Store::store(e.z, buffer, v, part, warp_row, first_column, e.m, e.n);
+  }
 }
 
 __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, unsigned char* shared,

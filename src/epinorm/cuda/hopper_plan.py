@@ -1,0 +1,162 @@
+"""Which problems the Hopper kernel takes, and with which tile.
+
+A small model of a multiprocessor, in clock cycles, ranks the tiles that fit; its constants were
+measured on an H200 (docs/hopper.md). `MEASURED` overrides it where a measurement knows better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from epinorm.cuda.hopper import BLOCK_K, Instance, Tile, largest_stages
+from epinorm.plan import Problem
+
+__all__ = ["MEASURED", "choose_tile", "instance_for", "microseconds", "planes_of", "why_not"]
+
+LARGEST_GROUP = 256
+
+# Cycles. A tile's first loads; what passes between two tiles of a warpgroup; a column of a row
+# block in the epilogue, with both warpgroups at it and with one alone.
+START = 4500
+BETWEEN_TILES = 700
+EPILOGUE_TOGETHER = 22
+EPILOGUE_ALONE = 17
+SHARED_BYTES_PER_CYCLE = 128
+MEMORY_BYTES_PER_CYCLE = 2400
+"""Of the whole chip: 4.2 TB/s at 1.75 GHz."""
+CYCLES_PER_MICROSECOND = 1750.0
+LAUNCH_MICROSECONDS = 2.5
+
+MOST_STAGES = 12
+
+MEASURED: dict[tuple[int, int, int, int, int], Tile] = {}
+"""(planes, channels per group, m, k, n) to the tile that was fastest."""
+
+
+def planes_of(problem: Problem) -> int:
+    """16-bit planes of each operand: two for fp32 at full accuracy, else one."""
+    return 2 if problem.precision == "highest" else 1
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why the Hopper kernel cannot serve this problem, in a sentence; None where it can."""
+    channels = problem.chain.channels_per_group(problem.n)
+    if problem.dtype == torch.float64:
+        return "tensor cores of this kernel take 16-bit and fp32 inputs, not float64"
+    if problem.k == 0:
+        return "there is nothing to multiply (0 input features)"
+    if channels > LARGEST_GROUP or (channels not in (2, 4) and channels % 8):
+        return (
+            f"a group of {channels} channels is none of 2, 4 or a multiple of 8 up to "
+            f"{LARGEST_GROUP}, which fit a tile"
+        )
+    if problem.dtype != torch.float32 and problem.k % 8:
+        return f"rows of {problem.k} input features are not a multiple of 16 bytes (TMA)"
+    sizes = [problem.out_dtype.itemsize, problem.dtype.itemsize if problem.training else 16]
+    if any(problem.n * size % 16 for size in sizes):
+        return f"rows of {problem.n} output features are not a multiple of 16 bytes"
+    return None
+
+
+def _widths(problem: Problem, most: int) -> Iterator[int]:
+    unit = math.lcm(problem.chain.channels_per_group(problem.n), 8)
+    for width in range(unit, most + 1, unit):
+        yield width
+        if width >= problem.n:
+            return
+
+
+def candidates(problem: Problem) -> Iterator[Tile]:
+    """The tiles that fit the registers and the shared memory."""
+    planes = planes_of(problem)
+    if planes == 2:
+        shapes = [(128, width, False) for width in _widths(problem, 128)]
+        shapes += [(64, width, True) for width in _widths(problem, 64)]
+    else:
+        shapes = [(128, width, False) for width in _widths(problem, 256)]
+        shapes += [(128, width, True) for width in _widths(problem, 128)]
+        shapes += [(64, width, True) for width in _widths(problem, 256)]
+    for block_m, block_n, ping_pong in shapes:
+        tile = Tile(block_m, block_n, 2, ping_pong)
+        stages = min(largest_stages(instance_for(problem, tile)), MOST_STAGES)
+        if stages >= 2:
+            yield Tile(block_m, block_n, stages, ping_pong)
+
+
+def _step_cycles(tile: Tile, planes: int) -> float:
+    """One step of 64 along k: the tensor cores' time or shared memory's."""
+    products = 3 if planes == 2 else 1
+    row_blocks = tile.block_m // 64
+    tensor = products * tile.block_m * tile.block_n / 32
+    read = products * row_blocks * (64 + tile.block_n) * BLOCK_K * 2
+    written = planes * (tile.block_m + tile.block_n) * BLOCK_K * 2
+    return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE)
+
+
+def cycles(problem: Problem, tile: Tile, sms: int) -> float:
+    """Estimated time of the product and its epilogue."""
+    planes = planes_of(problem)
+    tiles = math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
+    rounds = math.ceil(tiles / sms)
+    products = math.ceil(problem.k / BLOCK_K) * _step_cycles(tile, planes)
+    wide = 1.3 if tile.block_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
+    kept = 1.4 if problem.training else 1.0
+    if tile.ping_pong:
+        epilogue = EPILOGUE_ALONE * wide * kept * tile.block_n * tile.block_m / 64
+        pair = max(2 * products, products + epilogue + BETWEEN_TILES)
+        total = START + rounds / 2 * pair + epilogue
+    else:
+        epilogue = EPILOGUE_TOGETHER * wide * kept * tile.block_n
+        total = START + rounds * (products + epilogue + BETWEEN_TILES)
+    itemsize = 2 * planes
+    moved = (problem.m + problem.n) * problem.k * itemsize
+    moved += problem.m * problem.n * problem.out_dtype.itemsize
+    return max(total, START + moved / MEMORY_BYTES_PER_CYCLE)
+
+
+@lru_cache(maxsize=4096)
+def choose_tile(problem: Problem, sms: int) -> Tile | None:
+    """The tile with the least estimated time; None where none fits."""
+    channels = problem.chain.channels_per_group(problem.n)
+    key = (planes_of(problem), channels, problem.m, problem.k, problem.n)
+    if key in MEASURED:
+        return MEASURED[key]
+    tiles = list(candidates(problem))
+    return min(tiles, key=lambda tile: cycles(problem, tile, sms)) if tiles else None
+
+
+def microseconds(problem: Problem, sms: int) -> float:
+    """Estimated time of the whole forward pass by this kernel, conversions included."""
+    tile = choose_tile(problem, sms)
+    if tile is None:
+        return math.inf
+    time = LAUNCH_MICROSECONDS + cycles(problem, tile, sms) / CYCLES_PER_MICROSECOND
+    if problem.dtype == torch.float32:
+        split_bytes = (problem.m + problem.n) * problem.k * (4 + 2 * planes_of(problem))
+        time += 3 * LAUNCH_MICROSECONDS
+        time += split_bytes / MEMORY_BYTES_PER_CYCLE / CYCLES_PER_MICROSECOND
+    return time
+
+
+def instance_for(problem: Problem, tile: Tile) -> Instance:
+    """The kernel of this problem with this tile."""
+    fp32 = problem.dtype == torch.float32
+    return Instance(
+        chain=problem.chain,
+        tile=tile,
+        group_columns=problem.chain.channels_per_group(problem.n),
+        planes=planes_of(problem),
+        scaled=fp32,
+        operand_dtype=torch.float16 if fp32 else problem.dtype,
+        norm_dtype=problem.norm_dtype,
+        kept_dtype=problem.dtype,
+        out_dtype=problem.out_dtype,
+        has_bias=problem.has_bias,
+        has_gamma=problem.has_norm_weight,
+        has_beta=problem.has_norm_bias,
+        keep=problem.training,
+    )

@@ -1,0 +1,79 @@
+"""Which strategy a problem takes on a CUDA GPU, and why."""
+
+from __future__ import annotations
+
+import torch
+
+from epinorm.cuda import hopper_plan
+from epinorm.cuda.device import capability, sm_count, supported
+from epinorm.plan import Plan, Problem, Strategy
+
+__all__ = ["plan_cuda"]
+
+HOPPER = (9, 0)
+
+# What a library product reaches on an H200, TFLOP/s, by precision; kernel launches in microseconds;
+# what the norm kernel moves, bytes a microsecond.
+_LIBRARY_TFLOPS = {"native": 750.0, "high": 400.0, "highest": 50.0}
+_LAUNCH = 2.5
+_BYTES = 3.5e6
+
+
+def plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
+    """The plan for ``strategy`` ("auto", "single", "epilogue") on the problem's GPU.
+
+    A strategy that cannot serve the problem comes back as a plan for the reference with the reason.
+    """
+    refusal = supported(problem.device)
+    if refusal is not None:
+        return Plan("reference", refusal)
+    why_not_single = _why_not_single(problem)
+    if strategy == "single":
+        if why_not_single is not None:
+            return Plan("reference", why_not_single)
+        return Plan("single", f"asked for by name; {_tile_text(problem)}")
+    if strategy == "epilogue":
+        return Plan("epilogue", "asked for by name: a library product, then one kernel")
+    if why_not_single is not None:
+        return Plan("epilogue", f"a library product, then one kernel: {why_not_single}")
+    single, epilogue = _single_microseconds(problem), _epilogue_microseconds(problem)
+    if single > epilogue:
+        return Plan(
+            "epilogue",
+            f"a library product, then one kernel: estimated {epilogue:.0f} us against "
+            f"{single:.0f} in a single kernel",
+        )
+    return Plan("single", _tile_text(problem))
+
+
+def _why_not_single(problem: Problem) -> str | None:
+    if capability(problem.device) != HOPPER:
+        major, minor = capability(problem.device)
+        return f"the single kernel needs compute capability 9.0, this GPU has {major}.{minor}"
+    why_not = hopper_plan.why_not(problem)
+    if why_not is None and hopper_plan.choose_tile(problem, sm_count(problem.device)) is None:
+        return "no tile of the single kernel fits the shared memory"
+    return why_not
+
+
+def _tile_text(problem: Problem) -> str:
+    tile = hopper_plan.choose_tile(problem, sm_count(problem.device))
+    assert tile is not None
+    kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
+    planes = "" if problem.dtype != torch.float32 else f", {hopper_plan.planes_of(problem)} planes"
+    return f"one kernel, tiles of {tile.block_m} x {tile.block_n}, {kind}{planes}"
+
+
+def _single_microseconds(problem: Problem) -> float:
+    return hopper_plan.microseconds(problem, sm_count(problem.device))
+
+
+def _epilogue_microseconds(problem: Problem) -> float:
+    flops = 2.0 * problem.m * problem.n * problem.k
+    itemsize = problem.dtype.itemsize
+    product = max(
+        flops / (_LIBRARY_TFLOPS[problem.precision] * 1e6),
+        (problem.m + problem.n) * problem.k * itemsize / _BYTES,
+    )
+    norm = problem.m * problem.n * (2 * itemsize + problem.out_dtype.itemsize) / _BYTES
+    return 2 * _LAUNCH + product + norm
