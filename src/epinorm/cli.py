@@ -1,4 +1,4 @@
-"""The command line: ``epinorm bench | check | explain | info | cache``.
+"""The command line: ``epinorm bench | check | explain | judge | info | cache``.
 
 Exit code 0: verified (or nothing to verify and all well); 1: verification failed, or the model has
 no chain to fuse; 2: bad input. What is wrong is one sentence on stderr; EPINORM_TRACEBACK=1 shows
@@ -412,3 +412,7 @@ def cache_clear() -> None:
 def main() -> None:
     """Run the command line and exit."""
     app()
+
+
+# Adds its commands to `app`, which it takes from here.
+import epinorm.cli_kernelbench  # noqa: E402, F401

@@ -30,11 +30,13 @@ class _Plan:
 
 
 _CUDA = _Plan(5, 8, share=0.1, slack_us=40.0, outside_ratio=1.5, outside_slack_us=300.0)
-_CPU = _Plan(2, 3, share=1.0, slack_us=0.0, outside_ratio=3.0, outside_slack_us=3000.0)
-"""The host's clock on a CPU that others use too is noisy; hidden work of a model is not small."""
+_CPU = _Plan(2, 3, share=1.0, slack_us=0.0, outside_ratio=3.0, outside_slack_us=20_000.0)
+"""A CPU that others use too takes a process off it for milliseconds at a time."""
 
 OUTSIDE_CALLS = 20
-OUTSIDE_SECONDS = 4.0
+OUTSIDE_SECONDS = 1.5
+OUTSIDE_TRIALS = 3
+"""The fastest counts: others may use the machine meanwhile."""
 
 
 def time_pass(session: Session, training: bool) -> tuple[Timing, list[Check]]:
@@ -77,10 +79,13 @@ def time_pass(session: Session, training: bool) -> tuple[Timing, list[Check]]:
 def _outside(session: Session, training: bool, microseconds: float) -> float:
     """Microseconds a call by the judge's own clock, calls without pause."""
     calls = max(2, min(OUTSIDE_CALLS, int(OUTSIDE_SECONDS * 1e6 / max(microseconds, 1.0))))
-    session.process.ask("spin", calls=1, training=training)
-    empty = session.process.seconds
-    session.process.ask("spin", calls=calls + 1, training=training)
-    return max(0.0, session.process.seconds - empty) * 1e6 / calls
+    seconds: dict[int, float] = {}
+    for _ in range(OUTSIDE_TRIALS):
+        for count in (1, calls + 1):
+            session.process.ask("spin", calls=count, training=training)
+            took = session.process.seconds
+            seconds[count] = min(took, seconds.get(count, took))
+    return max(0.0, seconds[calls + 1] - seconds[1]) * 1e6 / calls
 
 
 def _hidden(timing: Timing, eager: Samples, plan: _Plan, device: torch.device) -> Check:

@@ -1,0 +1,116 @@
+"""The command line for files of the KernelBench community: ``epinorm judge``."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from epinorm.cli import (
+    DeviceOption,
+    DtypeOption,
+    FileArgument,
+    JsonOption,
+    PrecisionOption,
+    ScaleOption,
+    UsageError,
+    _one_sentence,
+    _options,
+    app,
+)
+
+if TYPE_CHECKING:
+    from epinorm.kernelbench.judge_facts import Verdict
+
+__all__ = ["judge"]
+
+LARGEST_SEED = 2**31
+
+
+@app.command()
+def judge(
+    problem: FileArgument,
+    solution: Annotated[
+        Path, typer.Argument(metavar="SOLUTION", help="Python file that defines ModelNew.")
+    ],
+    dtype: DtypeOption = "float32",
+    precision: PrecisionOption = None,
+    device: DeviceOption = None,
+    forward_only: Annotated[
+        bool, typer.Option("--forward", help="Judge the forward pass alone, no gradients.")
+    ] = False,
+    scale: ScaleOption = 1,
+    timing: Annotated[
+        bool, typer.Option("--timing/--no-timing", help="Time a solution that is right.")
+    ] = True,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds that the solution's process may take in all.")
+    ] = 600.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Decides every input and parameter; by default a new one each time."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge the ModelNew of SOLUTION against the Model of FILE: right, honest, and how fast."""
+    with _one_sentence():
+        from epinorm.console import progress
+        from epinorm.kernelbench.judge import judge as run
+        from epinorm.kernelbench.judge_facts import JudgeOptions
+
+        chosen, products, where, _ = _options(dtype, precision, device, "auto")
+        if not time_limit > 0:
+            raise UsageError(f"--time-limit must be a number of seconds > 0, got {time_limit:g}")
+        options = JudgeOptions(
+            dtype=str(chosen).removeprefix("torch."),
+            precision=products,
+            device=str(where),
+            training=not forward_only,
+            timing=timing,
+            scale=scale,
+            seed=secrets.randbelow(LARGEST_SEED) if seed is None else seed,
+            time_limit=time_limit,
+        )
+        with progress(solution.name) as notify:
+            verdict = run(problem, solution, options, notify)
+        if as_json:
+            print(json.dumps(verdict.as_json(), indent=1))
+        else:
+            _show(verdict)
+    raise typer.Exit(0 if verdict.clean else 1)
+
+
+_MARKS = {"passed": "[green]passed[/]", "failed": "[red]failed[/]", "skipped": "[dim]skipped[/]"}
+
+
+def _show(verdict: Verdict) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from epinorm.console import out
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("check", "", "reason"):
+        table.add_column(name, overflow="fold")
+    for check in verdict.checks:
+        table.add_row(check.name, _MARKS[check.status], escape(check.reason))
+    out.print(table)
+    out.print()
+    for note in verdict.notes:
+        out.print(f"note: {verdict.solution} {note}", markup=False)
+    for timing in verdict.timings:
+        out.print(
+            f"{timing.pass_}: {timing.solution_us:.0f} µs, eager {timing.eager_us:.0f} µs, "
+            f"[bold]{timing.speedup:.2f}×[/]"
+        )
+    facts = verdict.facts
+    where = f"{facts['dtype']} {facts['precision']} on {facts['gpu']}, seed {facts['seed']}"
+    if verdict.clean:
+        out.print(f"[bold green]clean[/] {escape(where)}")
+    else:
+        count = len(verdict.failures)
+        said = f"{count} check{'s' if count != 1 else ''} failed"
+        out.print(f"[bold red]not clean[/]: {said}, {escape(where)}")
