@@ -22,9 +22,10 @@ OPERATIONS = {
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-SMOOTH = "group_norm(8)|silu|scale(2)"
+SMOOTH = "group_norm(8,0.1)|silu|scale(2)"
 """Without a kink: where a value lies within rounding of one, float32 and float64 may take different
-sides, and the gradient of that element is then another, ours or eager's."""
+sides, and the gradient of that element is then another, ours or eager's. And with an eps that keeps
+a group of two nearly equal channels from making up all of the error by itself."""
 
 
 def both_draws(make_case, *facts, times=1, **more):
@@ -152,7 +153,7 @@ def test_what_is_kept(make_case):
     kept = backend.forward(case.problem, None, case.inputs)
     theirs = reference_backend.forward(case.problem, None, case.inputs)
     assert [t.shape for t in kept] == [t.shape for t in theirs]
-    torch.testing.assert_close(kept.z, case.inputs.x @ case.inputs.weight.t())
+    assert torch.equal(kept.z, theirs.z)
     torch.testing.assert_close(kept.mean, theirs.mean, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(kept.rstd, theirs.rstd, rtol=1e-5, atol=1e-6)
 

@@ -31,8 +31,6 @@ class _Prepared:
     kernel: abi.Kernel
     blocks: Blocks
     eps: float
-    add_bias: bool
-    """The product adds the bias: in 16 bit, z must not be rounded before and after."""
 
 
 @lru_cache(maxsize=1024)
@@ -45,8 +43,7 @@ def _prepare(problem: Problem) -> _Prepared:
     if isinstance(norm, RMSNorm) and eps is None:
         eps = torch.finfo(problem.stats_dtype).eps
     assert eps is not None
-    add_bias = problem.has_bias and problem.dtype == torch.bfloat16
-    return _Prepared(load_runner(), kernel, choose_blocks(problem), eps, add_bias)
+    return _Prepared(load_runner(), kernel, choose_blocks(problem), eps)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -64,8 +61,6 @@ def _call(
     """The runner's arguments, without results. The tensors must outlive it."""
     blocks, chain = prepared.blocks, problem.chain
     call = abi.Call(problem.n, problem.groups, prepared.eps)
-    if not prepared.add_bias:
-        call.bias = _pointer(inputs.bias)
     call.norm_weight = _pointer(inputs.norm_weight)
     call.norm_bias = _pointer(inputs.norm_bias)
     call.mean = _pointer(mean)
@@ -92,7 +87,6 @@ def _call(
         problem.k,
         abi.DTYPE_CODES[problem.dtype],
         abi.DTYPE_CODES[problem.out_dtype],
-        prepared.add_bias,
         inputs.x.data_ptr(),
         inputs.x.stride(0),
         inputs.weight.data_ptr(),

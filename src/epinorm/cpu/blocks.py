@@ -34,6 +34,7 @@ MAX_TILES = 64
 MAX_CHUNKS = 32
 STRIP_ROWS = 16
 """Rows that a kernel takes at a time (kLanes in lanes.h)."""
+PARTS_ROWS = 256
 MAX_PARTS_BYTES = 4 * 2**20
 """Memory for the weight's gradients of the chunks; beyond it they are computed as tiles."""
 GRADIENT_TILE = 512_000_000
@@ -97,8 +98,9 @@ def choose_blocks(problem: Problem) -> Blocks:
     # Without a product in the chunk, a strip of 16 rows is all that a chunk needs to be.
     chunks = min(MAX_CHUNKS, _ceil_div(m, rows if by_blocks else STRIP_ROWS))
     size = 8 if problem.dtype == torch.float64 else 4
-    # In 16 bit a chunk's gradient would be rounded before the chunks are added.
-    parts = by_blocks and problem.dtype != torch.bfloat16
+    # In 16 bit a chunk's gradient would be rounded before the chunks are added, and a product that
+    # sums over few rows spends its time adding to the gradient.
+    parts = by_blocks and rows >= PARTS_ROWS and problem.dtype != torch.bfloat16
     return Blocks(
         rows,
         columns,

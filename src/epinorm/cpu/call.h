@@ -12,7 +12,6 @@ struct EpinormCall {
   int64_t n;
   int64_t groups;
   double eps;
-  const void* bias;         // (N,), dtype of the product; null where the product adds it
   const void* norm_weight;  // (N,)
   const void* norm_bias;    // (N,)
   const void* const* operands;      // the chain's tensors, (N,) or (M, N) each

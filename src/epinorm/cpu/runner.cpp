@@ -14,7 +14,8 @@
 
 namespace epinorm {
 
-constexpr int64_t kStrip = 16;  // rows that a kernel takes at a time
+constexpr int64_t kStrip = 16;    // rows that a kernel takes at a time
+constexpr int64_t kPadding = 32;  // elements between the rows of a block: one or two cache lines
 
 struct Problem {
   EpinormCall call;
@@ -23,14 +24,13 @@ struct Problem {
   int64_t m, k;
   int32_t dtype;      // of x, weight, bias, z and their gradients
   int32_t out_dtype;  // of y and dy
-  int32_t add_bias;   // the product adds the bias: in 16 bit z is rounded once, with it
   void* x;
   int64_t x_stride;
   void* weight;
   int64_t weight_stride;
-  void* bias;
-  void* z;  // dense (M, N); null where it need not be kept
-  void* y;  // forward: y, dense; backward: dy
+  void* bias;  // null for none
+  void* z;     // dense (M, N), with the bias; null where it need not be kept
+  void* y;     // forward: y, dense; backward: dy
   int64_t y_stride;
   // Backward only; a null pointer is a result that nobody wants.
   void* dz;             // dense (M, N); null where a block's dz need not outlive it
@@ -54,16 +54,17 @@ static void multiply(at::Tensor out, const at::Tensor& a, const at::Tensor& b, b
     at::cpu::mm_out(out, a, b);
 }
 
-// Rows [row, row + count) and columns [column, column + width) of x weight^T.
-static void linear(const Problem& p, at::Tensor out, int64_t row, int64_t count, int64_t column,
-                   int64_t width) {
-  const at::Tensor a = p.matrix(p.x, p.x_stride).part(row, count, 0, p.k);
-  const at::Tensor b = p.matrix(p.weight, p.weight_stride).part(column, width, 0, p.k).t();
-  if (!p.add_bias) return multiply(out, a, b, false);
-  const at::Tensor bias =
-      at::from_blob(static_cast<char*>(p.bias) + column * size_of(p.dtype), {width},
-                    scalar_type(p.dtype));
-  at::cpu::addmm_out(out, bias.expand({count, width}), a, b);
+// Rows [row, row + count) and columns [column, column + width) of x weight^T + bias. The product adds
+// to the bias, as eager's does: in 16 bit z is rounded once, and in 32 its bits are eager's.
+static void linear(const Problem& p, const Matrix& z, int64_t z_row, int64_t row, int64_t count,
+                   int64_t column, int64_t width) {
+  const int64_t size = size_of(p.dtype);
+  if (p.bias != nullptr)
+    for (int64_t r = 0; r < count; ++r)
+      std::memcpy(z.at(z_row + r, column), static_cast<char*>(p.bias) + column * size, width * size);
+  multiply(z.part(z_row, count, column, width),
+           p.matrix(p.x, p.x_stride).part(row, count, 0, p.k),
+           p.matrix(p.weight, p.weight_stride).part(column, width, 0, p.k).t(), p.bias != nullptr);
 }
 
 // A block of rows goes from x to y while it stays in cache.
@@ -71,13 +72,15 @@ static void forward_by_blocks(const Problem& p, const Matrix& y) {
   const int64_t rows = p.blocks.rows, n = p.n();
   const bool own = p.z == nullptr;
   const int64_t kernel_bytes = round_up(p.kernel.scratch_bytes);
-  const int64_t block_bytes = own ? rows * n * size_of(p.dtype) : 0;
+  // Rows a power of two apart would fall into the same few sets of the cache.
+  const int64_t stride = own ? n + kPadding : n;
+  const int64_t block_bytes = own ? rows * stride * size_of(p.dtype) : 0;
   for_each_part(parts(p.m, rows), kernel_bytes + block_bytes, [&](int64_t part, char* scratch) {
     const int64_t row = part * rows, count = std::min(rows, p.m - row);
-    const Matrix z = p.matrix(own ? scratch + kernel_bytes : p.z, n);
+    const Matrix z = p.matrix(own ? scratch + kernel_bytes : p.z, stride);
     const int64_t z_row = own ? 0 : row;
-    linear(p, z.part(z_row, count, 0, n), row, count, 0, n);
-    p.kernel.forward(&p.call, row, count, z.at(z_row, 0), n, y.at(row, 0), y.stride, scratch);
+    linear(p, z, z_row, row, count, 0, n);
+    p.kernel.forward(&p.call, row, count, z.at(z_row, 0), stride, y.at(row, 0), y.stride, scratch);
   });
 }
 
@@ -91,7 +94,7 @@ static void forward_by_tiles(const Problem& p, const Matrix& y) {
   for_each_part(parts(p.m, rows) * across, 0, [&](int64_t part, char*) {
     const int64_t row = part / across * rows, column = part % across * columns;
     const int64_t count = std::min(rows, p.m - row), width = std::min(columns, n - column);
-    linear(p, z.part(row, count, column, width), row, count, column, width);
+    linear(p, z, row, row, count, column, width);
   });
   for_each_part(parts(p.m, kStrip), p.kernel.scratch_bytes, [&](int64_t part, char* scratch) {
     const int64_t row = part * kStrip, count = std::min(kStrip, p.m - row);

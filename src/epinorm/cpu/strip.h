@@ -37,13 +37,13 @@ struct Strip {
   const int64_t panel_width;   // channels of a panel
   T *u, *v, *w;                // [panel_width][kLanes]
   T *mean, *rstd;              // [panel][kLanes]
-  T *bias, *gamma, *beta;      // [panel_width]
+  T *gamma, *beta;             // [panel_width]
   T* operand[kOperands + 1];   // [panel_width][kLanes], or [panel_width] for a channel operand
   T* gradient[kOperands + 1];  // likewise, where an element operand wants one
 
   static int64_t scratch_values(int64_t n, int64_t groups) {
     const int64_t width = n / groups, panel = panel_groups(groups, width);
-    return panel * width * (kLanes * (3 + 2 * kOperands) + 3) + 2 * panel * kLanes;
+    return panel * width * (kLanes * (3 + 2 * kOperands) + 2) + 2 * panel * kLanes;
   }
 
   Strip(const EpinormCall& c, void* scratch)
@@ -60,7 +60,6 @@ struct Strip {
     }
     mean = take(panel * kLanes);
     rstd = take(panel * kLanes);
-    bias = take(panel_width);
     gamma = take(panel_width);
     beta = take(panel_width);
   }
@@ -76,7 +75,6 @@ struct Strip {
   }
 
   void load_parameters(int64_t first, int64_t count) {
-    channels<Z>(call.bias, first, count, T(0), bias);
     channels<P>(call.norm_weight, first, count, T(1), gamma);
     channels<P>(call.norm_bias, first, count, T(0), beta);
     for (int i = 0; i < kOperands; ++i)
@@ -94,31 +92,22 @@ struct Strip {
   // The stages of a panel run over all its groups before the next begins: a group's own stages wait
   // for one another (two divisions and a root), the groups do not.
 
-  // u = pre(u + bias), and the mean of each group.
+  // u = pre(u), and the mean of each group.
   EPINORM_INLINE void centre(const Strip& s, int64_t count) {
     const T width = T(s.width);
     if constexpr (C::kPre)
       for (int64_t c = 0; c < count * s.width; ++c) {
-        const T b = s.bias[c];
         T* const x = s.u + c * kLanes;
-        EPINORM_LANES { x[l] = C::pre(x[l] + b, C::values(s.operand, c, l)); }
+        EPINORM_LANES { x[l] = C::pre(x[l], C::values(s.operand, c, l)); }
       }
     for (int64_t g = 0; g < count; ++g) {
-      T* const u = s.u + g * s.width * kLanes;
-      const T* const b = s.bias + g * s.width;
+      const T* const u = s.u + g * s.width * kLanes;
       V sum[kCount] = {};
       for (int64_t begin = 0; begin < s.width; begin += kRun) {
         const int64_t end = begin + kRun < s.width ? begin + kRun : s.width;
         V part[kCount] = {};
         for (int64_t c = begin; c < end; ++c)
-          for (int i = 0; i < kCount; ++i) {
-            V x = load<T>(u + c * kLanes + i * kWidth);
-            if constexpr (!C::kPre) {
-              x += b[c];
-              store<T>(u + c * kLanes + i * kWidth, x);
-            }
-            part[i] += x;
-          }
+          for (int i = 0; i < kCount; ++i) part[i] += load<T>(u + c * kLanes + i * kWidth);
         for (int i = 0; i < kCount; ++i) sum[i] += part[i];
       }
       for (int i = 0; i < kCount; ++i)
@@ -187,21 +176,20 @@ struct Strip {
     }
   }
 
-  // u: z + bias. v: dy, then the gradient of the normalised value, then dz. w: the normalised value.
+  // u: z. v: dy, then the gradient of the normalised value, then dz. w: the normalised value.
   EPINORM_INLINE void differentiate_post(const Strip& s, int rows, int64_t count, int64_t column,
                                          T* sums) {
     for (int64_t group = 0; group < count; ++group) {
       const T *const mean = s.mean + group * kLanes, *const rstd = s.rstd + group * kLanes;
       for (int64_t c = group * s.width; c < (group + 1) * s.width; ++c) {
-        const T scale = s.gamma[c], shift = s.beta[c], b = s.bias[c];
-        T *const x = s.u + c * kLanes, *const g = s.v + c * kLanes, *const h = s.w + c * kLanes;
+        const T scale = s.gamma[c], shift = s.beta[c];
+        const T* const x = s.u + c * kLanes;
+        T *const g = s.v + c * kLanes, *const h = s.w + c * kLanes;
         T* const dgamma = sums + (s.call.n + column + c) * kLanes;
         T* const dbeta = sums + (2 * s.call.n + column + c) * kLanes;
         EPINORM_LANES {
-          const T z = x[l] + b;
-          x[l] = z;
           const auto values = C::values(s.operand, c, l);
-          const T normalised = (C::pre(z, values) - mean[l]) * rstd[l];
+          const T normalised = (C::pre(x[l], values) - mean[l]) * rstd[l];
           typename C::Values d = {};
           const T gradient = C::post_backward(g[l], normalised * scale + shift, values, d);
           C::keep_post(s.gradient, c, l, d);
