@@ -16,9 +16,10 @@ from epinorm.chain import Chain
 from epinorm.cuda.codegen import chain_text
 from epinorm.cuda.jit import KernelSource
 from epinorm.cuda.source import float_literal, kernel_text
+from epinorm.cuda.tensor_map import LARGEST_BOX
 
 __all__ = [
-    "BLOCK_K",
+    "STEP_BYTES",
     "THREADS",
     "Instance",
     "Tile",
@@ -30,14 +31,15 @@ __all__ = [
 
 ARCH = "sm_90a"
 THREADS = 384
-BLOCK_K = 64
+STEP_BYTES = 128
+"""Bytes of an operand's row in one step along the summed index: the widest swizzle."""
 SHARED_LIMIT = 232448
 """Bytes of shared memory that a block of sm_90 can have (CUDA programming guide, table of compute
 capabilities)."""
 
 _STORE_BYTES = 2 * 4 * 2048  # warpgroups x warps x bytes of a buffer: hopper_store.cuh
 _TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "Bfloat16"}
-_PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "tf32"}
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class Tile:
     """How a block cuts the product; the fields are the constants of `hopper_pipeline.cuh`.
 
     block_m, block_n: rows and columns of a tile. stages: slots of the ring. ping_pong: each
-    warpgroup has tiles of its own. cluster: blocks that share the loads of B. group: row tiles that
-    share a column tile. fold_steps: steps of 64 between folds (two planes).
+    warpgroup has tiles of its own; split_columns: each has half of a tile's columns (else of its
+    rows). load_m: rows of A that are loaded, fewer than block_m where m is small. cluster: blocks
+    that share the loads of B. group: row tiles that share a column tile. fold_steps: steps of 64
+    between folds (two planes). tf32: fp32 operands are multiplied as they are, as TF32.
     """
 
     block_m: int
@@ -56,6 +60,30 @@ class Tile:
     cluster: int = 1
     group: int = 16
     fold_steps: int = 4
+    split_columns: bool = False
+    load_m: int | None = None
+    tf32: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an operand's element."""
+        return 4 if self.tf32 else 2
+
+    @property
+    def block_k(self) -> int:
+        """Elements of a step along the summed index: a row of 128 bytes."""
+        return STEP_BYTES // self.element_bytes
+
+    @property
+    def box_n(self) -> int:
+        """Rows of B that one copy brings."""
+        rows = self.block_n // self.cluster
+        return rows if rows <= LARGEST_BOX else rows // 2
+
+    @property
+    def consumer_n(self) -> int:
+        """Columns of a tile that one warpgroup multiplies."""
+        return self.block_n // 2 if self.split_columns else self.block_n
 
 
 @dataclass(frozen=True)
@@ -78,17 +106,18 @@ class Instance:
 
 
 def wgmma_text(columns: int, dtype: torch.dtype, major_k_a: bool, major_k_b: bool) -> str:
-    """The instruction wgmma.mma_async.m64n<columns>k16 with fp32 accumulators as a function."""
+    """The instruction wgmma.mma_async.m64n<columns> with fp32 accumulators as a function."""
     count = columns // 2
     kind = _PTX_TYPES[dtype]
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    flags = f"1, 1, {int(not major_k_a)}, {int(not major_k_b)}"
+    depth = 32 // dtype.itemsize
+    flags = "1, 1" if kind == "tf32" else f"1, 1, {int(not major_k_a)}, {int(not major_k_b)}"
     return (
         f"__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, "
         "unsigned long long b, int accumulate) {\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; '
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kind}.{kind} "
         f'{{{registers}}}, %{count}, %{count + 1}, p, {flags}; }}"\n'
         f'    : {outputs} : "l"(a), "l"(b), "r"(accumulate));\n}}\n'
     )
@@ -114,7 +143,6 @@ def product_prelude(
         {
             "kBlockM": tile.block_m,
             "kBlockN": tile.block_n,
-            "kBlockK": BLOCK_K,
             "kStages": tile.stages,
             "kPlanes": planes,
             "kFoldSteps": tile.fold_steps,
@@ -123,12 +151,15 @@ def product_prelude(
             "kCluster": tile.cluster,
             "kTileGroup": max(tile.group // tile.cluster, 1),
             "kPingPong": tile.ping_pong,
+            "kSplitColumns": tile.split_columns,
+            "kLoadM": tile.load_m or tile.block_m,
+            "kElementBytes": tile.element_bytes,
         }
-    ) + wgmma_text(tile.block_n, dtype, major_k_a, major_k_b)
+    ) + wgmma_text(tile.consumer_n, dtype, major_k_a, major_k_b)
 
 
 def stage_bytes(tile: Tile, planes: int) -> int:
-    return planes * (tile.block_m + tile.block_n) * BLOCK_K * 2
+    return planes * (tile.block_m + tile.block_n) * STEP_BYTES
 
 
 def _barrier_bytes(tile: Tile) -> int:
@@ -145,7 +176,9 @@ def shared_bytes(instance: Instance) -> int:
     """Dynamic shared memory of a block, as `hopper_linear_norm.cu` lays it out."""
     tile = instance.tile
     ring = tile.stages * stage_bytes(tile, instance.planes)
-    return ring + _STORE_BYTES + 2 * vectors(instance) * tile.block_n * 4 + _barrier_bytes(tile)
+    exchange = 2 * 2 * 64 * 4 if instance.group_columns > tile.consumer_n else 0
+    vector_bytes = 2 * vectors(instance) * tile.consumer_n * 4
+    return ring + _STORE_BYTES + vector_bytes + exchange + _barrier_bytes(tile)
 
 
 def largest_stages(instance: Instance) -> int:

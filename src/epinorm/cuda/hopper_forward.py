@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epinorm.chain import RMSNorm
 from epinorm.cuda.device import sm_count
-from epinorm.cuda.hopper import BLOCK_K, THREADS, Tile, linear_norm_source, shared_bytes
+from epinorm.cuda.hopper import THREADS, Tile, linear_norm_source, shared_bytes
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of
 from epinorm.cuda.jit import load
 from epinorm.cuda.launch import TensorMap, tensor_map
@@ -41,7 +41,7 @@ class _PreparedForward:
             raise RuntimeError(f"no tile of the Hopper kernel fits {problem}")
         self.tile: Tile = tile
         self.planes = planes_of(problem)
-        self.fp32 = problem.dtype == torch.float32
+        self.split = problem.dtype == torch.float32 and not tile.tf32
         self.nothing = torch.empty((0,), dtype=torch.float32, device=problem.device)
         self.launch = self._prepare()
 
@@ -69,14 +69,14 @@ class _PreparedForward:
         kept = self._kept(device)
         if problem.m == 0:
             return Forward(y, *kept)
-        if self.fp32:
+        if self.split:
             x = split(inputs.x, self.planes)
             w = weight if weight is not None else split(inputs.weight, self.planes)
-            maps = (*self._maps(x.hi, x.lo, self.tile.block_m), *self._maps_w(w.hi, w.lo))
+            maps = (*self._maps_x(x.hi, x.lo), *self._maps_w(w.hi, w.lo))
             scales = (x.scale.data_ptr(), w.scale.data_ptr())
         else:
-            x16, w16 = _readable(inputs.x), _readable(inputs.weight)
-            maps = (*self._maps(x16, x16, self.tile.block_m), *self._maps_w(w16, w16))
+            x, w = _readable(inputs.x), _readable(inputs.weight)
+            maps = (*self._maps_x(x, x), *self._maps_w(w, w))
             scales = (0, 0)
         operands = [operand.contiguous() for operand in inputs.operands]
         self.launch(
@@ -91,11 +91,14 @@ class _PreparedForward:
         return Forward(y, *kept)
 
     def _maps(self, hi: Tensor, lo: Tensor, rows: int) -> tuple[TensorMap, TensorMap]:
-        first = tensor_map(hi, rows, BLOCK_K)
-        return first, first if hi is lo else tensor_map(lo, rows, BLOCK_K)
+        first = tensor_map(hi, rows, self.tile.block_k)
+        return first, first if hi is lo else tensor_map(lo, rows, self.tile.block_k)
+
+    def _maps_x(self, hi: Tensor, lo: Tensor) -> tuple[TensorMap, TensorMap]:
+        return self._maps(hi, lo, self.tile.load_m or self.tile.block_m)
 
     def _maps_w(self, hi: Tensor, lo: Tensor) -> tuple[TensorMap, TensorMap]:
-        return self._maps(hi, lo, self.tile.block_n // self.tile.cluster)
+        return self._maps(hi, lo, self.tile.box_n)
 
     def _kept(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         problem, nothing = self.problem, self.nothing

@@ -6,18 +6,29 @@ measured on an H200 (docs/hopper.md). `MEASURED` overrides it where a measuremen
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
 
-from epinorm.cuda.hopper import BLOCK_K, Instance, Tile, largest_stages
+from epinorm.cuda.hopper import STEP_BYTES, Instance, Tile, largest_stages
 from epinorm.plan import Problem
 
-__all__ = ["MEASURED", "choose_tile", "instance_for", "microseconds", "planes_of", "why_not"]
+__all__ = [
+    "MEASURED",
+    "candidates",
+    "choose_tile",
+    "cycles",
+    "instance_for",
+    "microseconds",
+    "planes_of",
+    "why_not",
+]
 
-LARGEST_GROUP = 256
+LARGEST_GROUP = {1: 512, 2: 256}
+"""Channels of a group, by planes: a tile's columns at most."""
 
 # Cycles. A tile's first loads; what passes between two tiles of a warpgroup; a column of a row
 # block in the epilogue, with both warpgroups at it and with one alone.
@@ -29,6 +40,8 @@ SHARED_BYTES_PER_CYCLE = 128
 MEMORY_BYTES_PER_CYCLE = 2400
 """Of the whole chip: 4.2 TB/s at 1.75 GHz."""
 CYCLES_PER_MICROSECOND = 1750.0
+SHORTEST_STEP = 450
+"""A small tile's step waits for its loads, its products and their completion in turn."""
 LAUNCH_MICROSECONDS = 2.5
 
 MOST_STAGES = 12
@@ -49,10 +62,11 @@ def why_not(problem: Problem) -> str | None:
         return "tensor cores of this kernel take 16-bit and fp32 inputs, not float64"
     if problem.k == 0:
         return "there is nothing to multiply (0 input features)"
-    if channels > LARGEST_GROUP or (channels not in (2, 4) and channels % 8):
+    largest = LARGEST_GROUP[planes_of(problem)]
+    if channels > largest or (channels not in (2, 4) and channels % 8):
         return (
-            f"a group of {channels} channels is none of 2, 4 or a multiple of 8 up to "
-            f"{LARGEST_GROUP}, which fit a tile"
+            f"a group of {channels} channels is none of 2, 4 or a multiple of 8 up to {largest}, "
+            "which fit a tile"
         )
     if problem.dtype != torch.float32 and problem.k % 8:
         return f"rows of {problem.k} input features are not a multiple of 16 bytes (TMA)"
@@ -70,63 +84,94 @@ def _widths(problem: Problem, most: int) -> Iterator[int]:
             return
 
 
+def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
+    """Tiles whose accumulators fit the registers; their stages are not yet known."""
+    together, in_turn, in_turn_low = (256, 128, 256) if planes == 1 else (128, 0, 64)
+    for width in _widths(problem, together):
+        yield Tile(128, width, 0, ping_pong=False)
+    for width in _widths(problem, in_turn):
+        yield Tile(128, width, 0)
+    for width in _widths(problem, in_turn_low):
+        yield Tile(64, width, 0)
+    channels = problem.chain.channels_per_group(problem.n)
+    if channels > together and channels % 16 == 0:
+        yield Tile(64, channels, 0, ping_pong=False, split_columns=True)
+
+
 def candidates(problem: Problem) -> Iterator[Tile]:
     """The tiles that fit the registers and the shared memory."""
-    planes = planes_of(problem)
-    if planes == 2:
-        shapes = [(128, width, False) for width in _widths(problem, 128)]
-        shapes += [(64, width, True) for width in _widths(problem, 64)]
-    else:
-        shapes = [(128, width, False) for width in _widths(problem, 256)]
-        shapes += [(128, width, True) for width in _widths(problem, 128)]
-        shapes += [(64, width, True) for width in _widths(problem, 256)]
-    for block_m, block_n, ping_pong in shapes:
-        tile = Tile(block_m, block_n, 2, ping_pong)
-        stages = min(largest_stages(instance_for(problem, tile)), MOST_STAGES)
-        if stages >= 2:
-            yield Tile(block_m, block_n, stages, ping_pong)
+    for shape in _shapes(problem, planes_of(problem)):
+        low = shape.block_m == 64 and problem.m < 64
+        load_m = -(-max(problem.m, 1) // 8) * 8 if low else None
+        kinds = (False, True) if _may_be_tf32(problem) else (False,)
+        for tf32 in kinds:
+            tile = dataclasses.replace(shape, load_m=load_m, tf32=tf32)
+            stages = min(largest_stages(instance_for(problem, tile)), MOST_STAGES)
+            if stages >= 2:
+                yield dataclasses.replace(tile, stages=stages)
+
+
+def _may_be_tf32(problem: Problem) -> bool:
+    """Rows of fp32 that the copy engine can read, and leave to multiply them as TF32."""
+    return problem.precision == "high" and problem.k % 4 == 0
 
 
 def _step_cycles(tile: Tile, planes: int) -> float:
-    """One step of 64 along k: the tensor cores' time or shared memory's."""
+    """One step along k: the tensor cores' time or shared memory's."""
     products = 3 if planes == 2 else 1
-    row_blocks = tile.block_m // 64
+    row_blocks = tile.block_m // 64 * (2 if tile.split_columns else 1)
     tensor = products * tile.block_m * tile.block_n / 32
-    read = products * row_blocks * (64 + tile.block_n) * BLOCK_K * 2
-    written = planes * (tile.block_m + tile.block_n) * BLOCK_K * 2
-    return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE)
+    read = products * row_blocks * (64 + tile.consumer_n) * STEP_BYTES
+    written = planes * (tile.block_m + tile.block_n) * STEP_BYTES
+    return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP)
 
 
-def cycles(problem: Problem, tile: Tile, sms: int) -> float:
-    """Estimated time of the product and its epilogue."""
+def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     planes = planes_of(problem)
     tiles = math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
     rounds = math.ceil(tiles / sms)
-    products = math.ceil(problem.k / BLOCK_K) * _step_cycles(tile, planes)
-    wide = 1.3 if tile.block_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
+    products = math.ceil(problem.k / tile.block_k) * _step_cycles(tile, planes)
+    wide = 1.3 if tile.consumer_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
     kept = 1.4 if problem.training else 1.0
     if tile.ping_pong:
         epilogue = EPILOGUE_ALONE * wide * kept * tile.block_n * tile.block_m / 64
         pair = max(2 * products, products + epilogue + BETWEEN_TILES)
         total = START + rounds / 2 * pair + epilogue
     else:
-        epilogue = EPILOGUE_TOGETHER * wide * kept * tile.block_n
+        epilogue = EPILOGUE_TOGETHER * wide * kept * tile.consumer_n
         total = START + rounds * (products + epilogue + BETWEEN_TILES)
-    itemsize = 2 * planes
+    itemsize = planes * tile.element_bytes
     moved = (problem.m + problem.n) * problem.k * itemsize
     moved += problem.m * problem.n * problem.out_dtype.itemsize
     return max(total, START + moved / MEMORY_BYTES_PER_CYCLE)
 
 
+def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
+    """The conversion of x, and of W where it is not prepacked, and what surrounds it."""
+    if problem.dtype != torch.float32 or tile.tf32:
+        return 0.0
+    rows = problem.m + (0 if prepacked else problem.n)
+    moved = rows * problem.k * (4 + 2 * planes_of(problem))
+    launches = 2 * LAUNCH_MICROSECONDS * CYCLES_PER_MICROSECOND
+    return launches + moved / MEMORY_BYTES_PER_CYCLE
+
+
+def cycles(problem: Problem, tile: Tile, sms: int, prepacked: bool = False) -> float:
+    """Estimated time of the whole forward pass with this tile, but for the launch itself."""
+    return _kernel_cycles(problem, tile, sms) + _split_cycles(problem, tile, prepacked)
+
+
 @lru_cache(maxsize=4096)
-def choose_tile(problem: Problem, sms: int) -> Tile | None:
+def choose_tile(problem: Problem, sms: int, prepacked: bool = False) -> Tile | None:
     """The tile with the least estimated time; None where none fits."""
     channels = problem.chain.channels_per_group(problem.n)
     key = (planes_of(problem), channels, problem.m, problem.k, problem.n)
     if key in MEASURED:
         return MEASURED[key]
     tiles = list(candidates(problem))
-    return min(tiles, key=lambda tile: cycles(problem, tile, sms)) if tiles else None
+    if not tiles:
+        return None
+    return min(tiles, key=lambda tile: cycles(problem, tile, sms, prepacked))
 
 
 def microseconds(problem: Problem, sms: int) -> float:
@@ -134,24 +179,19 @@ def microseconds(problem: Problem, sms: int) -> float:
     tile = choose_tile(problem, sms)
     if tile is None:
         return math.inf
-    time = LAUNCH_MICROSECONDS + cycles(problem, tile, sms) / CYCLES_PER_MICROSECOND
-    if problem.dtype == torch.float32:
-        split_bytes = (problem.m + problem.n) * problem.k * (4 + 2 * planes_of(problem))
-        time += 3 * LAUNCH_MICROSECONDS
-        time += split_bytes / MEMORY_BYTES_PER_CYCLE / CYCLES_PER_MICROSECOND
-    return time
+    return LAUNCH_MICROSECONDS + cycles(problem, tile, sms) / CYCLES_PER_MICROSECOND
 
 
 def instance_for(problem: Problem, tile: Tile) -> Instance:
     """The kernel of this problem with this tile."""
-    fp32 = problem.dtype == torch.float32
+    scaled = problem.dtype == torch.float32 and not tile.tf32
     return Instance(
         chain=problem.chain,
         tile=tile,
         group_columns=problem.chain.channels_per_group(problem.n),
         planes=planes_of(problem),
-        scaled=fp32,
-        operand_dtype=torch.float16 if fp32 else problem.dtype,
+        scaled=scaled,
+        operand_dtype=torch.float16 if scaled else problem.dtype,
         norm_dtype=problem.norm_dtype,
         kept_dtype=problem.dtype,
         out_dtype=problem.out_dtype,

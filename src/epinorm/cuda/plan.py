@@ -15,7 +15,7 @@ HOPPER = (9, 0)
 # What a library product reaches on an H200, TFLOP/s, by precision; kernel launches in microseconds;
 # what the norm kernel moves, bytes a microsecond.
 _LIBRARY_TFLOPS = {"native": 750.0, "high": 400.0, "highest": 50.0}
-_LAUNCH = 2.5
+_LAUNCH = 3.0
 _BYTES = 3.5e6
 
 
@@ -60,8 +60,12 @@ def _tile_text(problem: Problem) -> str:
     tile = hopper_plan.choose_tile(problem, sm_count(problem.device))
     assert tile is not None
     kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
-    planes = "" if problem.dtype != torch.float32 else f", {hopper_plan.planes_of(problem)} planes"
-    return f"one kernel, tiles of {tile.block_m} x {tile.block_n}, {kind}{planes}"
+    operands = ""
+    if problem.dtype == torch.float32:
+        count = hopper_plan.planes_of(problem)
+        planes = "two fp16 planes" if count == 2 else "one fp16 plane"
+        operands = ", as TF32" if tile.tf32 else f", as {planes}"
+    return f"one kernel{operands}, tiles of {tile.block_m} x {tile.block_n}, {kind}"
 
 
 def _single_microseconds(problem: Problem) -> float:

@@ -42,10 +42,11 @@ struct Statistics {
 
 // Normalises a segment in place; returns its mean and 1 / sqrt(variance + eps). The variance is the
 // mean of the centred squares: as the difference of two large numbers it would lose everything.
-template <int kGroupColumns, bool kCentred, int kCount>
+// kLocalColumns of the group lie in this warpgroup; whole_sum(lane's sum) adds up the group's.
+template <int kGroupColumns, int kLocalColumns, bool kCentred, int kCount, class WholeSum>
 __device__ __forceinline__ Statistics normalise_group(float (&values)[kCount], int segment,
-                                                      int lower, float eps) {
-  using Group = Segments<kGroupColumns>;
+                                                      int lower, float eps, WholeSum whole_sum) {
+  using Group = Segments<kLocalColumns>;
   constexpr float kWeight = 1.0f / kGroupColumns;
   constexpr int kChains = Group::kGroupChunks % 2 == 0 ? 4 : 2;  // independent sums
   const int first = segment * Group::kGroupChunks;
@@ -54,7 +55,7 @@ __device__ __forceinline__ Statistics normalise_group(float (&values)[kCount], i
 #pragma unroll
     for (int i = 0; i < Group::kGroupChunks * 2; ++i)
       sums[i % kChains] += values[accumulator(first + i / 2, lower, i % 2)];
-    mean = Group::sum(total(sums)) * kWeight;
+    mean = whole_sum(total(sums)) * kWeight;
 #pragma unroll
     for (int i = 0; i < kChains; ++i) sums[i] = 0.0f;
   }
@@ -64,7 +65,7 @@ __device__ __forceinline__ Statistics normalise_group(float (&values)[kCount], i
     if (kCentred) value -= mean;
     sums[i % kChains] += value * value;
   }
-  const float rstd = rsqrtf(Group::sum(total(sums)) * kWeight + eps);
+  const float rstd = rsqrtf(whole_sum(total(sums)) * kWeight + eps);
 #pragma unroll
   for (int i = 0; i < Group::kGroupChunks * 2; ++i)
     values[accumulator(first + i / 2, lower, i % 2)] *= rstd;

@@ -20,15 +20,23 @@ constexpr int kScaleVector = kBetaVector + kHasBeta;
 constexpr int kOperandVector = kScaleVector + kScaled;
 constexpr int kVectors = kOperandVector + kChannelOperands;
 constexpr int kVectorSlots = kVectors > 0 ? kVectors : 1;
-constexpr int kVectorLoads = (kBlockN + kWarpgroupThreads - 1) / kWarpgroupThreads;
+constexpr int kVectorLoads = (kConsumerN + kWarpgroupThreads - 1) / kWarpgroupThreads;
 
-constexpr int kVectorBytes = kVectors * kBlockN * 4;
+constexpr int kVectorBytes = kVectors * kConsumerN * 4;
 constexpr int kStoreBytes = 4 * kStoreBufferBytes;  // of a warpgroup
 
-// Shared memory: the ring, the store buffers, the vectors, the barriers (hopper.py adds them up too).
+// A group wider than a warpgroup's columns: the two add up their halves through shared memory.
+constexpr bool kSharedGroup = kGroupColumns > kConsumerN;
+static_assert(!kSharedGroup || kGroupColumns == kConsumers * kConsumerN, "a group is two halves");
+using Segment = Segments<kSharedGroup ? kConsumerN : kGroupColumns>;
+constexpr int kExchangeBytes = kSharedGroup ? 2 * kConsumers * kProductM * 4 : 0;
+constexpr int kExchangeBarrier = 1 + kConsumers;  // named; 0 is bar.sync's, then one a consumer
+
+// Shared memory: the ring, the store buffers, the vectors, the exchange, the barriers (hopper.py adds them up too).
 constexpr int kStoreOffset = kStages * kStageBytes;
 constexpr int kVectorOffset = kStoreOffset + kConsumers * kStoreBytes;
-constexpr int kBarrierOffset = kVectorOffset + kConsumers * kVectorBytes;
+constexpr int kExchangeOffset = kVectorOffset + kConsumers * kVectorBytes;
+constexpr int kBarrierOffset = kExchangeOffset + kExchangeBytes;
 
 struct Epilogue {
   const typename NormType::Storage* vectors[3];  // bias, gamma, beta
@@ -47,7 +55,7 @@ __device__ __forceinline__ void fetch_vectors(float (&fetched)[kVectorSlots][kVe
 #pragma unroll
   for (int load = 0; load < kVectorLoads; ++load) {
     const int at = load * kWarpgroupThreads + thread, column = first_column + at;
-    const bool inside = at < kBlockN && column < e.n;
+    const bool inside = at < kConsumerN && column < e.n;
     if (kHasBias) fetched[kBiasVector][load] = inside ? NormType::load(e.vectors[0][column]) : 0.f;
     if (kHasGamma)
       fetched[kGammaVector][load] =
@@ -72,7 +80,7 @@ __device__ __forceinline__ void share_vectors(const float (&fetched)[kVectorSlot
 #pragma unroll
     for (int load = 0; load < kVectorLoads; ++load) {
       const int at = load * kWarpgroupThreads + thread;
-      if (at < kBlockN) vectors[vector * kBlockN + at] = fetched[vector][load];
+      if (at < kConsumerN) vectors[vector * kConsumerN + at] = fetched[vector][load];
     }
   named_barrier_sync(1 + consumer, kWarpgroupThreads);
 }
@@ -80,7 +88,7 @@ __device__ __forceinline__ void share_vectors(const float (&fetched)[kVectorSlot
 // A vector's values at the two columns of a chunk that this lane holds. Volatile keeps the loads near
 // their use: hoisted, they would push accumulators out of the registers.
 __device__ __forceinline__ float2 pair_at(const float* vectors, int vector, int chunk, int quad_lane) {
-  const float* at = vectors + vector * kBlockN + chunk * kChunkColumns + quad_lane * 2;
+  const float* at = vectors + vector * kConsumerN + chunk * kChunkColumns + quad_lane * 2;
   float2 pair;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                : "=f"(pair.x), "=f"(pair.y)
@@ -111,7 +119,7 @@ __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const E
 __device__ __forceinline__ void undo_scales(float (&v)[kAccumulators], const float (&row_scale)[2],
                                             const float* vectors, int quad_lane) {
 #pragma unroll
-  for (int chunk = 0; chunk < kBlockN / kChunkColumns; ++chunk) {
+  for (int chunk = 0; chunk < kConsumerN / kChunkColumns; ++chunk) {
     const float2 scale = pair_at(vectors, kScaleVector, chunk, quad_lane);
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower)
@@ -121,11 +129,30 @@ __device__ __forceinline__ void undo_scales(float (&v)[kAccumulators], const flo
   }
 }
 
+// The sum over a group's lanes, and over both warpgroups' where they share the group. Two buffers in
+// turn: who writes one again has passed the barrier that follows the other's last read of it.
+struct GroupSum {
+  float* exchange;  // [2][kConsumers][kProductM]
+  int consumer, turn = 0;
+
+  __device__ __forceinline__ float operator()(float value, int lower) {
+    value = Segment::sum(value);
+    if (!kSharedGroup) return value;
+    const int thread = threadIdx.x % kWarpgroupThreads;
+    const int row = thread / 32 * 16 + thread % 32 / 4 + lower * 8;
+    float* rows = exchange + turn * kConsumers * kProductM;
+    if (thread % 4 == 0) rows[consumer * kProductM + row] = value;
+    named_barrier_sync(kExchangeBarrier, kConsumerThreads);
+    turn ^= 1;
+    return value + rows[(consumer ^ 1) * kProductM + row];
+  }
+};
+
 // From the linear's output without bias to its normalised value, in place, for one segment.
 __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], const Epilogue& e,
-                                                  const float* vectors, int row, int first_column,
-                                                  int segment) {
-  using Group = Segments<kGroupColumns>;
+                                                  const float* vectors, GroupSum& group_sum, int row,
+                                                  int first_column, int segment) {
+  using Group = Segment;
   const int quad_lane = threadIdx.x % 4;
   const int first = segment * Group::kGroupChunks;
   float t[chain::kSlots];
@@ -143,12 +170,15 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
   }
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
-    const Statistics stats = normalise_group<kGroupColumns, chain::kCentred>(
-        v, segment, lower, chain::epsilon<float>());
+    const Statistics stats =
+        normalise_group<kGroupColumns, kSharedGroup ? kConsumerN : kGroupColumns, chain::kCentred>(
+            v, segment, lower, chain::epsilon<float>(),
+            [&](float sum) { return group_sum(sum, lower); });
     if (kKeep) {
       const int group = first_column / kGroupColumns + Group::group(segment, quad_lane);
       const int groups = e.n / kGroupColumns;
-      if (Group::leads(quad_lane) && row + lower * 8 < e.m && group < groups) {
+      const bool leads = Group::leads(quad_lane) && (!kSharedGroup || group_sum.consumer == 0);
+      if (leads && row + lower * 8 < e.m && group < groups) {
         i64 at = static_cast<i64>(row + lower * 8) * groups + group;
         asm volatile("" : "+l"(at));  // or the compiler keeps the addresses of all segments at once
         if (chain::kCentred) e.mean[at] = stats.mean;
@@ -182,15 +212,15 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
 // Two passes over a row block in registers: the first holds all shuffles and no store, so that they
 // overlap; the second computes each part of y just before it is written.
 __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epilogue& e,
-                                            const float* vectors, u32 buffer, int warp_row,
-                                            int first_column) {
-  using Store = RowStore<OutType, kBlockN>;
-  constexpr int kSegments = kBlockN / kChunkColumns / Segments<kGroupColumns>::kGroupChunks;
+                                            const float* vectors, GroupSum& group_sum, u32 buffer,
+                                            int warp_row, int first_column) {
+  using Store = RowStore<OutType, kConsumerN>;
+  constexpr int kSegments = kConsumerN / kChunkColumns / Segment::kGroupChunks;
   constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
   const int row = warp_row + threadIdx.x % 32 / 4;
 #pragma unroll
   for (int segment = 0; segment < kSegments; ++segment)
-    normalise_segment(v, e, vectors, row, first_column, segment);
+    normalise_segment(v, e, vectors, group_sum, row, first_column, segment);
 #pragma unroll
   for (int part = 0; part < Store::kParts; ++part) {
     // The branch also ends a block of the compiler's schedule, which else keeps too much at once.
@@ -204,7 +234,7 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
 
 __device__ __forceinline__ void keep_rows(const float (&v)[kAccumulators], const Epilogue& e,
                                           u32 buffer, int warp_row, int first_column) {
-  using Store = RowStore<KeptType, kBlockN>;
+  using Store = RowStore<KeptType, kConsumerN>;
 #pragma unroll
   for (int part = 0; part < Store::kParts; ++part) {
     if (first_column + part * Store::kPartColumns >= e.n) break;
@@ -219,8 +249,9 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
   const u32 buffer =
       shared_address(shared + kStoreOffset + consumer * kStoreBytes + warp * kStoreBufferBytes);
   float* vectors = reinterpret_cast<float*>(shared + kVectorOffset + consumer * kVectorBytes);
+  GroupSum group_sum = {reinterpret_cast<float*>(shared + kExchangeOffset), consumer};
   const TileOrder order(e.m, e.n);
-  const int first_block = kPingPong ? 0 : consumer * kRowBlocks;
+  const Share share(consumer);
   const int turn = kPingPong ? consumer : 0;
   Slot slot;
   slot.skip(turn * k_steps);
@@ -231,22 +262,23 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
        index += index_step, slot.skip((kTurns - 1) * k_steps), ++count) {
     const Tile tile = next;
     next = order.tile_at(index + index_step, rank);  // its divisions hide behind the products
+    const int first_column = tile.n + share.first_column;
     float fetched[kVectorSlots][kVectorLoads];
-    fetch_vectors(fetched, e, tile.n, thread);
+    fetch_vectors(fetched, e, first_column, thread);
     Accumulators v;
-    multiply_tile(v, ring, slot, consumer, first_block, k_steps, count);
+    multiply_tile(v, ring, slot, share, k_steps, count);
     if (kVectors > 0) share_vectors(fetched, vectors, consumer, thread);
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
-      const int warp_row = tile.m + (first_block + block) * kProductM + warp * 16;
+      const int warp_row = tile.m + (share.first_block + block) * kProductM + warp * 16;
       if (kScaled) {
         const int row = warp_row + lane / 4;
         const float row_scale[2] = {row < e.m ? e.row_scale[row] : 0.f,
                                     row + 8 < e.m ? e.row_scale[row + 8] : 0.f};
         undo_scales(v[block], row_scale, vectors, lane % 4);
       }
-      if (kKeep) keep_rows(v[block], e, buffer, warp_row, tile.n);
-      finish_rows(v[block], e, vectors, buffer, warp_row, tile.n);
+      if (kKeep) keep_rows(v[block], e, buffer, warp_row, first_column);
+      finish_rows(v[block], e, vectors, group_sum, buffer, warp_row, first_column);
     }
   }
 }

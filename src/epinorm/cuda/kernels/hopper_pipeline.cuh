@@ -7,8 +7,11 @@
 // rows; two planes need this, since their accumulators fill the registers.
 //
 // The prelude (hopper.py) defines, as constexpr:
-//   kBlockM, kBlockN, kBlockK = 64         the tile and the step along the summed index
+//   kBlockM, kBlockN                       the tile
 //   kPingPong                              see above
+//   kSplitColumns                          together, but each warpgroup has half of the columns
+//   kLoadM                                 rows of A that are loaded: fewer than kBlockM if M is small
+//   kElementBytes                          2, or 4: fp32 multiplied as TF32
 //   kStages                                slots of the ring
 //   kPlanes, kFoldSteps                    2 planes: three products, see multiply_step()
 //   kMajorKA, kMajorKB                     the operand's rows run along the summed index
@@ -27,18 +30,28 @@ constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
 constexpr int kTileConsumers = kPingPong ? 1 : kConsumers;  // that multiply one tile
 constexpr int kTurns = kConsumers / kTileConsumers;         // tiles in work at once
 
-constexpr int kProductM = 64;  // rows of one wgmma
-constexpr int kRowBlocks = kBlockM / kProductM / kTileConsumers;  // of a consumer
-constexpr int kAccumulators = kProductM * kBlockN / kWarpgroupThreads;  // of a row block
+// A step along the summed index is a 128-byte row of each operand.
+constexpr int kBlockK = kSwizzleRowBytes / kElementBytes;
+constexpr int kProductM = 64;                       // rows of one wgmma
+constexpr int kProductK = 32 / kElementBytes;       // of the summed index
+constexpr int kColumnParts = kSplitColumns ? kConsumers : 1;
+constexpr int kConsumerN = kBlockN / kColumnParts;  // columns of a consumer
+constexpr int kRowBlocks = kBlockM / kProductM / (kTileConsumers / kColumnParts);  // of a consumer
+constexpr int kAccumulators = kProductM * kConsumerN / kWarpgroupThreads;  // of a row block
+static_assert(kRowBlocks >= 1 && !(kPingPong && kSplitColumns), "");
+static_assert(kMajorKA || kLoadM == kBlockM, "a transposed A is loaded whole");
+static_assert(kElementBytes == 2 || (kMajorKA && kMajorKB), "TF32 has no transposed operands");
+static_assert(kConsumerN % 8 == 0, "whole swizzle atoms for each consumer");
 
 // setmaxnreg counts in warpgroups, so the producer is a whole one: 128 * 24 + 256 * 240 = 64512 of
 // the 65536 registers.
 constexpr int kProducerRegisters = 24;
 constexpr int kConsumerRegisters = 240;
 
-constexpr int kPlaneBytesA = kBlockM * kBlockK * 2;
-constexpr int kPlaneBytesB = kBlockN * kBlockK * 2;
+constexpr int kPlaneBytesA = kBlockM * kSwizzleRowBytes;
+constexpr int kPlaneBytesB = kBlockN * kSwizzleRowBytes;
 constexpr int kStageBytes = kPlanes * (kPlaneBytesA + kPlaneBytesB);
+constexpr int kLoadedBytes = kPlanes * (kLoadM * kSwizzleRowBytes + kPlaneBytesB);
 constexpr int kBoxBytes = 64 * kSwizzleRowBytes;  // 64 x 64 elements of an operand not K-major
 static_assert(kMajorKB || kBlockN % 64 == 0, "boxes of 64 cover the tile");
 static_assert(kPlaneBytesB / kCluster % kAtomBytes == 0, "each block's share is whole atoms");
@@ -125,11 +138,15 @@ __device__ __forceinline__ void ring_init(const Ring& ring) {
 
 // ---- the producer: one thread ----
 
+constexpr int kLargestBox = 256;  // rows that one copy can have
+
 template <bool kMajorK, int kRows>
 __device__ __forceinline__ void load_operand(u32 to, const TensorMap* map, u32 barrier, int k,
                                              int row) {
   if (kMajorK) {
-    tma_load(to, map, barrier, k, row);
+    constexpr int kBoxRows = kRows > kLargestBox ? kRows / 2 : kRows;
+    for (int first = 0; first < kRows; first += kBoxRows)
+      tma_load(to + first * kSwizzleRowBytes, map, barrier, k, row + first);
   } else {
     for (int box = 0; box < kRows / 64; ++box)
       tma_load(to + box * kBoxBytes, map, barrier, row + box * 64, k);
@@ -157,10 +174,10 @@ __device__ __forceinline__ void load_tile(const Ring& ring, Slot& slot, const Op
     const int k = step * kBlockK;
     const u32 full = ring.full_barrier(slot.stage);
     barrier_wait(ring.empty_barrier(slot.stage), slot.parity ^ 1);
-    barrier_arrive_expect(full, kStageBytes);
+    barrier_arrive_expect(full, kLoadedBytes);
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {
-      load_operand<kMajorKA, kBlockM>(ring.a(slot.stage, plane), operands.a[plane], full, k, tile.m);
+      load_operand<kMajorKA, kLoadM>(ring.a(slot.stage, plane), operands.a[plane], full, k, tile.m);
       if (kCluster == 1)
         load_operand<kMajorKB, kBlockN>(ring.b(slot.stage, plane), operands.b[plane], full, k,
                                         tile.n);
@@ -194,15 +211,17 @@ __device__ __forceinline__ void keep_after_wait(Accumulators& values) {
 // accumulators of their own, which are 2^-11 of the result and so need no folding.
 __device__ __forceinline__ void multiply_step(Accumulators& main, Accumulators* cross,
                                               const Ring& ring, int stage, int first_block,
-                                              bool main_started, bool cross_started) {
+                                              int first_column, bool main_started,
+                                              bool cross_started) {
   constexpr u32 kRowBlockBytes = kMajorKA ? kProductM * kSwizzleRowBytes : kBoxBytes;
+  const u32 column_bytes = kMajorKB ? first_column * kSwizzleRowBytes : first_column / 64 * kBoxBytes;
 #pragma unroll
-  for (int i = 0; i < kBlockK / 16; ++i) {
+  for (int i = 0; i < kBlockK / kProductK; ++i) {
     const u64 at_a = i * (step_bytes<kMajorKA>() >> 4), at_b = i * (step_bytes<kMajorKB>() >> 4);
     u64 b[kPlanes];
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane)
-      b[plane] = descriptor<kMajorKB, kBoxBytes>(ring.b(stage, plane)) + at_b;
+      b[plane] = descriptor<kMajorKB, kBoxBytes>(ring.b(stage, plane) + column_bytes) + at_b;
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
       u64 a[kPlanes];
@@ -220,15 +239,26 @@ __device__ __forceinline__ void multiply_step(Accumulators& main, Accumulators* 
   }
 }
 
+// Which part of a tile a consumer multiplies: its row blocks and its first column.
+struct Share {
+  int consumer, first_block, first_column;
+
+  __device__ __forceinline__ explicit Share(int consumer)
+      : consumer(consumer),
+        first_block(kPingPong || kSplitColumns ? 0 : consumer * kRowBlocks),
+        first_column(kSplitColumns ? consumer * kConsumerN : 0) {}
+};
+
 // The products of steps [first, last] into main, which starts from nothing; all done on return.
 template <class Issued>
 __device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators* cross,
-                                               const Ring& ring, Slot& slot, int first_block,
+                                               const Ring& ring, Slot& slot, const Share& share,
                                                int first, int last, Issued issued) {
   for (int step = first; step <= last; ++step) {
     barrier_wait(ring.full_barrier(slot.stage), slot.parity);
     wgmma_fence();
-    multiply_step(main, cross, ring, slot.stage, first_block, step > first, step > 0);
+    multiply_step(main, cross, ring, slot.stage, share.first_block, share.first_column,
+                  step > first, step > 0);
     wgmma_commit();
     if (step > first) {
       wgmma_wait<1>();
@@ -249,15 +279,15 @@ __device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators*
 // In ping-pong a consumer starts when the other has seen all steps of its tile arrive: a barrier's
 // parity tells a phase from the next one, not from the one after that.
 __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& ring, Slot& slot,
-                                              int consumer, int first_block, int k_steps,
-                                              int count) {
+                                              const Share& share, int k_steps, int count) {
+  const int consumer = share.consumer;
   if (kPingPong) barrier_wait(ring.turn_barrier(consumer), (count & 1) ^ (consumer == 0));
   const auto pass_turn = [&](int last) {
     if (kPingPong && last == k_steps - 1 && threadIdx.x % 32 == 0)
       barrier_arrive(ring.turn_barrier(consumer ^ 1));
   };
   if constexpr (kPlanes == 1) {
-    multiply_steps(result, nullptr, ring, slot, first_block, 0, k_steps - 1, pass_turn);
+    multiply_steps(result, nullptr, ring, slot, share, 0, k_steps - 1, pass_turn);
   } else {
     Accumulators part, cross;
 #pragma unroll
@@ -266,7 +296,7 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
       for (int i = 0; i < kAccumulators; ++i) result[block][i] = 0.0f;
     for (int first = 0; first < k_steps; first += kFoldSteps) {
       const int last = min(first + kFoldSteps, k_steps) - 1;
-      multiply_steps(part, &cross, ring, slot, first_block, first, last, pass_turn);
+      multiply_steps(part, &cross, ring, slot, share, first, last, pass_turn);
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block)
 #pragma unroll
