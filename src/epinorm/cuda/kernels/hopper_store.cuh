@@ -105,7 +105,8 @@ struct RowStore {
   static constexpr int kWidth = kWidthFor<kColumns * kSize>;
   static constexpr int kParts = kColumns * kSize / kWidth, kPartColumns = kWidth / kSize;
   static constexpr int kUnits = kWidth / kUnitBytes, kUnitColumns = kUnitBytes / kSize;
-  static constexpr int kRowsAtOnce = 32 / kUnits;
+  // One unit a row has lanes to spare: half of them.
+  static constexpr int kRowsAtOnce = kUnits == 1 ? kStoreRows : 32 / kUnits;
 
   // Writes the rows from `row` on of a contiguous matrix (m, n) whose rows are whole units; `column`
   // is the tile's first.
@@ -122,7 +123,8 @@ struct RowStore {
     for (int pass = 0; pass < kStoreRows / kRowsAtOnce; ++pass, at += kRowsAtOnce * n) {
       const int at_row = pass * kRowsAtOnce;
       const uint4 bits = load_unit(buffer + swizzled<kWidth, kSize>(at_row + lane / kUnits, unit));
-      if (column < n && unit_row + at_row < m) *reinterpret_cast<uint4*>(at) = bits;
+      const bool inside = column < n && unit_row + at_row < m;
+      if (inside && lane / kUnits < kRowsAtOnce) *reinterpret_cast<uint4*>(at) = bits;
     }
     __syncwarp();
   }
