@@ -39,7 +39,8 @@ constexpr int kExchangeOffset = kVectorOffset + kConsumers * kVectorBytes;
 constexpr int kBarrierOffset = kExchangeOffset + kExchangeBytes;
 
 struct Epilogue {
-  const typename NormType::Storage* vectors[3];  // bias, gamma, beta
+  const typename KeptType::Storage* bias;  // the linear's dtype: under autocast not the norm's
+  const typename NormType::Storage *gamma, *beta;
   const typename NormType::Storage* operands[chain::kSlots];
   const float *row_scale, *column_scale;
   typename OutType::Storage* y;
@@ -56,13 +57,13 @@ __device__ __forceinline__ void fetch_vectors(float (&fetched)[kVectorSlots][kVe
   for (int load = 0; load < kVectorLoads; ++load) {
     const int at = load * kWarpgroupThreads + thread, column = first_column + at;
     const bool inside = at < kConsumerN && column < e.n;
-    if (kHasBias) fetched[kBiasVector][load] = inside ? NormType::load(e.vectors[0][column]) : 0.f;
+    if (kHasBias) fetched[kBiasVector][load] = inside ? KeptType::load(e.bias[column]) : 0.f;
     if (kHasGamma)
       fetched[kGammaVector][load] =
-          inside ? NormType::load(e.vectors[1][column]) * kAffineScale : 0.f;
+          inside ? NormType::load(e.gamma[column]) * kAffineScale : 0.f;
     if (kHasBeta)
       fetched[kBetaVector][load] =
-          inside ? NormType::load(e.vectors[2][column]) * kAffineScale : 0.f;
+          inside ? NormType::load(e.beta[column]) * kAffineScale : 0.f;
     if (kScaled) fetched[kScaleVector][load] = inside ? e.column_scale[column] : 0.f;
     int slot = kOperandVector;
 #pragma unroll
@@ -287,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear_norm(const __grid_constant__ TensorMap x_hi, const __grid_constant__ TensorMap x_lo,
                 const __grid_constant__ TensorMap w_hi, const __grid_constant__ TensorMap w_lo,
                 typename OutType::Storage* y, typename KeptType::Storage* z,
-                const typename NormType::Storage* bias, const typename NormType::Storage* gamma,
+                const typename KeptType::Storage* bias, const typename NormType::Storage* gamma,
                 const typename NormType::Storage* beta, const float* row_scale,
                 const float* column_scale, float* mean, float* rstd, int m, int n,
                 int k OPERAND_PARAMETERS) {
@@ -319,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     take_registers<kConsumerRegisters>();
-    const Epilogue e = {{bias, gamma, beta}, OPERAND_LIST, row_scale, column_scale,
+    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, row_scale, column_scale,
                         y, z, mean, rstd, m, n};
     consume(ring, e, shared, warpgroup, first_tile, tile_step, rank, k_steps);
   }
