@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <atomic>
@@ -69,6 +70,18 @@ inline void large_pages(void* data, int64_t bytes) {
 #endif
 }
 
+// A library that asks how many threads there are is told one: oneDNN would otherwise choose the
+// blocks of a product, and with them the order of its sums, by that number.
+class SingleThread {
+ public:
+  SingleThread() : before_(omp_get_max_threads()) { omp_set_num_threads(1); }
+  ~SingleThread() { omp_set_num_threads(before_); }
+  SingleThread(const SingleThread&) = delete;
+
+ private:
+  int before_;
+};
+
 // Runs work(part, scratch) for each part. Threads take parts from a shared counter, since they need
 // not run at the same speed. At least two tasks are made, because a parallel region of
 // one task would leave the product inside it free to use all threads, and to sum in another order.
@@ -79,6 +92,7 @@ void for_each_part(int64_t count, int64_t scratch_bytes, const Work& work) {
   at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
     if (next.load(std::memory_order_relaxed) >= count) return;
     const Memory scratch = allocate(scratch_bytes);
+    const SingleThread guard;
     for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < count;)
       work(part, scratch.get());
   });
