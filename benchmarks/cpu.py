@@ -3,8 +3,9 @@
     PYTHONPATH=src python3 benchmarks/cpu.py [--shapes skinny,kb62_v0] [--dtypes float32] [--check]
 
 Rows go into benchmarks/results/cpu.json, each in place of the one with the same shape, dtype, pass,
-CPU and number of threads. With --check the exit code says whether the limits that the project set
-itself are met (LIMITS below); without it, whether every row was verified.
+CPU and number of threads, and the table in docs/cpu.md is written from that file. With --check the
+exit code says whether the limits that the project set itself are met (LIMITS below); without it,
+whether every row was verified.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from run import summary
 from shapes import SHAPES, Shape
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "cpu.md"
+BEGIN, END = "<!-- table from benchmarks/results/cpu.json -->", "<!-- end of the table -->"
 CPU_SHAPES = {
     shape.name: shape
     for shape in (
@@ -79,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name} {dtype} {pass_}: {summary(row)}{verdict}", flush=True)
                 failed += not row.verified
                 missed += "MISSED" in verdict
+    if chosen.out == RESULTS:
+        write_table(json.loads(RESULTS.read_text()))
     print(f"{failed} rows not verified, {missed} limits missed; results in {chosen.out}")
     return int(failed > 0 or (chosen.check and missed > 0))
 
@@ -118,6 +123,33 @@ def keep(path: Path, row: Row) -> None:
     merged = {tuple(old[key] for key in KEY): old for old in rows}
     merged[tuple(values[key] for key in KEY)] = values
     write_atomic(path, json.dumps(list(merged.values()), indent=1, allow_nan=False) + "\n")
+
+
+def write_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Put the rows into docs/cpu.md, between the two marks."""
+    lines = [
+        "| shape (m, k → n, groups) | dtype | pass | eager ms | compile ms | linear ms | ours ms "
+        "| × eager | × compile | error / eager's |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        times = [row[f"{name}_us"] for name in ("eager", "compile", "linear", "ours")]
+        shown = ["–" if time is None else f"{time / 1000:.3g}" for time in times]
+        ratios = [
+            f"{time / times[3]:.2f}" if time and times[3] else "–" for time in (times[0], times[1])
+        ]
+        error = f"{row['ours_error'] / row['eager_error']:.2f}" if row["eager_error"] else "–"
+        groups = row["groups"] or "LayerNorm"
+        shape = f"{row['shape']} ({row['m']}, {row['k']} → {row['n']}, {groups})"
+        if not row["verified"]:
+            shape += f"; not verified, so no times: {row['reason']}"
+        cells = [shape, row["dtype"], row["pass"], *shown, *ratios, error]
+        lines.append(f"| {' | '.join(cells)} |")
+    machines = sorted({(row["cpu"], row["torch"], row["date"]) for row in rows})
+    lines += ["", *(f"{cpu}, PyTorch {version}, {day}." for cpu, version, day in machines)]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    write_atomic(PAGE, "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]))
 
 
 if __name__ == "__main__":

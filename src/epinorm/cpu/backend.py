@@ -158,7 +158,7 @@ def backward(
     weight_parts = x.new_empty((blocks.chunks, n, k)) if by_parts else None
     whole_dz = (by_tiles and want.x) or (want.weight and not by_parts)
     dz = x.new_empty((m, n)) if whole_dz else None
-    totals = x.new_empty((prepared.kernel.totals, n), dtype=problem.stats_dtype)
+    totals = x.new_empty((prepared.kernel.totals, n), dtype=torch.float64)
     total_parts = totals.new_empty((blocks.chunks, *totals.shape))
     elements = tuple(
         x.new_empty((m, n), dtype=problem.norm_dtype) if kind == "element" and wanted else None

@@ -30,8 +30,9 @@ typedef void (*EpinormBackward)(const EpinormCall*, int64_t first, int64_t rows,
                                 int64_t z_stride, const void* dy, int64_t dy_stride, void* dz,
                                 int64_t dz_stride, void* sums, void* scratch);
 
-// Folds the lanes of `sums` into totals (count, N): dbias, dgamma, dbeta, then channel operands.
-typedef void (*EpinormFold)(const EpinormCall*, const void* sums, void* totals);
+// Adds the lanes of `sums` to totals (count, N) and clears them: dbias, dgamma, dbeta, then channel
+// operands.
+typedef void (*EpinormFold)(const EpinormCall*, void* sums, double* totals);
 
 struct EpinormKernel {
   EpinormForward forward;

@@ -37,8 +37,8 @@ struct Problem {
   void* dx;             // dense (M, K)
   void* dweight;        // dense (N, K)
   void* dweight_parts;  // (chunks, N, K), where each chunk of rows sums its own
-  void* totals;         // (kernel.totals, N)
-  void* total_parts;    // (chunks, kernel.totals, N)
+  double* totals;       // (kernel.totals, N)
+  double* total_parts;  // (chunks, kernel.totals, N)
 
   int64_t n() const { return call.n; }
   Matrix matrix(void* data, int64_t stride) const {
@@ -111,12 +111,14 @@ static void backward_by_chunks(const Problem& p, const Matrix& dy) {
   const int64_t kernel_bytes = round_up(p.kernel.scratch_bytes);
   const int64_t sums_bytes = round_up(p.kernel.sums_bytes);
   const int64_t block_bytes = own ? rows * n * size_of(p.dtype) : 0;
-  const int64_t total_bytes = p.kernel.sums_bytes / kStrip;
+  const int64_t count_totals = p.kernel.totals * n;
   const Matrix z = p.matrix(p.z, n);
 
   for_each_part(chunks, kernel_bytes + sums_bytes + block_bytes, [&](int64_t chunk, char* scratch) {
     char* const sums = scratch + kernel_bytes;
     std::memset(sums, 0, p.kernel.sums_bytes);
+    double* const totals = p.total_parts + chunk * count_totals;
+    std::fill(totals, totals + count_totals, 0.0);
     const int64_t begin = chunk * all_blocks / chunks, end = (chunk + 1) * all_blocks / chunks;
     for (int64_t block = begin; block < end; ++block) {
       const int64_t row = block * rows, count = std::min(rows, p.m - row);
@@ -124,6 +126,7 @@ static void backward_by_chunks(const Problem& p, const Matrix& dy) {
       const int64_t dz_row = own ? 0 : row;
       p.kernel.backward(&p.call, row, count, z.at(row, 0), n, dy.at(row, 0), dy.stride,
                         dz.at(dz_row, 0), n, sums, scratch);
+      p.kernel.fold(&p.call, sums, totals);
       const at::Tensor dz_block = dz.part(dz_row, count, 0, n);
       if (by_blocks && p.dx != nullptr)
         multiply(p.matrix(p.dx, k).part(row, count, 0, k), dz_block,
@@ -132,7 +135,6 @@ static void backward_by_chunks(const Problem& p, const Matrix& dy) {
         multiply(p.matrix(p.dweight_parts, k).part(chunk * n, n, 0, k), dz_block.t(),
                  p.matrix(p.x, p.x_stride).part(row, count, 0, k), block > begin);
     }
-    p.kernel.fold(&p.call, sums, static_cast<char*>(p.total_parts) + chunk * total_bytes);
   });
 }
 
@@ -212,10 +214,11 @@ EPINORM_EXPORT int epinorm_backward(const epinorm::Problem* p, char* error, int6
     epinorm::large_pages(p->dx, p->m * p->k * epinorm::size_of(p->dtype));
     epinorm::backward_by_chunks(*p, dy);
     epinorm::backward_by_tiles(*p);
+    const int64_t chunks = p->blocks.chunks;
+    epinorm::add_chunks<double>(p->total_parts, chunks, p->kernel.totals * p->n(), p->totals);
+    if (p->dweight_parts == nullptr) return;
     const bool wide = p->dtype == epinorm::kDouble;
     const auto add = wide ? epinorm::add_chunks<double> : epinorm::add_chunks<float>;
-    add(p->total_parts, p->blocks.chunks, p->kernel.totals * p->n(), p->totals);
-    if (p->dweight_parts != nullptr)
-      add(p->dweight_parts, p->blocks.chunks, p->n() * p->k, p->dweight);
+    add(p->dweight_parts, chunks, p->n() * p->k, p->dweight);
   });
 }

@@ -321,18 +321,20 @@ void backward_rows(const EpinormCall* call, int64_t first, int64_t rows, const v
                    static_cast<typename C::T*>(sums));
 }
 
-// Lanes are added in pairs, in one order on every machine.
+// Adds the lanes of a block's sums to the totals, in double and in one order on every machine, and
+// clears them: a column's sum of many rows, small against its terms, keeps its digits.
 template <class C>
-void fold_sums(const EpinormCall* call, const void* sums, void* totals) {
+void fold_sums(const EpinormCall* call, void* sums, double* totals) {
   using T = typename C::T;
-  const T* from = static_cast<const T*>(sums);
-  T* to = static_cast<T*>(totals);
+  T* const from = static_cast<T*>(sums);
   for (int64_t i = 0; i < Strip<C>::kSums * call->n; ++i) {
-    T lane[kLanes];
-    for (int l = 0; l < kLanes; ++l) lane[l] = from[i * kLanes + l];
+    T* const values = from + i * kLanes;
+    double lane[kLanes];
+    for (int l = 0; l < kLanes; ++l) lane[l] = values[l];
     for (int half = kLanes / 2; half > 0; half /= 2)
       for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
-    to[i] = lane[0];
+    totals[i] += lane[0];
+    for (int l = 0; l < kLanes; ++l) values[l] = T(0);
   }
 }
 
