@@ -1,4 +1,4 @@
-"""The command line: ``epinorm bench | check | explain | judge | info | cache``.
+"""The command line: ``epinorm bench | check | explain | judge | export | info | cache``.
 
 Exit code 0: verified (or nothing to verify and all well); 1: verification failed, or the model has
 no chain to fuse; 2: bad input. What is wrong is one sentence on stderr; EPINORM_TRACEBACK=1 shows

@@ -1,4 +1,4 @@
-"""The command line for files of the KernelBench community: ``epinorm judge``."""
+"""The command line for files of the KernelBench community: ``epinorm judge | export``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from epinorm.cli import (
     PrecisionOption,
     ScaleOption,
     UsageError,
+    _choice,
     _one_sentence,
     _options,
     app,
@@ -25,7 +26,7 @@ from epinorm.cli import (
 if TYPE_CHECKING:
     from epinorm.kernelbench.judge_facts import Verdict
 
-__all__ = ["judge"]
+__all__ = ["export", "judge"]
 
 LARGEST_SEED = 2**31
 
@@ -114,3 +115,39 @@ def _show(verdict: Verdict) -> None:
         count = len(verdict.failures)
         said = f"{count} check{'s' if count != 1 else ''} failed"
         out.print(f"[bold red]not clean[/]: {said}, {escape(where)}")
+
+
+@app.command()
+def export(
+    file: FileArgument,
+    out_file: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the file.")
+    ] = Path("model_new.py"),
+    strategy: Annotated[
+        str, typer.Option(help="single (our product), epilogue (PyTorch's), auto: the faster.")
+    ] = "auto",
+    gemm: Annotated[
+        str | None, typer.Option(help="own or library; by default what the strategy says.")
+    ] = None,
+) -> None:
+    """Write FILE's Model as ModelNew: one file that needs nothing but torch and a compiler."""
+    with _one_sentence():
+        from epinorm.console import out, progress
+        from epinorm.kernelbench.export import GEMMS, STRATEGIES, chosen_gemm
+        from epinorm.kernelbench.export import export as run
+        from epinorm.results import write_atomic
+
+        _choice("--strategy", strategy, STRATEGIES)
+        if gemm is not None:
+            _choice("--gemm", gemm, GEMMS)
+        with progress(file.name) as notify:
+            notify("reading and writing", 0.3)
+            exported = run(file, chosen_gemm(strategy, gemm))
+        try:
+            write_atomic(out_file, exported.text)
+        except OSError as error:
+            raise UsageError(f"{out_file} cannot be written: {error.strerror}") from error
+        out.print(f"wrote {out_file}: Linear → {exported.chain.replace('|', ' → ')}", markup=False)
+        for remark in exported.remarks:
+            out.print(f"note: {remark}", markup=False)
+        out.print(f"judge it on a GPU: epinorm judge {file} {out_file}", markup=False)

@@ -1,0 +1,204 @@
+"""Write one self-contained ``ModelNew`` file from a problem file and the library's own kernels."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from epinorm.chain import GroupNorm
+from epinorm.cuda.norm_backward import Outputs, backward_plans
+from epinorm.cuda.norm_forward import forward_plans
+from epinorm.cuda.norm_tile import Tile, vector_width
+from epinorm.kernelbench.export_cuda import TEMPLATE_FOLDER, binding_text, norm_cuda_text
+from epinorm.kernelbench.export_recipe import Recipe, read_recipe
+from epinorm.kernelbench.export_source import Parts, split_problem
+from epinorm.kernelbench.problem import ProblemError, load_problem
+from epinorm.kernelbench.protocol import NoChainError
+from epinorm.plan import Problem, Wanted
+from epinorm.results import commit
+
+__all__ = ["GEMMS", "STRATEGIES", "Exported", "Gemm", "chosen_gemm", "export", "forbidden_words"]
+
+Gemm = Literal["library"]
+GEMMS = ("library",)
+STRATEGIES = ("auto", "epilogue")
+
+FORBIDDEN = re.compile(r"\b(try|except|pass)\b")
+LARGEST_GROUP = 16384
+TUNED_FOR_SHARED = 228 * 1024
+"""Shared memory of a block on Hopper; forward_plans wants to know it for very wide groups."""
+
+
+def chosen_gemm(strategy: str, gemm: str | None) -> Gemm:
+    """Whose product a file of this strategy has."""
+    return "library"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The file's text, and what a user should know of it: each a sentence."""
+
+    text: str
+    chain: str
+    remarks: tuple[str, ...]
+
+
+def export(path: Path, gemm: Gemm = "library") -> Exported:
+    """The exported file for a problem file.
+
+    Raises ProblemError for what is wrong with the file and NoChainError, with the reason, where it
+    holds nothing that can be exported.
+    """
+    problem = load_problem(path)
+    model, inputs = problem.make(torch.float32, "cpu")
+    recipe = read_recipe(path.name, model, inputs)
+    _check_group(path, recipe)
+    parts = split_problem(path, recipe)
+    _check_imports(path)
+    text = _filled(path, recipe, parts, gemm)
+    compile(text, "model_new.py", "exec")
+    words = forbidden_words(text)
+    remarks = list(_covered(gemm))
+    if words:
+        remarks.append(
+            f"the problem file's own text holds {', '.join(words)}, which static checkers of "
+            "KernelBench reject"
+        )
+    return Exported(text, str(recipe.chain), tuple(remarks))
+
+
+def forbidden_words(text: str) -> list[str]:
+    """The words in a text that static checkers of KernelBench reject, wherever they stand."""
+    return sorted(set(FORBIDDEN.findall(text)))
+
+
+def _covered(gemm: Gemm) -> tuple[str, ...]:
+    return (
+        "the matrix products, forward and backward, are PyTorch's (F.linear, torch.mm); the norm "
+        "and everything pointwise is one kernel forward and one (and a sum) backward",
+    )
+
+
+def _check_group(path: Path, recipe: Recipe) -> None:
+    channels = recipe.chain.channels_per_group(recipe.m_k_n[2])
+    if channels > LARGEST_GROUP:
+        raise NoChainError(
+            f"{path.name} cannot be exported: a group has {channels} channels, and an exported "
+            f"kernel holds at most {LARGEST_GROUP}"
+        )
+
+
+def _check_imports(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""] if not node.level else ["."]
+        for name in names:
+            root = name.partition(".")[0]
+            if root != "torch" and root not in sys.stdlib_module_names:
+                raise ProblemError(
+                    f"{path.name} imports {name}; an exported file needs torch and the standard "
+                    "library alone"
+                )
+
+
+def _filled(path: Path, recipe: Recipe, parts: Parts, gemm: Gemm) -> str:
+    text = (TEMPLATE_FOLDER / "model_new.py.in").read_text(encoding="utf-8")
+    values = {
+        "future": parts.future,
+        "header": _header(path, recipe, gemm),
+        "before": parts.before.strip("\n"),
+        "chain": f"Linear → {str(recipe.chain).replace('|', ' → ')}",
+        "cuda": norm_cuda_text(recipe),
+        "binding": binding_text(recipe),
+        "tiles": _tiles(recipe),
+        "product_forward": textwrap.indent(_PRODUCT, " " * 8),
+        "dimensions": textwrap.indent(_dimensions(recipe), "    "),
+        "model": parts.model_new.strip("\n"),
+        "after": parts.after.strip("\n"),
+    }
+    for name, value in values.items():
+        marker = f"@{name}@"
+        # Markers that stand at a line's start have their own line; none is left empty.
+        text = text.replace(marker, value)
+    return re.sub(r"\n{4,}", "\n\n\n", text).rstrip("\n") + "\n"
+
+
+_PRODUCT = """\
+z = torch.nn.functional.linear(x, weight)
+y, mean, rstd = kernels.norm_forward(z, parameters, groups, keep)"""
+
+
+def _dimensions(recipe: Recipe) -> str:
+    if isinstance(recipe.chain.norm, GroupNorm):
+        return (
+            "if x.dim() != 2:\n"
+            '    raise ValueError(f"the input must be a matrix (M, K), got {list(x.shape)}")'
+        )
+    return (
+        "if x.dim() == 0:\n"
+        '    raise RuntimeError("both arguments to linear need to be at least 1D, but x is 0D")'
+    )
+
+
+def _header(path: Path, recipe: Recipe, gemm: Gemm) -> str:
+    m, k, n = recipe.m_k_n
+    groups = recipe.chain.groups(n)
+    made = f" at commit {commit()}" if commit() else ""
+    lines = [
+        f"ModelNew for {path.name}: Linear → {str(recipe.chain).replace('|', ' → ')}.",
+        "",
+        f"Tuned for ({m}, {k}) → {n} in {groups} group{'s' if groups > 1 else ''} of {n // groups} "
+        "channels; other sizes, dtypes (float32, float64, bfloat16, float16) and constructor "
+        "arguments are served as well.",
+        "",
+        *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in _covered(gemm)),
+        "",
+        "fp32 products follow torch.set_float32_matmul_precision. Statistics belong to one row and "
+        "one group, in two passes. Gradients of first order, real kernels, in a fixed order of "
+        "additions. Compute capability 8.0 or newer. The first call builds the kernels with nvcc.",
+        "",
+        f"Written by epinorm{made}; the kernels are the library's own, whose tests compare them "
+        "with float64. `epinorm judge` compares this very file.",
+    ]
+    return "\n".join(textwrap.fill(line, 98) for line in lines)
+
+
+def _tiles(recipe: Recipe) -> str:
+    """A line for each size of a value: the library's tiles for the problem's own sizes."""
+    lines = []
+    m, k, n = recipe.m_k_n
+    channels = recipe.chain.channels_per_group(n)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        problem = Problem(
+            recipe.chain, m, k, n, dtype, dtype, dtype,
+            recipe.bias != "None", recipe.norm_weight != "None", recipe.norm_bias != "None",
+            True, torch.device("cuda"), "native",
+        )  # fmt: skip
+        vector = vector_width(channels, dtype.itemsize, ())
+        forward = forward_plans(problem, vector, TUNED_FOR_SHARED)[0]
+        wants = Wanted(True, True, True, True, True, tuple(True for _ in recipe.operands))
+        backward = backward_plans(problem, vector, Outputs.of(problem, wants))[0]
+        if forward.kind != "registers" or backward.row_sums is not None:
+            continue
+        pair = f"({_tile(forward.tile)}, {_tile(backward.tile)})"
+        lines.append(f"    ({channels}, {dtype.itemsize}): {pair},\n")
+    return "".join(lines)
+
+
+def _tile(tile: Tile) -> str:
+    values: Sequence[Any] = (
+        tile.vector, tile.lanes, tile.vectors, tile.rows, tile.warps_x, tile.warps_y,
+        int(tile.keep), tile.resident, int(tile.prefetch),
+    )  # fmt: skip
+    return repr(tuple(values))

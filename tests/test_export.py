@@ -1,0 +1,316 @@
+"""Exported files: what a machine without a GPU can say about them."""
+
+import ast
+import dataclasses
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from epinorm.cli import app
+from epinorm.cuda.jit import KernelSource, compiled
+from epinorm.kernelbench import ProblemError
+from epinorm.kernelbench.export import export, forbidden_words
+from epinorm.kernelbench.judge_source import remarks
+from epinorm.kernelbench.protocol import NoChainError
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "matmul_groupnorm_leakyrelu_sum.py"
+ZOO = Path(__file__).parent / "zoo"
+
+LAYER_NORM = '''
+"""A docstring that is not carried over."""
+from __future__ import annotations
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+K, N = 96, 320  # sizes
+
+class Model(nn.Module):
+    """The original."""
+
+    def __init__(self, k, n, high=0.3, *, factor=3.0):
+        super(Model, self).__init__()
+        self.net = nn.Sequential(nn.Linear(k, n), nn.GELU(), nn.LayerNorm(n, eps=1e-3))
+        self.act = nn.Hardtanh(-0.5, high)
+        self.gain = nn.Parameter(torch.randn(n))
+        self.factor = factor
+
+    def forward(self, x, residual):
+        y = self.act(self.net(x)) * self.gain + residual
+        return F.silu(y) * self.factor
+
+def get_inputs():
+    return [torch.rand(4, 16, K), torch.randn(4, 16, N)]
+
+def get_init_inputs():
+    return [K, N]
+'''
+
+RMS_NORM = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, k, n):
+        super().__init__()
+        self.lin = nn.Linear(k, n, bias=False)
+        self.norm = nn.RMSNorm(n)
+
+    def forward(self, x):
+        return torch.clamp(self.norm(self.lin(x)), min=-1.0).tanh()
+
+def get_inputs():
+    return [torch.rand(64, 256)]
+
+def get_init_inputs():
+    return [256, 768]
+"""
+
+TEXTS = {"layer_norm": LAYER_NORM, "rms_norm": RMS_NORM}
+
+
+def load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["example", "zoo", *TEXTS])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A problem file and what is exported from it; the example with small sizes."""
+    if request.param == "example":
+        problem = tmp_path / "example.py"
+        text = EXAMPLE.read_text().replace("8192", "128").replace("512", "8")
+        problem.write_text(text)
+    elif request.param == "zoo":
+        problem = ZOO / "problem.py"
+    else:
+        problem = tmp_path / f"{request.param}.py"
+        problem.write_text(TEXTS[request.param])
+    path = tmp_path / "model_new.py"
+    path.write_text(export(problem).text)
+    return problem, path
+
+
+def test_parameters_are_those_of_the_model_under_one_seed(pair: tuple[Path, Path]) -> None:
+    problem, exported = load(pair[0], "problem"), load(pair[1], "exported")
+    torch.manual_seed(3)
+    model = problem.Model(*problem.get_init_inputs())
+    torch.manual_seed(3)
+    model_new = exported.ModelNew(*exported.get_init_inputs())
+    theirs, ours = model.state_dict(), model_new.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    model.load_state_dict(ours, strict=True)
+    model_new.load_state_dict(theirs, strict=True)
+    assert exported.CHAIN in repr(model_new)
+
+
+def test_signatures_and_inputs_are_carried_over(pair: tuple[Path, Path]) -> None:
+    trees = [ast.parse(path.read_text()) for path in pair]
+    classes = [
+        next(s for s in tree.body if isinstance(s, ast.ClassDef) and s.name == name)
+        for tree, name in zip(trees, ("Model", "ModelNew"), strict=True)
+    ]
+    for method in ("__init__", "forward"):
+        signatures = [
+            ast.unparse(next(f for f in cls.body if getattr(f, "name", "") == method).args)
+            for cls in classes
+        ]
+        assert signatures[0] == signatures[1]
+    for function in ("get_inputs", "get_init_inputs"):
+        texts = [
+            ast.unparse(next(f for f in tree.body if getattr(f, "name", "") == function))
+            for tree in trees
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_static_checks_find_nothing(pair: tuple[Path, Path]) -> None:
+    text = pair[1].read_text()
+    assert forbidden_words(text) == []
+    assert not any(note.startswith("imports") for note in remarks(pair[1]))
+    names = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+    assert "Model" not in names
+    assert "import epinorm" not in text
+    text.replace("→", "").replace("×", "").encode("ascii")  # nothing that a compiler trips over
+
+
+def test_no_gpu_is_said_in_one_sentence(pair: tuple[Path, Path]) -> None:
+    exported = load(pair[1], "exported")
+    model = exported.ModelNew(*exported.get_init_inputs())
+    with pytest.raises(RuntimeError, match="computes on a CUDA GPU, but its input is on cpu"):
+        model(*exported.get_inputs())
+
+
+def test_it_needs_no_epinorm(tmp_path: Path) -> None:
+    path = tmp_path / "model_new.py"
+    path.write_text(export(ZOO / "problem.py").text)
+    code = (
+        "import sys; sys.path.insert(0, '.'); import model_new as m; "
+        "m.ModelNew(*m.get_init_inputs()); print('epinorm' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["False"]
+
+
+CASES = [
+    (torch.float32, torch.float32, (1, 1, 1)),
+    (torch.float64, torch.float64, (1, 1, 1)),
+    (torch.bfloat16, torch.bfloat16, (0, 1, 1)),
+    (torch.float16, torch.float32, (1, 0, 0)),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
+def test_the_kernels_compile(pair: tuple[Path, Path], case: tuple, arch: str) -> None:
+    exported = load(pair[1], "exported")
+    dtype, norm_dtype, has = case
+    text = exported.CUDA.split("// ---- launches")[0]
+    for channels in (exported_channels(exported), 7):
+        definitions = exported._definitions(dtype, norm_dtype, channels, has, (1e-5, 0.1, 0.2))
+        kernel = compiled(KernelSource("norm_forward", definitions + text, arch))
+        assert kernel.spill_bytes <= 0
+
+
+def exported_channels(exported: ModuleType) -> int:
+    return next(iter(exported.TILES))[0]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_launches_compile(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    exported = load(pair[1], "exported")
+    channels = exported_channels(exported)
+    constants = (1e-5, 0.1, 0.2)
+    definitions = exported._definitions(
+        torch.float32, torch.float32, channels, (1, 1, 1), constants
+    )
+    source = tmp_path / "x.cu"
+    source.write_text(definitions + exported.CUDA)
+    flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-c"]
+    command = ["nvcc", *flags, "-o", str(tmp_path / "x.o"), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_the_binding_compiles(name: str, tmp_path: Path) -> None:
+    import sysconfig
+
+    from torch.utils.cpp_extension import include_paths
+
+    cuda = Path("/usr/local/cuda/include")
+    if not (cuda / "cuda_runtime_api.h").is_file():
+        pytest.skip("needs the CUDA headers")
+    problem, path = tmp_path / "problem.py", tmp_path / "model_new.py"
+    problem.write_text(TEXTS[name])
+    path.write_text(export(problem).text)
+    exported = load(path, "exported")
+    # A header that CPU builds of PyTorch leave out, and that says nothing.
+    stub = tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+    stub.parent.mkdir(parents=True)
+    stub.touch()
+    source = tmp_path / "x.cpp"
+    definitions = exported._definitions(torch.float16, torch.float32, 8, (1, 1, 0), (0.1, 0.2, 0.3))
+    source.write_text(definitions + exported.CPP)
+    folders = [*include_paths(), cuda, sysconfig.get_paths()["include"]]
+    folders.append(str(tmp_path))
+    flags = ["-std=c++20", "-fsyntax-only", "-DTORCH_EXTENSION_NAME=x"]
+    command = ["g++", *flags, *(f"-I{folder}" for folder in folders), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_any_group_size_has_a_tile(tmp_path: Path) -> None:
+    path = tmp_path / "model_new.py"
+    path.write_text(export(ZOO / "problem.py").text)
+    exported = load(path, "exported")
+    for itemsize in (2, 4, 8):
+        for channels in (1, 2, 3, 7, 16, 96, 1000, 4096, 4104, 16384):
+            vector, lanes, vectors, *_ = exported._any_tile(channels, itemsize)
+            assert channels % vector == 0
+            assert lanes * vectors * vector >= channels
+            assert lanes <= 1024
+            assert lanes & (lanes - 1) == 0
+
+
+def test_constants_come_from_the_constructor(tmp_path: Path) -> None:
+    problem, path = tmp_path / "problem.py", tmp_path / "model_new.py"
+    problem.write_text(LAYER_NORM)
+    path.write_text(export(problem).text)
+    exported = load(path, "exported")
+    seen = []
+    exported._linear_norm = lambda *args, **kwargs: seen.append(kwargs["constants"])
+    exported.ModelNew(96, 320, high=0.75)(None, None)
+    assert seen == [(1e-3, -0.5, 0.75)]
+    with pytest.raises(ValueError, match=r"exported for self.factor = 3.0, got 5.0"):
+        exported.ModelNew(96, 320, factor=5.0)(None, None)
+    assert exported._number(float("-inf")) == "-EPINORM_INFINITY"
+
+
+REFUSED = {
+    "no chain": (
+        "return self.fc(x).relu()",
+        "Model holds no chain that can be fused",
+    ),
+    "goes on": (
+        "return self.gn(self.fc(x)).sum(1)",
+        "its forward goes on after the chain group_norm",
+    ),
+    "goes before": (
+        "return self.gn(self.fc(x.sin()))",
+        "computed before the linear layer, outside the chain",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exported_is_refused(name: str, tmp_path: Path) -> None:
+    line, words = REFUSED[name]
+    text = (ZOO / "problem.py").read_text()
+    start = text.index("        x = self.fc(x)")
+    end = text.index("        return x + x\n") + len("        return x + x\n")
+    path = tmp_path / "problem.py"
+    path.write_text(f"{text[:start]}        {line}\n{text[end:]}")
+    with pytest.raises(NoChainError, match=words):
+        export(path)
+
+
+def test_third_party_imports_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "problem.py"
+    path.write_text("import pytest\n" + (ZOO / "problem.py").read_text())
+    with pytest.raises(ProblemError, match="imports pytest"):
+        export(path)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "new.py"
+    run = CliRunner().invoke
+    result = run(app, ["export", str(ZOO / "problem.py"), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "wrote" in result.stdout
+    assert "PyTorch's (F.linear, torch.mm)" in result.stdout
+    assert out.read_text() == export(ZOO / "problem.py").text
+    assert run(app, ["export", str(tmp_path / "none.py"), "-o", str(out)]).exit_code == 2
+    wrong = ["export", str(ZOO / "problem.py"), "-o", str(out), "--strategy", "cpu"]
+    assert run(app, wrong).exit_code == 2
+
+
+def test_the_text_is_the_same_each_time() -> None:
+    first, second = (export(ZOO / "problem.py") for _ in range(2))
+    assert dataclasses.asdict(first) == dataclasses.asdict(second)
