@@ -42,6 +42,15 @@ def test_bad_value_stays_in_its_group(bad, dtype, m, make_case):
     assert torch.equal(spoilt, clean)
 
 
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_bad_value_under_rms_norm(bad, make_case):
+    """RMSNorm subtracts nothing: beside an infinity the others become zero, as in PyTorch."""
+    case = make_case("add_residual|rms_norm|scale(2)", 33, 24, 64)
+    case.inputs.operands[0][5, 17] = bad
+    y, theirs = case.run()[0], case.eager()[0]
+    torch.testing.assert_close(y, theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_bad_row_of_x(make_case):
     case = make_case("group_norm(8)|silu", 100, 24, 64)
     clean = case.run()

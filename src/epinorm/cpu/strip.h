@@ -36,14 +36,14 @@ struct Strip {
   const int64_t panel;         // groups of a panel
   const int64_t panel_width;   // channels of a panel
   T *u, *v, *w;                // [panel_width][kLanes]
-  T *mean, *rstd;              // [panel][kLanes]
+  T *mean, *shift, *rstd;      // [panel][kLanes]; shift: what rounding took from the mean
   T *gamma, *beta;             // [panel_width]
   T* operand[kOperands + 1];   // [panel_width][kLanes], or [panel_width] for a channel operand
   T* gradient[kOperands + 1];  // likewise, where an element operand wants one
 
   static int64_t scratch_values(int64_t n, int64_t groups) {
     const int64_t width = n / groups, panel = panel_groups(groups, width);
-    return panel * width * (kLanes * (3 + 2 * kOperands) + 2) + 2 * panel * kLanes;
+    return panel * width * (kLanes * (3 + 2 * kOperands) + 2) + 3 * panel * kLanes;
   }
 
   Strip(const EpinormCall& c, void* scratch)
@@ -59,6 +59,7 @@ struct Strip {
       gradient[i] = take(panel_width * kLanes);
     }
     mean = take(panel * kLanes);
+    shift = take(panel * kLanes);
     rstd = take(panel * kLanes);
     gamma = take(panel_width);
     beta = take(panel_width);
@@ -115,24 +116,35 @@ struct Strip {
     }
   }
 
-  // The mean of the squared distances from the mean, then one over its root.
+  // The mean of the squared distances from the mean, then one over its root. The distances do not
+  // add up to zero, because the mean was rounded; their own mean is what is missing. Where a group's
+  // values are close together and far from zero, that is most of the error.
   EPINORM_INLINE void deviate(const Strip& s, int64_t count) {
     const T width = T(s.width), eps = T(s.call.eps);
     for (int64_t g = 0; g < count; ++g) {
       const T* const u = s.u + g * s.width * kLanes;
-      V mean[kCount], squares[kCount] = {};
+      V mean[kCount], sum[kCount] = {}, squares[kCount] = {};
       for (int i = 0; i < kCount; ++i) mean[i] = load<T>(s.mean + g * kLanes + i * kWidth);
       for (int64_t begin = 0; begin < s.width; begin += kRun) {
         const int64_t end = begin + kRun < s.width ? begin + kRun : s.width;
-        V part[kCount] = {};
+        V part[kCount] = {}, part_squares[kCount] = {};
         for (int64_t c = begin; c < end; ++c)
           for (int i = 0; i < kCount; ++i) {
             const V d = load<T>(u + c * kLanes + i * kWidth) - mean[i];
-            part[i] += d * d;
+            part[i] += d;
+            part_squares[i] += d * d;
           }
-        for (int i = 0; i < kCount; ++i) squares[i] += part[i];
+        for (int i = 0; i < kCount; ++i) {
+          sum[i] += part[i];
+          squares[i] += part_squares[i];
+        }
       }
-      for (int i = 0; i < kCount; ++i) store<T>(s.rstd + g * kLanes + i * kWidth, squares[i]);
+      for (int i = 0; i < kCount; ++i) {
+        const V missing = C::kCentred ? sum[i] / width : V{};
+        if (C::kCentred) squares[i] -= sum[i] * missing;  // else infinity times zero
+        store<T>(s.shift + g * kLanes + i * kWidth, missing);
+        store<T>(s.rstd + g * kLanes + i * kWidth, squares[i]);
+      }
     }
     for (int64_t g = 0; g < count; ++g) {
       T* const r = s.rstd + g * kLanes;
@@ -142,12 +154,14 @@ struct Strip {
 
   EPINORM_INLINE void finish(const Strip& s, int64_t count) {
     for (int64_t g = 0; g < count; ++g) {
-      const T *const mean = s.mean + g * kLanes, *const rstd = s.rstd + g * kLanes;
+      const T *const mean = s.mean + g * kLanes, *const shift = s.shift + g * kLanes;
+      const T* const rstd = s.rstd + g * kLanes;
       for (int64_t c = g * s.width; c < (g + 1) * s.width; ++c) {
-        const T scale = s.gamma[c], shift = s.beta[c];
+        const T scale = s.gamma[c], offset = s.beta[c];
         T* const x = s.u + c * kLanes;
         EPINORM_LANES {
-          x[l] = C::post((x[l] - mean[l]) * rstd[l] * scale + shift, C::values(s.operand, c, l));
+          const T normalised = (x[l] - mean[l] - shift[l]) * rstd[l];
+          x[l] = C::post(normalised * scale + offset, C::values(s.operand, c, l));
         }
       }
     }
@@ -176,22 +190,41 @@ struct Strip {
     }
   }
 
+  // w = pre(u), and the shift of each group once more from the mean that forward kept.
+  EPINORM_INLINE void centre_again(const Strip& s, int64_t count) {
+    const T width = T(s.width);
+    for (int64_t c = 0; c < count * s.width; ++c) {
+      const T* const x = s.u + c * kLanes;
+      T* const h = s.w + c * kLanes;
+      EPINORM_LANES { h[l] = C::pre(x[l], C::values(s.operand, c, l)); }
+    }
+    for (int64_t g = 0; g < count; ++g) {
+      const T* const h = s.w + g * s.width * kLanes;
+      V mean[kCount], sum[kCount] = {};
+      for (int i = 0; i < kCount; ++i) mean[i] = load<T>(s.mean + g * kLanes + i * kWidth);
+      for (int64_t c = 0; c < s.width; ++c)
+        for (int i = 0; i < kCount; ++i) sum[i] += load<T>(h + c * kLanes + i * kWidth) - mean[i];
+      for (int i = 0; i < kCount; ++i)
+        store<T>(s.shift + g * kLanes + i * kWidth, C::kCentred ? sum[i] / width : V{});
+    }
+  }
+
   // u: z. v: dy, then the gradient of the normalised value, then dz. w: the normalised value.
   EPINORM_INLINE void differentiate_post(const Strip& s, int rows, int64_t count, int64_t column,
                                          T* sums) {
     for (int64_t group = 0; group < count; ++group) {
-      const T *const mean = s.mean + group * kLanes, *const rstd = s.rstd + group * kLanes;
+      const T *const mean = s.mean + group * kLanes, *const shift = s.shift + group * kLanes;
+      const T* const rstd = s.rstd + group * kLanes;
       for (int64_t c = group * s.width; c < (group + 1) * s.width; ++c) {
-        const T scale = s.gamma[c], shift = s.beta[c];
-        const T* const x = s.u + c * kLanes;
+        const T scale = s.gamma[c], offset = s.beta[c];
         T *const g = s.v + c * kLanes, *const h = s.w + c * kLanes;
         T* const dgamma = sums + (s.call.n + column + c) * kLanes;
         T* const dbeta = sums + (2 * s.call.n + column + c) * kLanes;
         EPINORM_LANES {
-          const auto values = C::values(s.operand, c, l);
-          const T normalised = (C::pre(x[l], values) - mean[l]) * rstd[l];
+          const T normalised = (h[l] - mean[l] - shift[l]) * rstd[l];
           typename C::Values d = {};
-          const T gradient = C::post_backward(g[l], normalised * scale + shift, values, d);
+          const T gradient = C::post_backward(g[l], normalised * scale + offset,
+                                              C::values(s.operand, c, l), d);
           C::keep_post(s.gradient, c, l, d);
           h[l] = normalised;
           dgamma[l] += l < rows ? gradient * normalised : T(0);
@@ -289,6 +322,7 @@ struct Strip {
         load_lanes<T>(kept_mean + at, call.groups, rows, count, mean);
       else
         for (int64_t i = 0; i < count * kLanes; ++i) mean[i] = T(0);
+      centre_again(*this, count);
       differentiate_post(*this, rows, count, first, sums);
       project(*this, count);
       differentiate_pre(*this, rows, count, first, sums);
