@@ -1,0 +1,159 @@
+// What flagged rows of x or W spoilt in y = post(norm(pre(x Wᵀ + bias))), computed again in plain fp32.
+//
+// The kernel before this one multiplied planes of fp16 that cannot hold the flagged rows (split.cu).
+// Each (row, group) with a flagged row, or a flagged column among its channels, is overwritten here;
+// no other is touched, so that a result never depends on its neighbours' flags.
+//
+// Nothing flagged is the ordinary case: every block then reads the flags, or its share of them where
+// there are many, and ends.
+//
+// The prelude defines the chain (codegen.py); kRows, kColumns and kWidth of a tile: rows, columns
+// used, columns multiplied; kBlockK and kStages of the ring; kAligned (every row of x and w begins at
+// a multiple of 16 bytes); kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kKeep
+// (training: z, mean and rstd are written); OPERAND_PARAMETERS, OPERAND_LIST, STRIDE_LIST.
+#include "dependent.cuh"
+#include "numeric.cuh"
+#include "rescue_product.cuh"
+#include "variance.cuh"
+
+struct Epilogue {
+  const float *bias, *gamma, *beta;
+  const float* operands[chain::kSlots];
+  i64 strides[chain::kSlots];
+  const Flag* row_flags;
+  float *y, *z, *mean, *rstd;
+  int n;
+};
+
+// A team holds one (row, group): the lanes' columns are interleaved, and divide the group.
+constexpr int kLowestBit = kGroup & -kGroup;
+constexpr int kLanes = kLowestBit < 32 ? kLowestBit : 32;
+constexpr int kTeams = kThreads / kLanes;
+constexpr int kGroups = kColumns / kGroup;  // of a tile
+
+EPINORM_FUNCTION float team_sum(float value) {
+#pragma unroll
+  for (int offset = 1; offset < kLanes; offset *= 2)
+    value += __shfl_xor_sync(kAllLanes, value, offset);
+  return value;
+}
+
+EPINORM_FUNCTION void load_operands(float (&t)[chain::kSlots], const Epilogue& e, int row,
+                                    int column) {
+#pragma unroll
+  for (int i = 0; i < chain::kOperands; ++i)
+    t[i] = e.operands[i][chain::is_channel(i) ? column : row * e.strides[i] + column];
+}
+
+// From the tile of the linear's output without bias to y, for the (row, group)s that are flagged.
+// Every lane only reads and writes its own values of the tile, so no barrier is needed.
+EPINORM_FUNCTION void finish(float* tile, const Selection& selection, int rows, int first_column,
+                             const Epilogue& e) {
+  constexpr float kInverse = 1.0f / kGroup;
+  const int lane = threadIdx.x % kLanes;
+  for (int first = threadIdx.x / 32 * (32 / kLanes); first < rows * kGroups; first += kTeams) {
+    const int cell = first + threadIdx.x % 32 / kLanes;
+    const int group = cell % kGroups, column = first_column + group * kGroup;
+    const bool inside = cell < rows * kGroups && column < e.n;
+    const int row = inside ? selection.rows[cell / kGroups] : 0;
+    const bool flagged = inside && (selection.columns[group] || e.row_flags[row]);
+    if (!__any_sync(kAllLanes, flagged)) continue;
+    const int end = flagged ? kGroup : 0;  // a team that is not flagged only takes part in the sums
+    float* values = tile + cell / kGroups * kTileStride + group * kGroup;
+    const i64 at = static_cast<i64>(row) * e.n + column;
+    float t[chain::kSlots];
+
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = lane; i < end; i += kLanes) {
+      const float z = values[i];
+      if (kKeep) e.z[at + i] = z;
+      load_operands(t, e, row, column + i);
+      values[i] = chain::pre_apply<float>(kHasBias ? z + e.bias[column + i] : z, t);
+      sum += values[i];
+    }
+    const float mean = chain::kCentred ? team_sum(sum) * kInverse : 0.0f;
+    float squares = 0.0f, distances = 0.0f;
+#pragma unroll 4
+    for (int i = lane; i < end; i += kLanes) {
+      const float distance = values[i] - mean;
+      squares += distance * distance;
+      distances += distance;
+    }
+    squares = team_sum(squares);
+    distances = chain::kCentred ? team_sum(distances) : 0.0f;
+    const float shift = distances * kInverse;  // what rounding left out of the mean
+    const float rstd = reciprocal_sqrt(variance<kGroup>(squares, distances, shift) +
+                                       chain::epsilon<float>());
+#pragma unroll 4
+    for (int i = lane; i < end; i += kLanes) {
+      const float factor = kHasGamma ? rstd * e.gamma[column + i] : rstd;
+      const float constant = (kHasBeta ? e.beta[column + i] : 0.0f) - shift * factor;
+      const float distance = values[i] - mean;
+      load_operands(t, e, row, column + i);
+      const bool moved = chain::kCentred || kHasBeta;
+      e.y[at + i] =
+          chain::post_apply<float>(moved ? distance * factor + constant : distance * factor, t);
+    }
+    if (kKeep && flagged && lane == 0) {
+      const i64 cell_at = static_cast<i64>(row) * (e.n / kGroup) + column / kGroup;
+      if (chain::kCentred) e.mean[cell_at] = mean + shift;
+      e.rstd[cell_at] = rstd;
+    }
+  }
+}
+
+constexpr int kFewFlags = 8192;  // of a kind: up to here a block reads them all first
+constexpr int kLooks = 4;        // items that a warp looks at in a round
+
+// x: (m, k), rows x_stride apart. w: (n, k), w_stride. row_flags: (m,), column_flags: (n,), both at
+// multiples of 4 bytes and written before the previous kernel began. y, z: (m, n). mean, rstd: (m,
+// groups).
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    rescue(const float* x, i64 x_stride, const float* w, i64 w_stride, const float* bias,
+           const float* gamma, const float* beta, const Flag* row_flags, const Flag* column_flags,
+           float* y, float* z, float* mean, float* rstd, int m, int n, int k OPERAND_PARAMETERS) {
+  extern __shared__ __align__(16) float shared[];
+  __shared__ Selection selection;
+  __shared__ Flag near[kLooks * kWarps];
+  if (m <= kFewFlags && n <= kFewFlags) {
+    const bool any = any_flag(row_flags, m) | any_flag(column_flags, n);
+    if (!__syncthreads_or(any)) {
+      wait_for_previous_kernel();  // the next kernel must not run beside the previous one
+      return;
+    }
+  }
+  const ItemOrder order(m, n);
+  const int warp = threadIdx.x / 32, step = gridDim.x;
+  bool waited = false;
+  for (int first = blockIdx.x; first < order.count(); first += step * kLooks * kWarps) {
+    bool any = false;
+    for (int look = 0; look < kLooks; ++look) {
+      const int index = first + (look * kWarps + warp) * step;
+      bool found = false;
+      if (index < order.count())
+        found = __any_sync(kAllLanes,
+                           flagged_near(order.at(index), row_flags, column_flags, m, n));
+      if (threadIdx.x % 32 == 0) near[look * kWarps + warp] = found;
+      any |= found;
+    }
+    const bool work = __syncthreads_or(any) != 0;
+    if (!waited) wait_for_previous_kernel();
+    waited = true;
+    if (!work) continue;
+    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, STRIDE_LIST, row_flags, y, z, mean, rstd, n};
+    for (int look = 0; look < kLooks * kWarps; ++look) {
+      if (!near[look]) continue;
+      const Item item = order.at(first + look * step);
+      const int rows = select(selection, item, row_flags, column_flags, m, n);
+      if (rows <= 0) continue;
+      const int column = item.first_column;
+      if (rows <= Place<kThinRows>::kHeight)
+        multiply<kThinRows>(shared, selection, rows, x, x_stride, w, w_stride, column, n, k);
+      else
+        multiply<kFullRows>(shared, selection, rows, x, x_stride, w, w_stride, column, n, k);
+      finish(shared, selection, rows, column, e);
+    }
+    __syncthreads();  // `near` is read no more
+  }
+}

@@ -1,0 +1,182 @@
+"""The range guard of fp32: what fp16 planes could not hold, computed again in plain fp32.
+
+`split.cu` flags the rows of x and of W that scaled planes of fp16 do not hold. The product of
+planes is garbage where one of them takes part; this kernel, launched right after it, overwrites
+just that. The flags never leave the GPU, so nothing waits and a CUDA graph replays it with other
+inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epinorm.cuda.codegen import chain_text
+from epinorm.cuda.device import arch_of, sm_count
+from epinorm.cuda.jit import KernelSource, load
+from epinorm.cuda.norm_text import OPERAND_SIGNATURE, matrix_arguments, parameter_addresses
+from epinorm.cuda.prepared import PreparedByProblem, starts_early
+from epinorm.cuda.source import kernel_text
+from epinorm.plan import Forward, Inputs, Problem
+
+__all__ = ["LARGEST_GROUP", "RescueTile", "rescue", "rescue_source", "rescue_tile"]
+
+SIGNATURE = "plpl" + "ppp" + "pp" + "pppp" + "iii"
+"""x, w and their row strides; bias, gamma, beta; the flags; y, z, mean, rstd; m, n, k."""
+
+THREADS = 256
+VECTOR_BYTES = 16
+CHUNK_ROWS = 1024
+LARGEST_GROUP = 256
+
+_VALUES = 128 * 128  # of a tile: 64 a thread
+_PAD = 4  # values between rows in shared memory
+
+
+@dataclass(frozen=True)
+class RescueTile:
+    """What a block computes at once: ``rows`` by ``width`` products, of which ``columns`` are used
+    (whole groups, so that a group's statistics stay in the block)."""
+
+    rows: int
+    width: int
+    columns: int
+
+    @property
+    def block_k(self) -> int:
+        """Values of K in a stage of the ring. Longer ones are faster (kb62 on an H200, one flagged
+        row and all of them: 427 and 3758 us against 473 and 3919), but spill in the wide tile."""
+        return 32 if self.width == 128 else 16
+
+    @property
+    def stages(self) -> int:
+        """Slots of the ring."""
+        return 3 if self.width == 128 else 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block, as `rescue_product.cuh` lays it out."""
+        ring = self.stages * (self.rows + self.width) * (self.block_k + _PAD)
+        finished = self.rows * (self.width + _PAD)
+        return max(ring, finished) * 4
+
+    def items(self, m: int, n: int) -> int:
+        """How many shares the work has if all is flagged (`rescue_items.cuh`)."""
+        return -(-m // CHUNK_ROWS) * -(-n // self.columns) * (CHUNK_ROWS // self.rows)
+
+
+def rescue_tile(group: int) -> RescueTile:
+    """The tile that wastes the fewest columns on groups of ``group`` channels.
+
+    Raises `ValueError` for a group that does not fit: 2, 4 and the multiples of 8 up to 256 do.
+    """
+    if group not in (2, 4) and (group % 8 or not 8 <= group <= LARGEST_GROUP):
+        raise ValueError(
+            "the range guard serves groups of 2, 4 or a multiple of 8 channels up to "
+            f"{LARGEST_GROUP}, but got {group}"
+        )
+    tiles = [
+        RescueTile(_VALUES // width, width, width // group * group)
+        for width in (128, 256)
+        if width >= group
+    ]
+    return max(tiles, key=lambda tile: tile.columns / tile.width)
+
+
+def rescue_source(problem: Problem, aligned: bool, arch: str) -> KernelSource:
+    """The kernel's text for ``problem``'s chain and group size; compiles without a GPU.
+
+    aligned: each row of x and of weight begins at a multiple of 16 bytes.
+    Raises `ValueError` for a problem that is not fp32 throughout, or a group that does not fit.
+    """
+    dtypes = (problem.dtype, problem.norm_dtype, problem.out_dtype)
+    if any(dtype != torch.float32 for dtype in dtypes):
+        raise ValueError(f"the range guard is for float32 throughout, but got {dtypes}")
+    group = problem.n // problem.groups
+    tile = rescue_tile(group)
+    constants = {
+        "kRows": tile.rows,
+        "kColumns": tile.columns,
+        "kWidth": tile.width,
+        "kBlockK": tile.block_k,
+        "kStages": tile.stages,
+        "kAligned": aligned,
+        "kGroup": group,
+        "kHasBias": problem.has_bias,
+        "kHasGamma": problem.has_norm_weight,
+        "kHasBeta": problem.has_norm_bias,
+        "kKeep": problem.training,
+    }
+    count = len(problem.chain.operand_kinds)
+    parameters = "".join(f", const float* operand{i}, long long stride{i}" for i in range(count))
+    operands = ", ".join(f"operand{i}" for i in range(count)) or "nullptr"
+    strides = ", ".join(f"stride{i}" for i in range(count)) or "0"
+    prelude = (
+        chain_text(problem.chain)
+        + "".join(f"constexpr int {name} = {int(value)};\n" for name, value in constants.items())
+        + f"#define OPERAND_PARAMETERS {parameters}\n"
+        + f"#define OPERAND_LIST {{{operands}}}\n"
+        + f"#define STRIDE_LIST {{{strides}}}\n"
+    )
+    return KernelSource("rescue", kernel_text("rescue.cu", prelude), arch)
+
+
+def rescue(
+    problem: Problem, inputs: Inputs, row_flags: Tensor, column_flags: Tensor, forward: Forward
+) -> None:
+    """Overwrite y and, in training, z, mean and rstd wherever a flagged row or column takes part.
+
+    row_flags (M,) and column_flags (N,), uint8, nonzero where a row of x or of weight is flagged;
+    contiguous, at addresses that are multiples of 4, and complete before the last kernel of the
+    stream begins. inputs: fp32, rows may have a stride. forward: contiguous; (row, group)s without
+    a flag keep their bits. Every launch of the same values gives the same bits. Raises `ValueError`
+    as `rescue_source` does.
+    """
+    _prepared(problem)(inputs, row_flags, column_flags, forward)
+
+
+class _Prepared:
+    """The launches for one problem, by whether x and weight are aligned, and their arguments."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.launches: dict[bool, Callable[..., None]] = {}
+
+    def __call__(
+        self, inputs: Inputs, row_flags: Tensor, column_flags: Tensor, forward: Forward
+    ) -> None:
+        problem = self.problem
+        if problem.m == 0:
+            return
+        x, weight = inputs.x, inputs.weight
+        (x_at, x_stride), (w_at, w_stride) = ((t.data_ptr(), t.stride(0)) for t in (x, weight))
+        aligned = (x_at | w_at | x_stride * 4 | w_stride * 4) % VECTOR_BYTES == 0
+        launch = self.launches.get(aligned) or self._prepare(x.device, aligned)
+        operands = matrix_arguments(inputs.operands)[0] if inputs.operands else ()
+        launch(
+            *(x_at, x_stride, w_at, w_stride),
+            *parameter_addresses(inputs),
+            *(row_flags.data_ptr(), column_flags.data_ptr()),
+            *(t.data_ptr() for t in forward),
+            *(problem.m, problem.n, problem.k, *operands),
+        )
+
+    def _prepare(self, device: torch.device, aligned: bool) -> Callable[..., None]:
+        problem = self.problem
+        tile = rescue_tile(problem.n // problem.groups)
+        kernel = load(rescue_source(problem, aligned, arch_of(device)), device)
+        signature = SIGNATURE + OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
+        launch = self.launches[aligned] = kernel.prepare(
+            signature,
+            min(tile.items(problem.m, problem.n), sm_count(device)),
+            THREADS,
+            shared_bytes=tile.shared_bytes,
+            dependent=starts_early(device),
+        )
+        return launch
+
+
+_prepared = PreparedByProblem(_Prepared)
