@@ -50,7 +50,9 @@ class Tile:
     warpgroup has tiles of its own; split_columns: each has half of a tile's columns (else of its
     rows). load_m: rows of A that are loaded, fewer than block_m where m is small. cluster: blocks
     that share the loads of B. group: row tiles that share a column tile. fold_steps: steps of 64
-    between folds (two planes). tf32: fp32 operands are multiplied as they are, as TF32.
+    between folds (two planes). tf32: fp32 operands are multiplied as they are, as TF32. group_blocks:
+    blocks of a cluster side by side that share a group's statistics. resident_steps: steps of B,
+    where it is one column tile, that stay in shared memory; 0: B goes through the ring.
     """
 
     block_m: int
@@ -63,6 +65,13 @@ class Tile:
     split_columns: bool = False
     load_m: int | None = None
     tf32: bool = False
+    group_blocks: int = 1
+    resident_steps: int = 0
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster * self.group_blocks
 
     @property
     def element_bytes(self) -> int:
@@ -149,6 +158,8 @@ def product_prelude(
             "kMajorKA": major_k_a,
             "kMajorKB": major_k_b,
             "kCluster": tile.cluster,
+            "kGroupBlocks": tile.group_blocks,
+            "kResidentSteps": tile.resident_steps,
             "kTileGroup": max(tile.group // tile.cluster, 1),
             "kPingPong": tile.ping_pong,
             "kSplitColumns": tile.split_columns,
@@ -159,11 +170,12 @@ def product_prelude(
 
 
 def stage_bytes(tile: Tile, planes: int) -> int:
-    return planes * (tile.block_m + tile.block_n) * STEP_BYTES
+    rows_of_b = 0 if tile.resident_steps else tile.block_n
+    return planes * (tile.block_m + rows_of_b) * STEP_BYTES
 
 
 def _barrier_bytes(tile: Tile) -> int:
-    return (2 * tile.stages + 2) * 8
+    return (2 * tile.stages + 2 + 1 + 2) * 8  # full, empty, turns, resident, exchanges
 
 
 def vectors(instance: Instance) -> int:
@@ -176,7 +188,9 @@ def shared_bytes(instance: Instance) -> int:
     """Dynamic shared memory of a block, as `hopper_linear_norm.cu` lays it out."""
     tile = instance.tile
     ring = tile.stages * stage_bytes(tile, instance.planes)
-    exchange = 2 * 2 * 64 * 4 if instance.group_columns > tile.consumer_n else 0
+    ring += tile.resident_steps * tile.block_n * STEP_BYTES
+    parts = instance.group_columns // tile.consumer_n
+    exchange = 2 * parts * 64 * 4 if parts > 1 else 0
     vector_bytes = 2 * vectors(instance) * tile.consumer_n * 4
     return ring + _STORE_BYTES + vector_bytes + exchange + _barrier_bytes(tile)
 

@@ -51,14 +51,15 @@ class _PreparedForward:
         dynamic = shared_bytes(instance)
         kernel = load(linear_norm_source(instance), problem.device, dynamic)
         rows = -(-problem.m // (tile.block_m * tile.cluster))
-        tiles = rows * -(-problem.n // tile.block_n)
-        blocks = min(sm_count(problem.device) // tile.cluster, max(tiles, 1)) * tile.cluster
+        tiles = rows * -(-problem.n // (tile.block_n * tile.group_blocks))
+        together = tile.cluster_blocks
+        blocks = min(sm_count(problem.device) // together, max(tiles, 1)) * together
         return kernel.prepare(
             _SIGNATURE + "p" * len(problem.chain.operand_kinds),
             blocks,
             THREADS,
             shared_bytes=dynamic,
-            cluster=tile.cluster if tile.cluster > 1 else None,
+            cluster=together if together > 1 else None,
             dependent=True,
         )
 

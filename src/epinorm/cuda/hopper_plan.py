@@ -27,8 +27,9 @@ __all__ = [
     "why_not",
 ]
 
-LARGEST_GROUP = {1: 512, 2: 256}
-"""Channels of a group, by planes: a tile's columns at most."""
+LARGEST_GROUP = 2048
+"""Channels of a group: a cluster of eight blocks of 256 columns."""
+LARGEST_CLUSTER = 8
 
 # Cycles. A tile's first loads; what passes between two tiles of a warpgroup; a column of a row
 # block in the epilogue, with both warpgroups at it and with one alone.
@@ -45,6 +46,7 @@ SHORTEST_STEP = 450
 LAUNCH_MICROSECONDS = 2.5
 
 MOST_STAGES = 12
+LARGEST_RESIDENT_BYTES = 96 * 1024
 
 MEASURED: dict[tuple[int, int, int, int, int], Tile] = {}
 """(planes, channels per group, m, k, n) to the tile that was fastest."""
@@ -62,11 +64,10 @@ def why_not(problem: Problem) -> str | None:
         return "tensor cores of this kernel take 16-bit and fp32 inputs, not float64"
     if problem.k == 0:
         return "there is nothing to multiply (0 input features)"
-    largest = LARGEST_GROUP[planes_of(problem)]
-    if channels > largest or (channels not in (2, 4) and channels % 8):
+    if channels > LARGEST_GROUP or (channels not in (2, 4) and channels % 8):
         return (
-            f"a group of {channels} channels is none of 2, 4 or a multiple of 8 up to {largest}, "
-            "which fit a tile"
+            f"a group of {channels} channels is none of 2, 4 or a multiple of 8 up to "
+            f"{LARGEST_GROUP}, which fit a tile or a cluster of them"
         )
     if problem.dtype != torch.float32 and problem.k % 8:
         return f"rows of {problem.k} input features are not a multiple of 16 bytes (TMA)"
@@ -94,8 +95,12 @@ def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
     for width in _widths(problem, in_turn_low):
         yield Tile(64, width, 0)
     channels = problem.chain.channels_per_group(problem.n)
-    if channels > together and channels % 16 == 0:
-        yield Tile(64, channels, 0, ping_pong=False, split_columns=True)
+    if channels > together:  # two warpgroups or more, in one block or several, share a group
+        widest = 128 if planes == 2 and problem.training else 256  # or registers spill
+        for blocks in (1, 2, 4, LARGEST_CLUSTER):
+            if channels % (16 * blocks) == 0 and 64 <= channels // blocks <= widest:
+                width = channels // blocks
+                yield Tile(64, width, 0, False, split_columns=True, group_blocks=blocks)
 
 
 def candidates(problem: Problem) -> Iterator[Tile]:
@@ -103,12 +108,23 @@ def candidates(problem: Problem) -> Iterator[Tile]:
     for shape in _shapes(problem, planes_of(problem)):
         low = shape.block_m == 64 and problem.m < 64
         load_m = -(-max(problem.m, 1) // 8) * 8 if low else None
-        kinds = (False, True) if _may_be_tf32(problem) else (False,)
+        # TF32 operands are rounded in shared memory, by the one warpgroup that reads them.
+        kinds = (False, True) if shape.ping_pong and _may_be_tf32(problem) else (False,)
         for tf32 in kinds:
             tile = dataclasses.replace(shape, load_m=load_m, tf32=tf32)
+            tile = dataclasses.replace(tile, resident_steps=_resident_steps(problem, tile))
             stages = min(largest_stages(instance_for(problem, tile)), MOST_STAGES)
             if stages >= 2:
                 yield dataclasses.replace(tile, stages=stages)
+
+
+def _resident_steps(problem: Problem, tile: Tile) -> int:
+    """The steps of W where it is one column tile that a block uses again and again."""
+    steps = math.ceil(problem.k / tile.block_k)
+    one = problem.n <= tile.block_n and planes_of(problem) == 1 and tile.group_blocks == 1
+    if not one or problem.m < 4 * tile.block_m:
+        return 0
+    return steps if steps * tile.block_n * STEP_BYTES <= LARGEST_RESIDENT_BYTES else 0
 
 
 def _may_be_tf32(problem: Problem) -> bool:
@@ -122,14 +138,17 @@ def _step_cycles(tile: Tile, planes: int) -> float:
     row_blocks = tile.block_m // 64 * (2 if tile.split_columns else 1)
     tensor = products * tile.block_m * tile.block_n / 32
     read = products * row_blocks * (64 + tile.consumer_n) * STEP_BYTES
-    written = planes * (tile.block_m + tile.block_n) * STEP_BYTES
+    rows = tile.block_m + (0 if tile.resident_steps else tile.block_n)
+    written = planes * rows * STEP_BYTES
+    if tile.tf32:  # read, rounded and written once more
+        written *= 3
     return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP)
 
 
 def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     planes = planes_of(problem)
     tiles = math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
-    rounds = math.ceil(tiles / sms)
+    rounds = math.ceil(tiles / (sms // tile.cluster_blocks * tile.cluster_blocks))
     products = math.ceil(problem.k / tile.block_k) * _step_cycles(tile, planes)
     wide = 1.3 if tile.consumer_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
     kept = 1.4 if problem.training else 1.0

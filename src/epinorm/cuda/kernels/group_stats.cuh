@@ -40,34 +40,47 @@ struct Statistics {
   float mean, rstd;
 };
 
-// Normalises a segment in place; returns its mean and 1 / sqrt(variance + eps). The variance is the
-// mean of the centred squares: as the difference of two large numbers it would lose everything.
-// kLocalColumns of the group lie in this warpgroup; whole_sum(lane's sum) adds up the group's.
+// Normalises a segment of both rows in place, and finds their means and 1 / sqrt(variance + eps). The
+// variance is the mean of the centred squares: as the difference of two large numbers it would lose
+// everything. kLocalColumns of the group lie in this warpgroup; whole_sum(sums) turns the lane's sums
+// of the two rows into the group's.
 template <int kGroupColumns, int kLocalColumns, bool kCentred, int kCount, class WholeSum>
-__device__ __forceinline__ Statistics normalise_group(float (&values)[kCount], int segment,
-                                                      int lower, float eps, WholeSum whole_sum) {
+__device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&values)[kCount],
+                                                int segment, float eps, WholeSum& whole_sum) {
   using Group = Segments<kLocalColumns>;
   constexpr float kWeight = 1.0f / kGroupColumns;
   constexpr int kChains = Group::kGroupChunks % 2 == 0 ? 4 : 2;  // independent sums
   const int first = segment * Group::kGroupChunks;
-  float mean = 0.0f, sums[kChains] = {};
+  float whole[2];
   if (kCentred) {
 #pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      float sums[kChains] = {};
+#pragma unroll
+      for (int i = 0; i < Group::kGroupChunks * 2; ++i)
+        sums[i % kChains] += values[accumulator(first + i / 2, lower, i % 2)];
+      whole[lower] = total(sums);
+    }
+    whole_sum(whole);
+  }
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    stats[lower].mean = kCentred ? whole[lower] * kWeight : 0.0f;
+    float sums[kChains] = {};
+#pragma unroll
+    for (int i = 0; i < Group::kGroupChunks * 2; ++i) {
+      float& value = values[accumulator(first + i / 2, lower, i % 2)];
+      if (kCentred) value -= stats[lower].mean;
+      sums[i % kChains] += value * value;
+    }
+    whole[lower] = total(sums);
+  }
+  whole_sum(whole);
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    stats[lower].rstd = rsqrtf(whole[lower] * kWeight + eps);
+#pragma unroll
     for (int i = 0; i < Group::kGroupChunks * 2; ++i)
-      sums[i % kChains] += values[accumulator(first + i / 2, lower, i % 2)];
-    mean = whole_sum(total(sums)) * kWeight;
-#pragma unroll
-    for (int i = 0; i < kChains; ++i) sums[i] = 0.0f;
+      values[accumulator(first + i / 2, lower, i % 2)] *= stats[lower].rstd;
   }
-#pragma unroll
-  for (int i = 0; i < Group::kGroupChunks * 2; ++i) {
-    float& value = values[accumulator(first + i / 2, lower, i % 2)];
-    if (kCentred) value -= mean;
-    sums[i % kChains] += value * value;
-  }
-  const float rstd = rsqrtf(whole_sum(total(sums)) * kWeight + eps);
-#pragma unroll
-  for (int i = 0; i < Group::kGroupChunks * 2; ++i)
-    values[accumulator(first + i / 2, lower, i % 2)] *= rstd;
-  return {mean, rstd};
 }

@@ -39,6 +39,22 @@ __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
       : "memory");
 }
 
+// mapa: the address of the same place in block `rank` of the cluster.
+__device__ __forceinline__ u32 address_in_block(u32 address, u32 rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+// st.async: a store into another block that counts its bytes on a barrier there. No fence is needed,
+// where a release to the cluster would wait for all of this thread's stores to global memory.
+__device__ __forceinline__ void store_async(u32 remote, float value, u32 remote_barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote),
+      "r"(__float_as_uint(value)), "r"(remote_barrier)
+      : "memory");
+}
+
 // mbarrier.try_wait.parity
 __device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
   u32 done;

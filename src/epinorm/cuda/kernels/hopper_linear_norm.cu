@@ -25,15 +25,18 @@ constexpr int kVectorLoads = (kConsumerN + kWarpgroupThreads - 1) / kWarpgroupTh
 constexpr int kVectorBytes = kVectors * kConsumerN * 4;
 constexpr int kStoreBytes = 4 * kStoreBufferBytes;  // of a warpgroup
 
-// A group wider than a warpgroup's columns: the two add up their halves through shared memory.
+// A group wider than a warpgroup's columns: all that share it add up their parts through shared memory.
 constexpr bool kSharedGroup = kGroupColumns > kConsumerN;
-static_assert(!kSharedGroup || kGroupColumns == kConsumers * kConsumerN, "a group is two halves");
+constexpr int kParts = kGroupBlocks * kColumnParts;
+static_assert(!kSharedGroup || kGroupColumns == kParts * kConsumerN, "a group is all parts");
 using Segment = Segments<kSharedGroup ? kConsumerN : kGroupColumns>;
-constexpr int kExchangeBytes = kSharedGroup ? 2 * kConsumers * kProductM * 4 : 0;
-constexpr int kExchangeBarrier = 1 + kConsumers;  // named; 0 is bar.sync's, then one a consumer
+constexpr int kExchanges = kSharedGroup ? 2 : 0;  // buffers in turn, each with a barrier
+constexpr int kExchangeBytes = kExchanges * kParts * kProductM * 4;
+constexpr int kExchangeBarrier = 2 + kConsumers;  // named, after hopper_pipeline.cuh's
 
-// Shared memory: the ring, the store buffers, the vectors, the exchange, the barriers (hopper.py adds them up too).
-constexpr int kStoreOffset = kStages * kStageBytes;
+// Shared memory: the ring, the store buffers, the vectors, the exchange, the barriers (hopper.py
+// adds them up too).
+constexpr int kStoreOffset = kRingBytes;
 constexpr int kVectorOffset = kStoreOffset + kConsumers * kStoreBytes;
 constexpr int kExchangeOffset = kVectorOffset + kConsumers * kVectorBytes;
 constexpr int kBarrierOffset = kExchangeOffset + kExchangeBytes;
@@ -49,39 +52,45 @@ struct Epilogue {
   int m, n;
 };
 
-// This thread's share of the tile's vectors, from global memory; issued before the product, used
-// after it.
-__device__ __forceinline__ void fetch_vectors(float (&fetched)[kVectorSlots][kVectorLoads],
-                                              const Epilogue& e, int first_column, int thread) {
+// This thread's share of the tile's vectors as they lie in memory. Issued before the product and
+// converted after it: a conversion here would wait for the load.
+using Fetched = u32[kVectorSlots][kVectorLoads];
+
+__device__ __forceinline__ void fetch_vectors(Fetched& fetched, const Epilogue& e, int first_column,
+                                              int thread) {
 #pragma unroll
   for (int load = 0; load < kVectorLoads; ++load) {
     const int at = load * kWarpgroupThreads + thread, column = first_column + at;
     const bool inside = at < kConsumerN && column < e.n;
-    if (kHasBias) fetched[kBiasVector][load] = inside ? KeptType::load(e.bias[column]) : 0.f;
-    if (kHasGamma)
-      fetched[kGammaVector][load] =
-          inside ? NormType::load(e.gamma[column]) * kAffineScale : 0.f;
-    if (kHasBeta)
-      fetched[kBetaVector][load] =
-          inside ? NormType::load(e.beta[column]) * kAffineScale : 0.f;
-    if (kScaled) fetched[kScaleVector][load] = inside ? e.column_scale[column] : 0.f;
+    if (kHasBias) fetched[kBiasVector][load] = inside ? raw_bits(e.bias[column]) : 0;
+    if (kHasGamma) fetched[kGammaVector][load] = inside ? raw_bits(e.gamma[column]) : 0;
+    if (kHasBeta) fetched[kBetaVector][load] = inside ? raw_bits(e.beta[column]) : 0;
+    if (kScaled) fetched[kScaleVector][load] = inside ? raw_bits(e.column_scale[column]) : 0;
     int slot = kOperandVector;
 #pragma unroll
     for (int i = 0; i < chain::kOperands; ++i)
       if (chain::is_channel(i))
-        fetched[slot++][load] = inside ? NormType::load(e.operands[i][column]) : 0.f;
+        fetched[slot++][load] = inside ? raw_bits(e.operands[i][column]) : 0;
   }
 }
 
-__device__ __forceinline__ void share_vectors(const float (&fetched)[kVectorSlots][kVectorLoads],
-                                              float* vectors, int consumer, int thread) {
+__device__ __forceinline__ float fetched_value(u32 bits, int vector) {
+  if (kHasBias && vector == kBiasVector) return from_raw_bits<KeptType>(bits);
+  if (kScaled && vector == kScaleVector) return from_raw_bits<Float32>(bits);
+  const float value = from_raw_bits<NormType>(bits);
+  return vector < kScaleVector ? value * kAffineScale : value;  // gamma, beta; an operand
+}
+
+__device__ __forceinline__ void share_vectors(const Fetched& fetched, float* vectors, int consumer,
+                                              int thread) {
   named_barrier_sync(1 + consumer, kWarpgroupThreads);  // the last tile's are no longer read
 #pragma unroll
   for (int vector = 0; vector < kVectors; ++vector)
 #pragma unroll
     for (int load = 0; load < kVectorLoads; ++load) {
       const int at = load * kWarpgroupThreads + thread;
-      if (at < kConsumerN) vectors[vector * kConsumerN + at] = fetched[vector][load];
+      if (at < kConsumerN)
+        vectors[vector * kConsumerN + at] = fetched_value(fetched[vector][load], vector);
     }
   named_barrier_sync(1 + consumer, kWarpgroupThreads);
 }
@@ -95,6 +104,16 @@ __device__ __forceinline__ float2 pair_at(const float* vectors, int vector, int 
                : "=f"(pair.x), "=f"(pair.y)
                : "r"(shared_address(at)));
   return pair;
+}
+
+__device__ __forceinline__ void store_shared(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ float load_shared(u32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
 }
 
 __device__ __forceinline__ float of(float2 pair, int i) { return i == 0 ? pair.x : pair.y; }
@@ -130,22 +149,53 @@ __device__ __forceinline__ void undo_scales(float (&v)[kAccumulators], const flo
   }
 }
 
-// The sum over a group's lanes, and over both warpgroups' where they share the group. Two buffers in
-// turn: who writes one again has passed the barrier that follows the other's last read of it.
+// The sums of two rows over a group's lanes, and over all parts where the group is shared: every part
+// sends its sums to every block of the cluster. Two buffers in turn: who fills one again has waited
+// for the exchange after it, and a part takes part in that only after reading the buffer.
 struct GroupSum {
-  float* exchange;  // [2][kConsumers][kProductM]
-  int consumer, turn = 0;
+  u32 buffers, barriers;  // [2][kParts][kProductM] and [2], shared addresses
+  int part;
+  u32 uses = 0;
 
-  __device__ __forceinline__ float operator()(float value, int lower) {
-    value = Segment::sum(value);
-    if (!kSharedGroup) return value;
-    const int thread = threadIdx.x % kWarpgroupThreads;
-    const int row = thread / 32 * 16 + thread % 32 / 4 + lower * 8;
-    float* rows = exchange + turn * kConsumers * kProductM;
-    if (thread % 4 == 0) rows[consumer * kProductM + row] = value;
-    named_barrier_sync(kExchangeBarrier, kConsumerThreads);
-    turn ^= 1;
-    return value + rows[(consumer ^ 1) * kProductM + row];
+  __device__ __forceinline__ void operator()(float (&sums)[2]) {
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) sums[lower] = Segment::sum(sums[lower]);
+    if constexpr (kSharedGroup) exchange(sums);
+  }
+
+  __device__ __forceinline__ void exchange(float (&sums)[2]) {
+    constexpr u32 kPartBytes = kProductM * 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroupThreads / 32;
+    const u32 turn = uses % 2, barrier = barriers + turn * 8;
+    const u32 rows = buffers + turn * kParts * kPartBytes + (warp * 16 + lane / 4) * 4;
+    ++uses;
+    if (kGroupBlocks == 1) {
+      if (lane % 4 == 0)
+        for (int lower = 0; lower < 2; ++lower)
+          store_shared(rows + part * kPartBytes + lower * 8 * 4, sums[lower]);
+      named_barrier_sync(kExchangeBarrier, kConsumerThreads);
+    } else {
+      send_to_blocks(sums, rows + part * kPartBytes, barrier);
+      barrier_wait(barrier, (uses - 1) / 2 % 2);
+    }
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      sums[lower] = 0.0f;
+#pragma unroll
+      for (int other = 0; other < kParts; ++other)
+        sums[lower] += load_shared(rows + other * kPartBytes + lower * 8 * 4);
+    }
+  }
+
+  static __device__ __forceinline__ void send_to_blocks(const float (&sums)[2], u32 to, u32 barrier) {
+    if (threadIdx.x == 0) barrier_arrive_expect(barrier, kParts * kProductM * 4);
+    if (threadIdx.x % 4 != 0) return;
+#pragma unroll
+    for (int block = 0; block < kGroupBlocks; ++block)
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower)
+        store_async(address_in_block(to + lower * 8 * 4, block), sums[lower],
+                    address_in_block(barrier, block));
   }
 };
 
@@ -169,22 +219,20 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
         value = chain::pre_apply<float>(kHasBias ? value + of(bias, i) : value, t);
       }
   }
+  Statistics stats[2];
+  normalise_group<kGroupColumns, kSharedGroup ? kConsumerN : kGroupColumns, chain::kCentred>(
+      stats, v, segment, chain::epsilon<float>(), group_sum);
+  if (!kKeep) return;
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
-    const Statistics stats =
-        normalise_group<kGroupColumns, kSharedGroup ? kConsumerN : kGroupColumns, chain::kCentred>(
-            v, segment, lower, chain::epsilon<float>(),
-            [&](float sum) { return group_sum(sum, lower); });
-    if (kKeep) {
-      const int group = first_column / kGroupColumns + Group::group(segment, quad_lane);
-      const int groups = e.n / kGroupColumns;
-      const bool leads = Group::leads(quad_lane) && (!kSharedGroup || group_sum.consumer == 0);
-      if (leads && row + lower * 8 < e.m && group < groups) {
-        i64 at = static_cast<i64>(row + lower * 8) * groups + group;
-        asm volatile("" : "+l"(at));  // or the compiler keeps the addresses of all segments at once
-        if (chain::kCentred) e.mean[at] = stats.mean;
-        e.rstd[at] = stats.rstd;
-      }
+    const int group = first_column / kGroupColumns + Group::group(segment, quad_lane);
+    const int groups = e.n / kGroupColumns;
+    const bool leads = Group::leads(quad_lane) && (!kSharedGroup || group_sum.part == 0);
+    if (leads && row + lower * 8 < e.m && group < groups) {
+      i64 at = static_cast<i64>(row + lower * 8) * groups + group;
+      asm volatile("" : "+l"(at));  // or the compiler keeps the addresses of all segments at once
+      if (chain::kCentred) e.mean[at] = stats[lower].mean;
+      e.rstd[at] = stats[lower].rstd;
     }
   }
 }
@@ -250,12 +298,14 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
   const u32 buffer =
       shared_address(shared + kStoreOffset + consumer * kStoreBytes + warp * kStoreBufferBytes);
   float* vectors = reinterpret_cast<float*>(shared + kVectorOffset + consumer * kVectorBytes);
-  GroupSum group_sum = {reinterpret_cast<float*>(shared + kExchangeOffset), consumer};
+  GroupSum group_sum = {shared_address(shared + kExchangeOffset), ring.resident_barrier + 8,
+                        rank * kColumnParts + consumer};
   const TileOrder order(e.m, e.n);
   const Share share(consumer);
   const int turn = kPingPong ? consumer : 0;
   Slot slot;
   slot.skip(turn * k_steps);
+  if (kResident) wait_for_resident(ring);
   const int first_index = first_tile + turn * tile_step, index_step = kTurns * tile_step;
   int count = 0;
   Tile next = order.tile_at(first_index, rank);
@@ -264,7 +314,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
     const Tile tile = next;
     next = order.tile_at(index + index_step, rank);  // its divisions hide behind the products
     const int first_column = tile.n + share.first_column;
-    float fetched[kVectorSlots][kVectorLoads];
+    Fetched fetched;
     fetch_vectors(fetched, e, first_column, thread);
     Accumulators v;
     multiply_tile(v, ring, slot, share, k_steps, count);
@@ -295,25 +345,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   const Ring ring(shared_address(shared), shared_address(shared + kBarrierOffset));
   const int warpgroup = threadIdx.x / kWarpgroupThreads;
-  const int rank = kCluster == 1 ? 0 : cluster_rank();
-  if (threadIdx.x == 0) ring_init(ring);
+  const int rank = kClusterBlocks == 1 ? 0 : cluster_rank();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kExchanges; ++i)
+      barrier_init(ring.resident_barrier + (1 + i) * 8, 1);
+    ring_init(ring);
+  }
   if (threadIdx.x == kConsumerThreads) {
     tma_prefetch(&x_hi);
     tma_prefetch(&w_hi);
   }
-  if (kCluster == 1)
+  if (kClusterBlocks == 1)
     __syncthreads();
   else
     cluster_sync();
   wait_for_previous_kernel();
 
-  const int first_tile = blockIdx.x / kCluster, tile_step = gridDim.x / kCluster;
+  const int first_tile = blockIdx.x / kClusterBlocks, tile_step = gridDim.x / kClusterBlocks;
   const int k_steps = (k + kBlockK - 1) / kBlockK;
   if (warpgroup == kConsumers) {
     give_registers<kProducerRegisters>();
     if (threadIdx.x == kConsumerThreads) {
       const Operands16 operands = {{&x_hi, &x_lo}, {&w_hi, &w_lo}};
       const TileOrder order(m, n);
+      if (kResident) load_resident(ring, operands);
       Slot slot;
       for (int index = first_tile; index < order.count(); index += tile_step)
         load_tile(ring, slot, operands, order.tile_at(index, rank), k_steps, rank);
@@ -325,5 +380,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     consume(ring, e, shared, warpgroup, first_tile, tile_step, rank, k_steps);
   }
   // A block's shared memory must outlive what its neighbour still copies into it or arrives on.
-  if (kCluster > 1) cluster_sync();
+  if (kClusterBlocks > 1) cluster_sync();
 }

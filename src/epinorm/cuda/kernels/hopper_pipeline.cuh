@@ -16,14 +16,20 @@
 //   kPlanes, kFoldSteps                    2 planes: three products, see multiply_step()
 //   kMajorKA, kMajorKB                     the operand's rows run along the summed index
 //   kCluster                               1, or 2: two blocks below each other share B's loads
+//   kGroupBlocks                           1, or blocks side by side that share a group's statistics
 //   kTileGroup                             see TileOrder
+//   kResidentSteps                         0, or the steps of B, which is one column tile, that stay in
+//                                          shared memory from the first tile to the last
 // and the instruction wgmma(float (&d)[kAccumulators], u64 a, u64 b, int accumulate).
 #pragma once
 #include "hopper_barrier.cuh"
 #include "hopper_tma.cuh"
 #include "hopper_wgmma.cuh"
+#include "shared_units.cuh"
 
 constexpr int kWarpgroupThreads = 128;
+constexpr int kClusterBlocks = kCluster * kGroupBlocks;
+static_assert(kCluster == 1 || kGroupBlocks == 1, "a cluster has one purpose");
 constexpr int kConsumers = 2;  // warpgroups, the block's first threads
 constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
 constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
@@ -50,8 +56,13 @@ constexpr int kConsumerRegisters = 240;
 
 constexpr int kPlaneBytesA = kBlockM * kSwizzleRowBytes;
 constexpr int kPlaneBytesB = kBlockN * kSwizzleRowBytes;
-constexpr int kStageBytes = kPlanes * (kPlaneBytesA + kPlaneBytesB);
-constexpr int kLoadedBytes = kPlanes * (kLoadM * kSwizzleRowBytes + kPlaneBytesB);
+constexpr bool kResident = kResidentSteps > 0;
+constexpr int kResidentBytes = kResidentSteps * kPlaneBytesB;
+static_assert(!kResident || (kPlanes == 1 && kClusterBlocks == 1), "one plane, one block");
+constexpr int kStageBytes = kPlanes * (kPlaneBytesA + (kResident ? 0 : kPlaneBytesB));
+constexpr int kLoadedBytes =
+    kPlanes * (kLoadM * kSwizzleRowBytes + (kResident ? 0 : kPlaneBytesB));
+constexpr int kRingBytes = kResidentBytes + kStages * kStageBytes;
 constexpr int kBoxBytes = 64 * kSwizzleRowBytes;  // 64 x 64 elements of an operand not K-major
 static_assert(kMajorKB || kBlockN % 64 == 0, "boxes of 64 cover the tile");
 static_assert(kPlaneBytesB / kCluster % kAtomBytes == 0, "each block's share is whole atoms");
@@ -60,19 +71,22 @@ constexpr float kLowScale = 1.0f / 2048.0f;  // the lo plane is stored times 2^1
 
 // Shared addresses. turn: in ping-pong, a barrier a consumer that says: yours are the next steps.
 struct Ring {
-  u32 data, full, empty, turn;
+  u32 resident, data, full, empty, turn, resident_barrier;
 
   __device__ __forceinline__ u32 a(int stage, int plane) const {
     return data + stage * kStageBytes + plane * kPlaneBytesA;
   }
-  __device__ __forceinline__ u32 b(int stage, int plane) const {
+  __device__ __forceinline__ u32 b(int stage, int step, int plane) const {
+    if (kResident) return resident + step * kPlaneBytesB;
     return data + stage * kStageBytes + kPlanes * kPlaneBytesA + plane * kPlaneBytesB;
   }
   __device__ __forceinline__ Ring(u32 data, u32 barriers)
-      : data(data),
+      : resident(data),
+        data(data + kResidentBytes),
         full(barriers),
         empty(barriers + kStages * 8),
-        turn(barriers + 2 * kStages * 8) {}
+        turn(barriers + 2 * kStages * 8),
+        resident_barrier(turn + kConsumers * 8) {}
 
   __device__ __forceinline__ u32 full_barrier(int stage) const { return full + stage * 8; }
   __device__ __forceinline__ u32 empty_barrier(int stage) const { return empty + stage * 8; }
@@ -107,11 +121,11 @@ struct Tile {
 // Tiles in the order in which blocks take them: kTileGroup row tiles share a column tile, so that a
 // wave of blocks reads few different rows of A and of B, both from L2.
 struct TileOrder {
-  int row_tiles, column_tiles;  // row tiles of a whole cluster
+  int row_tiles, column_tiles;  // of a whole cluster
 
   __device__ __forceinline__ TileOrder(int m, int n)
       : row_tiles((m + kCluster * kBlockM - 1) / (kCluster * kBlockM)),
-        column_tiles((n + kBlockN - 1) / kBlockN) {}
+        column_tiles((n + kGroupBlocks * kBlockN - 1) / (kGroupBlocks * kBlockN)) {}
 
   __device__ __forceinline__ int count() const { return row_tiles * column_tiles; }
 
@@ -121,7 +135,8 @@ struct TileOrder {
     const int first = group * kTileGroup;
     const int rows = min(kTileGroup, row_tiles - first);
     const int column = rest / rows, row = first + rest - column * rows;
-    return {(row * kCluster + rank) * kBlockM, column * kBlockN};
+    return {(row * kCluster + (kCluster > 1 ? rank : 0)) * kBlockM,
+            (column * kGroupBlocks + (kGroupBlocks > 1 ? rank : 0)) * kBlockN};
   }
 };
 
@@ -133,6 +148,7 @@ __device__ __forceinline__ void ring_init(const Ring& ring) {
   }
   for (int consumer = 0; consumer < kConsumers; ++consumer)
     barrier_init(ring.turn_barrier(consumer), kWarpgroupThreads / 32);
+  barrier_init(ring.resident_barrier, 1);
   barrier_init_fence();
 }
 
@@ -178,14 +194,21 @@ __device__ __forceinline__ void load_tile(const Ring& ring, Slot& slot, const Op
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {
       load_operand<kMajorKA, kLoadM>(ring.a(slot.stage, plane), operands.a[plane], full, k, tile.m);
+      if (kResident) continue;
+      const u32 b = ring.b(slot.stage, step, plane);
       if (kCluster == 1)
-        load_operand<kMajorKB, kBlockN>(ring.b(slot.stage, plane), operands.b[plane], full, k,
-                                        tile.n);
+        load_operand<kMajorKB, kBlockN>(b, operands.b[plane], full, k, tile.n);
       else
-        load_shared_operand<kMajorKB, kBlockN>(ring.b(slot.stage, plane), operands.b[plane], full,
-                                               k, tile.n, rank);
+        load_shared_operand<kMajorKB, kBlockN>(b, operands.b[plane], full, k, tile.n, rank);
     }
   }
+}
+
+__device__ __forceinline__ void load_resident(const Ring& ring, const Operands16& operands) {
+  barrier_arrive_expect(ring.resident_barrier, kResidentBytes);
+  for (int step = 0; step < kResidentSteps; ++step)
+    load_operand<kMajorKB, kBlockN>(ring.b(0, step, 0), operands.b[0], ring.resident_barrier,
+                                    step * kBlockK, 0);
 }
 
 // ---- the consumers: a warpgroup ----
@@ -210,9 +233,9 @@ __device__ __forceinline__ void keep_after_wait(Accumulators& values) {
 // One step of 64 along k. With two planes, v = hi + lo 2^-11: the products lo hi and hi lo go into
 // accumulators of their own, which are 2^-11 of the result and so need no folding.
 __device__ __forceinline__ void multiply_step(Accumulators& main, Accumulators* cross,
-                                              const Ring& ring, int stage, int first_block,
-                                              int first_column, bool main_started,
-                                              bool cross_started) {
+                                              const Ring& ring, int stage, int step,
+                                              int first_block, int first_column,
+                                              bool main_started, bool cross_started) {
   constexpr u32 kRowBlockBytes = kMajorKA ? kProductM * kSwizzleRowBytes : kBoxBytes;
   const u32 column_bytes = kMajorKB ? first_column * kSwizzleRowBytes : first_column / 64 * kBoxBytes;
 #pragma unroll
@@ -221,7 +244,7 @@ __device__ __forceinline__ void multiply_step(Accumulators& main, Accumulators* 
     u64 b[kPlanes];
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane)
-      b[plane] = descriptor<kMajorKB, kBoxBytes>(ring.b(stage, plane) + column_bytes) + at_b;
+      b[plane] = descriptor<kMajorKB, kBoxBytes>(ring.b(stage, step, plane) + column_bytes) + at_b;
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
       u64 a[kPlanes];
@@ -249,6 +272,52 @@ struct Share {
         first_column(kSplitColumns ? consumer * kConsumerN : 0) {}
 };
 
+// To 10 bits behind the point, ties away from zero; Inf and NaN stay what they are.
+__device__ __forceinline__ u32 rounded_tf32(u32 bits) {
+  u32 rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
+  return rounded;
+}
+
+__device__ __forceinline__ uint4 rounded(const uint4& unit) {
+  return {rounded_tf32(unit.x), rounded_tf32(unit.y), rounded_tf32(unit.z), rounded_tf32(unit.w)};
+}
+
+// The tensor cores cut TF32 operands off where PyTorch's products round them, which costs 13 % more
+// error. So they are rounded in place, by the one warpgroup that a step belongs to.
+__device__ __forceinline__ void round_to_tf32(u32 from, int bytes, u32 thread, int threads) {
+  constexpr int kAtOnce = 4;
+  const u32 pass_bytes = threads * kUnitBytes;
+  for (u32 at = thread * kUnitBytes; at < bytes; at += kAtOnce * pass_bytes) {
+    uint4 units[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (at + i * pass_bytes < bytes) units[i] = load_unit(from + at + i * pass_bytes);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (at + i * pass_bytes < bytes) store_unit(from + at + i * pass_bytes, rounded(units[i]));
+  }
+  fence_for_async_reads();
+}
+
+__device__ __forceinline__ void round_step_to_tf32(const Ring& ring, int stage, int consumer) {
+  static_assert(kElementBytes == 2 || kPingPong, "each step has one reader");
+  const u32 thread = threadIdx.x % kWarpgroupThreads;
+  round_to_tf32(ring.a(stage, 0), kLoadM * kSwizzleRowBytes, thread, kWarpgroupThreads);
+  if (!kResident) round_to_tf32(ring.b(stage, 0, 0), kPlaneBytesB, thread, kWarpgroupThreads);
+  named_barrier_sync(1 + consumer, kWarpgroupThreads);
+}
+
+constexpr int kResidentBarrier = 1 + kConsumers;  // named; 0 is bar.sync's, then one a consumer
+
+__device__ __forceinline__ void wait_for_resident(const Ring& ring) {
+  barrier_wait(ring.resident_barrier, 0);
+  if (kElementBytes == 4) {
+    round_to_tf32(ring.resident, kResidentBytes, threadIdx.x, kConsumerThreads);
+    named_barrier_sync(kResidentBarrier, kConsumerThreads);
+  }
+}
+
 // The products of steps [first, last] into main, which starts from nothing; all done on return.
 template <class Issued>
 __device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators* cross,
@@ -256,8 +325,9 @@ __device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators*
                                                int first, int last, Issued issued) {
   for (int step = first; step <= last; ++step) {
     barrier_wait(ring.full_barrier(slot.stage), slot.parity);
+    if constexpr (kElementBytes == 4) round_step_to_tf32(ring, slot.stage, share.consumer);
     wgmma_fence();
-    multiply_step(main, cross, ring, slot.stage, share.first_block, share.first_column,
+    multiply_step(main, cross, ring, slot.stage, step, share.first_block, share.first_column,
                   step > first, step > 0);
     wgmma_commit();
     if (step > first) {

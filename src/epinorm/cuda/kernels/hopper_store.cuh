@@ -7,12 +7,12 @@
 #pragma once
 #include "group_stats.cuh"
 #include "hopper_barrier.cuh"
+#include "shared_units.cuh"
 #include "storage.cuh"
 
 constexpr int kStoreRows = 16;
 constexpr int kStoreWidth = 128;  // bytes of a buffer's row, at most
 constexpr int kStoreBufferBytes = kStoreRows * kStoreWidth;
-constexpr int kUnitBytes = 16;
 
 // The widest buffer row that divides a tile's row.
 template <int kRowBytes>
@@ -47,16 +47,6 @@ __device__ __forceinline__ void store_pair(u32 address, float first, float secon
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second)
                : "memory");
 }
-// ld.shared.v4
-__device__ __forceinline__ uint4 load_unit(u32 address) {
-  uint4 unit;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w)
-               : "r"(address)
-               : "memory");
-  return unit;
-}
-
 // Columns of 16-bit numbers into the buffer: a chunk of 8 columns is one unit.
 template <int kWidth, class Type, int kCount>
 __device__ __forceinline__ void fill_buffer(u32 buffer, const float (&v)[kCount], int first_chunk,

@@ -31,3 +31,9 @@ __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map,
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+
+// fence.proxy.async: this thread's ordinary writes to shared memory are seen by wgmma and the copy
+// engine.
+__device__ __forceinline__ void fence_for_async_reads() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}

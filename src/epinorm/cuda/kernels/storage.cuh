@@ -44,3 +44,15 @@ struct Bfloat16 {
     return bits;
   }
 };
+
+// A value as it lies in memory, and its conversion later: between the two nothing waits for a load.
+__device__ __forceinline__ u32 raw_bits(float value) { return __float_as_uint(value); }
+__device__ __forceinline__ u32 raw_bits(u16 value) { return value; }
+
+template <class Type>
+__device__ __forceinline__ float from_raw_bits(u32 bits) {
+  if constexpr (sizeof(typename Type::Storage) == 4)
+    return Type::load(__uint_as_float(bits));
+  else
+    return Type::load(static_cast<u16>(bits));
+}
