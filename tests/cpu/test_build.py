@@ -236,5 +236,3 @@ def test_what_is_not_supported(make_case):
     assert "nothing to compute" in why(m=0)
     assert "for 1 rows" in why(m=1, k=8192, n=8192)
     assert "float64 product" in why(m=1024, k=4096, n=4096, dtype=torch.float64)
-    assert "too few blocks" in why(m=128, k=512, n=256)
-    assert why(m=128, k=512, n=256, training=False) == why(m=512, k=512, n=256)

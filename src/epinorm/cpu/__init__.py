@@ -21,8 +21,6 @@ __all__ = ["supports"]
 LONE_ROWS = 4
 LONE_WEIGHT = 2**20
 DOUBLE_WEIGHT = 2**19
-FEW_ROWS = 512
-FEW_ROWS_WEIGHTS = range(2**16, 2**21)
 
 
 def supports(problem: Problem) -> str | None:
@@ -58,11 +56,5 @@ def _does_not_pay(problem: Problem) -> str | None:
         return (
             f"a float64 product with a weight of {problem.n} × {problem.k} is nearly all of the "
             "work, and PyTorch's product in one piece is faster than in tiles"
-        )
-    alone = problem.dtype == torch.float32 and not problem.training
-    if problem.m < FEW_ROWS and values in FEW_ROWS_WEIGHTS and not alone:
-        return (
-            f"{problem.m} rows are too few blocks to win what cutting the product with a weight of "
-            f"{problem.n} × {problem.k} costs"
         )
     return None
