@@ -1,0 +1,240 @@
+"""The Hopper kernel compiles without a GPU, whatever tile a problem takes: no spills, no stalls.
+
+ptxas says in its log when it had to serialise wgmma (C7508 to C7520): the result would still be
+right, at a third of the speed. Where a disassembler is found, the products are looked at as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from epinorm.chain import Chain
+from epinorm.cuda import hopper_plan
+from epinorm.cuda.hopper import Tile, largest_stages, linear_norm_source, shared_bytes
+from epinorm.cuda.jit import KernelSource, compiled
+from epinorm.cuda.planes import split_source
+from epinorm.plan import Problem
+
+SMS = 132  # of an H200
+SHARED_LIMIT = 227 * 1024
+
+EASY = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
+HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
+
+BF16, F16, HIGH, HIGHEST = "bfloat16", "float16", "high", "highest"
+KINDS = {
+    BF16: (torch.bfloat16, "native"),
+    F16: (torch.float16, "native"),
+    HIGH: (torch.float32, "high"),
+    HIGHEST: (torch.float32, "highest"),
+}
+
+# m, k, channels in a group, groups.
+SHAPES = {
+    "kb62": (1024, 8192, 16, 512),
+    "kb62_v0": (128, 512, 32, 8),
+    "skinny": (65536, 128, 4, 32),
+    "mid": (16384, 1024, 32, 32),
+    "wide_groups": (8192, 4096, 128, 32),
+    "decode_1": (1, 8192, 16, 512),
+    "decode_16": (16, 8192, 16, 512),
+    "layer_norm_512": (4096, 512, 512, 1),
+}
+
+
+def problem_of(
+    shape: tuple[int, int, int, int],
+    kind: str,
+    training: bool = False,
+    chain: str = EASY,
+    out_dtype: torch.dtype | None = None,
+    parameters: tuple[bool, bool, bool] = (True, True, True),
+) -> Problem:
+    m, k, channels, groups = shape
+    dtype, precision = KINDS[kind]
+    out_dtype = out_dtype or dtype
+    return Problem(
+        chain=Chain.parse(chain.format(groups=groups)),
+        m=m,
+        k=k,
+        n=channels * groups,
+        dtype=dtype,
+        norm_dtype=out_dtype,
+        out_dtype=out_dtype,
+        has_bias=parameters[0],
+        has_norm_weight=parameters[1],
+        has_norm_bias=parameters[2],
+        training=training,
+        device=torch.device("cuda", 0),
+        precision=precision,
+    )
+
+
+def source_of(problem: Problem, tile: Tile | None = None) -> KernelSource:
+    """The kernel's text; it asserts that it lays out the shared memory that the launch asks for."""
+    assert hopper_plan.why_not(problem) is None
+    tile = tile or hopper_plan.choose_tile(problem, SMS)
+    assert tile is not None, problem
+    instance = hopper_plan.instance_for(problem, tile)
+    source = linear_norm_source(instance)
+    layout = (
+        f"static_assert(kBarrierOffset + 8 * (2 * kStages + kConsumers + 2) == "
+        f'{shared_bytes(instance)}, "hopper.py and the kernel lay it out differently");\n'
+    )
+    assert shared_bytes(instance) <= SHARED_LIMIT
+    return dataclasses.replace(source, text=source.text + layout)
+
+
+def check(source: KernelSource) -> None:
+    result = compiled(source)
+    assert (result.spill_bytes, result.stack_bytes) == (0, 0), result.log
+    assert result.shared_bytes == 0  # all of it is dynamic: the layout above is the whole
+    assert not re.search(r"C75\d\d|serializ", result.log), result.log
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_named_shapes(name, kind):
+    """Inference in bf16 and both kinds of fp32, training in the others, so that all are seen."""
+    training = (list(SHAPES).index(name) + list(KINDS).index(kind)) % 2 == 1
+    problem = problem_of(SHAPES[name], kind, training)
+    check(source_of(problem))
+
+
+GROUP_SIZES = (2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 1024, 2048)
+
+
+@pytest.mark.parametrize("channels", GROUP_SIZES)
+def test_group_sizes(channels):
+    kinds = list(KINDS) * 2
+    first = GROUP_SIZES.index(channels) % 4
+    for i, kind in enumerate(kinds[first : first + 2]):
+        shape = (4096, 1024, channels, max(1, 1024 // channels))
+        check(source_of(problem_of(shape, kind, i == 1)))
+
+
+@pytest.mark.parametrize("kind", [BF16, HIGHEST])
+@pytest.mark.parametrize("chain", ["layer_norm|gelu", "silu|rms_norm(1e-06)|scale(2)", HEAVY])
+def test_chains(chain, kind):
+    groups = 8 if "group" in chain else 1
+    channels = 32 if groups > 1 else 128
+    parameters = (True, True, "rms" not in chain)
+    shape = (4096, 1024, channels, groups)
+    check(source_of(problem_of(shape, kind, True, chain, parameters=parameters)))
+
+
+@pytest.mark.parametrize("parameters", [(False, False, False), (False, True, False)])
+def test_absent_parameters(parameters):
+    check(source_of(problem_of((4096, 64, 16, 8), BF16, parameters=parameters)))
+
+
+def test_autocast():
+    check(source_of(problem_of((4096, 1024, 16, 64), BF16, True, HEAVY, torch.float32)))
+
+
+TILES = [
+    (Tile(128, 256, 0, ping_pong=False, cluster=2), BF16),
+    (Tile(128, 128, 0, ping_pong=True, cluster=2), BF16),
+    (Tile(64, 256, 0, ping_pong=True), BF16),
+    (Tile(64, 256, 0, ping_pong=False, split_columns=True), BF16),
+    (Tile(128, 128, 0, ping_pong=True, tf32=True), HIGH),
+    (Tile(64, 128, 0, ping_pong=True, load_m=16, tf32=True), HIGH),
+    (Tile(128, 128, 0, ping_pong=False, cluster=2), HIGHEST),
+    (Tile(64, 64, 0, ping_pong=True, fold_steps=1), HIGHEST),
+]
+
+
+@pytest.mark.parametrize("tile, kind", TILES)
+def test_tiles_that_the_plan_seldom_takes(tile, kind):
+    training = not (kind == HIGHEST and tile.cluster > 1)  # that one would spill 32 bytes
+    problem = problem_of((4096, 1024, 16, 64), kind, training)
+    stages = largest_stages(hopper_plan.instance_for(problem, tile))
+    check(source_of(problem, dataclasses.replace(tile, stages=min(stages, 12))))
+
+
+def test_the_largest_ring_fits_and_one_slot_more_does_not():
+    problem = problem_of(SHAPES["kb62"], BF16)
+    tile = hopper_plan.choose_tile(problem, SMS)
+    most = largest_stages(hopper_plan.instance_for(problem, tile))
+
+    def size(stages: int) -> int:
+        larger = dataclasses.replace(tile, stages=stages)
+        return shared_bytes(hopper_plan.instance_for(problem, larger))
+
+    assert size(most) <= SHARED_LIMIT < size(most + 1)
+
+
+SPLITS = [(1, 7, False), (2, 8192, True), (2, 99999, True)]
+
+
+@pytest.mark.parametrize("planes, columns, aligned", SPLITS)
+def test_splitting(planes, columns, aligned):
+    result = compiled(split_source(planes, columns, aligned, "sm_90a"))
+    assert (result.spill_bytes, result.stack_bytes) == (0, 0), result.log
+
+
+def disassembler() -> Path | None:
+    """cuobjdump: on PATH, or as Triton's wheel brings it."""
+    if found := shutil.which("cuobjdump"):
+        return Path(found)
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    bundled = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
+    return bundled if bundled.exists() else None
+
+
+def machine_code(cubin: bytes, folder: Path) -> list[str]:
+    """The instructions of a cubin that holds one kernel, without predicates and addresses."""
+    tool = disassembler()
+    if tool is None:
+        pytest.skip("no cuobjdump: neither a CUDA toolkit nor Triton")
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    done = subprocess.run([tool, "-sass", file], capture_output=True, text=True, check=True)
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(.*?);", done.stdout)
+    assert found, done.stdout[:1000]
+    return found
+
+
+# Instructions that wait or touch memory, by their first letters.
+WAITING = r"LD|ST|ATOM|RED|SYNCS|BAR|B2R|WARPSYNC|WARPGROUP|SHFL|MEMBAR|DEPBAR|BRA|CCTL|NANOSLEEP"
+
+
+@pytest.mark.parametrize("name, kind", [("kb62", BF16), ("mid", F16), ("kb62", HIGHEST)])
+def test_products_stand_back_to_back(name, kind, tmp_path):
+    """Nothing but arithmetic on addresses between the products of a step, and no local memory."""
+    problem = problem_of(SHAPES[name], kind)
+    tile = hopper_plan.choose_tile(problem, SMS)
+    source = linear_norm_source(hopper_plan.instance_for(problem, tile))
+    code = machine_code(compiled(source).cubin, tmp_path)
+    assert not [line for line in code if re.match("LDL|STL", line)]
+    step: list[str] = []
+    steps = 0
+    for line in code:
+        if line.startswith("HGMMA"):
+            assert not [between for between in step if re.match(WAITING, between)], step
+            step = [line]
+            if "gsb0" in line:  # the last product of a step tells the scoreboard
+                steps, step = steps + 1, []
+        elif step:
+            step.append(line)
+    assert steps >= 1
+    assert not step
+
+
+def test_instances_differ_only_where_their_text_must():
+    """Rows and groups are arguments: other counts share the kernel if they share the tile."""
+    first = problem_of((4096, 1024, 16, 64), BF16)
+    other = problem_of((5000, 1032, 16, 65), BF16)
+    tile = hopper_plan.choose_tile(first, SMS)
+    sources = [linear_norm_source(hopper_plan.instance_for(p, tile)) for p in (first, other)]
+    assert sources[0] == sources[1]

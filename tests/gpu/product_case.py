@@ -1,0 +1,240 @@
+"""One Linear → Norm problem on a GPU: its tensors, our result, eager's, and the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epinorm.accuracy import allowed_error, relative_error
+from epinorm.chain import Chain, RMSNorm
+from epinorm.cuda import hopper_forward, hopper_plan
+from epinorm.cuda.hopper import Tile, largest_stages
+from epinorm.cuda.prepared import PreparedByProblem
+from epinorm.plan import Forward, Inputs, Problem
+from epinorm.reference import epilogue
+from epinorm.verify import poisoned_memory
+
+CHAIN = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
+
+KINDS = {
+    "bfloat16": (torch.bfloat16, "native"),
+    "float16": (torch.float16, "native"),
+    "high": (torch.float32, "high"),
+    "highest": (torch.float32, "highest"),
+}
+
+
+@dataclass
+class ProductCase:
+    """The tensors of one problem; see ``make_product``."""
+
+    problem: Problem
+    inputs: Inputs
+
+    def ours(self) -> Forward:
+        """By the Hopper kernel, its outputs pre-filled with NaN."""
+        p = self.problem
+        like = [torch.empty(p.m, p.n, dtype=t, device=p.device) for t in (p.out_dtype, p.dtype)]
+        like.append(torch.empty(p.m, p.groups, dtype=torch.float32, device=p.device))
+        with poisoned_memory(like):
+            return hopper_forward.hopper_forward(p, self.inputs)
+
+    def linear(self, dtype: torch.dtype | None, bias: bool = True) -> Tensor:
+        """The linear's output in ``dtype``, or, for None, by eager in the problem's precision."""
+        x, weight, b = self.inputs[:3]
+        b = b if bias else None
+        if dtype is not None:
+            return F.linear(x.to(dtype), weight.to(dtype), None if b is None else b.to(dtype))
+        with matmul_precision(self.problem.precision):
+            return F.linear(x, weight, b)
+
+    def pytorch(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """y, z without the bias, and the statistics by PyTorch: in ``dtype``, or as eager does."""
+        p = self.problem
+        kind = dtype or p.norm_dtype
+        biased = self.linear(dtype).to(kind)
+        weight, norm_bias = (None if t is None else t.to(kind) for t in self.inputs[3:5])
+        operands = tuple(t.to(kind) for t in self.inputs.operands)
+        y = epilogue(biased, p.chain, weight, norm_bias, operands)
+        mean, rstd = self._statistics(biased)
+        return {"y": y, "z": self.linear(dtype, bias=False), "mean": mean, "rstd": rstd}
+
+    def _statistics(self, biased: Tensor) -> tuple[Tensor, Tensor]:
+        p = self.problem
+        value = biased.double()
+        remaining = iter(self.inputs.operands)
+        for operation in p.chain.pre:
+            value = operation(value, next(remaining).double() if operation.operand else None)
+        grouped = value.reshape(p.m, p.groups, p.n // p.groups)
+        eps = p.chain.norm.eps
+        eps = torch.finfo(torch.float32).eps if eps is None else eps
+        mean = grouped.mean(2)
+        if isinstance(p.chain.norm, RMSNorm):
+            mean = torch.zeros_like(mean)
+        rstd = ((grouped - mean[..., None]).square().mean(2) + eps).rsqrt()
+        return mean, rstd
+
+    def rounded(self) -> dict[str, Tensor]:
+        """As TF32 is defined: operands rounded to 10 bits behind the point, all else exact."""
+        exact = self.inputs
+        self.inputs = exact._replace(x=to_tf32(exact.x), weight=to_tf32(exact.weight))
+        try:
+            return self.pytorch(torch.float64)
+        finally:
+            self.inputs = exact
+
+    @cached_property
+    def yardsticks(self) -> list[dict[str, Tensor]]:
+        """What ours may be no worse than: eager; and TF32 itself where it is allowed, since eager
+        takes plain fp32 for small products and vectors."""
+        high = self.problem.precision == "high"
+        return [self.pytorch(None)] + ([self.rounded()] if high else [])
+
+    @cached_property
+    def truth(self) -> dict[str, Tensor]:
+        return self.pytorch(torch.float64)
+
+    @property
+    def eager(self) -> dict[str, Tensor]:
+        return self.yardsticks[0]
+
+    def check(self) -> Forward:
+        """All results are as accurate as eager's, and the same bits twice."""
+        p = self.problem
+        first, second = self.ours(), self.ours()
+        for name, ours, again in zip(Forward._fields, first, second, strict=True):
+            assert torch.equal(bits(ours), bits(again)), f"{name} differs from run to run, {p}"
+        assert first.y.dtype == p.out_dtype
+        assert first.y.shape == (p.m, p.n)
+        names = ["y"]
+        if p.training:
+            names += ["z", "rstd"] + ["mean"] * (not isinstance(p.chain.norm, RMSNorm))
+            assert first.z.dtype == p.dtype
+            assert first.rstd.shape == (p.m, p.groups)
+        else:
+            assert [t.shape for t in first[1:]] == [(0,)] * 3
+        for name in names:
+            self._check_error(name, getattr(first, name))
+        return first
+
+    def _check_error(self, name: str, ours: Tensor) -> None:
+        p = self.problem
+        error = relative_error(ours, self.truth[name])
+        theirs = max(relative_error(found[name], self.truth[name]) for found in self.yardsticks)
+        allowed = allowed_error(theirs, p.dtype if name in ("y", "z") else torch.float32)
+        if name in ("mean", "rstd"):
+            # Operands of 11 bits: the limit of 16-bit dtypes. And each step of 16 is cut at 25 bits
+            # (docs/precision.md), which a group's mean keeps, where roundings are up and down.
+            allowed = max(allowed, p.k / 16 * 2.0**-25, 1.1 * theirs * (p.precision != "highest"))
+        assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}, {p}"
+
+
+def bits(t: Tensor) -> Tensor:
+    """The same memory as integers, so that NaN equals NaN."""
+    return t.contiguous().view(torch.uint8)
+
+
+def to_tf32(t: Tensor) -> Tensor:
+    """fp32 rounded to TF32's 10 bits behind the point, ties away from zero."""
+    return (t.contiguous().view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32)
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """PyTorch's setting for fp32 products; "native" (16 bit) needs none."""
+    torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def make_product(
+    m: int,
+    k: int,
+    channels: int,
+    groups: int,
+    kind: str = "bfloat16",
+    chain: str = CHAIN,
+    *,
+    training: bool = False,
+    out_dtype: torch.dtype | None = None,
+    uniform: bool = False,
+    offset: float = 0.0,
+    bias: bool = True,
+    norm_weight: bool = True,
+    norm_bias: bool = True,
+    device: str = "cuda",
+) -> ProductCase:
+    """A problem of (m, k) × (groups × channels, k) with random parameters.
+
+    x is uniform or normal plus ``offset``; W is normal, over the square root of k.
+    """
+    dtype, precision = KINDS[kind]
+    out_dtype = out_dtype or dtype
+    parsed = Chain.parse(chain.format(groups=groups))
+    n = groups * channels
+
+    def normal(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, device=device).to(kind)
+
+    draw = torch.rand if uniform else torch.randn
+    operands = tuple(
+        normal(n, kind=out_dtype) if operand == "channel" else normal(m, n, kind=out_dtype)
+        for operand in parsed.operand_kinds
+    )
+    inputs = Inputs(
+        (draw(m, k, device=device) + offset).to(dtype),
+        (torch.randn(n, k, device=device) / k**0.5).to(dtype),
+        normal(n) if bias else None,
+        normal(n, kind=out_dtype) if norm_weight else None,
+        normal(n, kind=out_dtype) if norm_bias else None,
+        operands,
+    )
+    problem = Problem(
+        chain=parsed,
+        m=m,
+        k=k,
+        n=n,
+        dtype=dtype,
+        norm_dtype=out_dtype,
+        out_dtype=out_dtype,
+        has_bias=bias,
+        has_norm_weight=norm_weight,
+        has_norm_bias=norm_bias,
+        training=training,
+        device=inputs.x.device,
+        precision=precision,
+    )
+    return ProductCase(problem, inputs)
+
+
+def fitted(problem: Problem, tile: Tile) -> Tile:
+    """The tile with as many stages as fit, unless it says how many."""
+    if tile.stages:
+        return tile
+    stages = largest_stages(hopper_plan.instance_for(problem, tile))
+    return dataclasses.replace(tile, stages=min(stages, hopper_plan.MOST_STAGES))
+
+
+@contextlib.contextmanager
+def forced_tile(tile: Tile) -> Iterator[None]:
+    """Within, the Hopper kernel takes this tile for every problem (stages 0: as many as fit)."""
+
+    def chosen(problem: Problem, *_: object, **__: object) -> Tile:
+        return fitted(problem, tile)
+
+    before = hopper_forward.choose_tile, hopper_forward._prepared
+    hopper_forward.choose_tile = chosen
+    hopper_forward._prepared = PreparedByProblem(hopper_forward._PreparedForward)
+    try:
+        yield
+    finally:
+        hopper_forward.choose_tile, hopper_forward._prepared = before

@@ -1,0 +1,440 @@
+"""The Hopper kernel on its GPU: values, bits, every tile, hard inputs, races.
+
+``ProductCase.check`` (product_case.py) compares y, z and the statistics with float64, relative to
+eager's own error, on outputs pre-filled with NaN, and runs everything twice for the same bits.
+Shapes are chosen so that cases share kernels: rows, columns and K are arguments of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from product_case import bits, forced_tile, make_product, matmul_precision
+
+import epinorm
+from epinorm.accuracy import allowed_error, relative_error
+from epinorm.cuda import hopper_plan
+from epinorm.cuda.hopper import Tile
+from epinorm.cuda.hopper_forward import hopper_forward
+from epinorm.cuda.planes import split
+from epinorm.plan import plan_for
+from epinorm.pointwise import DEFINITIONS
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+GROUP_SIZES = (2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+ROWS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 1024, 4097)
+
+IN_TURN = Tile(64, 64, 0, ping_pong=True)
+TOGETHER = Tile(128, 128, 0, ping_pong=False)
+
+
+def sixteen_bit(channels: int) -> str:
+    return "bfloat16" if GROUP_SIZES.index(channels) % 2 else "float16"
+
+
+# ---- shapes ----
+
+
+@pytest.mark.parametrize("channels", GROUP_SIZES)
+@pytest.mark.parametrize("kind", ["16 bit", "high", "highest"])
+def test_group_sizes(channels, kind):
+    """Whatever tile the plan takes; N is no multiple of it, nor K of a step.
+
+    In groups of 2 or 4 a large eps: else the few that are nearly constant outweigh all others.
+    """
+    kind = sixteen_bit(channels) if kind == "16 bit" else kind
+    groups = max(5, 520 // channels)
+    chain = "group_norm({groups},EPS)|leaky_relu(0.01)|scale(2)"
+    chain = chain.replace("EPS", "0.1" if channels < 8 else "1e-5")
+    uniform = channels % 3 == 0
+    case = make_product(129, 520, channels, groups, kind, chain, training=True, uniform=uniform)
+    assert hopper_plan.why_not(case.problem) is None
+    case.check()
+
+
+@pytest.mark.parametrize("m", ROWS)
+def test_rows_in_both_schedules(m):
+    for tile in (IN_TURN, TOGETHER):
+        with forced_tile(tile):
+            make_product(m, 200, 16, 17, training=True).check()
+    with forced_tile(TOGETHER):
+        make_product(m, 200, 16, 17, "highest", training=True, uniform=True).check()
+
+
+@pytest.mark.parametrize("m", [1, 15, 17, 63])
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+def test_few_rows_with_the_tile_of_the_plan(m, kind):
+    make_product(m, 1032, 16, 64, kind, training=m == 15).check()
+
+
+@pytest.mark.parametrize("k", [8, 16, 56, 64, 72, 128, 136, 512, 1000, 4104])
+def test_k_of_16_bit(k):
+    """From less than a step to more than the ring holds, ragged."""
+    for tile in (IN_TURN, TOGETHER):
+        with forced_tile(tile):
+            make_product(300, k, 16, 17, uniform=True).check()
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 7, 8, 63, 65, 129, 1001, 4099])
+def test_k_of_fp32(k):
+    for kind, tile in (("highest", TOGETHER), ("high", IN_TURN)):
+        with forced_tile(tile):
+            make_product(300, k, 16, 17, kind, uniform=True, bias=False).check()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 8, 9, 16, 33])
+def test_columns(groups):
+    for kind, tile in (("bfloat16", IN_TURN), ("bfloat16", TOGETHER), ("highest", TOGETHER)):
+        with forced_tile(tile):
+            make_product(130, 136, 16, groups, kind, training=True).check()
+
+
+@pytest.mark.parametrize("width", [8, 16, 24, 32, 40, 64, 72, 128, 136, 200, 248, 256])
+@pytest.mark.parametrize("kind", ["bfloat16", "high"])
+def test_widths_of_a_tile(width, kind):
+    """Rows leave in units of 16 to 128 bytes, by what divides a tile's row."""
+    with forced_tile(Tile(64, width, 0)):
+        make_product(200, 72, 8, 33, kind, training=True).check()
+
+
+# ---- tiles ----
+
+TILES = [
+    (Tile(128, 256, 0, ping_pong=False), "bfloat16"),
+    (Tile(128, 256, 0, ping_pong=False, cluster=2), "bfloat16"),
+    (Tile(128, 128, 0), "bfloat16"),
+    (Tile(128, 128, 0, cluster=2), "float16"),
+    (Tile(64, 256, 0), "bfloat16"),
+    (Tile(64, 128, 0, cluster=2), "bfloat16"),
+    (Tile(128, 64, 2, ping_pong=False), "bfloat16"),
+    (Tile(64, 64, 2), "float16"),
+    (Tile(64, 64, 3, group=1), "bfloat16"),
+    (Tile(128, 192, 0, ping_pong=False, group=3), "bfloat16"),
+    (Tile(64, 256, 0, ping_pong=False, split_columns=True), "bfloat16"),
+    (Tile(128, 256, 0, ping_pong=False), "high"),
+    (Tile(128, 128, 0, tf32=True), "high"),
+    (Tile(64, 128, 0, tf32=True), "high"),
+    (Tile(128, 128, 0, ping_pong=False), "highest"),
+    (Tile(128, 96, 0, ping_pong=False, cluster=2), "highest"),
+    (Tile(64, 64, 0), "highest"),
+    (Tile(64, 64, 0, fold_steps=1), "highest"),
+    (Tile(128, 64, 2, ping_pong=False, fold_steps=3), "highest"),
+]
+
+
+@pytest.mark.parametrize("tile, kind", TILES)
+def test_every_kind_of_tile(tile, kind):
+    """More tiles than multiprocessors: the ring, its parities and the turns go round many times."""
+    with forced_tile(tile):
+        make_product(4097, 264, 16, 129, kind, training=True).check()
+
+
+# ---- chains ----
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_every_operation_before_and_after(name):
+    text = {"scale": "scale(1.5)", "add": "add(-0.25)", "clamp": "clamp(-0.5,0.75)"}.get(name, name)
+    with forced_tile(IN_TURN):
+        chain = f"{text}|group_norm({{groups}})|{text}"
+        make_product(70, 64, 16, 4, "highest", chain, training=True).check()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "highest"])
+def test_layer_and_rms_norm(kind):
+    make_product(129, 264, 256, 1, kind, "layer_norm|gelu", training=True).check()
+    make_product(129, 264, 128, 1, kind, "rms_norm", norm_bias=False, training=True).check()
+    chain = "silu|rms_norm(1e-06)|scale(2)"
+    make_product(129, 264, 64, 1, kind, chain, norm_bias=False, uniform=True).check()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "high", "highest"])
+def test_operands(kind):
+    chain = "mul_channel|add_residual|group_norm({groups})|add_residual|silu|mul_channel"
+    make_product(200, 264, 16, 33, kind, chain, training=True).check()
+
+
+@pytest.mark.parametrize("present", itertools.product([False, True], repeat=3))
+def test_absent_parameters(present):
+    bias, weight, norm_bias = present
+    with forced_tile(IN_TURN):
+        make_product(
+            100, 64, 16, 8, bias=bias, norm_weight=weight, norm_bias=norm_bias, training=True
+        ).check()
+
+
+@pytest.mark.parametrize("factor", ["2", "0.25", "-2", "3"])
+def test_a_last_scale(factor):
+    """Taken into gamma and beta or not: the same values."""
+    with forced_tile(IN_TURN):
+        make_product(
+            100, 64, 16, 8, chain="group_norm({groups})|relu|scale(" + factor + ")"
+        ).check()
+        chain = "group_norm({groups})|silu|scale(" + factor + ")"
+        make_product(100, 64, 16, 8, "highest", chain).check()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_autocast_has_a_linear_in_16_bit_and_a_norm_in_fp32(kind):
+    chain = "mul_channel|group_norm({groups})|silu|add_residual"
+    make_product(200, 264, 16, 33, kind, chain, out_dtype=torch.float32, training=True).check()
+    make_product(200, 264, 16, 33, kind, out_dtype=torch.float32, training=True).check()
+
+
+# ---- hard inputs ----
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "high", "highest"])
+@pytest.mark.parametrize("offset", [3.0, 1000.0])
+def test_offset_inputs(kind, offset):
+    for uniform in (False, True):
+        make_product(200, 1024, 16, 16, kind, offset=offset, uniform=uniform, training=True).check()
+
+
+def test_constant_groups_give_beta():
+    """Rows of W alike within a group: the variance is zero, whatever the mean."""
+    for kind in ("bfloat16", "high", "highest"):
+        case = make_product(65, 72, 16, 8, kind, bias=False, offset=100.0)
+        case.inputs.weight.copy_(case.inputs.weight[::16].repeat_interleave(16, 0))
+        beta = case.inputs.norm_bias.double()
+        expected = 2 * torch.where(beta > 0, beta, beta * 0.01)
+        eps = torch.finfo(case.problem.dtype).eps
+        assert relative_error(case.ours().y, expected.expand(65, -1)) <= eps
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "high", "highest"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_inf_in_x_stay_in_their_row(kind, value):
+    case = make_product(200, 136, 16, 33, kind, training=True)
+    clean = case.ours()
+    case.inputs.x[70, 5] = value
+    found, eager = case.ours(), case.eager["y"]
+    assert torch.equal(found.y.isnan(), eager.isnan())
+    assert found.y[70].isnan().all()
+    others = torch.arange(200, device="cuda") != 70
+    for ours, before in zip(found, clean, strict=True):
+        assert torch.equal(ours[others], before[others])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "high", "highest"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_inf_in_weight_stay_in_their_group(kind, value):
+    case = make_product(200, 136, 16, 33, kind, training=True)
+    clean = case.ours()
+    case.inputs.weight[16 * 7 + 3, 9] = value
+    found, eager = case.ours(), case.eager["y"]
+    assert torch.equal(found.y.isnan(), eager.isnan())
+    assert found.y[:, 16 * 7 : 16 * 8].isnan().all()
+    others = torch.arange(33 * 16, device="cuda") // 16 != 7
+    assert torch.equal(found.y[:, others], clean.y[:, others])
+    assert torch.equal(found.mean[:, others[::16]], clean.mean[:, others[::16]])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+def test_nan_beyond_the_rows_of_x_is_not_read(kind):
+    """x as part of a wider matrix of NaN: neither the columns to its right nor the rows below."""
+    case = make_product(70, 140 if kind != "bfloat16" else 136, 16, 5, kind)
+    expected = case.ours().y
+    m, k = case.inputs.x.shape
+    wide = torch.full((m + 9, k + 24), float("nan"), device="cuda", dtype=case.problem.dtype)
+    wide[:m, :k] = case.inputs.x
+    case.inputs = case.inputs._replace(x=wide[:m, :k])
+    assert torch.equal(case.ours().y, expected)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_odd_addresses_and_strides(kind, which):
+    case = make_product(70, 136, 16, 5, kind)
+    expected = case.ours().y
+    matrix = getattr(case.inputs, which)
+    rows, k = matrix.shape
+    shifted = matrix.new_full((rows * k + 1,), float("nan"))[1:].view(rows, k)
+    shifted.copy_(matrix)
+    wide = matrix.new_full((rows, k + 3), float("nan"))
+    wide[:, :k] = matrix
+    for odd in (shifted, wide[:, :k], wide.t().contiguous().t()[:, :k]):
+        if odd.stride(1) != 1:  # through the public function, which makes it dense
+            tensors = case.inputs._replace(**{which: odd})
+            with matmul_precision(case.problem.precision), torch.no_grad():
+                found = public(case, tensors)
+        else:
+            found = dataclasses.replace(case, inputs=case.inputs._replace(**{which: odd})).ours().y
+        assert torch.equal(found, expected)
+
+
+# ---- the public function ----
+
+
+def public(case, tensors=None):
+    x, weight, bias, norm_weight, norm_bias, operands = tensors or case.inputs
+    chain = case.problem.chain
+    return epinorm.linear_norm(
+        *(x, weight, bias),
+        norm=chain.norm,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        pre=chain.pre,
+        post=chain.post,
+        operands=operands,
+        strategy="single",
+    )
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "high", "highest"])
+def test_linear_norm_with_and_without_gradients(kind):
+    case = make_product(200, 264, 16, 33, kind)
+    with matmul_precision(case.problem.precision):
+        with torch.no_grad():
+            y = public(case)
+        assert torch.equal(y, case.ours().y)
+        leaves = [t.clone().requires_grad_() for t in case.inputs[:5]]
+        trained = public(case, [*leaves, ()])
+        allowed = allowed_error(relative_error(case.eager["y"], case.truth["y"]), y.dtype)
+        assert relative_error(trained, case.truth["y"]) <= allowed
+        dy = torch.randn_like(y)
+        ours = torch.autograd.grad(trained, leaves, dy)
+    exact, eager = (gradients(case, dtype, dy) for dtype in (torch.float64, None))
+    for mine, theirs, truth in zip(ours, eager, exact, strict=True):
+        limit = allowed_error(relative_error(theirs, truth), case.problem.dtype)
+        assert relative_error(mine, truth) <= 1.2 * limit  # kinks of leaky_relu: a few elements
+
+
+def gradients(case, dtype, dy):
+    with matmul_precision(case.problem.precision):
+        leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in case.inputs[:5]]
+        x, weight, bias, norm_weight, norm_bias = leaves
+        z = F.linear(x, weight, bias)
+        y = F.leaky_relu(F.group_norm(z, case.problem.groups, norm_weight, norm_bias), 0.01) * 2
+        return torch.autograd.grad(y, leaves, dy.to(y.dtype))
+
+
+def test_what_it_cannot_serve_is_an_error_that_says_why():
+    case = make_product(8, 64, 24, 5)
+    x, weight = (t[:, :63].contiguous() for t in case.inputs[:2])
+    with pytest.raises(RuntimeError, match="'single' cannot serve this chain: rows of 63 input"):
+        public(case, case.inputs._replace(x=x, weight=weight))
+    with pytest.raises(RuntimeError, match="'single' cannot serve.*a group of 12 channels"):
+        public(make_product(8, 64, 12, 5))
+
+
+def test_auto_takes_it_for_the_benchmark():
+    for kind in ("bfloat16", "high", "highest"):
+        problem = make_product(1024, 8192, 16, 512, kind).problem
+        assert plan_for(problem).strategy == "single", kind
+
+
+def test_planes_known_beforehand_give_the_same_bits():
+    for kind, planes in (("highest", 2), ("high", 1)):
+        case = make_product(200, 264, 16, 33, kind)
+        with forced_tile(TOGETHER):
+            packed = split(case.inputs.weight, planes)
+            found = hopper_forward(case.problem, case.inputs, packed)
+            assert torch.equal(found.y, case.ours().y)
+
+
+# ---- streams, graphs, races ----
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+def test_a_cuda_graph_replays_with_new_inputs(kind):
+    case = make_product(300, 264, 16, 33, kind, training=True)
+    case.ours()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [hopper_forward(case.problem, case.inputs) for _ in range(3)]
+    for source in (torch.randn, torch.rand):
+        case.inputs.x.copy_(source(300, 264, device="cuda"))
+        for forward in captured:
+            for tensor in forward:
+                tensor.fill_(float("nan"))
+        graph.replay()
+        expected = case.ours()
+        for forward in captured:
+            for found, right in zip(forward, expected, strict=True):
+                assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+def test_work_lands_on_the_current_stream(kind):
+    case = make_product(2000, 264, 16, 33, kind)
+    expected = case.ours().y
+    late = torch.full_like(case.inputs.x, float("nan"))
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(case.inputs.x)
+        found = hopper_forward(case.problem, case.inputs._replace(x=late)).y
+    side.synchronize()
+    assert torch.equal(found, expected)
+
+
+RACES = [
+    (Tile(64, 64, 0), "bfloat16"),
+    (Tile(128, 256, 0, ping_pong=False), "bfloat16"),
+    (Tile(128, 128, 2, cluster=2), "bfloat16"),
+    (Tile(128, 128, 0, ping_pong=False), "highest"),
+    (Tile(64, 256, 0, ping_pong=False, split_columns=True, group_blocks=2), "bfloat16"),
+    (Tile(64, 128, 0, tf32=True), "high"),
+]
+
+
+@pytest.mark.parametrize("tile, kind", RACES)
+def test_a_thousand_runs_give_the_same_bits(tile, kind):
+    """Back to back, so that one launch's start overlaps the end of the one before."""
+    channels, groups = (512, 5) if tile.group_blocks > 1 else (16, 129)
+    with forced_tile(tile):
+        case = make_product(2100, 328, channels, groups, kind, training=True)
+        first = case.check()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(1000):
+            again = hopper_forward(case.problem, case.inputs)
+            for found, expected in zip(again, first, strict=True):
+                wrong += (found != expected).sum()
+                found.fill_(float("nan"))  # the next run gets this memory
+        assert wrong.item() == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_on_the_second_gpu():
+    for kind in ("bfloat16", "highest"):
+        case = make_product(200, 264, 16, 33, kind, device="cuda:1")
+        on_first = dataclasses.replace(case.problem, device=torch.device("cuda", 0))
+        inputs = type(case.inputs)(*(t.to("cuda:0") for t in case.inputs[:5]), case.inputs.operands)
+        with torch.cuda.device(0):
+            expected = hopper_forward(on_first, inputs).y
+            assert torch.equal(hopper_forward(case.problem, case.inputs).y.cpu(), expected.cpu())
+
+
+def test_results_are_not_overwritten_by_the_next_call():
+    case = make_product(300, 264, 16, 33, "highest")
+    first = case.ours().y
+    copy = first.clone()
+    other = make_product(300, 264, 16, 33, "highest")
+    other.ours()
+    assert torch.equal(bits(first), bits(copy))
+
+
+SHARED = [("bfloat16", 512, 2), ("high", 512, 4), ("highest", 512, 4), ("float16", 1024, 4)]
+SHARED += [("bfloat16", 2048, 8), ("highest", 256, 1)]
+
+
+@pytest.mark.parametrize("kind, channels, blocks", SHARED)
+def test_groups_that_warpgroups_and_blocks_share(kind, channels, blocks):
+    tile = Tile(64, channels // blocks, 0, False, split_columns=True, group_blocks=blocks)
+    with forced_tile(tile):
+        make_product(2000, 264, channels, 9, kind, training=True, offset=3.0).check()
