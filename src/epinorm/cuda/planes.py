@@ -1,29 +1,35 @@
 """fp32 matrices as fp16 planes: what the tensor cores multiply in place of fp32.
 
 A row v becomes (hi + lo 2^-11) scale with a power of two for a scale; `kernels/split.cu` says how,
-docs/precision.md why.
+docs/precision.md why. x and W are split by one launch into one buffer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from epinorm.cuda.device import arch_of
+from epinorm.cuda.device import arch_of, sm_count
 from epinorm.cuda.jit import KernelSource, load
-from epinorm.cuda.launch import Kernel, i32, i64
+from epinorm.cuda.prepared import starts_early
 from epinorm.cuda.source import kernel_text
 
-__all__ = ["Planes", "split", "split_source"]
+__all__ = ["Planes", "Splitter", "split", "split_source", "splitter"]
 
 THREADS = 256
 MOST_VECTORS = 8
 """float4 that a thread keeps between finding a row's largest value and splitting it."""
 COLUMN_MULTIPLE = 8
 """Rows of 16-bit numbers must start on 16 bytes for the copy engine."""
+ROW_MULTIPLE = 16
+"""Where the second matrix's rows begin, so that its flags begin on 16 bytes too."""
+VECTOR_BYTES = 16
+
+_SIGNATURE = "plpl" + "pppp" + "iiiii"
 
 # What a plane pair and a single plane must hold of each element, relatively. Two: an fp32 product's
 # own error. One: 2^-11 is what TF32 keeps; a little more is let through for values 2^-28 of their
@@ -45,45 +51,132 @@ class Planes:
     flags: Tensor
 
 
-def _row_threads(columns: int) -> int:
-    threads = 32
-    while threads < THREADS and threads * 4 * MOST_VECTORS < 2 * columns:
+@dataclass(frozen=True)
+class SplitShape:
+    """Who splits a row: a team of threads, ``vectors`` float4 each, ``rows`` rows at a time."""
+
+    threads: int
+    vectors: int
+    rows: int
+
+    @property
+    def block_rows(self) -> int:
+        return THREADS // self.threads * self.rows
+
+
+def split_shape(rows: int, columns: int, sms: int) -> SplitShape:
+    """As few threads a row as keep it in registers, and MOST_VECTORS loads in flight for each.
+
+    Where that leaves multiprocessors idle, fewer rows at a time and then more threads a row.
+    """
+
+    def with_threads(threads: int) -> SplitShape:
+        vectors = min(MOST_VECTORS, max(1, -(-columns // (threads * 4))))
+        return SplitShape(threads, vectors, MOST_VECTORS // vectors if threads <= 32 else 1)
+
+    threads = 8
+    while threads < THREADS and threads * 4 * MOST_VECTORS < columns:
         threads *= 2
-    return threads
+    shape = with_threads(threads)
+    while shape.block_rows * sms > rows and shape.rows > 1:
+        shape = SplitShape(shape.threads, shape.vectors, shape.rows // 2)
+    while shape.block_rows * sms > rows and shape.vectors > 1 and shape.threads < THREADS:
+        shape = SplitShape(shape.threads * 2, with_threads(shape.threads * 2).vectors, 1)
+    return shape
 
 
-def split_source(planes: int, columns: int, aligned: bool, arch: str) -> KernelSource:
-    """The splitting kernel for rows of this length; `aligned`: rows start on 16 bytes."""
-    threads = _row_threads(columns)
-    vectors = min(MOST_VECTORS, -(-columns // (threads * 4)))
+def split_source(
+    planes: int, columns: int, aligned: bool, arch: str, rows: int = 1 << 20, sms: int = 132
+) -> KernelSource:
+    """The kernel that splits ``rows`` rows in all; `aligned`: each starts on 16 bytes."""
+    shape = split_shape(rows, columns, sms)
     prelude = (
-        f"constexpr int kPlanes = {planes}, kRowThreads = {threads}, kRowVectors = {vectors};\n"
+        f"constexpr int kPlanes = {planes}, kRowThreads = {shape.threads};\n"
+        f"constexpr int kRowVectors = {shape.vectors}, kTeamRows = {shape.rows};\n"
         f"constexpr float kTolerance = {_TOLERANCE[planes]};\n"
         f"constexpr bool kAligned = {str(aligned).lower()};\n"
     )
     return KernelSource("split", kernel_text("split.cu", prelude), arch)
 
 
-@lru_cache(maxsize=256)
-def _kernel(planes: int, columns: int, aligned: bool, device: torch.device) -> Kernel:
-    return load(split_source(planes, columns, aligned, arch_of(device)), device)
+class Splitter:
+    """Splits one matrix, or two with as many columns, into one buffer of ``nbytes`` bytes.
+
+    In the buffer, each for the rows of both matrices: hi, lo (where there are two planes), scale,
+    flags. The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``,
+    ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's beginning.
+    """
+
+    def __init__(
+        self, planes: int, columns: int, rows: int, more_rows: int, device: torch.device
+    ) -> None:
+        self.planes, self.columns, self.rows, self.more_rows = planes, columns, rows, more_rows
+        self.device = device
+        self.padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        self.second = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if more_rows else rows
+        self.all_rows = self.second + more_rows
+        plane_bytes = self.all_rows * self.padded * 2
+        self.hi, self.lo = 0, (planes - 1) * plane_bytes
+        self.second_plane = self.second * self.padded * 2
+        self.scale = planes * plane_bytes
+        self.flags = self.scale + 4 * self.all_rows
+        self.nbytes = self.flags + self.all_rows
+        self._numbers = (rows, self.second, self.all_rows, columns, self.padded)
+        self._launches: dict[bool, Callable[..., None]] = {}
+
+    def __call__(self, buffer: int, first: Tensor, second: Tensor | None = None) -> None:
+        """Launch; buffer: the address of ``nbytes`` bytes, a multiple of 16. The matrices are fp32
+        with contiguous columns; rows may have a stride."""
+        address, stride = first.data_ptr(), first.stride(0)
+        more, more_stride = (0, 0) if second is None else (second.data_ptr(), second.stride(0))
+        aligned = (address | more | 4 * (stride | more_stride)) % VECTOR_BYTES == 0
+        launch = self._launches.get(aligned) or self._prepare(aligned)
+        launch(
+            *(address, stride, more, more_stride),
+            *(buffer, buffer + self.lo, buffer + self.scale, buffer + self.flags),
+            *self._numbers,
+        )
+
+    def planes_in(self, buffer: Tensor, second: bool = False) -> Planes:
+        """The first or the second matrix's planes in a buffer; buffer: (nbytes,) uint8."""
+        begin, rows = (self.second, self.more_rows) if second else (0, self.rows)
+
+        def rows_of(offset: int, width: int, dtype: torch.dtype) -> Tensor:
+            start = offset + begin * width * dtype.itemsize
+            part = buffer[start : start + rows * width * dtype.itemsize].view(dtype)
+            return part.view(rows, width) if width > 1 else part
+
+        return Planes(
+            rows_of(self.hi, self.padded, torch.float16),
+            rows_of(self.lo, self.padded, torch.float16),
+            rows_of(self.scale, 1, torch.float32),
+            rows_of(self.flags, 1, torch.uint8),
+        )
+
+    def _prepare(self, aligned: bool) -> Callable[..., None]:
+        device, columns, rows = self.device, self.columns, self.all_rows
+        sms = sm_count(device)
+        source = split_source(self.planes, columns, aligned, arch_of(device), rows, sms)
+        blocks = -(-rows // split_shape(rows, columns, sms).block_rows)
+        kernel = load(source, device)
+        launch = kernel.prepare(_SIGNATURE, blocks, THREADS, dependent=starts_early(device))
+        self._launches[aligned] = launch
+        return launch
+
+
+@lru_cache(maxsize=1024)
+def splitter(
+    planes: int, columns: int, rows: int, more_rows: int, device: torch.device
+) -> Splitter:
+    """The splitter of these sizes; to be kept by who calls it often."""
+    return Splitter(planes, columns, rows, more_rows, device)
 
 
 def split(values: Tensor, planes: int) -> Planes:
     """Split a (rows, columns) fp32 matrix, columns contiguous, into one or two planes."""
     rows, columns = values.shape
-    padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-    device = values.device
-    stored = torch.empty((planes, rows, padded), dtype=torch.float16, device=device)
-    scale = torch.empty(rows, dtype=torch.float32, device=device)
-    flags = torch.empty(rows, dtype=torch.uint8, device=device)
-    result = Planes(stored[0], stored[planes - 1], scale, flags)
-    if rows == 0:
-        return result
-    aligned = values.data_ptr() % 16 == 0 and values.stride(0) % 4 == 0
-    kernel = _kernel(planes, columns, aligned, device)
-    blocks = -(-rows * _row_threads(columns) // THREADS)
-    numbers = (i32(rows), i32(columns), i32(padded))
-    args = (values, i64(values.stride(0)), result.hi, result.lo, scale, flags, *numbers)
-    kernel.launch(blocks, THREADS, args)
-    return result
+    split_rows = splitter(planes, columns, rows, 0, values.device)
+    buffer = torch.empty(split_rows.nbytes, dtype=torch.uint8, device=values.device)
+    if rows:
+        split_rows(buffer.data_ptr(), values)
+    return split_rows.planes_in(buffer)
