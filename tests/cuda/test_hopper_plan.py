@@ -1,0 +1,253 @@
+"""What the Hopper kernel takes, with which tile, when `auto` picks it, and what it says if not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from epinorm.chain import Chain
+from epinorm.cuda import hopper_plan
+from epinorm.cuda import plan as cuda_plan
+from epinorm.cuda.hopper import Tile, shared_bytes
+from epinorm.plan import Problem
+
+SMS = 132
+SHARED_LIMIT = 227 * 1024
+KINDS = {
+    "bfloat16": (torch.bfloat16, "native"),
+    "float16": (torch.float16, "native"),
+    "float64": (torch.float64, "native"),
+    "high": (torch.float32, "high"),
+    "highest": (torch.float32, "highest"),
+}
+
+
+def problem_of(
+    m: int = 1024,
+    k: int = 8192,
+    channels: int = 16,
+    groups: int = 512,
+    kind: str = "bfloat16",
+    training: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Problem:
+    dtype, precision = KINDS[kind]
+    out_dtype = out_dtype or dtype
+    return Problem(
+        chain=Chain.parse(f"group_norm({groups})|leaky_relu(0.01)|scale(2)"),
+        m=m,
+        k=k,
+        n=channels * groups,
+        dtype=dtype,
+        norm_dtype=out_dtype,
+        out_dtype=out_dtype,
+        has_bias=True,
+        has_norm_weight=True,
+        has_norm_bias=True,
+        training=training,
+        device=torch.device("cuda", 0),
+        precision=precision,
+    )
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Let the plan believe in an H200; returns a function that changes its compute capability."""
+    monkeypatch.setattr(cuda_plan, "supported", lambda device: None)
+    monkeypatch.setattr(cuda_plan, "sm_count", lambda device: SMS)
+
+    def become(major, minor):
+        monkeypatch.setattr(cuda_plan, "capability", lambda device: (major, minor))
+
+    become(9, 0)
+    return become
+
+
+# ---- what cannot be served ----
+
+REASONS = [
+    (dict(kind="float64"), "not float64"),
+    (dict(k=0), r"nothing to multiply \(0 input features\)"),
+    (dict(channels=3), "a group of 3 channels is none of 2, 4 or a multiple of 8 up to"),
+    (dict(channels=6), "a group of 6 channels"),
+    (dict(channels=12), "a group of 12 channels"),
+    (dict(channels=8200, groups=1), "a group of 8200 channels"),
+    (dict(k=8191), r"rows of 8191 input features are not a multiple of 16 bytes \(TMA\)"),
+    (dict(k=8188, kind="float16"), "rows of 8188 input features"),
+    (dict(channels=4, groups=3), "rows of 12 output features are not a multiple of 16 bytes"),
+    (dict(channels=2, groups=3, kind="highest"), "rows of 6 output features"),
+    (
+        dict(channels=4, groups=3, out_dtype=torch.float32, training=True),
+        "rows of 12 output features",  # y could be written, z in 16 bit not
+    ),
+]
+
+
+@pytest.mark.parametrize("facts, reason", REASONS)
+def test_every_reason_is_said(facts, reason, hopper):
+    problem = problem_of(**facts)
+    said = hopper_plan.why_not(problem)
+    assert said is not None
+    plan = cuda_plan.plan_cuda(problem, "single")
+    assert plan.strategy == "reference"
+    assert plan.reason == said
+    auto = cuda_plan.plan_cuda(problem, "auto")
+    assert auto.strategy == "epilogue"
+    assert auto.reason.endswith(said)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(said)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        dict(kind="high", k=8191),  # fp32 planes are padded
+        dict(kind="highest", k=1),
+        dict(channels=4, groups=3, kind="highest"),
+        dict(channels=4, groups=3, out_dtype=torch.float32),  # inference writes y alone
+        dict(channels=2, groups=4),
+        dict(m=0),
+        dict(m=1),
+    ],
+)
+def test_what_just_fits(facts):
+    assert hopper_plan.why_not(problem_of(**facts)) is None
+
+
+def test_another_gpu_is_named(hopper):
+    hopper(8, 0)
+    problem = problem_of()
+    expected = "the single kernel needs compute capability 9.0, this GPU has 8.0"
+    assert cuda_plan.plan_cuda(problem, "single").reason == expected
+    assert cuda_plan.plan_cuda(problem, "auto").reason.endswith(expected)
+    hopper(10, 0)
+    assert "this GPU has 10.0" in cuda_plan.plan_cuda(problem, "auto").reason
+
+
+def test_no_tile_is_a_reason_too(hopper, monkeypatch):
+    monkeypatch.setattr(hopper_plan, "choose_tile", lambda *_, **__: None)
+    plan = cuda_plan.plan_cuda(problem_of(), "auto")
+    assert plan.strategy == "epilogue"
+    assert "no tile of the single kernel fits the shared memory" in plan.reason
+
+
+# ---- tiles ----
+
+GROUP_SIZES = (2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+
+
+@pytest.mark.parametrize("channels", GROUP_SIZES)
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "high", "highest"])
+def test_a_tile_exists_for_every_group_size(channels, kind):
+    for m, training in ((1, False), (17, True), (1000, True), (65536, False)):
+        problem = problem_of(m, 520, channels, max(1, 1024 // channels), kind, training)
+        if (kind, channels) == (
+            "highest",
+            2048,
+        ):  # three sets of accumulators: not in the registers
+            assert hopper_plan.choose_tile(problem, SMS) is None
+            continue
+        assert hopper_plan.why_not(problem) is None
+        tile = hopper_plan.choose_tile(problem, SMS)
+        assert tile is not None
+        assert tile.stages >= 2
+        assert shared_bytes(hopper_plan.instance_for(problem, tile)) <= SHARED_LIMIT
+        columns = tile.block_n * tile.group_blocks
+        assert columns % channels == 0  # a group never lies in two tiles
+        assert columns < problem.n + columns
+        assert (tile.load_m or tile.block_m) >= min(m, tile.block_m)
+
+
+def registers(problem: Problem, tile: Tile) -> int:
+    """Accumulators of a consumer's thread: two planes have three sets."""
+    consumers = 1 if tile.ping_pong or tile.split_columns else 2
+    rows = tile.block_m // 64 // consumers
+    return (3 if hopper_plan.planes_of(problem) == 2 else 1) * rows * tile.consumer_n // 2
+
+
+@pytest.mark.parametrize("channels", GROUP_SIZES)
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+def test_no_candidate_has_more_accumulators_than_registers(channels, kind):
+    problem = problem_of(1000, 520, channels, max(1, 1024 // channels), kind, True)
+    for tile in hopper_plan.candidates(problem):
+        assert registers(problem, tile) <= 192, tile
+        assert tile.consumer_n % 8 == 0
+        assert tile.consumer_n <= 256
+
+
+@pytest.mark.parametrize(
+    "kind, block_m, block_n, ping_pong",
+    [("bfloat16", 128, 256, False), ("highest", 128, 128, False)],
+)
+def test_the_benchmark_takes_the_tile_that_was_measured_best(kind, block_m, block_n, ping_pong):
+    tile = hopper_plan.choose_tile(problem_of(kind=kind), SMS)
+    assert (tile.block_m, tile.block_n, tile.ping_pong) == (block_m, block_n, ping_pong)
+
+
+def test_a_measured_tile_overrides_the_model(monkeypatch):
+    problem = problem_of(520, 256, 16, 32)
+    chosen = hopper_plan.choose_tile(problem, SMS)
+    other = next(tile for tile in hopper_plan.candidates(problem) if tile != chosen)
+    key = (hopper_plan.planes_of(problem), 16, problem.m, problem.k, problem.n)
+    monkeypatch.setitem(hopper_plan.MEASURED, key, other)
+    hopper_plan.choose_tile.cache_clear()
+    try:
+        assert hopper_plan.choose_tile(problem, SMS) == other
+    finally:
+        monkeypatch.undo()
+        hopper_plan.choose_tile.cache_clear()
+    assert hopper_plan.choose_tile(problem, SMS) == chosen
+
+
+def test_the_model_grows_with_the_work():
+    tile = Tile(128, 128, 4)
+    small = hopper_plan.cycles(problem_of(), tile, SMS)
+    for facts in (dict(m=8192), dict(k=16384), dict(groups=2048)):
+        assert hopper_plan.cycles(problem_of(**facts), tile, SMS) > small
+    assert hopper_plan.cycles(problem_of(training=True), tile, SMS) > small
+    assert hopper_plan.microseconds(problem_of(), SMS) == pytest.approx(178, rel=0.1)
+
+
+# ---- what is picked ----
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "high", "highest"])
+def test_auto_takes_one_kernel_for_the_benchmark(kind, hopper):
+    plan = cuda_plan.plan_cuda(problem_of(kind=kind), "auto")
+    assert plan.strategy == "single"
+    tile = hopper_plan.choose_tile(problem_of(kind=kind), SMS)
+    assert plan.reason.startswith("one kernel")
+    assert f"tiles of {tile.block_m} x {tile.block_n}" in plan.reason
+    assert ("warpgroups in turn" if tile.ping_pong else "warpgroups together") in plan.reason
+    if kind == "highest":
+        assert "two fp16 planes" in plan.reason
+    asked = cuda_plan.plan_cuda(problem_of(kind=kind), "single")
+    assert asked.reason == f"asked for by name; {plan.reason}"
+
+
+def test_epilogue_by_name_is_always_served(hopper):
+    for facts, _ in REASONS:
+        plan = cuda_plan.plan_cuda(problem_of(**facts), "epilogue")
+        assert plan.strategy == "epilogue"
+        assert plan.reason.startswith("asked for by name")
+
+
+def test_auto_says_both_estimates_where_the_library_wins(hopper, monkeypatch):
+    problem = problem_of()
+    monkeypatch.setattr(hopper_plan, "microseconds", lambda *_, **__: 1e6)
+    plan = cuda_plan.plan_cuda(problem, "auto")
+    assert plan.strategy == "epilogue"
+    assert "us against 1000000 in a single kernel" in plan.reason
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+def test_equal_problems_get_equal_plans(kind, hopper):
+    first, second = problem_of(kind=kind), problem_of(kind=kind)
+    assert first is not second
+    assert cuda_plan.plan_cuda(first, "auto") == cuda_plan.plan_cuda(second, "auto")
+    assert cuda_plan.plan_cuda(dataclasses.replace(first, m=1), "auto").strategy in (
+        "single",
+        "epilogue",
+    )
