@@ -86,7 +86,7 @@ def source_of(problem: Problem, tile: Tile | None = None) -> KernelSource:
     instance = hopper_plan.instance_for(problem, tile)
     source = linear_norm_source(instance)
     layout = (
-        f"static_assert(kBarrierOffset + 8 * (2 * kStages + kConsumers + 2) == "
+        f"static_assert(kBarrierOffset + 8 * (2 * kStages + kConsumers + 3) == "
         f'{shared_bytes(instance)}, "hopper.py and the kernel lay it out differently");\n'
     )
     assert shared_bytes(instance) <= SHARED_LIMIT
