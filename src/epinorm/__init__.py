@@ -7,11 +7,12 @@ from typing import Any
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm
 from epinorm.functional import linear_norm
 from epinorm.modules import LinearNorm
+from epinorm.prepack import prepack, prepacked, unprepack
 
 __version__ = "0.1.0"
 
 __all__ = ["Chain", "GroupNorm", "LayerNorm", "LinearNorm", "RMSNorm", "__version__"]
-__all__ += ["explain", "fuse", "linear_norm"]
+__all__ += ["explain", "fuse", "linear_norm", "prepack", "prepacked", "unprepack"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import cache, lru_cache
 
@@ -21,9 +23,11 @@ __all__ = [
     "driver",
     "make_primary_context_current",
     "message",
+    "relaxed_capture",
 ]
 
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
@@ -47,6 +51,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
     "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuTensorMapEncodeTiled": (
         c_void_p,
         c_int,
@@ -115,6 +120,21 @@ def check(status: int, doing: str) -> None:
     """Raise `RuntimeError` that says what failed, unless `status` is success."""
     if status != 0:
         raise RuntimeError(f"{doing} failed with {message(status)}")
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread wait for events while a CUDA graph is captured, as no capture is part of it.
+
+    Else the driver forbids it, since it could wait for the capture itself.
+    """
+    mode = c_int(_CAPTURE_MODE_RELAXED)
+    exchange = driver().cuThreadExchangeStreamCaptureMode
+    check(exchange(byref(mode)), "relaxing the capture mode")
+    try:
+        yield
+    finally:
+        check(exchange(byref(mode)), "setting the capture mode back")
 
 
 def make_primary_context_current(device: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from epinorm.cuda import hopper_plan
+from epinorm.cuda import hopper_plan, rescue
 from epinorm.cuda.device import capability, sm_count, supported
 from epinorm.plan import Plan, Problem, Strategy
 
@@ -51,9 +51,18 @@ def _why_not_single(problem: Problem) -> str | None:
         major, minor = capability(problem.device)
         return f"the single kernel needs compute capability 9.0, this GPU has {major}.{minor}"
     why_not = hopper_plan.why_not(problem)
-    if why_not is None and hopper_plan.choose_tile(problem, sm_count(problem.device)) is None:
+    if why_not is not None:
+        return why_not
+    tile = hopper_plan.choose_tile(problem, sm_count(problem.device))
+    if tile is None:
         return "no tile of the single kernel fits the shared memory"
-    return why_not
+    channels = problem.chain.channels_per_group(problem.n)
+    if problem.dtype == torch.float32 and not tile.tf32 and channels > rescue.LARGEST_GROUP:
+        return (
+            f"the range guard of fp32 computes groups of up to {rescue.LARGEST_GROUP} channels, "
+            f"and these have {channels}"
+        )
+    return None
 
 
 def _tile_text(problem: Problem) -> str:

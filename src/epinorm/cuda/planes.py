@@ -34,7 +34,7 @@ _SIGNATURE = "plpl" + "pppp" + "iiiii"
 # What a plane pair and a single plane must hold of each element, relatively. Two: an fp32 product's
 # own error. One: 2^-11 is what TF32 keeps; a little more is let through for values 2^-28 of their
 # row's largest, of which every row of a large random matrix has some.
-_TOLERANCE = {2: "0x1p-20f", 1: "0x1p-8f"}
+TOLERANCE = {2: "0x1p-20f", 1: "0x1p-8f"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def split_source(
     prelude = (
         f"constexpr int kPlanes = {planes}, kRowThreads = {shape.threads};\n"
         f"constexpr int kRowVectors = {shape.vectors}, kTeamRows = {shape.rows};\n"
-        f"constexpr float kTolerance = {_TOLERANCE[planes]};\n"
+        f"constexpr float kTolerance = {TOLERANCE[planes]};\n"
         f"constexpr bool kAligned = {str(aligned).lower()};\n"
     )
     return KernelSource("split", kernel_text("split.cu", prelude), arch)
@@ -130,7 +130,7 @@ class Splitter:
         address, stride = first.data_ptr(), first.stride(0)
         more, more_stride = (0, 0) if second is None else (second.data_ptr(), second.stride(0))
         aligned = (address | more | 4 * (stride | more_stride)) % VECTOR_BYTES == 0
-        launch = self._launches.get(aligned) or self._prepare(aligned)
+        launch = self._launches.get(aligned) or self.prepare(aligned)
         launch(
             *(address, stride, more, more_stride),
             *(buffer, buffer + self.lo, buffer + self.scale, buffer + self.flags),
@@ -153,7 +153,8 @@ class Splitter:
             rows_of(self.flags, 1, torch.uint8),
         )
 
-    def _prepare(self, aligned: bool) -> Callable[..., None]:
+    def prepare(self, aligned: bool) -> Callable[..., None]:
+        """Load the kernel: not possible any more while a CUDA graph is captured."""
         device, columns, rows = self.device, self.columns, self.all_rows
         sms = sm_count(device)
         source = split_source(self.planes, columns, aligned, arch_of(device), rows, sms)

@@ -22,7 +22,7 @@ from epinorm.cuda.prepared import PreparedByProblem, starts_early
 from epinorm.cuda.source import kernel_text
 from epinorm.plan import Forward, Inputs, Problem
 
-__all__ = ["LARGEST_GROUP", "RescueTile", "rescue", "rescue_source", "rescue_tile"]
+__all__ = ["LARGEST_GROUP", "RescueTile", "rescue", "rescue_at", "rescue_source", "rescue_tile"]
 
 SIGNATURE = "plpl" + "ppp" + "pp" + "pppp" + "iii"
 """x, w and their row strides; bias, gamma, beta; the flags; y, z, mean, rstd; m, n, k."""
@@ -135,6 +135,13 @@ def rescue(
     a flag keep their bits. Every launch of the same values gives the same bits. Raises `ValueError`
     as `rescue_source` does.
     """
+    rescue_at(problem, inputs, row_flags.data_ptr(), column_flags.data_ptr(), forward)
+
+
+def rescue_at(
+    problem: Problem, inputs: Inputs, row_flags: int, column_flags: int, forward: Forward
+) -> None:
+    """``rescue`` for flags that are known by their addresses: a part of a buffer is no tensor."""
     _prepared(problem)(inputs, row_flags, column_flags, forward)
 
 
@@ -145,9 +152,7 @@ class _Prepared:
         self.problem = problem
         self.launches: dict[bool, Callable[..., None]] = {}
 
-    def __call__(
-        self, inputs: Inputs, row_flags: Tensor, column_flags: Tensor, forward: Forward
-    ) -> None:
+    def __call__(self, inputs: Inputs, row_flags: int, column_flags: int, forward: Forward) -> None:
         problem = self.problem
         if problem.m == 0:
             return
@@ -159,7 +164,7 @@ class _Prepared:
         launch(
             *(x_at, x_stride, w_at, w_stride),
             *parameter_addresses(inputs),
-            *(row_flags.data_ptr(), column_flags.data_ptr()),
+            *(row_flags, column_flags),
             *(t.data_ptr() for t in forward),
             *(problem.m, problem.n, problem.k, *operands),
         )
