@@ -25,6 +25,8 @@ __all__ = [
     "Tile",
     "largest_stages",
     "linear_norm_source",
+    "product_shared_bytes",
+    "product_source",
     "shared_bytes",
     "wgmma_text",
 ]
@@ -193,6 +195,26 @@ def shared_bytes(instance: Instance) -> int:
     exchange = 2 * parts * 64 * 4 if parts > 1 else 0
     vector_bytes = 2 * vectors(instance) * tile.consumer_n * 4
     return ring + _STORE_BYTES + vector_bytes + exchange + _barrier_bytes(tile)
+
+
+def product_shared_bytes(tile: Tile, planes: int) -> int:
+    """Dynamic shared memory of a block of `hopper_product.cu`."""
+    return tile.stages * stage_bytes(tile, planes) + _STORE_BYTES + _barrier_bytes(tile)
+
+
+def product_source(
+    tile: Tile,
+    planes: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    scaled: bool,
+    major_k_a: bool,
+    major_k_b: bool,
+) -> KernelSource:
+    """The plain product's text: operands of dtype, contiguous along the summed index or not."""
+    prelude = product_prelude(tile, planes, dtype, major_k_a, major_k_b)
+    prelude += _constants({"kScaled": scaled}) + f"#define OutType {_TYPES[out_dtype]}\n"
+    return KernelSource("hopper_product", kernel_text("hopper_product.cu", prelude), ARCH)
 
 
 def largest_stages(instance: Instance) -> int:

@@ -7,6 +7,7 @@
 // The prelude defines, besides what hopper_pipeline.cuh needs: the chain (codegen.py); kGroupColumns;
 // kHasBias, kHasGamma, kHasBeta; kScaled (operands are scaled planes); kKeep (training: z, mean and
 // rstd are written); kAffineScale (of gamma and beta: a constant taken out of post); the types OutType, KeptType and NormType; OPERAND_PARAMETERS and OPERAND_LIST.
+#include "dependent.cuh"
 #include "group_stats.cuh"
 #include "hopper_pipeline.cuh"
 #include "hopper_store.cuh"

@@ -1,0 +1,36 @@
+// One fp32 value as fp16 planes: v = (hi + lo 2^-11) / factor. What split.cu does to x and W,
+// split_gradient.cu does to dz.
+#pragma once
+#include "storage.cuh"
+
+constexpr float kPlaneLowFactor = 2048.0f;  // 2^11
+constexpr int kPlaneTopExponent = 14;       // of the largest magnitude that shares a scale, scaled
+constexpr int kPlaneLargestExponent = 60;   // of what is not flagged, unscaled
+constexpr float kSmallestNormal = 0x1p-126f;
+
+__device__ __forceinline__ float plane_power_of_two(int exponent) {
+  return __int_as_float((exponent + 127) << 23);
+}
+
+// The power of two that brings `largest` (the bits of a magnitude) into [2^14, 2^15), as an exponent;
+// 0, and in_range false, where that is not possible.
+__device__ __forceinline__ int plane_shift(u32 largest, bool& in_range) {
+  const int exponent = static_cast<int>(largest >> 23) - 127;
+  const bool fits = exponent >= -kPlaneLargestExponent && exponent <= kPlaneLargestExponent;
+  in_range = fits || largest == 0;
+  return fits ? kPlaneTopExponent - exponent : 0;
+}
+
+struct PlaneValue {
+  u16 hi, lo;
+  bool held;
+
+  __device__ __forceinline__ PlaneValue(float value, float factor, float tolerance) {
+    const float v = value * factor;
+    hi = Float16::store(v);
+    float rest = v - Float16::load(hi);
+    lo = Float16::store(rest * kPlaneLowFactor);
+    if (kPlanes == 2) rest -= Float16::load(lo) * (1.0f / kPlaneLowFactor);
+    held = fabsf(rest) <= fabsf(v) * tolerance && (v != 0.0f || value == 0.0f);
+  }
+};
