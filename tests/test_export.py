@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from epinorm.cli import app
 from epinorm.cuda.jit import KernelSource, compiled
 from epinorm.kernelbench import ProblemError
-from epinorm.kernelbench.export import export, forbidden_words
+from epinorm.kernelbench.export import chosen_gemm, export, forbidden_words
 from epinorm.kernelbench.judge_source import remarks
 from epinorm.kernelbench.protocol import NoChainError
 
@@ -98,7 +98,8 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
         problem = tmp_path / f"{request.param}.py"
         problem.write_text(TEXTS[request.param])
     path = tmp_path / "model_new.py"
-    path.write_text(export(problem).text)
+    gemm = "own" if request.param in ("example", "layer_norm") else "library"
+    path.write_text(export(problem, gemm).text)
     return problem, path
 
 
@@ -143,7 +144,9 @@ def test_static_checks_find_nothing(pair: tuple[Path, Path]) -> None:
     names = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
     assert "Model" not in names
     assert "import epinorm" not in text
-    text.replace("→", "").replace("×", "").encode("ascii")  # nothing that a compiler trips over
+    exported = load(pair[1], "exported")
+    for name in ("CUDA", "CPP", "HOPPER_CUDA", "HOPPER_CPP"):
+        assert getattr(exported, name, "").isascii()
 
 
 def test_no_gpu_is_said_in_one_sentence(pair: tuple[Path, Path]) -> None:
@@ -155,7 +158,7 @@ def test_no_gpu_is_said_in_one_sentence(pair: tuple[Path, Path]) -> None:
 
 def test_it_needs_no_epinorm(tmp_path: Path) -> None:
     path = tmp_path / "model_new.py"
-    path.write_text(export(ZOO / "problem.py").text)
+    path.write_text(export(ZOO / "problem.py", "library").text)
     code = (
         "import sys; sys.path.insert(0, '.'); import model_new as m; "
         "m.ModelNew(*m.get_init_inputs()); print('epinorm' in sys.modules)"
@@ -236,9 +239,106 @@ def test_the_binding_compiles(name: str, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The example with sizes that every mode serves, exported with a product of our own."""
+    folder = tmp_path_factory.mktemp("own")
+    problem, path = folder / "problem.py", folder / "model_new.py"
+    problem.write_text(EXAMPLE.read_text().replace("8192", "1024").replace("512", "64"))
+    path.write_text(export(problem, "own").text)
+    assert forbidden_words(path.read_text()) == []
+    return load(path, "own_exported")
+
+
+MODES = ("float32 highest", "float32 high", "bfloat16", "float16")
+
+
+def test_every_mode_has_a_product_of_our_own(own: ModuleType) -> None:
+    assert set(own.HOPPER) == {(mode, keep) for mode in MODES for keep in (False, True)}
+    assert (own.HOPPER_CHANNELS, own.HOPPER_HAS) == (16, (True, True, True))
+    assert own.HOPPER_CONSTANTS == (1e-5, 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_hopper_instances_compile(own: ModuleType, mode: str, keep: bool) -> None:
+    definitions, text = own._hopper_source(mode, keep)
+    assert "@" not in text.replace("[%0]", "").split("// ---- launches")[0].replace("@p", "")
+    text = text.split("// ---- launches")[0]
+    kernel = compiled(KernelSource("linear_norm", definitions + text, "sm_90a"))
+    assert kernel.spill_bytes <= 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("mode", ["float32 highest", "bfloat16"])
+def test_hopper_launches_compile(own: ModuleType, mode: str, tmp_path: Path) -> None:
+    source = tmp_path / "x.cu"
+    source.write_text("".join(own._hopper_source(mode, True)))
+    flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-c"]
+    command = ["nvcc", *flags, "-o", str(tmp_path / "x.o"), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "mode"),
+    [
+        ({}, "bfloat16"),
+        ({"capability": (10, 0)}, None),
+        ({"k": 1028}, None),
+        ({"groups": 32}, None),
+        ({"has": (True, False, True)}, None),
+        ({"constants": (1e-5, 0.02)}, None),
+        ({"norm_dtype": torch.float32}, None),
+        ({"dtype": torch.float64, "norm_dtype": torch.float64}, None),
+        ({"dtype": torch.float32, "norm_dtype": torch.float32}, "float32 highest"),
+    ],
+)
+def test_what_the_hopper_kernel_does_not_serve_goes_elsewhere(
+    own: ModuleType, monkeypatch: pytest.MonkeyPatch, change: dict, mode: str | None
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    call = {
+        "capability": (9, 0), "dtype": torch.bfloat16, "norm_dtype": torch.bfloat16, "k": 1024,
+        "groups": 64, "has": (True, True, True), "constants": (1e-5, 0.01), **change,
+    }  # fmt: skip
+    x = torch.empty(8, call["k"], dtype=call["dtype"])
+    weight = torch.empty(1024, call["k"], dtype=call["dtype"])
+    found = own._hopper_mode(
+        call["capability"], x, weight, call["norm_dtype"], call["groups"], call["has"],
+        call["constants"],
+    )  # fmt: skip
+    assert found == mode
+
+
+def test_a_shape_without_any_product_of_our_own_is_refused(tmp_path: Path) -> None:
+    problem = tmp_path / "problem.py"
+    problem.write_text(EXAMPLE.read_text().replace("8192", "1023").replace("512", "341"))
+    with pytest.raises(NoChainError, match="--gemm library can"):
+        export(problem, "own")
+    assert "HOPPER = {" not in export(problem, "library").text
+    fallen_back = export(problem, "auto")
+    assert fallen_back.text == export(problem, "library").text
+    assert fallen_back.remarks[0].startswith("there is no product of our own for this shape")
+
+
+def test_strategy_and_gemm() -> None:
+    assert chosen_gemm("auto", None) == "auto"
+    assert chosen_gemm("auto", "own") == "own"
+    assert chosen_gemm("single", None) == "own"
+    assert chosen_gemm("epilogue", None) == "library"
+    assert chosen_gemm("auto", "library") == "library"
+    with pytest.raises(ValueError, match="contradict"):
+        chosen_gemm("single", "library")
+    with pytest.raises(ValueError, match="contradict"):
+        chosen_gemm("epilogue", "own")
+
+
 def test_any_group_size_has_a_tile(tmp_path: Path) -> None:
     path = tmp_path / "model_new.py"
-    path.write_text(export(ZOO / "problem.py").text)
+    path.write_text(export(ZOO / "problem.py", "library").text)
     exported = load(path, "exported")
     for itemsize in (2, 4, 8):
         for channels in (1, 2, 3, 7, 16, 96, 1000, 4096, 4104, 16384):
@@ -301,11 +401,11 @@ def test_third_party_imports_are_refused(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "new.py"
     run = CliRunner().invoke
-    result = run(app, ["export", str(ZOO / "problem.py"), "-o", str(out)])
+    result = run(app, ["export", str(ZOO / "problem.py"), "-o", str(out), "--gemm", "library"])
     assert result.exit_code == 0, result.output
     assert "wrote" in result.stdout
     assert "PyTorch's (F.linear, torch.mm)" in result.stdout
-    assert out.read_text() == export(ZOO / "problem.py").text
+    assert out.read_text() == export(ZOO / "problem.py", "library").text
     assert run(app, ["export", str(tmp_path / "none.py"), "-o", str(out)]).exit_code == 2
     wrong = ["export", str(ZOO / "problem.py"), "-o", str(out), "--strategy", "cpu"]
     assert run(app, wrong).exit_code == 2

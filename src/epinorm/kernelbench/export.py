@@ -18,6 +18,7 @@ from epinorm.cuda.norm_backward import Outputs, backward_plans
 from epinorm.cuda.norm_forward import forward_plans
 from epinorm.cuda.norm_tile import Tile, vector_width
 from epinorm.kernelbench.export_cuda import TEMPLATE_FOLDER, binding_text, norm_cuda_text
+from epinorm.kernelbench.export_hopper import Hopper, hopper_of
 from epinorm.kernelbench.export_recipe import Recipe, read_recipe
 from epinorm.kernelbench.export_source import Parts, split_problem
 from epinorm.kernelbench.problem import ProblemError, load_problem
@@ -27,9 +28,10 @@ from epinorm.results import commit
 
 __all__ = ["GEMMS", "STRATEGIES", "Exported", "Gemm", "chosen_gemm", "export", "forbidden_words"]
 
-Gemm = Literal["library"]
-GEMMS = ("library",)
-STRATEGIES = ("auto", "epilogue")
+Gemm = Literal["auto", "own", "library"]
+"""Whose matrix product: our own where it serves the shape, PyTorch's; auto: our own or PyTorch's."""
+GEMMS = ("own", "library")
+STRATEGIES = ("auto", "single", "epilogue")
 
 FORBIDDEN = re.compile(r"\b(try|except|pass)\b")
 LARGEST_GROUP = 16384
@@ -38,8 +40,15 @@ TUNED_FOR_SHARED = 228 * 1024
 
 
 def chosen_gemm(strategy: str, gemm: str | None) -> Gemm:
-    """Whose product a file of this strategy has."""
-    return "library"
+    """Whose product a file of this strategy has; raises ValueError where the two contradict."""
+    if gemm is None:
+        return {"auto": "auto", "single": "own", "epilogue": "library"}[strategy]  # type: ignore[return-value]
+    if (strategy, gemm) in (("single", "library"), ("epilogue", "own")):
+        raise ValueError(
+            f"--strategy {strategy} and --gemm {gemm} contradict: single is our own product, "
+            "epilogue PyTorch's"
+        )
+    return "own" if gemm == "own" else "library"
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Exported:
     remarks: tuple[str, ...]
 
 
-def export(path: Path, gemm: Gemm = "library") -> Exported:
+def export(path: Path, gemm: Gemm = "auto") -> Exported:
     """The exported file for a problem file.
 
     Raises ProblemError for what is wrong with the file and NoChainError, with the reason, where it
@@ -63,10 +72,21 @@ def export(path: Path, gemm: Gemm = "library") -> Exported:
     _check_group(path, recipe)
     parts = split_problem(path, recipe)
     _check_imports(path)
-    text = _filled(path, recipe, parts, gemm)
+    hopper = hopper_of(recipe, recipe.has) if gemm != "library" else None
+    remarks = []
+    if hopper is not None and not hopper.modes:
+        why = next(iter(hopper.left_out.values()))
+        if gemm == "own":
+            raise NoChainError(
+                f"{path.name} cannot be exported with a product of our own: {why}; "
+                "--gemm library can"
+            )
+        remarks.append(f"there is no product of our own for this shape: {why}")
+        hopper = None
+    text = _filled(path, recipe, parts, hopper)
     compile(text, "model_new.py", "exec")
     words = forbidden_words(text)
-    remarks = list(_covered(gemm))
+    remarks += _covered(hopper)
     if words:
         remarks.append(
             f"the problem file's own text holds {', '.join(words)}, which static checkers of "
@@ -80,11 +100,24 @@ def forbidden_words(text: str) -> list[str]:
     return sorted(set(FORBIDDEN.findall(text)))
 
 
-def _covered(gemm: Gemm) -> tuple[str, ...]:
-    return (
-        "the matrix products, forward and backward, are PyTorch's (F.linear, torch.mm); the norm "
-        "and everything pointwise is one kernel forward and one (and a sum) backward",
-    )
+def _covered(hopper: Hopper | None) -> tuple[str, ...]:
+    """What computes what, and what is not covered: a sentence each."""
+    norm = "one norm kernel forward and one (and a sum) backward"
+    if hopper is None:
+        return (
+            "the matrix products, forward and backward, are PyTorch's (F.linear, torch.mm); the "
+            f"norm and everything pointwise is {norm}",
+        )
+    said = [
+        f"on Hopper (compute capability 9.0, CUDA 12 or newer), for {', '.join(hopper.modes)}, "
+        "forward is one product of our own with everything else in its epilogue",
+        "elsewhere (other GPUs, float64, autocast, other channels in a group, other constants, "
+        "rows that are no multiple of 16 bytes) forward is PyTorch's F.linear, then one norm "
+        "kernel",
+        "the products of backward are PyTorch's torch.mm; the rest of it is one kernel (and a sum)",
+    ]
+    said += [f"{mode} has no product of our own: {why}" for mode, why in hopper.left_out.items()]
+    return tuple(said)
 
 
 def _check_group(path: Path, recipe: Recipe) -> None:
@@ -112,21 +145,25 @@ def _check_imports(path: Path) -> None:
                 )
 
 
-def _filled(path: Path, recipe: Recipe, parts: Parts, gemm: Gemm) -> str:
+def _filled(path: Path, recipe: Recipe, parts: Parts, hopper: Hopper | None) -> str:
     text = (TEMPLATE_FOLDER / "model_new.py.in").read_text(encoding="utf-8")
+    kept = "library" if hopper is None else "own"
+    text = _CONDITIONAL.sub(lambda m: m["text"] if m["gemm"] == kept else "", text)
     values = {
         "future": parts.future,
-        "header": _header(path, recipe, gemm),
+        "header": _header(path, recipe, hopper),
         "before": parts.before.strip("\n"),
         "chain": f"Linear → {str(recipe.chain).replace('|', ' → ')}",
         "cuda": norm_cuda_text(recipe),
-        "binding": binding_text(recipe),
+        "binding_common": binding_text(recipe, "common"),
+        "binding_norm": binding_text(recipe, "norm"),
         "tiles": _tiles(recipe),
-        "product_forward": textwrap.indent(_PRODUCT, " " * 8),
         "dimensions": textwrap.indent(_dimensions(recipe), "    "),
         "model": parts.model_new.strip("\n"),
         "after": parts.after.strip("\n"),
     }
+    if hopper is not None:
+        values |= _hopper_values(recipe, hopper)
     for name, value in values.items():
         marker = f"@{name}@"
         # Markers that stand at a line's start have their own line; none is left empty.
@@ -134,9 +171,24 @@ def _filled(path: Path, recipe: Recipe, parts: Parts, gemm: Gemm) -> str:
     return re.sub(r"\n{4,}", "\n\n\n", text).rstrip("\n") + "\n"
 
 
-_PRODUCT = """\
-z = torch.nn.functional.linear(x, weight)
-y, mean, rstd = kernels.norm_forward(z, parameters, groups, keep)"""
+_CONDITIONAL = re.compile(r"^#if (?P<gemm>own|library)\n(?P<text>.*?)^#endif\n", re.S | re.M)
+
+
+def _hopper_values(recipe: Recipe, hopper: Hopper) -> dict[str, str]:
+    m, k, n = recipe.m_k_n
+    constants = tuple(c.value for c in recipe.constants if c.expression)
+    return {
+        "hopper_modes": ", ".join(hopper.modes),
+        "hopper_cuda": hopper.cuda,
+        "binding_hopper": binding_text(recipe, "hopper"),
+        "hopper_chains": hopper.chains,
+        "hopper_instances": hopper.instances,
+        "hopper_product": hopper.product,
+        "m_k_n": f"({m}, {k}, {n})",
+        "channels": str(recipe.chain.channels_per_group(n)),
+        "has": repr(recipe.has),
+        "constants": repr(constants),
+    }
 
 
 def _dimensions(recipe: Recipe) -> str:
@@ -151,7 +203,7 @@ def _dimensions(recipe: Recipe) -> str:
     )
 
 
-def _header(path: Path, recipe: Recipe, gemm: Gemm) -> str:
+def _header(path: Path, recipe: Recipe, hopper: Hopper | None) -> str:
     m, k, n = recipe.m_k_n
     groups = recipe.chain.groups(n)
     made = f" at commit {commit()}" if commit() else ""
@@ -162,7 +214,7 @@ def _header(path: Path, recipe: Recipe, gemm: Gemm) -> str:
         "channels; other sizes, dtypes (float32, float64, bfloat16, float16) and constructor "
         "arguments are served as well.",
         "",
-        *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in _covered(gemm)),
+        *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in _covered(hopper)),
         "",
         "fp32 products follow torch.set_float32_matmul_precision. Statistics belong to one row and "
         "one group, in two passes. Gradients of first order, real kernels, in a fixed order of "
@@ -182,7 +234,7 @@ def _tiles(recipe: Recipe) -> str:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         problem = Problem(
             recipe.chain, m, k, n, dtype, dtype, dtype,
-            recipe.bias != "None", recipe.norm_weight != "None", recipe.norm_bias != "None",
+            *recipe.has,
             True, torch.device("cuda"), "native",
         )  # fmt: skip
         vector = vector_width(channels, dtype.itemsize, ())

@@ -35,12 +35,16 @@ _WORDS = (
     (re.compile(r"\btry\b"), "attempt"),
     (re.compile(r"\bexcept\b"), "but"),
 )
+_LETTERS = {"ᵀ": "^T", "→": "->", "×": "x", "−": "-", "²": "^2", "–": "-", "·": "*", "µ": "u"}
 
 
 def speakable(text: str) -> str:
-    """The text without the words that static checkers reject."""
+    """The text without the words that static checkers reject, in ASCII: not every machine on which
+    it is built writes and reads more."""
     for word, instead in _WORDS:
         text = word.sub(instead, text)
+    for letter, instead in _LETTERS.items():
+        text = text.replace(letter, instead)
     return text
 
 
@@ -116,13 +120,13 @@ def norm_cuda_text(recipe: Recipe) -> str:
     return speakable(text)
 
 
-def binding_text(recipe: Recipe) -> str:
-    """The C++ between PyTorch's tensors and the launches."""
-    text = (TEMPLATE_FOLDER / "binding.cpp.in").read_text(encoding="utf-8")
+def binding_text(recipe: Recipe, part: str) -> str:
+    """The C++ between PyTorch's tensors and the launches; part: common, norm or hopper."""
+    text = (TEMPLATE_FOLDER / f"binding_{part}.cpp.in").read_text(encoding="utf-8")
     kinds = recipe.chain.operand_kinds
-    channel = "".join("true, " if kind == "channel" else "false, " for kind in kinds) or "false"
+    channel = ", ".join("true" if kind == "channel" else "false" for kind in kinds) or "false"
     text = text.replace("@operands@", str(len(kinds)))
-    return speakable(text.replace("@is_channel@", channel.rstrip(", ")))
+    return speakable(text.replace("@is_channel@", channel))
 
 
 def _operands(recipe: Recipe) -> str:

@@ -43,7 +43,9 @@ class Constant:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One chain over the whole of ``forward``. All but the first four are Python expressions.
+    """One chain over the whole of ``forward``. From ``x`` on, all are Python expressions.
+
+    ``has``: is there a bias, a norm weight, a norm bias as the problem file constructs it.
 
     ``operations`` pairs each pointwise operation, pre before post, with its constants. ``checks``
     are expressions that the chain was read with, and the values that they must keep.
@@ -53,6 +55,7 @@ class Recipe:
     operations: tuple[tuple[Pointwise, tuple[Constant, ...]], ...]
     eps: Constant | None
     m_k_n: tuple[int, int, int]
+    has: tuple[bool, bool, bool]
     x: str
     weight: str
     bias: str
@@ -119,12 +122,16 @@ def _read(analysis: Analysis, candidate: Candidate, inputs: Sequence[Any], refus
     groups, eps = _norm(analysis, candidate)
     if isinstance(candidate.chain.norm, GroupNorm) and x.dim() != 2:
         raise refuse(f"GroupNorm needs a matrix, and the input has {x.dim()} dimensions")
+    bias_there, *norm_there = (
+        eval(text, {"self": analysis.module}) is not None for text in (bias, norm_weight, norm_bias)
+    )
     value = eval(weight, {"self": analysis.module})
     return Recipe(
         chain=candidate.chain,
         operations=_operations(analysis, candidate),
         eps=eps,
         m_k_n=(x.shape[:-1].numel(), x.shape[-1], value.shape[0]),
+        has=(bias_there, norm_there[0], norm_there[1]),
         x=str(x_node.target),
         weight=weight,
         bias=bias,

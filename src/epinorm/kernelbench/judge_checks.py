@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.accuracy import Comparison, differences
+from epinorm.accuracy import Comparison, Outcome, differences
 from epinorm.kernelbench.judge_facts import Status
 from epinorm.kernelbench.judge_observe import Observed, observe
 from epinorm.kernelbench.judge_process import SolutionError
-from epinorm.kernelbench.judge_session import Session, outside_public_tolerance
+from epinorm.kernelbench.judge_session import (
+    LARGE_MEAN_FLOOR_64,
+    Session,
+    outside_public_tolerance,
+)
 from epinorm.verify import InputKind, draw_inputs, run_model
 
 __all__ = ["CHECKS", "NamedCheck", "from_comparisons"]
@@ -107,7 +111,7 @@ def _names(
 
 def _public(session: Session) -> list[Result]:
     """As constructed, on what get_inputs gives: the public protocol."""
-    worst = 0.0
+    worst, excused = 0.0, 0
     for trial in range(PUBLIC_TRIALS):
         inputs = session.fresh_inputs(session.options.seed + 1 + trial)
         eager = run_model(session.model, inputs, False)
@@ -121,7 +125,7 @@ def _public(session: Session) -> list[Result]:
                 return [("failed", f"{what}, eager has {tuple(theirs.shape)} and {theirs.dtype}")]
             outside, difference = outside_public_tolerance(mine, theirs, session.tolerance)
             worst = max(worst, difference)
-            if outside:
+            if outside and _further_than_eager(session, inputs, ours, eager):
                 return [
                     (
                         "failed",
@@ -129,9 +133,33 @@ def _public(session: Session) -> list[Result]:
                         f"{session.tolerance:g} (at most {difference:.2e}), trial {trial + 1}",
                     )
                 ]
+            excused += outside
         session.earlier.append((f"trial {trial + 1}", ours.outputs[0]))
     said = f"{PUBLIC_TRIALS} trials, no element outside {session.tolerance:g}"
+    if excused:
+        said = (
+            f"{PUBLIC_TRIALS} trials, {excused} elements outside {session.tolerance:g} of eager, "
+            "but no more outside it of float64 than eager's own"
+        )
     return [("passed", f"{said}; largest difference {worst:.1e}")]
+
+
+def _further_than_eager(
+    session: Session, inputs: Sequence[Any], ours: Outcome, eager: Outcome
+) -> bool:
+    """Whether more elements lie outside the tolerance around float64 than of eager's own.
+
+    In 16 bit eager itself leaves the public tolerance, so that a better result can differ from it.
+    """
+    truth, _ = session.expected_outputs(inputs)
+    counts = [
+        sum(
+            outside_public_tolerance(t, exact, session.tolerance)[0]
+            for t, exact in zip(outcome.outputs, truth.outputs, strict=True)
+        )
+        for outcome in (ours, eager)
+    ]
+    return counts[0] > counts[1]
 
 
 def _accuracy(session: Session) -> list[Result]:
@@ -185,7 +213,8 @@ def _rows_apart(inputs: Sequence[Any]) -> tuple[Any, ...]:
 def _large_mean(session: Session) -> list[Result]:
     session.randomize(session.options.seed + 12, large_mean=True)
     inputs = draw_inputs(session.inputs, "rand", session.options.seed + 6000)
-    found = session.compared("rand, biases far from zero", inputs, stress=True)
+    floor = LARGE_MEAN_FLOOR_64 if session.dtype == torch.float64 else 0.0
+    found = session.compared("rand, biases far from zero", inputs, stress=True, floor=floor)
     session.randomize(session.options.seed + 11)
     return [from_comparisons(found)]
 
