@@ -308,9 +308,37 @@ def test_what_the_hopper_kernel_does_not_serve_goes_elsewhere(
     weight = torch.empty(1024, call["k"], dtype=call["dtype"])
     found = own._hopper_mode(
         call["capability"], x, weight, call["norm_dtype"], call["groups"], call["has"],
-        call["constants"],
+        call["constants"], True,
     )  # fmt: skip
     assert found == mode
+
+
+@pytest.mark.parametrize(
+    ("m_k_n", "limits"), [((16, 1024, 1024), (16, None)), ((65536, 128, 128), (None, (128, 128)))]
+)
+def test_tiles_of_few_rows_or_a_small_weight_serve_no_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, m_k_n: tuple[int, int, int], limits: tuple
+) -> None:
+    m, k, n = m_k_n
+    problem, path = tmp_path / "problem.py", tmp_path / "model_new.py"
+    text = EXAMPLE.read_text().replace("batch_size = 1024", f"batch_size = {m}")
+    text = text.replace("input_size = 8192", f"input_size = {k}")
+    text = text.replace("hidden_size = 8192", f"hidden_size = {n}").replace("512", str(n // 16))
+    problem.write_text(text)
+    path.write_text(export(problem, "own").text)
+    exported = load(path, "small_exported")
+    assert exported.LIMITS["bfloat16", False] == limits
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def mode(m: int, k: int, n: int) -> str | None:
+        x, weight = (torch.empty(rows, k, dtype=torch.bfloat16) for rows in (m, n))
+        constants = exported.HOPPER_CONSTANTS
+        return exported._hopper_mode(
+            (9, 0), x, weight, x.dtype, n // 16, (True,) * 3, constants, False
+        )
+
+    assert mode(m, k, n) == "bfloat16"
+    assert mode(17, 1024, 1024) is None
 
 
 def test_a_shape_without_any_product_of_our_own_is_refused(tmp_path: Path) -> None:

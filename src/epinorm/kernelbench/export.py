@@ -29,7 +29,7 @@ from epinorm.results import commit
 __all__ = ["GEMMS", "STRATEGIES", "Exported", "Gemm", "chosen_gemm", "export", "forbidden_words"]
 
 Gemm = Literal["auto", "own", "library"]
-"""Whose matrix product: our own where it serves the shape, PyTorch's; auto: our own or PyTorch's."""
+"""Whose matrix product; auto: our own where it serves the shape, else PyTorch's."""
 GEMMS = ("own", "library")
 STRATEGIES = ("auto", "single", "epilogue")
 
@@ -183,6 +183,7 @@ def _hopper_values(recipe: Recipe, hopper: Hopper) -> dict[str, str]:
         "binding_hopper": binding_text(recipe, "hopper"),
         "hopper_chains": hopper.chains,
         "hopper_instances": hopper.instances,
+        "hopper_limits": hopper.limits,
         "hopper_product": hopper.product,
         "m_k_n": f"({m}, {k}, {n})",
         "channels": str(recipe.chain.channels_per_group(n)),

@@ -48,12 +48,13 @@ _ELEMENTS = {
 @dataclass(frozen=True)
 class Hopper:
     """``cuda``: the kernels with marks for what differs. Python text: ``instances``, the entries
-    (mode, keep) → (numbers, preludes); ``chains``, the texts that they name; ``product``, a
-    function. ``left_out``: mode → why it is not there.
+    (mode, keep) → (numbers, preludes); ``limits``, those on M, K and N; ``chains``, the texts that
+    preludes name; ``product``, a function. ``left_out``: mode → why it is not there.
     """
 
     cuda: str
     instances: str
+    limits: str
     chains: str
     product: str
     modes: tuple[str, ...]
@@ -64,6 +65,7 @@ def hopper_of(recipe: Recipe, has: tuple[bool, bool, bool]) -> Hopper:
     """The Hopper part for a recipe; ``has``: is there a bias, a gamma, a beta."""
     lines, modes, left_out = [], [], {}
     chains: list[str] = []
+    limits: list[str] = []
     for mode in MODES:
         problems = [_problem(recipe, mode, has, keep) for keep in (False, True)]
         reason = next((r for p in problems if (r := _why_not(p))), None)
@@ -73,9 +75,12 @@ def hopper_of(recipe: Recipe, has: tuple[bool, bool, bool]) -> Hopper:
         modes.append(mode)
         for problem in problems:
             lines.append(_instance(mode, problem, chains))
+            limits.append(_limits(mode, problem))
     product = inspect.getsource(_product).replace(_NOT_EXPORTED, "")
     texts = "".join(f'    r"""\n{speakable(chain)}""",\n' for chain in chains)
-    return Hopper(_cuda(recipe), "".join(lines), texts, product, tuple(modes), left_out)
+    return Hopper(
+        _cuda(recipe), "".join(lines), "".join(limits), texts, product, tuple(modes), left_out
+    )
 
 
 def _problem(recipe: Recipe, mode: str, has: tuple[bool, bool, bool], keep: bool) -> Problem:
@@ -146,6 +151,14 @@ def _instance(mode: str, problem: Problem, chains: list[str]) -> str:
         f"    ({mode!r}, {keep}): (\n        {{\n{values}        }},\n        {{\n{texts}"
         "        },\n    ),\n"
     )
+
+
+def _limits(mode: str, problem: Problem) -> str:
+    """A tile for few rows loads no more; one with W in shared memory has room for that W alone."""
+    tile = choose_tile(problem, SMS)
+    assert tile is not None
+    only = (problem.k, problem.n) if tile.resident_steps else None
+    return f"    ({mode!r}, {problem.training}): ({tile.load_m}, {only}),\n"
 
 
 def _prelude(source: KernelSource, file: str) -> str:
