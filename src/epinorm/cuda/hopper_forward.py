@@ -19,9 +19,10 @@ from epinorm.cuda.hopper import THREADS, Tile, linear_norm_source, shared_bytes
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of
 from epinorm.cuda.jit import load
 from epinorm.cuda.launch import tensor_map
-from epinorm.cuda.planes import Planes, splitter
+from epinorm.cuda.norm_text import matrix_arguments, parameter_addresses
+from epinorm.cuda.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.cuda.prepared import PreparedByProblem
-from epinorm.cuda.rescue import LARGEST_GROUP, rescue_at
+from epinorm.cuda.rescue import LARGEST_GROUP, rescue_launch
 from epinorm.plan import Forward, Inputs, Problem
 from epinorm.prepack import marked
 
@@ -69,7 +70,7 @@ class _PreparedForward:
             assert entry is not None
             kept = entry.converted(inputs.weight, launch.split_weight)
             return None if kept is None else launch(inputs, launch.weight_in(kept))
-        return launch(inputs, _addresses(weight))
+        return launch(inputs, _weight_of(weight))
 
 
 def _launch_of(problem: Problem, prepacked: bool) -> _Direct | _Split:
@@ -121,19 +122,18 @@ class _Launch:
         return Forward(y, z, torch.empty_like(rstd) if has_mean else nothing, rstd)
 
     def _multiply(
-        self, maps: tuple[bytes, ...], scales: tuple[int, int], inputs: Inputs, out: Forward
+        self,
+        maps: tuple[bytes, ...],
+        parameters: tuple[int, int, int],
+        scales: tuple[int, int],
+        inputs: Inputs,
+        out: tuple[int, int, int, int],
     ) -> None:
-        y, z, mean, rstd = out
-        bias, gamma, beta = inputs[2:5]
         operands = [operand.contiguous() for operand in inputs.operands] if inputs.operands else ()
+        y, z, mean, rstd = out
         self.launch(
             *maps,
-            *(y.data_ptr(), z.data_ptr()),
-            0 if bias is None else bias.data_ptr(),
-            0 if gamma is None else gamma.data_ptr(),
-            0 if beta is None else beta.data_ptr(),
-            *scales,
-            *(mean.data_ptr(), rstd.data_ptr()),
+            *(y, z, *parameters, *scales, mean, rstd),
             *self.sizes,
             *[operand.data_ptr() for operand in operands],
         )
@@ -166,7 +166,7 @@ class _Direct(_Launch):
                 x, w = _readable(x), _readable(w)
                 at = (x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0))
                 maps = self.maps.get(at) or self._keep_maps(at, (x, x), (w, w))
-            self._multiply(maps, (0, 0), inputs, out)
+            self._multiply(maps, parameter_addresses(inputs), (0, 0), inputs, _addresses(out))
         return out
 
 
@@ -181,52 +181,65 @@ class _Split(_Launch):
         rows = 0 if prepacked else problem.n
         device = problem.device
         self.split = splitter(self.planes, problem.k, problem.m, rows, device)
-        if problem.m:
-            self.split.prepare(aligned=True)  # stale planes under capture are made by this one
         self.split_weight = splitter(self.planes, problem.k, problem.n, 0, device)
         self.new_buffer = partial(self.new, self.split.nbytes, dtype=torch.uint8)
+        self.kernels: dict[bool, tuple[Callable[..., None], Callable[..., None] | None]] = {}
+        if problem.m:
+            self._load(aligned=True)  # now: a CUDA graph may be captured when it is first needed
 
-    def __call__(self, inputs: Inputs, weight: _Addresses | None = None) -> Forward:
+    def _load(self, aligned: bool) -> tuple[Callable[..., None], Callable[..., None] | None]:
+        """Of the splitting kernel and of the range guard's."""
+        guard = rescue_launch(self.problem, aligned) if self.rescued else None
+        found = self.kernels[aligned] = (self.split.launch(aligned), guard)
+        return found
+
+    def __call__(self, inputs: Inputs, weight: _Weight | None = None) -> Forward:
         out = self._outputs()
         if not self.problem.m:
             return out
-        split = self.split
-        buffer = self.new_buffer()
+        x, w = inputs.x, inputs.weight
+        matrices = (x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0))
+        aligned = not (matrices[0] | matrices[2] | (matrices[1] | matrices[3]) * 4) % VECTOR_BYTES
+        convert, guard = self.kernels.get(aligned) or self._load(aligned)
+        split, buffer = self.split, self.new_buffer()
         at = buffer.data_ptr()
+        scale, flags = at + split.scale, at + split.flags
+        convert(*matrices, at, at + split.lo, scale, flags, *split.numbers)
         if weight is None:
-            split(at, inputs.x, inputs.weight)
             second = split.second
-            column_scale = at + split.scale + 4 * second
-            column_flags = at + split.flags + second
-            maps = self.maps.get(at) or self._own_maps(at, buffer)
+            column_scale, column_flags = scale + 4 * second, flags + second
+            maps = self.maps.get(at) or self._new_maps(at, buffer, split.planes_in(buffer, True))
         else:
-            split(at, inputs.x)
-            hi, column_scale, column_flags = weight[:3]
-            maps = self.maps.get((at, hi)) or self._mixed_maps((at, hi), buffer, weight[3]())
-        self._multiply(maps, (at + split.scale, column_scale), inputs, out)
-        if self.rescued:
-            rescue_at(self.problem, inputs, at + split.flags, column_flags, out)
+            hi, column_scale, column_flags, planes = weight
+            maps = self.maps.get((at, hi)) or self._new_maps((at, hi), buffer, planes())
+        parameters, targets = parameter_addresses(inputs), _addresses(out)
+        self._multiply(maps, parameters, (scale, column_scale), inputs, targets)
+        if guard is not None:
+            operands = matrix_arguments(inputs.operands)[0] if inputs.operands else ()
+            guard(*matrices, *parameters, flags, column_flags, *targets, *self.sizes, *operands)
         return out
 
-    def weight_in(self, kept: Tensor) -> _Addresses:
+    def weight_in(self, kept: Tensor) -> _Weight:
         """Where the parts of a converted weight are."""
         at, split = kept.data_ptr(), self.split_weight
         return at, at + split.scale, at + split.flags, partial(split.planes_in, kept)
 
-    def _own_maps(self, key: Any, buffer: Tensor) -> tuple[bytes, ...]:
-        return self._mixed_maps(key, buffer, self.split.planes_in(buffer, second=True))
-
-    def _mixed_maps(self, key: Any, buffer: Tensor, w: Planes) -> tuple[bytes, ...]:
+    def _new_maps(self, key: Any, buffer: Tensor, w: Planes) -> tuple[bytes, ...]:
         x = self.split.planes_in(buffer)
         return self._keep_maps(key, (x.hi, x.lo), (w.hi, w.lo))
 
 
-_Addresses = tuple[int, int, int, Callable[[], Planes]]
-"""Of a weight's hi plane, scales and flags; and the planes themselves for new tensor maps."""
+_Weight = tuple[int, int, int, Callable[[], Planes]]
+"""Where a weight's hi plane, scales and flags are; and the planes themselves, for tensor maps."""
 
 
-def _addresses(w: Planes) -> _Addresses:
+def _weight_of(w: Planes) -> _Weight:
     return w.hi.data_ptr(), w.scale.data_ptr(), w.flags.data_ptr(), lambda: w
+
+
+def _addresses(out: Forward) -> tuple[int, int, int, int]:
+    y, z, mean, rstd = out
+    return y.data_ptr(), z.data_ptr(), mean.data_ptr(), rstd.data_ptr()
 
 
 def _readable(matrix: Tensor) -> Tensor:

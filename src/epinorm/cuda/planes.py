@@ -29,7 +29,8 @@ ROW_MULTIPLE = 16
 """Where the second matrix's rows begin, so that its flags begin on 16 bytes too."""
 VECTOR_BYTES = 16
 
-_SIGNATURE = "plpl" + "pppp" + "iiiii"
+SIGNATURE = "plpl" + "pppp" + "iiiii"
+"""Both matrices and their row strides; hi, lo, scale, flags; ``Splitter.numbers``."""
 
 # What a plane pair and a single plane must hold of each element, relatively. Two: an fp32 product's
 # own error. One: 2^-11 is what TF32 keeps; a little more is let through for values 2^-28 of their
@@ -53,36 +54,28 @@ class Planes:
 
 @dataclass(frozen=True)
 class SplitShape:
-    """Who splits a row: a team of threads, ``vectors`` float4 each, ``rows`` rows at a time."""
+    """Who splits a row: a team of ``threads``, each of which keeps ``vectors`` float4."""
 
     threads: int
     vectors: int
-    rows: int
 
     @property
     def block_rows(self) -> int:
-        return THREADS // self.threads * self.rows
+        return THREADS // self.threads
 
 
 def split_shape(rows: int, columns: int, sms: int) -> SplitShape:
-    """As few threads a row as keep it in registers, and MOST_VECTORS loads in flight for each.
+    """As few threads as keep a row in registers with four loads in flight each (docs/prepack.md).
 
-    Where that leaves multiprocessors idle, fewer rows at a time and then more threads a row.
+    More where there are too few rows for all multiprocessors; in rows of 8192 and more, eight.
     """
-
-    def with_threads(threads: int) -> SplitShape:
-        vectors = min(MOST_VECTORS, max(1, -(-columns // (threads * 4))))
-        return SplitShape(threads, vectors, MOST_VECTORS // vectors if threads <= 32 else 1)
-
     threads = 8
-    while threads < THREADS and threads * 4 * MOST_VECTORS < columns:
+    while threads < THREADS and (
+        threads * 4 * MOST_VECTORS // 2 < columns
+        or (THREADS // threads * sms > rows and threads * 4 < columns)
+    ):
         threads *= 2
-    shape = with_threads(threads)
-    while shape.block_rows * sms > rows and shape.rows > 1:
-        shape = SplitShape(shape.threads, shape.vectors, shape.rows // 2)
-    while shape.block_rows * sms > rows and shape.vectors > 1 and shape.threads < THREADS:
-        shape = SplitShape(shape.threads * 2, with_threads(shape.threads * 2).vectors, 1)
-    return shape
+    return SplitShape(threads, min(MOST_VECTORS, max(1, -(-columns // (threads * 4)))))
 
 
 def split_source(
@@ -92,7 +85,7 @@ def split_source(
     shape = split_shape(rows, columns, sms)
     prelude = (
         f"constexpr int kPlanes = {planes}, kRowThreads = {shape.threads};\n"
-        f"constexpr int kRowVectors = {shape.vectors}, kTeamRows = {shape.rows};\n"
+        f"constexpr int kRowVectors = {shape.vectors};\n"
         f"constexpr float kTolerance = {TOLERANCE[planes]};\n"
         f"constexpr bool kAligned = {str(aligned).lower()};\n"
     )
@@ -121,7 +114,7 @@ class Splitter:
         self.scale = planes * plane_bytes
         self.flags = self.scale + 4 * self.all_rows
         self.nbytes = self.flags + self.all_rows
-        self._numbers = (rows, self.second, self.all_rows, columns, self.padded)
+        self.numbers = (rows, self.second, self.all_rows, columns, self.padded)
         self._launches: dict[bool, Callable[..., None]] = {}
 
     def __call__(self, buffer: int, first: Tensor, second: Tensor | None = None) -> None:
@@ -130,12 +123,19 @@ class Splitter:
         address, stride = first.data_ptr(), first.stride(0)
         more, more_stride = (0, 0) if second is None else (second.data_ptr(), second.stride(0))
         aligned = (address | more | 4 * (stride | more_stride)) % VECTOR_BYTES == 0
-        launch = self._launches.get(aligned) or self.prepare(aligned)
-        launch(
+        self.launch(aligned)(
             *(address, stride, more, more_stride),
             *(buffer, buffer + self.lo, buffer + self.scale, buffer + self.flags),
-            *self._numbers,
+            *self.numbers,
         )
+
+    def launch(self, aligned: bool) -> Callable[..., None]:
+        """What a call launches, for who keeps it: a function of the arguments of ``SIGNATURE``.
+
+        aligned: all rows of the matrices begin at multiples of 16 bytes. Loads the kernel, which is
+        not possible while a CUDA graph is captured.
+        """
+        return self._launches.get(aligned) or self._prepare(aligned)
 
     def planes_in(self, buffer: Tensor, second: bool = False) -> Planes:
         """The first or the second matrix's planes in a buffer; buffer: (nbytes,) uint8."""
@@ -153,14 +153,13 @@ class Splitter:
             rows_of(self.flags, 1, torch.uint8),
         )
 
-    def prepare(self, aligned: bool) -> Callable[..., None]:
-        """Load the kernel: not possible any more while a CUDA graph is captured."""
+    def _prepare(self, aligned: bool) -> Callable[..., None]:
         device, columns, rows = self.device, self.columns, self.all_rows
         sms = sm_count(device)
         source = split_source(self.planes, columns, aligned, arch_of(device), rows, sms)
         blocks = -(-rows // split_shape(rows, columns, sms).block_rows)
         kernel = load(source, device)
-        launch = kernel.prepare(_SIGNATURE, blocks, THREADS, dependent=starts_early(device))
+        launch = kernel.prepare(SIGNATURE, blocks, THREADS, dependent=starts_early(device))
         self._launches[aligned] = launch
         return launch
 

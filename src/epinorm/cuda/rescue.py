@@ -22,7 +22,7 @@ from epinorm.cuda.prepared import PreparedByProblem, starts_early
 from epinorm.cuda.source import kernel_text
 from epinorm.plan import Forward, Inputs, Problem
 
-__all__ = ["LARGEST_GROUP", "RescueTile", "rescue", "rescue_at", "rescue_source", "rescue_tile"]
+__all__ = ["LARGEST_GROUP", "RescueTile", "rescue", "rescue_launch", "rescue_source", "rescue_tile"]
 
 SIGNATURE = "plpl" + "ppp" + "pp" + "pppp" + "iii"
 """x, w and their row strides; bias, gamma, beta; the flags; y, z, mean, rstd; m, n, k."""
@@ -135,39 +135,37 @@ def rescue(
     a flag keep their bits. Every launch of the same values gives the same bits. Raises `ValueError`
     as `rescue_source` does.
     """
-    rescue_at(problem, inputs, row_flags.data_ptr(), column_flags.data_ptr(), forward)
+    if problem.m == 0:
+        return
+    x, weight = inputs.x, inputs.weight
+    at = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0))
+    aligned = (at[0] | at[2] | (at[1] | at[3]) * 4) % VECTOR_BYTES == 0
+    rescue_launch(problem, aligned)(
+        *at,
+        *parameter_addresses(inputs),
+        *(row_flags.data_ptr(), column_flags.data_ptr()),
+        *(t.data_ptr() for t in forward),
+        *(problem.m, problem.n, problem.k, *matrix_arguments(inputs.operands)[0]),
+    )
 
 
-def rescue_at(
-    problem: Problem, inputs: Inputs, row_flags: int, column_flags: int, forward: Forward
-) -> None:
-    """``rescue`` for flags that are known by their addresses: a part of a buffer is no tensor."""
-    _prepared(problem)(inputs, row_flags, column_flags, forward)
+def rescue_launch(problem: Problem, aligned: bool) -> Callable[..., None]:
+    """What ``rescue`` launches, for who keeps it: a function of the arguments of ``SIGNATURE``.
+
+    aligned: each row of x and of weight begins at a multiple of 16 bytes.
+    """
+    return _prepared(problem)(aligned)
 
 
 class _Prepared:
-    """The launches for one problem, by whether x and weight are aligned, and their arguments."""
+    """The launches for one problem, by whether x and weight are aligned."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.launches: dict[bool, Callable[..., None]] = {}
 
-    def __call__(self, inputs: Inputs, row_flags: int, column_flags: int, forward: Forward) -> None:
-        problem = self.problem
-        if problem.m == 0:
-            return
-        x, weight = inputs.x, inputs.weight
-        (x_at, x_stride), (w_at, w_stride) = ((t.data_ptr(), t.stride(0)) for t in (x, weight))
-        aligned = (x_at | w_at | x_stride * 4 | w_stride * 4) % VECTOR_BYTES == 0
-        launch = self.launches.get(aligned) or self._prepare(x.device, aligned)
-        operands = matrix_arguments(inputs.operands)[0] if inputs.operands else ()
-        launch(
-            *(x_at, x_stride, w_at, w_stride),
-            *parameter_addresses(inputs),
-            *(row_flags, column_flags),
-            *(t.data_ptr() for t in forward),
-            *(problem.m, problem.n, problem.k, *operands),
-        )
+    def __call__(self, aligned: bool) -> Callable[..., None]:
+        return self.launches.get(aligned) or self._prepare(self.problem.device, aligned)
 
     def _prepare(self, device: torch.device, aligned: bool) -> Callable[..., None]:
         problem = self.problem

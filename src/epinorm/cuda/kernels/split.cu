@@ -8,8 +8,7 @@
 //
 // The prelude defines kPlanes, kRowThreads (8 to 256, the team of a row), kRowVectors (float4 that a
 // thread keeps in registers; rows longer than kRowThreads * kRowVectors * 4 are read twice),
-// kTeamRows (rows that a team has in flight; 1 for teams of several warps), kTolerance and kAligned
-// (every row of both matrices starts at a multiple of 16 bytes).
+// kTolerance and kAligned (every row of both matrices starts at a multiple of 16 bytes).
 #include "dependent.cuh"
 #include "integers.cuh"
 #include "storage.cuh"
@@ -19,7 +18,6 @@ constexpr int kTeams = kThreads / kRowThreads;  // of a block
 constexpr float kLowFactor = 2048.0f;           // 2^11
 constexpr int kTopExponent = 14;                // of a row's largest magnitude, scaled
 constexpr int kLargestExponent = 60;            // of what is not flagged, unscaled
-static_assert(kTeamRows == 1 || kRowThreads <= 32, "a team of several warps has one row");
 
 struct alignas(16) Vector {
   float v[4];
@@ -60,8 +58,7 @@ __device__ __forceinline__ u32 largest_of(const Vector& vector) {
 __device__ __forceinline__ Vector load_vector(const float* row, int at, int k) {
   Vector loaded = {};
   if (kAligned && at + 4 <= k) {
-    const float4 four = __ldcs(reinterpret_cast<const float4*>(row + at));
-    loaded = {{four.x, four.y, four.z, four.w}};
+    loaded = *reinterpret_cast<const Vector*>(row + at);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -122,51 +119,39 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   const Rows all = {first, second, first_stride, second_stride, first_rows, second_begin, rows};
   const int thread = threadIdx.x % kRowThreads;
-  // The first rows last: what the product begins with is then still in L2.
-  const int block = gridDim.x - 1 - blockIdx.x;
-  const int top = block * kTeams * kTeamRows + threadIdx.x / kRowThreads;
+  const int row = blockIdx.x * kTeams + threadIdx.x / kRowThreads;
+  const bool inside = all.has(row);
+  const float* from = inside ? all.at(row) : nullptr;
 
   constexpr int kStep = kRowThreads * 4, kKept = kRowVectors * kStep;
-  Vector kept[kTeamRows][kRowVectors];
+  Vector kept[kRowVectors];
+  u32 largest = 0;
 #pragma unroll
-  for (int r = 0; r < kTeamRows; ++r) {
-    const int row = top + r * kTeams;
-    const bool inside = all.has(row);
-    const float* from = inside ? all.at(row) : nullptr;
+  for (int i = 0; i < kRowVectors; ++i)
+    kept[i] = load_vector(from, i * kStep + thread * 4, inside ? k : 0);
 #pragma unroll
-    for (int i = 0; i < kRowVectors; ++i)
-      kept[r][i] = load_vector(from, i * kStep + thread * 4, inside ? k : 0);
-  }
-#pragma unroll
-  for (int r = 0; r < kTeamRows; ++r) {
-    const int row = top + r * kTeams;
-    const bool inside = all.has(row);
-    const float* from = inside ? all.at(row) : nullptr;
-    u32 largest = 0;
-#pragma unroll
-    for (int i = 0; i < kRowVectors; ++i) largest = max(largest, largest_of(kept[r][i]));
-    for (int at = kKept + thread * 4; inside && at < k; at += kStep)
-      largest = max(largest, largest_of(load_vector(from, at, k)));
-    largest = row_max(largest, shared[0]);
+  for (int i = 0; i < kRowVectors; ++i) largest = max(largest, largest_of(kept[i]));
+  for (int at = kKept + thread * 4; inside && at < k; at += kStep)
+    largest = max(largest, largest_of(load_vector(from, at, k)));
+  largest = row_max(largest, shared[0]);
 
-    const int exponent = static_cast<int>(largest >> 23) - 127;
-    const bool in_range = exponent >= -kLargestExponent && exponent <= kLargestExponent;
-    const int shift = in_range ? kTopExponent - exponent : 0;
-    const float factor = power_of_two(shift);
-    bool held = in_range || largest == 0;
-    u16* hi_row = hi + static_cast<i64>(row) * k_padded;
-    u16* lo_row = lo + static_cast<i64>(row) * k_padded;
+  const int exponent = static_cast<int>(largest >> 23) - 127;
+  const bool in_range = exponent >= -kLargestExponent && exponent <= kLargestExponent;
+  const int shift = in_range ? kTopExponent - exponent : 0;
+  const float factor = power_of_two(shift);
+  bool held = in_range || largest == 0;
+  u16* hi_row = hi + static_cast<i64>(row) * k_padded;
+  u16* lo_row = lo + static_cast<i64>(row) * k_padded;
 #pragma unroll
-    for (int i = 0; i < kRowVectors; ++i) {
-      const int at = i * kStep + thread * 4;
-      if (inside && at < k_padded) held &= split_vector(kept[r][i], factor, hi_row, lo_row, at);
-    }
-    for (int at = kKept + thread * 4; inside && at < k_padded; at += kStep)
-      held &= split_vector(load_vector(from, at, k), factor, hi_row, lo_row, at);
-    const bool flagged = row_max(!held, shared[1]) != 0;
-    if (inside && thread == 0) {
-      scale[row] = power_of_two(-shift);
-      flag[row] = flagged;
-    }
+  for (int i = 0; i < kRowVectors; ++i) {
+    const int at = i * kStep + thread * 4;
+    if (inside && at < k_padded) held &= split_vector(kept[i], factor, hi_row, lo_row, at);
+  }
+  for (int at = kKept + thread * 4; inside && at < k_padded; at += kStep)
+    held &= split_vector(load_vector(from, at, k), factor, hi_row, lo_row, at);
+  const bool flagged = row_max(!held, shared[1]) != 0;
+  if (inside && thread == 0) {
+    scale[row] = power_of_two(-shift);
+    flag[row] = flagged;
   }
 }
