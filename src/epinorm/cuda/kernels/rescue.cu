@@ -25,6 +25,23 @@ struct Epilogue {
   int n;
 };
 
+// The rows of an item, and its groups with a flagged column.
+struct GroupSelection : Selection {
+  Flag groups[kColumns / kGroup];
+};
+
+// Fills `selection` as `select_rows` does: a flagged column needs every row.
+EPINORM_FUNCTION int select(GroupSelection& selection, const Item& item, const Flag* row_flags,
+                            const Flag* column_flags, int m, int n) {
+  const int thread = threadIdx.x, column = item.first_column + thread;
+  const bool column_flagged = thread < kColumns && column < n && column_flags[column] != 0;
+  __syncthreads();  // the last item's selection is no longer read
+  if (thread < kColumns / kGroup) selection.groups[thread] = 0;
+  const bool every_row = __syncthreads_or(column_flagged) != 0;
+  if (column_flagged) selection.groups[thread / kGroup] = 1;
+  return select_rows(selection, item, every_row, row_flags, m);
+}
+
 // A team holds one (row, group): the lanes' columns are interleaved, and divide the group.
 constexpr int kLowestBit = kGroup & -kGroup;
 constexpr int kLanes = kLowestBit < 32 ? kLowestBit : 32;
@@ -47,8 +64,8 @@ EPINORM_FUNCTION void load_operands(float (&t)[chain::kSlots], const Epilogue& e
 
 // From the tile of the linear's output without bias to y, for the (row, group)s that are flagged.
 // Every lane only reads and writes its own values of the tile, so no barrier is needed.
-EPINORM_FUNCTION void finish(float* tile, const Selection& selection, int rows, int first_column,
-                             const Epilogue& e) {
+EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, int rows,
+                             int first_column, const Epilogue& e) {
   constexpr float kInverse = 1.0f / kGroup;
   const int lane = threadIdx.x % kLanes;
   for (int first = threadIdx.x / 32 * (32 / kLanes); first < rows * kGroups; first += kTeams) {
@@ -56,7 +73,7 @@ EPINORM_FUNCTION void finish(float* tile, const Selection& selection, int rows, 
     const int group = cell % kGroups, column = first_column + group * kGroup;
     const bool inside = cell < rows * kGroups && column < e.n;
     const int row = inside ? selection.rows[cell / kGroups] : 0;
-    const bool flagged = inside && (selection.columns[group] || e.row_flags[row]);
+    const bool flagged = inside && (selection.groups[group] || e.row_flags[row]);
     if (!__any_sync(kAllLanes, flagged)) continue;
     const int end = flagged ? kGroup : 0;  // a team that is not flagged only takes part in the sums
     float* values = tile + cell / kGroups * kTileStride + group * kGroup;
@@ -114,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
            const float* gamma, const float* beta, const Flag* row_flags, const Flag* column_flags,
            float* y, float* z, float* mean, float* rstd, int m, int n, int k OPERAND_PARAMETERS) {
   extern __shared__ __align__(16) float shared[];
-  __shared__ Selection selection;
+  __shared__ GroupSelection selection;
   __shared__ Flag near[kLooks * kWarps];
   if (m <= kFewFlags && n <= kFewFlags) {
     const bool any = any_flag(row_flags, m) | any_flag(column_flags, n);

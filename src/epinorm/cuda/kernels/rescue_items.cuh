@@ -69,24 +69,17 @@ EPINORM_FUNCTION bool flagged_near(const Item& item, const Flag* row_flags, cons
   return any != 0;
 }
 
-// The rows and columns of one item, found by the whole block.
+// The rows of one item, found by the whole block.
 struct Selection {
-  int rows[kRows];                  // of the matrix; a row of the item each
-  int counts[32];                   // rows needed: of each warp in each pass
-  Flag columns[kColumns / kGroup];  // 1 for a group with a flagged column
+  int rows[kRows];  // of the matrix; a row of the item each
+  int counts[32];   // rows needed: of each warp in each pass
 };
 
-// Fills `selection` and returns how many rows the item has; every thread gets the same number.
-EPINORM_FUNCTION int select(Selection& selection, const Item& item, const Flag* row_flags,
-                            const Flag* column_flags, int m, int n) {
+// Fills `selection`, which nobody reads any more, and returns how many rows the item has; every
+// thread gets the same number.
+EPINORM_FUNCTION int select_rows(Selection& selection, const Item& item, bool every_row,
+                                 const Flag* row_flags, int m) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int column = item.first_column + thread;
-  const bool column_flagged = thread < kColumns && column < n && column_flags[column] != 0;
-  __syncthreads();  // the last item's selection is no longer read
-  if (thread < kColumns / kGroup) selection.columns[thread] = 0;
-  const bool every_row = __syncthreads_or(column_flagged) != 0;
-  if (column_flagged) selection.columns[thread / kGroup] = 1;
-
   unsigned needed[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {

@@ -1,15 +1,12 @@
 // Rows of x times rows of W in plain fp32, on the CUDA cores: tiles of kBlockK along K go through a
 // ring in shared memory, and each thread multiplies a small matrix of them.
 //
-// Copied by cp.async, which takes no registers; rows stay rows, so that 16 bytes travel at once where
-// the matrices' alignment allows it (kAligned) and words where not. A warp multiplies
-// 8 kThreadRows rows by 32 columns, a lane kThreadRows by 8, four values of K at a time.
+// A warp multiplies 8 kThreadRows rows by 32 columns, a lane kThreadRows by 8, four values of K at a
+// time.
 #pragma once
-#include "rescue_items.cuh"
+#include "rescue_lines.cuh"
 
-constexpr int kPitch = kBlockK + 4;        // floats: eight rows of a column of float4 fill all banks
 constexpr int kFoldSteps = 64 / kBlockK;   // between sums into the second accumulator
-constexpr int kVector = 4;                 // values of K that a lane reads at a time
 constexpr int kThreadColumns = 8;
 constexpr int kColumnWarps = kWidth / 32;
 constexpr int kRowWarps = kWarps / kColumnWarps;
@@ -17,55 +14,6 @@ constexpr int kFullRows = kRows / (kRowWarps * 8);  // of a thread
 constexpr int kThinRows = 2;                        // of a thread, where an item has few rows
 constexpr int kTileStride = kWidth + 4;             // floats
 static_assert(64 % kBlockK == 0 && kFullRows == 8, "");
-
-// cp.async (PTX, sm_80) of `bytes` of 16, and zeros for the rest.
-EPINORM_FUNCTION void copy_vector(u32 target, const float* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(from), "r"(bytes)
-               : "memory");
-}
-EPINORM_FUNCTION void copy_word(u32 target, const float* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(from), "r"(bytes)
-               : "memory");
-}
-EPINORM_FUNCTION void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-EPINORM_FUNCTION void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// kLines rows of one matrix on their way into the ring: a thread copies four values of a row.
-template <int kLines>
-struct Lines {
-  static constexpr int kVectors = kBlockK / kVector;  // of a row
-  static constexpr int kStep = kThreads / kVectors;
-  static constexpr int kParts = (kLines + kStep - 1) / kStep;
-  const float* from[kParts];
-
-  // row(i): where line i starts.
-  template <class Row>
-  EPINORM_FUNCTION explicit Lines(Row row) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      from[part] = row(min(part * kStep + int(threadIdx.x) / kVectors, kLines - 1)) +
-                   threadIdx.x % kVectors * kVector;
-  }
-  EPINORM_FUNCTION void copy(u32 target, int first_k, int k) const {
-    const int line = threadIdx.x / kVectors, column = threadIdx.x % kVectors * kVector;
-    const int left = k - first_k - column;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (kLines % kStep != 0 && part * kStep + line >= kLines) break;
-      const u32 to = target + ((part * kStep + line) * kPitch + column) * 4;
-      if (kAligned) {
-        copy_vector(to, from[part] + first_k, min(max(left, 0), kVector) * 4);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i)
-          copy_word(to + i * 4, from[part] + first_k + i, i < left ? 4 : 0);
-      }
-    }
-  }
-};
 
 // Where a lane's values stand in the tile: rows 8 apart, columns 4 apart.
 template <int kThreadRows>
@@ -132,7 +80,8 @@ EPINORM_FUNCTION void multiply_stage(Sums<kThreadRows>& part, const float* a, co
 }
 
 // The product of the selected rows and the strip's columns, left in `shared` as rows of kTileStride.
-template <int kThreadRows>
+// kAcrossX: x is (k, m), of which columns are selected; kAcrossW: w is (k, n). Else (m, k), (n, k).
+template <int kThreadRows, bool kAcrossX = false, bool kAcrossW = false>
 EPINORM_FUNCTION void multiply(float* shared, const Selection& selection, int rows, const float* x,
                                i64 x_stride, const float* w, i64 w_stride, int first_column, int n,
                                int k) {
@@ -140,9 +89,11 @@ EPINORM_FUNCTION void multiply(float* shared, const Selection& selection, int ro
   constexpr int kColumnPart = Here::kHeight * kPitch;       // floats, of x in a stage
   constexpr int kStage = kColumnPart + kWidth * kPitch;
   const Here here;
-  const Lines<Here::kHeight> x_lines(
-      [&](int i) { return x + selection.rows[min(i, rows - 1)] * x_stride; });
-  const Lines<kWidth> w_lines([&](int j) { return w + min(first_column + j, n - 1) * w_stride; });
+  const Lines<Here::kHeight, kAcrossX> x_lines(
+      [&](int i) { return x + selection.rows[min(i, rows - 1)] * (kAcrossX ? 1 : x_stride); },
+      x_stride);
+  const Lines<kWidth, kAcrossW> w_lines(
+      [&](int j) { return w + min(first_column + j, n - 1) * (kAcrossW ? 1 : w_stride); }, w_stride);
   const u32 ring = static_cast<u32>(__cvta_generic_to_shared(shared));
   const int steps = (k + kBlockK - 1) / kBlockK;
   const auto copy = [&](int step) {
