@@ -1,0 +1,117 @@
+// What flagged rows spoilt in a backward product of an fp32 chain, computed again in plain fp32:
+// result (m, n) = A (m, k) · b (k, n), where A is dZ for dX and dZᵀ for dW.
+//
+// The kernel before this one multiplied planes of fp16 that cannot hold what is flagged. A flagged row
+// of A spoils just that row of the result; a flagged index of the sum, everything. Nothing else is
+// written. Nothing flagged is the ordinary case: every block then reads the flags and ends.
+//
+// The prelude defines kRows, kColumns = kWidth of a tile; kBlockK and kStages of the ring;
+// kTransposedA (`a` is (k, m)); kAligned (every row of an `a` that is (m, k) begins at a multiple of
+// 16 bytes); kSplits, the blocks of a cluster, which share the sum over k of each item.
+#include "dependent.cuh"
+#include "hopper_barrier.cuh"
+#include "rescue_product.cuh"
+
+static_assert(kColumns == kWidth, "columns need not be whole groups here");
+
+constexpr int kFlagBytes = 16;        // read at a time
+constexpr int kFewFlags = 32 * 1024;  // of rows: up to here a block reads them all
+
+// This thread's part of the question whether any of `count` flags is set, 16 at a time.
+EPINORM_FUNCTION bool any_flag_wide(const Flag* flags, int count) {
+  if (reinterpret_cast<u64>(flags) % kFlagBytes != 0) return any_flag(flags, count);
+  const int whole = count / kFlagBytes;
+  const uint4* units = reinterpret_cast<const uint4*>(flags);
+  u32 any = 0;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < whole; i += kThreads) {
+    const uint4 unit = units[i];
+    any |= unit.x | unit.y | unit.z | unit.w;
+  }
+  const int left = whole * kFlagBytes + threadIdx.x;
+  if (left < count) any |= flags[left];
+  return any != 0;
+}
+
+// The same for the rows that the items from `first` on, `step` apart, take theirs from.
+EPINORM_FUNCTION bool any_row_flag(const ItemOrder& order, int first, int step,
+                                   const Flag* row_flags, int m) {
+  u32 any = 0;
+#pragma unroll 8
+  for (int index = first; index < order.count(); index += step)
+    any |= four_flags(row_flags, order.at(index).first_row + threadIdx.x * 4, m);
+  return any != 0;
+}
+
+// ld.shared::cluster of the float at `address` in block `rank`.
+EPINORM_FUNCTION float read_remote(u32 address, u32 rank) {
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];"
+               : "=f"(value)
+               : "r"(address_in_block(address, rank))
+               : "memory");
+  return value;
+}
+
+// From the tile to the result; with several blocks a sum, each adds their tiles in the order of k for
+// its share of the rows.
+EPINORM_FUNCTION void store(const float* tile, const Selection& selection, int rows,
+                            int first_column, float* result, int n, u32 rank) {
+  if constexpr (kSplits > 1) cluster_sync();  // all tiles are there
+  const u32 local = static_cast<u32>(__cvta_generic_to_shared(tile));
+  const int share = (rows + kSplits - 1) / kSplits, first = rank * share;
+  const int end = min(first + share, rows) * kColumns;
+  for (int i = first * kColumns + threadIdx.x; i < end; i += kThreads) {
+    const int row = i / kColumns, column = i % kColumns;
+    if (first_column + column >= n) continue;
+    const int at = row * kTileStride + column;
+    float value = tile[at];
+    if constexpr (kSplits > 1) {
+      value = 0.0f;
+#pragma unroll
+      for (u32 other = 0; other < kSplits; ++other) value += read_remote(local + at * 4, other);
+    }
+    result[static_cast<i64>(selection.rows[row]) * n + first_column + column] = value;
+  }
+  if constexpr (kSplits > 1) cluster_sync();  // no tile is read any more
+}
+
+// a: (m, k), or (k, m) with kTransposedA, rows a_stride apart. b: (k, n), b_stride. row_flags: (m,),
+// sum_flags: (k,), both at multiples of 4 bytes and written before the previous kernel began.
+// result: (m, n), written by the previous kernel.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    rescue_gradient(const float* a, i64 a_stride, const float* b, i64 b_stride,
+                    const Flag* row_flags, const Flag* sum_flags, float* result, int m, int n,
+                    int k) {
+  extern __shared__ __align__(16) float shared[];
+  __shared__ Selection selection;
+  const ItemOrder order(m, n);
+  const int step = gridDim.x / kSplits, first = blockIdx.x / kSplits;
+  const bool any_row = m <= kFewFlags ? any_flag_wide(row_flags, m)
+                                      : any_row_flag(order, first, step, row_flags, m);
+  const bool every_row = __syncthreads_or(any_flag_wide(sum_flags, k)) != 0;
+  const bool work = __syncthreads_or(any_row) != 0 || every_row;
+  wait_for_previous_kernel();  // also without work: the next kernel must not run beside that one
+  if (!work) return;
+
+  const u32 rank = kSplits > 1 ? blockIdx.x % kSplits : 0;  // clusters are whole runs of blocks
+  constexpr int kUnit = kBlockK * kSplits;
+  const int share = (k + kUnit - 1) / kUnit * kBlockK;
+  const int from = min(static_cast<int>(rank) * share, k), length = min(share, k - from);
+  const float* own_a = a + (kTransposedA ? from * a_stride : from);
+  const float* own_b = b + from * b_stride;
+  for (int index = first; index < order.count(); index += step) {
+    const Item item = order.at(index);
+    const int column = item.first_column;
+    __syncthreads();  // the last item's selection and tile are no longer read
+    const int rows = select_rows(selection, item, every_row, row_flags, m);
+    if (rows <= 0) continue;
+    if (rows <= Place<kThinRows>::kHeight)
+      multiply<kThinRows, kTransposedA, true>(shared, selection, rows, own_a, a_stride, own_b,
+                                              b_stride, column, n, length);
+    else
+      multiply<kFullRows, kTransposedA, true>(shared, selection, rows, own_a, a_stride, own_b,
+                                              b_stride, column, n, length);
+    store(shared, selection, rows, column, result, n, rank);
+  }
+}

@@ -1,0 +1,133 @@
+"""The range guard of fp32's backward products: what fp16 planes could not hold, in plain fp32.
+
+As `rescue.py` does for the forward product: launched right after each product of planes, it looks
+at the flags on the GPU and overwrites just what they spoilt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from epinorm.cuda.device import arch_of, sm_count
+from epinorm.cuda.jit import KernelSource, load
+from epinorm.cuda.prepared import starts_early
+from epinorm.cuda.rescue import THREADS, VECTOR_BYTES, RescueTile
+from epinorm.cuda.source import kernel_text
+
+__all__ = ["TILE", "rescue_gradient", "rescue_gradient_source", "splits_of"]
+
+SIGNATURE = "plpl" + "pp" + "p" + "iii"
+"""a, b and their row strides; the flags of rows and of the sum's indices; result; m, n, k."""
+
+TILE = RescueTile(128, 128, 128)
+MOST_SPLITS = 8
+"""Blocks of a cluster of any GPU that has clusters."""
+SHORTEST_SPLIT = 512
+"""Values of the summed index that are worth a block of their own."""
+FLAG_BYTES = 4
+"""What the address of flags must be a multiple of."""
+
+
+def rescue_gradient_source(
+    transposed_a: bool, aligned: bool, splits: int, arch: str
+) -> KernelSource:
+    """The kernel's text; compiles without a GPU.
+
+    aligned: each row of an ``a`` that is not transposed begins at a multiple of 16 bytes. splits:
+    blocks that share a sum, 1 before sm_90.
+    """
+    prelude = {
+        "kRows": TILE.rows,
+        "kColumns": TILE.columns,
+        "kWidth": TILE.width,
+        "kBlockK": TILE.block_k,
+        "kStages": TILE.stages,
+        "kTransposedA": transposed_a,
+        "kAligned": aligned,
+        "kSplits": splits,
+    }
+    text = "".join(f"constexpr int {name} = {int(value)};\n" for name, value in prelude.items())
+    return KernelSource("rescue_gradient", kernel_text("rescue_gradient.cu", text), arch)
+
+
+def splits_of(rows: int, columns: int, length: int, multiprocessors: int) -> int:
+    """How many blocks, 1, 2, 4 or 8, share each sum: more where the tiles do not fill the GPU."""
+    tiles = -(-rows // TILE.rows) * -(-columns // TILE.columns)
+    splits = 1
+    while (
+        splits < MOST_SPLITS
+        and tiles * splits * 2 <= multiprocessors
+        and length >= splits * 2 * SHORTEST_SPLIT
+    ):
+        splits *= 2
+    return splits
+
+
+def rescue_gradient(
+    result: Tensor,
+    a: Tensor,
+    b: Tensor,
+    transposed_a: bool,
+    row_flags: Tensor,
+    summed_flags: Tensor,
+) -> None:
+    """Overwrite the flagged rows of result = a @ b, or aᵀ @ b; all of them for a flag of the sum.
+
+    result: (R, S) fp32 contiguous, written by the kernel before. a: (R, L), or (L, R) if
+    ``transposed_a``; b: (L, S); both fp32 with contiguous rows, at any stride. row_flags (R,) and
+    summed_flags (L,), uint8, any value but zero a flag; contiguous, at addresses that are multiples
+    of 4, and complete before the last kernel of the stream begins. Rows without a flag keep their
+    bits, and every launch of the same values gives the same bits. Raises `ValueError` for shapes or
+    addresses that do not fit.
+    """
+    rows, columns = result.shape
+    length = b.shape[0]
+    if a.shape != ((length, rows) if transposed_a else (rows, length)) or b.shape[1] != columns:
+        raise ValueError(
+            f"a{'ᵀ' if transposed_a else ''} @ b must have the shape of result "
+            f"{tuple(result.shape)}, but got a {tuple(a.shape)} and b {tuple(b.shape)}"
+        )
+    if row_flags.numel() != rows or summed_flags.numel() != length:
+        raise ValueError(
+            f"expected {rows} flags of rows and {length} of the sum's indices, but got "
+            f"{row_flags.numel()} and {summed_flags.numel()}"
+        )
+    if rows == 0 or columns == 0:
+        return
+    a_at, a_stride, rows_at, summed_at = (
+        *(a.data_ptr(), a.stride(0)),
+        *(row_flags.data_ptr(), summed_flags.data_ptr()),
+    )
+    if (rows_at | summed_at) % FLAG_BYTES:
+        raise ValueError(
+            f"flags must begin at multiples of {FLAG_BYTES} bytes, but got addresses "
+            f"{rows_at:#x} and {summed_at:#x}"
+        )
+    aligned = transposed_a or (a_at | a_stride * 4) % VECTOR_BYTES == 0
+    _launcher(rows, columns, length, transposed_a, aligned, result.device)(
+        *(a_at, a_stride, b.data_ptr(), b.stride(0)),
+        *(rows_at, summed_at, result.data_ptr()),
+        *(rows, columns, length),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _launcher(
+    rows: int, columns: int, length: int, transposed_a: bool, aligned: bool, device: torch.device
+) -> Callable[..., None]:
+    early = starts_early(device)  # sm_90: clusters too
+    count = sm_count(device)
+    splits = splits_of(rows, columns, length, count) if early else 1
+    kernel = load(rescue_gradient_source(transposed_a, aligned, splits, arch_of(device)), device)
+    return kernel.prepare(
+        SIGNATURE,
+        min(TILE.items(rows, columns), count // splits) * splits,
+        THREADS,
+        shared_bytes=TILE.shared_bytes,
+        cluster=splits if splits > 1 else None,
+        dependent=early,
+    )

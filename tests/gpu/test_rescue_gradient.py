@@ -1,0 +1,376 @@
+"""The backward products' range guard, its flags set by hand: the rest is kept.
+
+Values are compared with float64 row by row, relative to the error of PyTorch's own fp32 product on
+that row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epinorm.accuracy import allowed_error, relative_error
+from epinorm.cuda.rescue_gradient import rescue_gradient
+
+ULP = torch.finfo(torch.float32).eps
+NAN = float("nan")
+ORDERS = pytest.mark.parametrize("transposed", [False, True], ids=["dx", "dw"])
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.view(torch.int32)
+
+
+def strided(t: Tensor, extra: int, shift: int) -> Tensor:
+    """The same matrix in rows ``extra`` values further apart, ``shift`` values into NaNs."""
+    rows, columns = t.shape
+    memory = torch.full((rows * (columns + extra) + shift,), NAN, device="cuda")
+    view = memory[shift:].view(rows, columns + extra)[:, :columns]
+    view.copy_(t)
+    return view
+
+
+@dataclass
+class Case:
+    """One product and its flags; the result begins as NaN."""
+
+    a: Tensor
+    b: Tensor
+    transposed: bool
+    row_flags: Tensor
+    summed_flags: Tensor
+
+    @property
+    def flagged(self) -> Tensor:
+        """(R,): the rows that must be computed again."""
+        return self.row_flags.bool() | self.summed_flags.any()
+
+    def product(self, dtype: torch.dtype) -> Tensor:
+        a = self.a.to(dtype)
+        return (a.t() if self.transposed else a) @ self.b.to(dtype)
+
+    def empty(self) -> Tensor:
+        return torch.full((self.row_flags.numel(), self.b.shape[1]), NAN, device="cuda")
+
+    def guard(self, result: Tensor) -> None:
+        rescue_gradient(result, self.a, self.b, self.transposed, self.row_flags, self.summed_flags)
+
+    def compute(self) -> Tensor:
+        result = self.empty()
+        self.guard(result)
+        return result
+
+    def check(self) -> Tensor:
+        """Flagged rows as accurate as PyTorch's, the others still NaN, the same bits twice."""
+        ours, rows = self.compute(), self.flagged
+        assert torch.equal(bits(ours), bits(self.compute())), "two launches differ"
+        assert ours[~rows].isnan().all(), "a row without a flag was written"
+        assert not ours[rows].isnan().any(), "a row with a flag was left out"
+        if not rows.any():
+            return ours
+        truth, eager = self.product(torch.float64)[rows], self.product(torch.float32)[rows]
+        found = ours[rows]
+        error, theirs = (relative_error(t, truth) for t in (found, eager))
+        assert error <= allowed_error(theirs, torch.float32), f"{error:.3e}, eager {theirs:.3e}"
+        each, eager_each = (row_errors(t, truth) for t in (found, eager))
+        assert (each <= torch.clamp(eager_each, min=4 * ULP)).all(), (
+            f"a row has {(each / eager_each).max():.2f} x eager's error"
+        )
+        return ours
+
+
+def row_errors(found: Tensor, truth: Tensor) -> Tensor:
+    return (found.double() - truth).norm(dim=1) / truth.norm(dim=1)
+
+
+def make_case(
+    rows: int,
+    columns: int,
+    length: int,
+    transposed: bool,
+    *,
+    flagged: float = 0.0,
+    summed: float = 0.0,
+    uniform: bool = False,
+    extra: int = 0,
+    shift: int = 0,
+) -> Case:
+    """Random tensors; rows and summed indices are flagged with these probabilities."""
+    draw = torch.rand if uniform else torch.randn
+    a = draw((length, rows) if transposed else (rows, length), device="cuda")
+    b = draw(length, columns, device="cuda")
+    if extra or shift:
+        a, b = strided(a, extra, shift), strided(b, extra, shift)
+    row_flags, summed_flags = (
+        (torch.rand(n, device="cuda") < p).to(torch.uint8)
+        for n, p in ((rows, flagged), (length, summed))
+    )
+    return Case(a, b, transposed, row_flags, summed_flags)
+
+
+@pytest.fixture(autouse=True)
+def _full_precision():
+    was = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = was
+
+
+@ORDERS
+def test_nothing_flagged_writes_nothing(transposed):
+    for shape in ((1, 1, 1), (1024, 256, 300), (3001, 130, 70), (70000, 8, 8), (8, 8, 70001)):
+        assert make_case(*shape, transposed).compute().isnan().all()
+
+
+@ORDERS
+@pytest.mark.parametrize("row", [0, 127, 128, 1023, 1024, 1099])
+def test_one_row(transposed, row):
+    case = make_case(1100, 272, 1000, transposed)
+    case.row_flags[row] = 255  # any value but zero
+    assert case.check().isfinite().sum() == 272
+
+
+@ORDERS
+@pytest.mark.parametrize("index", [0, 3, 4, 15, 16, 500, 990, 991, 992, 1000, 1001, 1002])
+def test_one_index_of_the_sum_spoils_everything(transposed, index):
+    case = make_case(140, 272, 1003, transposed)
+    case.summed_flags[index] = 2
+    assert case.check().isfinite().all()
+
+
+@ORDERS
+def test_flags_at_addresses_that_are_multiples_of_four_only(transposed):
+    case = make_case(1100, 130, 1003, transposed)
+    for at in (0, 1, 1002):
+        memory = torch.zeros(1007, dtype=torch.uint8, device="cuda")
+        memory[:4] = 1  # of somebody else
+        flags = memory[4:]
+        assert replace(case, summed_flags=flags).compute().isnan().all()
+        flags[at] = 1
+        assert replace(case, summed_flags=flags).check().isfinite().all()
+    memory = torch.ones(1108, dtype=torch.uint8, device="cuda")
+    memory[4:-4] = 0
+    flags = memory[4:-4]
+    flags[1099] = 1
+    assert replace(case, row_flags=flags).check().isfinite().sum() == 130
+
+
+@ORDERS
+@pytest.mark.parametrize("flagged", [0.005, 0.03, 0.3, 1.0])
+@pytest.mark.parametrize("summed", [0.0, 0.01, 1.0])
+def test_random_flags(transposed, flagged, summed):
+    make_case(1300, 650, 1500, transposed, flagged=flagged, summed=summed).check()
+
+
+@ORDERS
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 31, 32, 33, 129, 1027])
+def test_the_last_rows_of_any_number(transposed, rows):
+    case = make_case(rows, 40, 300, transposed)
+    case.row_flags[-1] = 1
+    case.check()
+    case.row_flags.fill_(1)
+    case.check()
+
+
+@ORDERS
+@pytest.mark.parametrize("columns", [1, 3, 8, 127, 129, 257])
+def test_any_number_of_columns(transposed, columns):
+    make_case(300, columns, 500, transposed, flagged=0.3, uniform=True).check()
+
+
+@ORDERS
+@pytest.mark.parametrize("length", [0, 1, 7, 31, 32, 33, 255, 256, 1023, 1024, 4099, 20001])
+def test_lengths(transposed, length):
+    """Sums of one block, and shared by two, four and eight."""
+    case = make_case(150, 140, length, transposed, flagged=0.6)
+    if length:
+        case.check()
+        case.row_flags.zero_()
+        case.row_flags[77] = 1
+        case.check()
+    else:
+        case.row_flags[0] = 1
+        assert (case.compute()[case.flagged] == 0).all()
+
+
+@ORDERS
+@pytest.mark.parametrize("extra, shift", [(1, 0), (2, 1), (4, 0), (4, 4), (7, 3)])
+def test_rows_at_any_address_with_any_stride(transposed, extra, shift):
+    case = make_case(300, 230, 777, transposed, flagged=0.5, extra=extra, shift=shift)
+    case.check()
+
+
+@ORDERS
+def test_more_rows_than_a_block_looks_at(transposed):
+    for flagged in (0.0001, 1.0):
+        make_case(70001, 72, 64, transposed, flagged=flagged).check()
+    case = make_case(70001, 72, 64, transposed)
+    case.row_flags[70000] = 1
+    assert case.check().isfinite().sum() == 72
+
+
+@ORDERS
+@pytest.mark.parametrize("shape", [(600, 500, 300), (200, 200, 5000)])
+def test_values_are_the_same_wherever_a_row_is_computed(transposed, shape):
+    """Alone, among a few and among all: the order of the sums is fixed."""
+    alone = make_case(*shape, transposed)
+    alone.row_flags[77] = 1
+    few = replace(alone, row_flags=alone.row_flags.clone())
+    few.row_flags[50:110] = 1
+    everything = replace(alone, summed_flags=torch.ones_like(alone.summed_flags))
+    expected = alone.compute()[77]
+    for case in (few, everything):
+        assert torch.equal(bits(case.compute()[77]), bits(expected))
+
+
+@ORDERS
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), NAN])
+def test_inf_and_nan_propagate_as_in_eager(transposed, value):
+    case = make_case(50, 60, 3000, transposed, flagged=0.5)
+    case.a[3, 17] = value
+    case.b[40, 5] = value
+    case.row_flags[3] = case.row_flags[17] = case.summed_flags[40] = 1
+    ours, eager = case.compute(), case.product(torch.float32)
+    assert not eager.isfinite().all()
+    torch.testing.assert_close(ours, eager, equal_nan=True, rtol=2e-5, atol=1e-3)
+
+
+@ORDERS
+@pytest.mark.parametrize("scale", [1e30, 1e-30, 1e-42])
+def test_rows_far_from_one(transposed, scale):
+    case = make_case(100, 130, 1000, transposed, flagged=0.3)
+    case.row_flags[0] = 1
+    rows = case.row_flags.bool()
+    if transposed:
+        case.a[:, rows] *= scale
+    else:
+        case.a[rows] *= scale
+    truth = case.product(torch.float64)[rows]
+    error, eager = (
+        relative_error(t[rows], truth) for t in (case.compute(), case.product(torch.float32))
+    )
+    # Denormal sums round to the same spacing in any order: eager's error up to chance.
+    assert error <= 1.05 * eager
+
+
+@ORDERS
+def test_an_outlier_against_zeros(transposed):
+    """What one scale a row cannot hold: 1e12 that multiplies zeros, beside values of one."""
+    case = make_case(100, 130, 1000, transposed, flagged=0.3)
+    (case.a.t() if transposed else case.a)[:, 11] = 1e12
+    case.b[11] = 0
+    case.check()
+
+
+@ORDERS
+def test_a_graph_replays_with_other_flags(transposed):
+    case = make_case(600, 300, 1100, transposed)
+    result = case.compute()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result.fill_(NAN)
+        case.guard(result)
+    for row, index in ((None, None), (5, None), (599, 17), (None, 1099), (None, None)):
+        case.row_flags.zero_()
+        case.summed_flags.zero_()
+        if row is not None:
+            case.row_flags[row] = 1
+        if index is not None:
+            case.summed_flags[index] = 1
+        graph.replay()
+        assert torch.equal(bits(result), bits(case.compute()))
+        assert torch.equal(result.isnan().all(1), ~case.flagged)
+
+
+@ORDERS
+def test_the_kernel_before_is_waited_for(transposed):
+    """The guard starts early; what that kernel writes last must not overwrite a flagged row."""
+    case = make_case(1024, 1024, 512, transposed, flagged=0.1)
+    expected = case.compute()
+    other = torch.full((2**26,), NAN, device="cuda")
+    result = other[-expected.numel() :].view(expected.shape)
+    for _ in range(20):
+        other.fill_(NAN)
+        case.guard(result)
+        assert torch.equal(bits(result), bits(expected))
+
+
+def test_no_rows_and_no_columns():
+    assert make_case(0, 64, 32, False).compute().shape == (0, 64)
+    assert make_case(64, 0, 32, True).compute().shape == (64, 0)
+
+
+def test_what_does_not_fit_is_refused():
+    case = make_case(64, 32, 48, False)
+    with pytest.raises(ValueError, match=r"\(64, 48\)"):
+        replace(case, transposed=True).compute()
+    with pytest.raises(ValueError, match="64 flags of rows and 48"):
+        rescue_gradient(case.empty(), case.a, case.b, False, case.summed_flags, case.summed_flags)
+    flags = torch.zeros(65, dtype=torch.uint8, device="cuda")[1:]
+    with pytest.raises(ValueError, match="multiples of 4"):
+        replace(case, row_flags=flags).compute()
+
+
+def microseconds(work: Callable[[], object], repeats: int, replays: int = 15) -> float:
+    """Median time of one ``work()`` inside a graph of ``repeats`` of them."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            work()
+    times = []
+    for _ in range(replays + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / repeats)
+    return sorted(times[3:])[replays // 2]
+
+
+SHAPES = [
+    ("kb62", 1024, 8192, 8192, 1.5),
+    ("skinny", 65536, 128, 128, 40.0),
+    ("mid", 16384, 1024, 1024, 3.0),
+]
+"""m, k, n of the forward product; what the guard may cost in times of cuBLAS where all is flagged
+(skinny: dW is one tile, which no more than a cluster of blocks shares)."""
+
+
+def of_shape(m: int, k: int, n: int, transposed: bool) -> Case:
+    return make_case(*((n, k, m) if transposed else (m, k, n)), transposed)
+
+
+@ORDERS
+@pytest.mark.parametrize("name, m, k, n, _", SHAPES)
+def test_costs_next_to_nothing_where_nothing_is_flagged(name, m, k, n, _, transposed):
+    case = of_shape(m, k, n, transposed)
+    result, other = case.empty(), torch.zeros(2**20, device="cuda")
+
+    def guarded() -> None:
+        other.add_(1)
+        case.guard(result)
+
+    alone = microseconds(lambda: other.add_(1), 100)
+    cost = microseconds(guarded, 100) - alone
+    print(f"{name} {'dw' if transposed else 'dx'}: nothing flagged costs {cost:.2f} us")
+    assert cost < 5
+
+
+@ORDERS
+@pytest.mark.parametrize("name, m, k, n, most", SHAPES)
+def test_costs_about_what_cublas_does_where_all_is_flagged(name, m, k, n, most, transposed):
+    case = of_shape(m, k, n, transposed)
+    result = case.empty()
+    eager = microseconds(lambda: case.product(torch.float32), 1, 5)
+    for rows in (1, 128, case.row_flags.numel()):
+        case.row_flags.zero_()
+        case.row_flags[torch.randperm(case.row_flags.numel(), device="cuda")[:rows]] = 1
+        ours = microseconds(lambda: case.guard(result), 1, 5)
+        print(f"{name} {'dw' if transposed else 'dx'}, {rows} rows: {ours:.0f}, eager {eager:.0f}")
+    assert ours < most * eager
