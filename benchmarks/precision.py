@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +31,7 @@ from epinorm.cuda.planes import Planes, split
 from epinorm.cuda.prepared import PreparedByProblem
 from epinorm.plan import Inputs, Problem
 from epinorm.precision import Precision
+from epinorm.results import commit
 
 M, N, CHANNELS = 512, 1024, 16
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -144,11 +144,6 @@ def times() -> Iterator[tuple[str, float]]:
                 found[steps].append(begin.elapsed_time(end) * 1000)
     for steps, values in found.items():
         yield str(steps), statistics.median(values)
-
-
-def commit() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 def main(out: Annotated[Path, typer.Option(help="JSON file to write")]) -> None:

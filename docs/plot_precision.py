@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+
+from epinorm.cuda.hopper_plan import fold_steps
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 NEVER = 10**6
-CHOSEN = 4
+BEGIN, END = "<!-- precision: begin", "<!-- precision: end"
 GREY, BLUE, VERMILION = "#4D4D4D", "#0072B2", "#D55E00"
 STYLES = {"randn": ("-", "o"), "rand": ("--", "s")}
 
@@ -26,6 +29,11 @@ def main() -> None:
     by_way: dict[tuple[str, str], dict[int, float]] = {}
     for row in facts["errors"]:
         by_way.setdefault((row["inputs"], row["way"]), {})[row["k"]] = row["error"]
+    for inputs in STYLES:
+        lengths = by_way[inputs, "eager highest"]
+        by_way[inputs, "chosen"] = {
+            k: by_way[inputs, f"highest {fold_steps(k)}"][k] for k in lengths
+        }
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     draw_lengths(left, by_way)
     draw_intervals(right, by_way, facts["step_columns"], max(row["k"] for row in facts["errors"]))
@@ -35,6 +43,39 @@ def main() -> None:
     plt.rcParams["svg.hashsalt"] = "epinorm"
     figure.savefig(HERE / "precision.png", dpi=150, metadata={"Software": None})
     figure.savefig(HERE / "precision.svg", metadata={"Date": None})
+    write_table(facts, by_way)
+
+
+def write_table(facts: dict[str, Any], by_way: dict[tuple[str, str], dict[int, float]]) -> None:
+    """Put picture and table between the markers of precision.md."""
+    lengths = sorted(by_way["randn", "eager highest"])
+    ways = {"eager `highest`": "eager highest", "epinorm `highest`": "chosen"}
+    steps = sorted(
+        int(way.split()[1]) for i, way in by_way if i == "randn" and "highest " in way[:8]
+    )
+    for step in steps:
+        columns = f"{step * facts['step_columns']} columns" if step < NEVER else "never"
+        ways[f"promoted every {columns}".replace("every never", "never")] = f"highest {step}"
+    ways |= {"eager TF32": "eager high", "epinorm `high`": "high"}
+    lines = [
+        "![error against K and against the interval of promotion](precision.svg)",
+        "",
+        f"Error of z, m = {facts['m']}, n = {facts['n']}, normal inputs, {facts['gpu']}, "
+        f"PyTorch {facts['torch']}, commit {facts['commit'][:7]}:",
+        "",
+        "| K | " + " | ".join(map(str, lengths)) + " |",
+        "|---" * (len(lengths) + 1) + "|",
+    ]
+    for name, way in ways.items():
+        cells = " | ".join(f"{by_way['randn', way][k]:.1e}" for k in lengths)
+        lines.append(f"| {name} | {cells} |")
+    page = HERE / "precision.md"
+    text = page.read_text()
+    before, rest = text.split(BEGIN)
+    note, rest = rest.split("-->", 1)
+    after = rest.split(END)[1]
+    block = "\n".join(lines)
+    page.write_text(f"{before}{BEGIN}{note}-->\n{block}\n{END}{after}")
 
 
 def draw_lengths(axes: plt.Axes, by_way: dict[tuple[str, str], dict[int, float]]) -> None:
@@ -44,7 +85,7 @@ def draw_lengths(axes: plt.Axes, by_way: dict[tuple[str, str], dict[int, float]]
         "high": ("epinorm, high", VERMILION, 0.5),
         f"highest {NEVER}": ("epinorm, never promoted", GREY, 0.5),
         "eager highest": ("eager, highest", BLUE, 1.0),
-        f"highest {CHOSEN}": ("epinorm, highest", VERMILION, 1.0),
+        "chosen": ("epinorm, highest", VERMILION, 1.0),
     }
     for (inputs, way), points in by_way.items():
         if way not in ways:
@@ -81,10 +122,11 @@ def draw_intervals(
             )  # fmt: skip
         eager = by_way["randn", "eager highest"][k]
         axes.axhline(eager, color=BLUE, alpha=alpha, linewidth=1)
-    axes.axvline(CHOSEN * step, color=GREY, linewidth=0.8, linestyle=":")
+        taken = fold_steps(k) * step, by_way["randn", "chosen"][k]
+        axes.plot(*taken, marker="o", markersize=11, fillstyle="none", color=GREY)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=10)
-    axes.set_xlabel("columns between promotions (dotted: taken; blue: eager)")
+    axes.set_xlabel("columns between promotions (ringed: taken; blue: eager)")
     axes.legend(fontsize=8, frameon=False)
 
 
