@@ -16,6 +16,7 @@ from epinorm.cuda.hopper_plan import fold_steps
 from epinorm.cuda.jit import load
 from epinorm.cuda.launch import TensorMap, tensor_map
 from epinorm.cuda.planes import Planes, split
+from epinorm.cuda.rescue_gradient import rescue_gradient
 
 __all__ = ["TILES", "input_gradient", "serves", "weight_gradient"]
 
@@ -70,8 +71,6 @@ def input_gradient(dz: Tensor, weight: Tensor, planes: int) -> Tensor:
     w = split(weight, planes)
     a = split_rows(dz, w.scale, planes)
     dx = _product(a, w, True, dz.shape[0], weight.shape[1], dz.shape[1])
-    from epinorm.cuda.rescue_gradient import rescue_gradient
-
     rescue_gradient(dx, dz, weight, False, a.flags, w.flags)
     return dx
 
@@ -81,7 +80,5 @@ def weight_gradient(dz: Tensor, x: Tensor, planes: int) -> Tensor:
     b = split(x, planes)
     a = split_columns(dz, b.scale, planes)
     dw = _product(a, b, False, dz.shape[1], x.shape[1], dz.shape[0])
-    from epinorm.cuda.rescue_gradient import rescue_gradient
-
     rescue_gradient(dw, dz, x, True, a.flags, b.flags)
     return dw
