@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Converter", "Marked", "marked", "prepack", "prepacked", "unprepack"]
+__all__ = ["Converter", "Marked", "keeps", "marked", "prepack", "prepacked", "unprepack"]
 
 M = TypeVar("M", nn.Module, Tensor)
 
@@ -245,6 +245,11 @@ def _weights(model: nn.Module | Tensor) -> list[Tensor]:
 
 def _is_matrix(t: Tensor) -> bool:
     return t.dim() == 2 and t.is_floating_point()
+
+
+def keeps(weight: Tensor) -> bool:
+    """Whether the weight is marked, and is one that is converted at all."""
+    return id(weight) in marked and not weight.is_inference() and _why_not(weight) is None
 
 
 def _mark(weight: Tensor) -> None:

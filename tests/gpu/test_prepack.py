@@ -106,10 +106,12 @@ def has_planes(weight: torch.Tensor) -> bool:
 def test_the_same_bits_and_planes_are_kept(precision):
     made = prepack(model())
     check_fresh(made)
-    kept = marked[id(weight_of(made))].buffer
+    entry = marked[id(weight_of(made))]
+    kept, conversion = entry.buffer, entry._ready
     for _ in range(3):
         check_fresh(made)
-    assert marked[id(weight_of(made))].buffer is kept
+    assert entry.buffer is kept
+    assert entry._ready is conversion
     unprepack(made)
     assert not marked
     check_fresh(made)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from epinorm.chain import GroupNorm
 from epinorm.plan import Problem, plan_for
 from epinorm.precision import product_precision
+from epinorm.prepack import keeps
 from epinorm.rewrite.match import Candidate
 from epinorm.rewrite.program import Analysis, Settings, layers_of
 from epinorm.rewrite.replace import analyse_modes, settings_of
@@ -181,7 +182,8 @@ def _planned(analysis: Analysis, candidate: Candidate, x: Tensor, settings: Sett
         plan = plan_for(problem, settings.strategy)
     except (RuntimeError, ValueError) as error:
         return Row(str(chain), "", True, settings.strategy, str(error), shape)
-    return Row(str(chain), "", True, plan.strategy, plan.reason, shape)
+    prepacked = "; its weight is prepacked" if keeps(weight) and plan.strategy == "single" else ""
+    return Row(str(chain), "", True, plan.strategy, plan.reason + prepacked, shape)
 
 
 def _text(candidate: Candidate) -> str:

@@ -116,7 +116,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
           int k, int k_padded) {
   __shared__ u32 shared[2][kThreads / 32];
   wait_for_previous_kernel();
-  let_next_kernel_start();
   const Rows all = {first, second, first_stride, second_stride, first_rows, second_begin, rows};
   const int thread = threadIdx.x % kRowThreads;
   const int row = blockIdx.x * kTeams + threadIdx.x / kRowThreads;
