@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -434,3 +436,26 @@ def test_thousandth_of_the_call_is_checking(pair: Any, x: Any) -> None:
         fused(x)
         fused.train()
     assert len(vars(fused)["_epinorm_programs"]) == 1
+
+
+def test_garbage_collection_while_tracing_is_not_taken_for_the_users_calls() -> None:
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(8, 16), nn.GroupNorm(4, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.fc(x))
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        time.perf_counter()
+
+    gc.callbacks.append(on_collection)
+    threshold = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        model = epinorm.fuse(Collects())
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(on_collection)
+    assert [row.fused for row in epinorm.explain(model).rows] == [True]

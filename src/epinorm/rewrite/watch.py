@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import gc
 import math
 import operator
 import sys
@@ -74,14 +75,21 @@ class Watch:
         self.sets_attributes = False
         self._users: set[FrameType] = set()
         self._previous: Any = None
+        self._collects = False
 
     def __enter__(self) -> Watch:
         self._previous = sys.getprofile()
+        # A garbage collection in the user's code would run other libraries' gc callbacks there, which
+        # look as if the user had called them.
+        self._collects = gc.isenabled()
+        gc.disable()
         sys.setprofile(self._on_event)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         sys.setprofile(self._previous)
+        if self._collects:
+            gc.enable()
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
