@@ -6,7 +6,7 @@ call like an earlier one costs a look-up, not a plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from epinorm.plan import (
 )
 from epinorm.precision import product_precision
 
-__all__ = ["Facts", "run_backward", "run_forward", "run_inference"]
+__all__ = ["Facts", "forget_plans", "planned", "run_backward", "run_forward", "run_inference"]
 
 Facts = tuple[str, Any, bool, torch.dtype | None]
 """The facts of a call as the operators' schemas order them: chain, strategy, strict, out_dtype."""
@@ -44,6 +44,14 @@ class _Prepared(NamedTuple):
 
 _prepared: dict[tuple[Any, ...], _Prepared] = {}
 _MAX_PREPARED = 4096
+
+planned: list[Callable[[Problem, Inputs], None]] = []
+"""Told of each call that is planned: so `epinorm tune` learns which problems a model has."""
+
+
+def forget_plans() -> None:
+    """Plan each call anew."""
+    _prepared.clear()
 
 
 def _prepare(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
@@ -87,6 +95,8 @@ def _plan(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
         device=x.device,
         precision=product_precision(x.dtype, x.device.type),
     )
+    for tell in planned:
+        tell(problem, inputs)
     plan = plan_for(problem, strategy, strict)
     return _Prepared(problem, plan, *backend_of(plan.strategy))
 

@@ -224,8 +224,8 @@ def _folder_or_none() -> Path | None:
         return None
 
 
-def _folder(create: bool) -> Path | None:
-    """The folder of the kernels, checked; None if it is not there and not to be made.
+def _folder(create: bool, name: str = "cubins") -> Path | None:
+    """The folder of the kernels, or another, checked; None if not there and not to be made.
 
     It is a folder of its own inside the one that the user names, because it is made private: that
     must not happen to, say, /tmp.
@@ -234,7 +234,7 @@ def _folder(create: bool) -> Path | None:
         root = cache_root()
     except RuntimeError as error:  # no home folder
         raise _Refused(f"no folder for the kernel cache: {error}") from error
-    folder = root / "cubins"
+    folder = root / name
     if create:
         root.parent.mkdir(parents=True, exist_ok=True)
         for path in (root, folder):

@@ -26,7 +26,7 @@ from epinorm.cuda.rescue import LARGEST_GROUP, rescue_launch
 from epinorm.plan import Forward, Inputs, Problem
 from epinorm.prepack import marked
 
-__all__ = ["hopper_forward"]
+__all__ = ["hopper_forward", "launch_with"]
 
 _SIGNATURE = "mmmm" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo; y, z, bias, gamma, beta, row and column scale, mean, rstd; m, n, k."""
@@ -77,6 +77,11 @@ def _launch_of(problem: Problem, prepacked: bool) -> _Direct | _Split:
     tile = choose_tile(problem, sm_count(problem.device), prepacked)
     if tile is None:
         raise RuntimeError(f"no tile of the Hopper kernel fits {problem}")
+    return launch_with(problem, tile, prepacked)
+
+
+def launch_with(problem: Problem, tile: Tile, prepacked: bool = False) -> _Direct | _Split:
+    """A function from ``Inputs`` to ``Forward``, by the kernel with this tile."""
     scaled = problem.dtype == torch.float32 and not tile.tf32
     return _Split(problem, tile, prepacked) if scaled else _Direct(problem, tile)
 

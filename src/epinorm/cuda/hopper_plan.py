@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from epinorm.cuda import tuned
 from epinorm.cuda.hopper import STEP_BYTES, Instance, Tile, largest_stages
 from epinorm.plan import Problem
 
@@ -200,7 +201,15 @@ def cycles(problem: Problem, tile: Tile, sms: int, prepacked: bool = False) -> f
 
 @lru_cache(maxsize=4096)
 def choose_tile(problem: Problem, sms: int, prepacked: bool = False) -> Tile | None:
-    """The tile with the least estimated time; None where none fits."""
+    """The tile that was measured fastest, else that of the least estimated time; None if none fits.
+
+    `epinorm tune` clears what is kept here.
+    """
+    # It measures with conversions of W, and they are what decides whether TF32 is faster.
+    if not (prepacked and problem.precision == "high"):
+        remembered = tuned.choice(problem, candidates)
+        if remembered is not None and remembered.tile is not None:
+            return remembered.tile
     channels = problem.chain.channels_per_group(problem.n)
     key = (planes_of(problem), channels, problem.m, problem.k, problem.n)
     if key in MEASURED:

@@ -43,10 +43,14 @@ class PreparedByProblem(Generic[T]):
         if entry is not None and entry[0] is problem:
             return entry[1]
         if max(len(self._by_identity), len(self._by_value)) >= MOST_KEPT:
-            self._by_identity.clear()
-            self._by_value.clear()
+            self.clear()
         value = self._by_value.get(problem)
         if value is None:
             value = self._by_value[problem] = self._make(problem)
         self._by_identity[id(problem)] = (problem, value)
         return value
+
+    def clear(self) -> None:
+        """Make each anew when next asked for."""
+        self._by_identity.clear()
+        self._by_value.clear()
