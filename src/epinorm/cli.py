@@ -1,4 +1,4 @@
-"""The command line: ``epinorm bench | check | explain | judge | export | info | cache``.
+"""The command line: ``epinorm bench | check | explain | tune | judge | export | info | cache``.
 
 Exit code 0: verified (or nothing to verify and all well); 1: verification failed, or the model has
 no chain to fuse; 2: bad input. What is wrong is one sentence on stderr; EPINORM_TRACEBACK=1 shows
@@ -415,4 +415,5 @@ def main() -> None:
 
 
 # Adds its commands to `app`, which it takes from here.
-import epinorm.cli_kernelbench  # noqa: E402, F401
+import epinorm.cli_kernelbench  # noqa: E402
+import epinorm.cli_tune  # noqa: E402, F401

@@ -1,0 +1,110 @@
+"""`epinorm tune` on a Hopper GPU: every way is right, the fastest is kept, and calls take it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from product_case import make_product, matmul_precision
+
+import epinorm
+from epinorm.accuracy import allowed_error, relative_error
+from epinorm.cuda import hopper_plan, tune, tuned
+from epinorm.cuda.device import sm_count
+from epinorm.cuda.hopper import Tile
+from epinorm.cuda.tuned import Choice
+from epinorm.plan import plan_for
+from epinorm.timing import Settings
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+
+FEW = Settings(runs=10, warmup=2)
+
+
+@pytest.fixture(autouse=True)
+def no_table():
+    """Nothing tuned before or after; the folder is the test run's own (conftest.py)."""
+    tuned.clear()
+    tune.forget_plans()
+    yield
+    tuned.clear()
+    tune.forget_plans()
+
+
+def call(case):
+    """The problem as a user calls it, without a strategy."""
+    x, weight, bias, norm_weight, norm_bias, _ = case.inputs
+    return epinorm.linear_norm(
+        *(x, weight, bias),
+        norm=epinorm.GroupNorm(case.problem.groups),
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        post="leaky_relu(0.01)|scale(2)",
+    )
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+def test_every_way_is_right_and_the_fastest_is_taken(kind, training):
+    case = make_product(1000, 520, 64, 8, kind, training=training)
+    problem = case.problem
+    with matmul_precision(problem.precision):
+        found = tune.tune(problem, case.inputs, most=4, settings=FEW)
+        assert found is not None
+        tiles = [trial for trial in found.trials if trial.strategy == "single"]
+        assert len(tiles) >= 2
+        assert [trial.refused for trial in tiles] == [None] * len(tiles)
+        assert all(0 < trial.microseconds < 1000 for trial in tiles)
+        assert found.best.microseconds == min(
+            t.microseconds for t in found.trials if t.microseconds is not None
+        ) or (found.best.way == found.before)
+        assert found.not_kept is None
+        tuned.forget()
+        plan = plan_for(problem)
+        assert plan.strategy == found.best.strategy
+        if found.best.tile in hopper_plan.candidates(problem):
+            assert hopper_plan.choose_tile(problem, sm_count()) == found.best.tile
+        result = call(case)
+        if plan.strategy == "single":
+            case.check()  # of this very pass, so with the tile that is remembered
+    error = relative_error(result, case.truth["y"])
+    theirs = max(relative_error(y["y"], case.truth["y"]) for y in case.yardsticks)
+    assert error <= allowed_error(theirs, problem.dtype)
+
+
+def test_a_call_changes_with_the_table():
+    """What is remembered reaches calls that were planned already, and can be taken back."""
+    case = make_product(300, 520, 16, 16)
+    problem = case.problem
+    expected = call(case)
+    modelled = hopper_plan.choose_tile(problem, sm_count())
+    others = [t for t in hopper_plan.candidates(problem) if t.block_m != modelled.block_m]
+    assert tuned.remember(problem, Choice("single", others[0], 1.0)) is None
+    tune.forget_plans()
+    assert relative_error(call(case), expected) < 1e-3  # the same roundings but for the last bits
+    assert "measured it fastest" in plan_for(problem).reason
+    assert tuned.remember(problem, Choice("epilogue", None, 1.0)) is None
+    tune.forget_plans()
+    assert plan_for(problem).strategy == "epilogue"
+    with_rounded_product = call(case)
+    assert not torch.equal(with_rounded_product, expected)
+    assert relative_error(with_rounded_product, expected) < 1e-2
+    tuned.clear()
+    tune.forget_plans()
+    assert torch.equal(call(case), expected)
+
+
+def test_a_tile_that_cannot_be_launched_is_never_launched():
+    case = make_product(300, 520, 16, 16)
+    expected = call(case)
+    assert tuned.remember(case.problem, Choice("single", Tile(128, 4096, 40), 0.1)) is None
+    tune.forget_plans()
+    assert torch.equal(call(case), expected)
