@@ -28,6 +28,7 @@ WRONG = {
     "gamma_ignored": ("gradients", "gradient of gn.weight on rand: missing"),
     "one_pass_variance": ("large mean", "biases far from zero"),
     "tf32": ("accuracy", "output on randn"),
+    "fp16_planes": ("outliers", "1e+12 in x against zeros in W"),
     "tf32_setting": ("settings untouched", "fp32 matmul precision from highest to high"),
     "background_thread": ("streams", "still changed after the call had returned"),
     "alias": ("repeatable", "a second call wrote into the output of the first"),
@@ -46,7 +47,7 @@ WRONG = {
 # What each of these does wrong shows in this check alone: no other one may fail with it.
 ALONE = (
     "cached_by_pointer", "cached_weights", "one_pass_variance", "tf32_setting", "writes_input",
-    "fake_clock", "other_seed", "constants", "not_repeatable",
+    "fake_clock", "other_seed", "constants", "not_repeatable", "fp16_planes",
 )  # fmt: skip
 
 
@@ -64,7 +65,8 @@ def check(verdict: Verdict, name: str) -> Check:
 def test_the_right_solution_is_clean(dtype: str) -> None:
     verdict = judged("right", timing=dtype == "float32", dtype=dtype)
     assert verdict.clean, verdict.failures
-    assert not [c for c in verdict.checks if c.status == "skipped"]
+    skipped = [c.name for c in verdict.checks if c.status == "skipped"]
+    assert skipped == (["outliers"] if dtype == "float16" else [])
     if dtype == "float32":
         assert [t.pass_ for t in verdict.timings] == ["forward", "training"]
         assert all(t.solution_us > 0 and t.eager_us > 0 for t in verdict.timings)

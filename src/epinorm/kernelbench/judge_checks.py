@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["CHECKS", "NamedCheck", "from_comparisons"]
 PUBLIC_TRIALS = 5
 MAGNITUDES = (0.01, 100.0)
 OTHER_BATCHES = (0, 1, 3)
+OUTLIER = 1e12
 
 Result = tuple[Status, str]
 
@@ -219,6 +221,22 @@ def _large_mean(session: Session) -> list[Result]:
     return [from_comparisons(found)]
 
 
+def _outliers(session: Session) -> list[Result]:
+    """A huge value against weights of zero: an fp32 product does not see it, scaled fp16 does."""
+    if session.dtype == torch.float16:
+        return [("skipped", f"float16 does not hold {OUTLIER:g}")]
+    state = copy.deepcopy(session.model.state_dict())
+    drawn = draw_inputs(session.inputs, "randn", session.options.seed + 6500)
+    inputs = session.with_a_silent_feature(drawn, OUTLIER)
+    if inputs is None:
+        return [("skipped", "no input goes into a linear layer")]
+    try:
+        found = session.compared(f"{OUTLIER:g} in x against zeros in W", inputs, stress=True)
+    finally:
+        session.restore(state)
+    return [from_comparisons(found)]
+
+
 def _not_finite(session: Session) -> list[Result]:
     inputs = draw_inputs(session.inputs, "randn", session.options.seed + 7000)
     for value in inputs:
@@ -383,6 +401,7 @@ CHECKS = (
     NamedCheck(("gradients",), _gradients, needs_gradients=True),
     NamedCheck(("magnitudes",), _magnitudes),
     NamedCheck(("large mean",), _large_mean),
+    NamedCheck(("outliers",), _outliers),
     NamedCheck(("NaN and Inf",), _not_finite),
     NamedCheck(("batch sizes",), _other_batches),
     NamedCheck(("memory layout",), _layout),

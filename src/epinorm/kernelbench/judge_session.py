@@ -96,6 +96,34 @@ class Session:
                     parameter.mul_(0.75)
         self.process.set_state(self.model.state_dict(), behind)
 
+    def with_a_silent_feature(self, inputs: Sequence[Any], value: float) -> tuple[Any, ...] | None:
+        """Inputs whose first feature is ``value``, after every linear layer's weight for it became
+        zero in both models: it must not be seen. None where no input goes into a linear layer."""
+        layers = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
+        widths = {layer.in_features for layer in layers}
+
+        def loud(v: Any) -> bool:
+            return (
+                isinstance(v, Tensor) and v.is_floating_point() and v.shape[-1:].numel() in widths
+            )
+
+        if not any(loud(v) for v in inputs):
+            return None
+        with torch.no_grad():
+            for layer in layers:
+                layer.weight[:, 0] = 0
+        self.process.set_state(self.model.state_dict())
+        changed = [v.clone() if loud(v) else v for v in inputs]
+        for tensor in changed:
+            if loud(tensor):
+                tensor[..., 0] = value
+        return tuple(changed)
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Give both models these parameters."""
+        self.model.load_state_dict(state)
+        self.process.set_state(state)
+
     def fresh_inputs(self, seed: int) -> tuple[Any, ...]:
         """What get_inputs gives under a seed, in the dtype and on the device that are judged."""
         torch.manual_seed(seed)
