@@ -70,7 +70,8 @@ def tune(
     if refusal is not None:
         from epinorm.console import err
 
-        err.print(f"[bold red]error:[/] {refusal}")
+        err.print("[bold red]error:[/] ", end="")
+        err.print(refusal, markup=False)  # a GPU's name may hold [brackets]
         raise typer.Exit(1)
 
 
@@ -143,7 +144,7 @@ def _show(tunings: list[Tuning]) -> None:
 def _name(trial: Trial) -> str:
     tile = trial.tile
     if tile is None:
-        return "epilogue: library product, then one kernel"
+        return "epilogue (a library product)"
     kind = "in turn" if tile.ping_pong else "columns shared" if tile.split_columns else "together"
     more = ", TF32" if tile.tf32 else ""
     if tile.group_blocks > 1:
@@ -158,13 +159,13 @@ def _table(tuning: Tuning) -> Any:
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("way")
-    for head in ("µs", "× before", "error"):
+    for head in ("µs", "ratio", "error"):
         table.add_column(head, justify="right")
     table.add_column("")
     ordered = sorted(tuning.trials, key=lambda t: (t.microseconds is None, t.microseconds or 0))
     for trial in ordered:
         time, error = trial.microseconds, trial.error
-        note = trial.refused or ("the plan's choice" if trial.way == tuning.before else "")
+        note = trial.refused or ("plan's choice" if trial.way == tuning.before else "")
         table.add_row(
             _name(trial),
             "–" if time is None else f"{time:.1f}",
