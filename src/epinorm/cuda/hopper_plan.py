@@ -92,7 +92,7 @@ def _widths(problem: Problem, most: int) -> Iterator[int]:
 def fold_steps(k: int) -> int:
     """Steps between two folds of a product of two planes over k: a short sum, whose error PyTorch's
     product keeps small too, folds more often."""
-    return 1 if k <= 640 else 2 if k <= 2048 else 4
+    return 1 if k <= 4096 else 4
 
 
 def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:

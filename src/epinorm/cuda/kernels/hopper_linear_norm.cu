@@ -30,6 +30,7 @@ constexpr int kStoreBytes = 4 * kStoreBufferBytes;  // of a warpgroup
 constexpr bool kSharedGroup = kGroupColumns > kConsumerN;
 constexpr int kParts = kGroupBlocks * kColumnParts;
 static_assert(!kSharedGroup || kGroupColumns == kParts * kConsumerN, "a group is all parts");
+static_assert(!kSharedGroup || kCluster == 1, "the cluster's rank is the part's");
 using Segment = Segments<kSharedGroup ? kConsumerN : kGroupColumns>;
 constexpr int kExchanges = kSharedGroup ? 2 : 0;  // buffers in turn, each with a barrier
 constexpr int kExchangeBytes = kExchanges * kParts * kProductM * 4;
@@ -345,7 +346,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 int k OPERAND_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Ring ring(shared_address(shared), shared_address(shared + kBarrierOffset));
-  const int warpgroup = threadIdx.x / kWarpgroupThreads;
+  // From lane 0, so that the compiler knows it to be the same for the whole warp.
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   const int rank = kClusterBlocks == 1 ? 0 : cluster_rank();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kExchanges; ++i)
