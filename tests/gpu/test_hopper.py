@@ -316,7 +316,8 @@ def public(case, tensors=None):
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", "high", "highest"])
 def test_linear_norm_with_and_without_gradients(kind):
-    case = make_product(200, 264, 16, 33, kind)
+    # No kink in the chain: a sign that rounding flips would be all of the gradients' error.
+    case = make_product(200, 264, 16, 33, kind, "group_norm({groups})|silu|scale(2)")
     with matmul_precision(case.problem.precision):
         with torch.no_grad():
             y = public(case)
@@ -330,7 +331,7 @@ def test_linear_norm_with_and_without_gradients(kind):
     exact, eager = (gradients(case, dtype, dy) for dtype in (torch.float64, None))
     for mine, theirs, truth in zip(ours, eager, exact, strict=True):
         limit = allowed_error(relative_error(theirs, truth), case.problem.dtype)
-        assert relative_error(mine, truth) <= 1.2 * limit  # kinks of leaky_relu: a few elements
+        assert relative_error(mine, truth) <= limit
 
 
 def gradients(case, dtype, dy):

@@ -9,8 +9,8 @@ from epinorm import Chain, GroupNorm, LayerNorm, LinearNorm, RMSNorm, linear_nor
 NORMS = [GroupNorm(16), LayerNorm(), RMSNorm()]
 
 
-def block(norm, **kw):
-    made = LinearNorm(256, 512, norm=norm, post="leaky_relu(0.01)|scale(2)", device="cuda", **kw)
+def block(norm, post="leaky_relu(0.01)|scale(2)", **kw):
+    made = LinearNorm(256, 512, norm=norm, post=post, device="cuda", **kw)
     for p in made.parameters():
         torch.nn.init.normal_(p)
     return made
@@ -29,20 +29,23 @@ def relative(found, exact):
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_autocast_gives_pytorch_dtypes_and_accuracy(norm, low):
-    made, x = block(norm), torch.randn(128, 256, device="cuda")
+    # No kink in the chain: a sign that rounding flips would be all of the gradients' error.
+    made, x = block(norm, post="silu|scale(2)"), torch.randn(128, 256, device="cuda")
     leaves = [x.requires_grad_(), *made.parameters()]
     with torch.autocast("cuda", dtype=low):
         results = [made(x), eager(made, x)]
-    assert results[0].dtype == results[1].dtype == torch.float32
+    assert results[0].dtype == results[1].dtype
+    if not isinstance(norm, RMSNorm):  # PyTorch 2.11 runs rms_norm in the linear's 16 bit
+        assert results[0].dtype == torch.float32
     dy = torch.randn_like(results[0])
     mine, theirs = ([y, *torch.autograd.grad(y, leaves, dy)] for y in results)
-    exact_block = block(norm, dtype=torch.float64)
+    exact_block = block(norm, post="silu|scale(2)", dtype=torch.float64)
     exact_block.load_state_dict(made.state_dict())
     x64 = x.detach().double().requires_grad_()
     y64 = eager(exact_block, x64)
     exact = [y64, *torch.autograd.grad(y64, [x64, *exact_block.parameters()], dy.double())]
     for a, b, truth in zip(mine, theirs, exact, strict=True):
-        assert a.dtype == b.dtype == torch.float32
+        assert a.dtype == b.dtype
         assert relative(a, truth) <= 1.1 * relative(b, truth) + 1e-6
 
 
