@@ -444,7 +444,7 @@ def test_garbage_collection_while_tracing_is_not_taken_for_the_users_calls() -> 
             super().__init__()
             self.fc, self.norm = nn.Linear(8, 16), nn.GroupNorm(4, 16)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(self.fc(x))
 
     def on_collection(phase: str, info: dict[str, int]) -> None:

@@ -79,7 +79,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._previous = sys.getprofile()
-        # A garbage collection in the user's code would run other libraries' gc callbacks there, which
+        # A garbage collection in the user's code would run other libraries' gc callbacks there, and
         # look as if the user had called them.
         self._collects = gc.isenabled()
         gc.disable()
