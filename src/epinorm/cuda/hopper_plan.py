@@ -121,8 +121,9 @@ def candidates(problem: Problem) -> Iterator[Tile]:
         # TF32 operands are rounded in shared memory, by the one warpgroup that reads them.
         kinds = (False, True) if shape.ping_pong and _may_be_tf32(problem) else (False,)
         for tf32 in kinds:
-            folds = fold_steps(problem.k)
-            tile = dataclasses.replace(shape, load_m=load_m, tf32=tf32, fold_steps=folds)
+            tile = dataclasses.replace(shape, load_m=load_m, tf32=tf32)
+            if planes_of(problem) == 2:  # one plane is not folded
+                tile = dataclasses.replace(tile, fold_steps=fold_steps(problem.k))
             tile = dataclasses.replace(tile, resident_steps=_resident_steps(problem, tile))
             fitted = _fitted(problem, tile)
             if fitted.stages >= 2:
