@@ -47,6 +47,9 @@ SHORTEST_STEP = 450
 """A small tile's step waits for its loads, its products and their completion in turn."""
 LAUNCH_MICROSECONDS = 2.5
 
+CLUSTER = 1.01
+"""Multicast loads never paid on an H200, where power is the limit (docs/hopper.md)."""
+
 MOST_STAGES = 12
 LARGEST_RESIDENT_BYTES = 96 * 1024
 
@@ -126,8 +129,18 @@ def candidates(problem: Problem) -> Iterator[Tile]:
                 tile = dataclasses.replace(tile, fold_steps=fold_steps(problem.k))
             tile = dataclasses.replace(tile, resident_steps=_resident_steps(problem, tile))
             fitted = _fitted(problem, tile)
-            if fitted.stages >= 2:
-                yield fitted
+            if fitted.stages < 2:
+                continue
+            yield fitted
+            if _may_share_loads(problem, fitted):
+                yield dataclasses.replace(fitted, cluster=2)
+
+
+def _may_share_loads(problem: Problem, tile: Tile) -> bool:
+    """Two blocks below each other can load W for both: for `epinorm tune` to try, see CLUSTER."""
+    alone = tile.group_blocks == 1 and not tile.resident_steps and not tile.tf32
+    one_plane = planes_of(problem) == 1 and tile.block_n % 16 == 0
+    return alone and one_plane and problem.m > tile.block_m and not tile.ping_pong
 
 
 def _fitted(problem: Problem, tile: Tile) -> Tile:
@@ -197,7 +210,8 @@ def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
 
 def cycles(problem: Problem, tile: Tile, sms: int, prepacked: bool = False) -> float:
     """Estimated time of the whole forward pass with this tile, but for the launch itself."""
-    return _kernel_cycles(problem, tile, sms) + _split_cycles(problem, tile, prepacked)
+    kernel = _kernel_cycles(problem, tile, sms) * (CLUSTER if tile.cluster > 1 else 1.0)
+    return kernel + _split_cycles(problem, tile, prepacked)
 
 
 @lru_cache(maxsize=4096)
