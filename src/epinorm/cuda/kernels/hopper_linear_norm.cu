@@ -346,8 +346,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 int k OPERAND_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Ring ring(shared_address(shared), shared_address(shared + kBarrierOffset));
-  // From lane 0, so that the compiler knows it to be the same for the whole warp.
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
+  const int warpgroup = threadIdx.x / kWarpgroupThreads;
   const int rank = kClusterBlocks == 1 ? 0 : cluster_rank();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kExchanges; ++i)

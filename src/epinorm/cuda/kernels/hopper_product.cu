@@ -69,8 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                    typename OutType::Storage* c, const float* row_scale, int m, int n, int k) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Ring ring(shared_address(shared), shared_address(shared + kBarrierOffset));
-  // From lane 0, so that the compiler knows it to be the same for the whole warp.
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
+  const int warpgroup = threadIdx.x / kWarpgroupThreads;
   if (threadIdx.x == 0) ring_init(ring);
   __syncthreads();
   wait_for_previous_kernel();
