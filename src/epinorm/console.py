@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
@@ -103,14 +102,3 @@ def verification_table(verification: Verification) -> Table:
         values = (f"{c.ours:.2e}", f"{c.eager:.2e}", times(c.ratio), f"{c.allowed:.2e}")
         table.add_row(c.what, c.inputs, *values, verdict)
     return table
-
-
-class Stopwatch:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start

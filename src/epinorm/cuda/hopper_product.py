@@ -52,8 +52,7 @@ def _launcher(
 
 
 def _maps(planes: Planes, box_rows: int) -> tuple[TensorMap, TensorMap]:
-    first = tensor_map(planes.hi, box_rows, BOX)
-    return first, first if planes.lo is planes.hi else tensor_map(planes.lo, box_rows, BOX)
+    return tensor_map(planes.hi, box_rows, BOX), tensor_map(planes.lo, box_rows, BOX)
 
 
 def _product(a: Planes, b: Planes, major_k_a: bool, rows: int, columns: int, k: int) -> Tensor:
