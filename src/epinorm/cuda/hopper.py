@@ -39,7 +39,7 @@ SHARED_LIMIT = 232448
 """Bytes of shared memory that a block of sm_90 can have (CUDA programming guide, table of compute
 capabilities)."""
 
-_STORE_BYTES = 2 * 4 * 2048  # warpgroups x warps x bytes of a buffer: hopper_store.cuh
+_STORE_BYTES = 2 * 4 * 2048  # warpgroups x warps x bytes of a buffer: row_store.cuh
 _TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "Bfloat16"}
 _PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "tf32"}
 

@@ -1,6 +1,7 @@
-// Normalisation of the groups of a row straight from wgmma's accumulators. A quad of four lanes holds
-// a row of a 64-row accumulator: lane q the columns 8 j + 2 q and 8 j + 2 q + 1 of every chunk j of 8
-// columns, and the same of the row 8 below (PTX ISA, "Register Fragments for wgmma.m64nNk16").
+// Normalisation of the groups of a row straight from the tensor cores' accumulators. A quad of four
+// lanes holds a row of a warp's 16: lane q the columns 8 j + 2 q and 8 j + 2 q + 1 of every chunk j of
+// 8 columns, and the same of the row 8 below (PTX ISA, "Register Fragments for wgmma.m64nNk16" and
+// "Matrix Fragments for mma.m16n8k16").
 #pragma once
 
 constexpr int kChunkColumns = 8;
@@ -42,7 +43,7 @@ struct Statistics {
 
 // Normalises a segment of both rows in place, and finds their means and 1 / sqrt(variance + eps). The
 // variance is the mean of the centred squares: as the difference of two large numbers it would lose
-// everything. kLocalColumns of the group lie in this warpgroup; whole_sum(sums) turns the lane's sums
+// everything. kLocalColumns of the group lie in this warp; whole_sum(sums) turns the lane's sums
 // of the two rows into the group's.
 template <int kGroupColumns, int kLocalColumns, bool kCentred, int kCount, class WholeSum>
 __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&values)[kCount],

@@ -1,11 +1,9 @@
-// Barriers of sm_90: mbarriers in shared memory, named barriers, the cluster's barrier.
+// Barriers of sm_90: mbarriers in shared memory and the cluster's barrier; setmaxnreg.
 // PTX ISA, "Parallel Synchronization and Communication Instructions". One instruction a function.
 #pragma once
 #include "integers.cuh"
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
+#include "named_barrier.cuh"
+#include "shared_units.cuh"
 
 // mbarrier.init
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
@@ -77,11 +75,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   while (!barrier_try_wait(barrier, parity)) {
   }
 #endif
-}
-
-// bar.sync: all `threads` threads that name barrier `id`.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // barrier.cluster: every thread of every block of the cluster.

@@ -4,7 +4,7 @@
 // The prelude defines, besides what hopper_pipeline.cuh needs, OutType and kScaled.
 #include "dependent.cuh"
 #include "hopper_pipeline.cuh"
-#include "hopper_store.cuh"
+#include "row_store.cuh"
 
 constexpr int kStoreBytes = 4 * kStoreBufferBytes;  // of a warpgroup
 
@@ -20,7 +20,7 @@ struct Result {
 
 __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Result& result,
                                             u32 buffer, int warp_row, int first_column) {
-  using Store = RowStore<OutType, kConsumerN>;
+  using Store = RowStore<OutType, kConsumerN, true>;
   if (kScaled) {
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {

@@ -6,7 +6,6 @@
 // 16 rows x 64 bytes; docs/hopper.md has the comparison.
 #pragma once
 #include "group_stats.cuh"
-#include "hopper_barrier.cuh"
 #include "shared_units.cuh"
 #include "storage.cuh"
 
@@ -31,6 +30,7 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 unit) {
   return row * kWidth + unit * kUnitBytes;
 }
 
+#if __CUDA_ARCH__ >= 900
 // stmatrix: 8 x 8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -42,16 +42,23 @@ __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b) {
                "r"(b)
                : "memory");
 }
+#endif
 // st.shared.v2
 __device__ __forceinline__ void store_pair(u32 address, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second)
                : "memory");
 }
+// st.shared.u32
+__device__ __forceinline__ void store_word(u32 address, u32 bits) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+}
+
 // Columns of 16-bit numbers into the buffer: a chunk of 8 columns is one unit.
 template <int kWidth, class Type, int kCount>
 __device__ __forceinline__ void fill_buffer(u32 buffer, const float (&v)[kCount], int first_chunk,
                                             int lane, Type) {
   constexpr int kUnits = kWidth / kUnitBytes;
+#if __CUDA_ARCH__ >= 900
   const u32 row = lane % 16;
 #pragma unroll
   for (int unit = 0; unit + 1 < kUnits; unit += 2) {
@@ -68,6 +75,17 @@ __device__ __forceinline__ void fill_buffer(u32 buffer, const float (&v)[kCount]
                    Type::store_pair(v[accumulator(c, 0, 0)], v[accumulator(c, 0, 1)]),
                    Type::store_pair(v[accumulator(c, 1, 0)], v[accumulator(c, 1, 1)]));
   }
+#else
+  const u32 row = lane / 4, quad_lane = lane % 4;
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit)
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      const int c = first_chunk + unit;
+      store_word(buffer + swizzled<kWidth, 2>(row + lower * 8, unit) + quad_lane * 4,
+                 Type::store_pair(v[accumulator(c, lower, 0)], v[accumulator(c, lower, 1)]));
+    }
+#endif
 }
 
 // Columns of fp32: a chunk of 8 columns is two units, a lane's pair of columns half of one.
@@ -87,8 +105,17 @@ __device__ __forceinline__ void fill_buffer(u32 buffer, const float (&v)[kCount]
   }
 }
 
-// A warp's 16 rows of a tile of kColumns columns, written in parts of at most a line each.
-template <class Type, int kColumns>
+// One number that lies in shared memory, to global memory as it is.
+__device__ __forceinline__ void copy_number(u16* to, u32 address) {
+  u16 bits;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
+  *to = bits;
+}
+__device__ __forceinline__ void copy_number(float* to, u32 address) { *to = load_shared(address); }
+
+// A warp's 16 rows of a tile of kColumns columns, written in parts of at most a line each. kAligned:
+// rows of the matrix start on 16 bytes; else numbers are stored one by one.
+template <class Type, int kColumns, bool kAligned>
 struct RowStore {
   using Storage = typename Type::Storage;
   static constexpr int kSize = sizeof(Storage);
@@ -98,12 +125,21 @@ struct RowStore {
   // One unit a row has lanes to spare: half of them.
   static constexpr int kRowsAtOnce = kUnits == 1 ? kStoreRows : 32 / kUnits;
 
-  // Writes the rows from `row` on of a contiguous matrix (m, n) whose rows are whole units; `column`
-  // is the tile's first.
+  // Writes the rows from `row` on of a contiguous matrix (m, n); `column` is the tile's first.
   template <int kCount>
   static __device__ __forceinline__ void store(Storage* matrix, u32 buffer,
                                                const float (&values)[kCount], int part, int row,
                                                int column, int m, int n) {
+    if constexpr (kAligned)
+      store_units(matrix, buffer, values, part, row, column, m, n);
+    else
+      store_numbers(matrix, buffer, values, part, row, column, m, n);
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void store_units(Storage* matrix, u32 buffer,
+                                                     const float (&values)[kCount], int part,
+                                                     int row, int column, int m, int n) {
     const int lane = threadIdx.x % 32, unit_row = row + lane / kUnits, unit = lane % kUnits;
     column += part * kPartColumns + unit * kUnitColumns;
     fill_buffer<kWidth>(buffer, values, part * kPartColumns / kChunkColumns, lane, Type{});
@@ -115,6 +151,23 @@ struct RowStore {
       const uint4 bits = load_unit(buffer + swizzled<kWidth, kSize>(at_row + lane / kUnits, unit));
       const bool inside = column < n && unit_row + at_row < m;
       if (inside && lane / kUnits < kRowsAtOnce) *reinterpret_cast<uint4*>(at) = bits;
+    }
+    __syncwarp();
+  }
+  template <int kCount>
+  static __device__ __forceinline__ void store_numbers(Storage* matrix, u32 buffer,
+                                                       const float (&values)[kCount], int part,
+                                                       int row, int column, int m, int n) {
+    const int lane = threadIdx.x % 32;
+    column += part * kPartColumns;
+    fill_buffer<kWidth>(buffer, values, part * kPartColumns / kChunkColumns, lane, Type{});
+    __syncwarp();
+    const int rows = min(kStoreRows, m - row), columns = min(kPartColumns, n - column);
+    for (int at_row = 0; at_row < rows; ++at_row) {
+      Storage* at = matrix + static_cast<i64>(row + at_row) * n + column;
+      for (int i = lane; i < columns; i += 32)
+        copy_number(at + i, buffer + swizzled<kWidth, kSize>(at_row, i / kUnitColumns) +
+                                i % kUnitColumns * kSize);
     }
     __syncwarp();
   }
