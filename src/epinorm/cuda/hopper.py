@@ -7,21 +7,18 @@ the kernel works; `hopper_plan.py` which tile a problem takes.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import torch
 
-from epinorm.chain import Chain
-from epinorm.cuda.codegen import chain_text
+from epinorm.cuda.instance import TYPES, Instance, constants, epilogue_prelude, vectors
 from epinorm.cuda.jit import KernelSource
-from epinorm.cuda.source import float_literal, kernel_text
+from epinorm.cuda.source import kernel_text
 from epinorm.cuda.tensor_map import LARGEST_BOX
 
 __all__ = [
     "STEP_BYTES",
     "THREADS",
-    "Instance",
     "Tile",
     "largest_stages",
     "linear_norm_source",
@@ -40,7 +37,6 @@ SHARED_LIMIT = 232448
 capabilities)."""
 
 _STORE_BYTES = 2 * 4 * 2048  # warpgroups x warps x bytes of a buffer: row_store.cuh
-_TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "Bfloat16"}
 _PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "tf32"}
 
 
@@ -97,25 +93,6 @@ class Tile:
         return self.block_n // 2 if self.split_columns else self.block_n
 
 
-@dataclass(frozen=True)
-class Instance:
-    """Everything that one compiled kernel is specialised for."""
-
-    chain: Chain
-    tile: Tile
-    group_columns: int
-    planes: int
-    scaled: bool
-    operand_dtype: torch.dtype
-    norm_dtype: torch.dtype
-    kept_dtype: torch.dtype
-    out_dtype: torch.dtype
-    has_bias: bool
-    has_gamma: bool
-    has_beta: bool
-    keep: bool
-
-
 def wgmma_text(columns: int, dtype: torch.dtype, major_k_a: bool, major_k_b: bool) -> str:
     """The instruction wgmma.mma_async.m64n<columns> with fp32 accumulators as a function."""
     count = columns // 2
@@ -134,14 +111,6 @@ def wgmma_text(columns: int, dtype: torch.dtype, major_k_a: bool, major_k_b: boo
     )
 
 
-def _constants(values: dict[str, int | bool]) -> str:
-    lines = []
-    for name, value in values.items():
-        kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", value)
-        lines.append(f"constexpr {kind} {name} = {text};\n")
-    return "".join(lines)
-
-
 def product_prelude(
     tile: Tile,
     planes: int,
@@ -150,7 +119,7 @@ def product_prelude(
     major_k_b: bool = True,
 ) -> str:
     """The constants that `hopper_pipeline.cuh` needs, and the product instruction."""
-    return _constants(
+    return constants(
         {
             "kBlockM": tile.block_m,
             "kBlockN": tile.block_n,
@@ -180,13 +149,7 @@ def _barrier_bytes(tile: Tile) -> int:
     return (2 * tile.stages + 2 + 1 + 2) * 8  # full, empty, turns, resident, exchanges
 
 
-def vectors(instance: Instance) -> int:
-    """How many vectors over the columns the epilogue keeps in shared memory."""
-    flags = (instance.has_bias, instance.has_gamma, instance.has_beta, instance.scaled)
-    return sum(flags) + instance.chain.operand_kinds.count("channel")
-
-
-def shared_bytes(instance: Instance) -> int:
+def shared_bytes(instance: Instance[Tile]) -> int:
     """Dynamic shared memory of a block, as `hopper_linear_norm.cu` lays it out."""
     tile = instance.tile
     ring = tile.stages * stage_bytes(tile, instance.planes)
@@ -213,65 +176,19 @@ def product_source(
 ) -> KernelSource:
     """The plain product's text: operands of dtype, contiguous along the summed index or not."""
     prelude = product_prelude(tile, planes, dtype, major_k_a, major_k_b)
-    prelude += _constants({"kScaled": scaled}) + f"#define OutType {_TYPES[out_dtype]}\n"
+    prelude += constants({"kScaled": scaled}) + f"#define OutType {TYPES[out_dtype]}\n"
     return KernelSource("hopper_product", kernel_text("hopper_product.cu", prelude), ARCH)
 
 
-def largest_stages(instance: Instance) -> int:
+def largest_stages(instance: Instance[Tile]) -> int:
     """How many slots of the ring fit a block's shared memory."""
     empty = dataclasses.replace(instance, tile=dataclasses.replace(instance.tile, stages=0))
     free = SHARED_LIMIT - shared_bytes(empty)
     return free // (stage_bytes(instance.tile, instance.planes) + 2 * 8)
 
 
-_HOMOGENEOUS = ("identity", "relu", "leaky_relu")
-
-
-def _without_scale(chain: Chain) -> tuple[Chain, float]:
-    """Take a last scale by a power of two out of post, where gamma and beta can carry it.
-
-    f(c x) = c f(x) for c > 0 and the operations before it; a power of two leaves every bit alone.
-    """
-    if not chain.post or chain.post[-1].name != "scale":
-        return chain, 1.0
-    factor = chain.post[-1].constants[0]
-    exact = factor > 0 and math.frexp(factor)[0] == 0.5
-    if not exact or any(op.name not in _HOMOGENEOUS for op in chain.post[:-1]):
-        return chain, 1.0
-    return dataclasses.replace(chain, post=chain.post[:-1]), factor
-
-
-def linear_norm_source(instance: Instance) -> KernelSource:
+def linear_norm_source(instance: Instance[Tile]) -> KernelSource:
     """The kernel's text for one instance; compiles without a GPU."""
-    chain, affine_scale = instance.chain, 1.0
-    if instance.has_gamma and instance.has_beta:
-        chain, affine_scale = _without_scale(chain)
-    kinds = chain.operand_kinds
-    constants = _constants(
-        {
-            "kGroupColumns": instance.group_columns,
-            "kHasBias": instance.has_bias,
-            "kHasGamma": instance.has_gamma,
-            "kHasBeta": instance.has_beta,
-            "kScaled": instance.scaled,
-            "kKeep": instance.keep,
-            "kChannelOperands": kinds.count("channel"),
-        }
-    )
-    names = [f"operand{i}" for i in range(len(kinds))]
-    parameters = "".join(f", const typename NormType::Storage* {name}" for name in names)
-    types = (
-        f"#define OutType {_TYPES[instance.out_dtype]}\n"
-        f"#define KeptType {_TYPES[instance.kept_dtype]}\n"
-        f"#define NormType {_TYPES[instance.norm_dtype]}\n"
-        f"#define OPERAND_PARAMETERS {parameters}\n"
-        f"#define OPERAND_LIST {{{', '.join(names) or 'nullptr'}}}\n"
-    )
-    prelude = (
-        product_prelude(instance.tile, instance.planes, instance.operand_dtype)
-        + constants
-        + f"constexpr float kAffineScale = {float_literal(affine_scale)};\n"
-        + chain_text(chain)
-        + types
-    )
+    prelude = product_prelude(instance.tile, instance.planes, instance.operand_dtype)
+    prelude += epilogue_prelude(instance)
     return KernelSource("linear_norm", kernel_text("hopper_linear_norm.cu", prelude), ARCH)

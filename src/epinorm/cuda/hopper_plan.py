@@ -14,7 +14,8 @@ from functools import lru_cache
 import torch
 
 from epinorm.cuda import tuned
-from epinorm.cuda.hopper import STEP_BYTES, Instance, Tile, largest_stages
+from epinorm.cuda.hopper import STEP_BYTES, Tile, largest_stages
+from epinorm.cuda.instance import Instance, instance_of
 from epinorm.plan import Problem
 
 __all__ = [
@@ -243,21 +244,7 @@ def microseconds(problem: Problem, sms: int) -> float:
     return LAUNCH_MICROSECONDS + cycles(problem, tile, sms) / CYCLES_PER_MICROSECOND
 
 
-def instance_for(problem: Problem, tile: Tile) -> Instance:
+def instance_for(problem: Problem, tile: Tile) -> Instance[Tile]:
     """The kernel of this problem with this tile."""
     scaled = problem.dtype == torch.float32 and not tile.tf32
-    return Instance(
-        chain=problem.chain,
-        tile=tile,
-        group_columns=problem.chain.channels_per_group(problem.n),
-        planes=planes_of(problem),
-        scaled=scaled,
-        operand_dtype=torch.float16 if scaled else problem.dtype,
-        norm_dtype=problem.norm_dtype,
-        kept_dtype=problem.dtype,
-        out_dtype=problem.out_dtype,
-        has_bias=problem.has_bias,
-        has_gamma=problem.has_norm_weight,
-        has_beta=problem.has_norm_bias,
-        keep=problem.training,
-    )
+    return instance_of(problem, tile, planes_of(problem), scaled)

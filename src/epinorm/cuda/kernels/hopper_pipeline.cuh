@@ -26,6 +26,7 @@
 #include "hopper_tma.cuh"
 #include "hopper_wgmma.cuh"
 #include "shared_units.cuh"
+#include "tile_order.cuh"
 
 constexpr int kWarpgroupThreads = 128;
 constexpr int kClusterBlocks = kCluster * kGroupBlocks;
@@ -118,8 +119,7 @@ struct Tile {
   int m, n;  // first row and column
 };
 
-// Tiles in the order in which blocks take them: kTileGroup row tiles share a column tile, so that a
-// wave of blocks reads few different rows of A and of B, both from L2.
+// Blocks of a cluster take neighbouring tiles.
 struct TileOrder {
   int row_tiles, column_tiles;  // of a whole cluster
 
@@ -130,13 +130,9 @@ struct TileOrder {
   __device__ __forceinline__ int count() const { return row_tiles * column_tiles; }
 
   __device__ __forceinline__ Tile tile_at(int index, int rank) const {
-    const int per_group = kTileGroup * column_tiles;
-    const int group = index / per_group, rest = index - group * per_group;
-    const int first = group * kTileGroup;
-    const int rows = min(kTileGroup, row_tiles - first);
-    const int column = rest / rows, row = first + rest - column * rows;
-    return {(row * kCluster + (kCluster > 1 ? rank : 0)) * kBlockM,
-            (column * kGroupBlocks + (kGroupBlocks > 1 ? rank : 0)) * kBlockN};
+    const TilePlace place = grouped_tile<kTileGroup>(index, row_tiles, column_tiles);
+    return {(place.row * kCluster + (kCluster > 1 ? rank : 0)) * kBlockM,
+            (place.column * kGroupBlocks + (kGroupBlocks > 1 ? rank : 0)) * kBlockN};
   }
 };
 
