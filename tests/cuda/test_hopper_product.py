@@ -8,22 +8,35 @@ import pytest
 import torch
 
 from epinorm.chain import Chain
-from epinorm.cuda import backward as cuda_backward
-from epinorm.cuda import hopper_product
 from epinorm.cuda.gradient_planes import gradient_source
-from epinorm.cuda.hopper import product_shared_bytes, product_source
+from epinorm.cuda.hopper import Tile, product_shared_bytes, product_source
 from epinorm.cuda.hopper_plan import fold_steps
+from epinorm.cuda.hopper_product import TILES, ProductShape, add_splits_source, choose
 from epinorm.cuda.jit import compiled
-from epinorm.plan import Plan, Problem
+from epinorm.cuda.plane_products import planes_taken
+from epinorm.plan import Problem
 
 SHARED_LIMIT = 227 * 1024
+SMS = 132
+INSTANCES = [
+    (planes, cost.tile, out_bytes, split)
+    for planes, costs in TILES.items()
+    for cost in costs
+    for out_bytes in cost.epilogue
+    for split in (False, True)
+    if not split or (cost.splits and out_bytes == 4)
+]
 
 
-@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize(("planes", "tile", "out_bytes", "split"), INSTANCES, ids=str)
 @pytest.mark.parametrize("major_k_a", [True, False])
-def test_the_product_compiles_without_spills(planes: int, major_k_a: bool) -> None:
-    tile = hopper_product.TILES[planes]
-    source = product_source(tile, planes, torch.float16, torch.float32, True, major_k_a, False)
+def test_the_product_compiles_without_spills(
+    planes: int, tile: Tile, out_bytes: int, split: bool, major_k_a: bool
+) -> None:
+    scaled = out_bytes == 4
+    dtype = torch.float16 if scaled else torch.bfloat16
+    out = torch.float32 if scaled else torch.bfloat16
+    source = product_source(tile, planes, dtype, out, scaled, major_k_a, False, split)
     result = compiled(source)
     assert result.spill_bytes == 0
     assert "C75" not in result.log
@@ -31,12 +44,38 @@ def test_the_product_compiles_without_spills(planes: int, major_k_a: bool) -> No
 
 
 @pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("arch", ["sm_90a"])
+@pytest.mark.parametrize(("by_row", "by_column"), [(True, True), (True, False), (False, True)])
+def test_splitting_dz_compiles_without_spills(planes: int, by_row: bool, by_column: bool) -> None:
+    assert compiled(gradient_source(planes, by_row, by_column, "sm_90a")).spill_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_adding_parts_compiles_without_spills(dtype: torch.dtype) -> None:
+    assert compiled(add_splits_source(7, dtype)).spill_bytes == 0
+
+
 @pytest.mark.parametrize(
-    "entry", ["split_gradient_rows", "gradient_column_max", "split_gradient_columns"]
+    ("shape", "tile", "parts"),
+    [
+        (ProductShape(1024, 8192, 8192, 1, 4), (128, 256), 1),  # kb62's dX
+        (ProductShape(8192, 8192, 1024, 1, 4), (128, 192), 1),  # its dW: short sums, a long store
+        (ProductShape(8192, 8192, 1024, 1, 2), (64, 256), 1),
+        (ProductShape(1024, 1024, 16384, 2, 4), (128, 128), 2),  # mid's dW: 64 tiles
+        (ProductShape(1024, 8192, 8192, 2, 4), (128, 128), 1),
+    ],
 )
-def test_splitting_dz_compiles_without_spills(entry: str, arch: str, planes: int) -> None:
-    assert compiled(gradient_source(entry, planes, arch)).spill_bytes == 0
+def test_the_tile_follows_the_shape(shape: ProductShape, tile: tuple[int, int], parts: int) -> None:
+    chosen = choose(shape, SMS)
+    assert ((chosen.tile.block_m, chosen.tile.block_n), chosen.parts) == (tile, parts)
+
+
+def test_parts_cover_the_sum_and_none_is_empty() -> None:
+    for length in (1, 64, 1000, 16384, 65536):
+        for rows in (8, 128, 1024):
+            shape = ProductShape(rows, 128, length, 1, 4)
+            parts = choose(shape, SMS).parts
+            steps = -(-shape.steps // parts)
+            assert (parts - 1) * steps < shape.steps <= parts * steps
 
 
 def test_short_sums_fold_more_often() -> None:
@@ -61,22 +100,30 @@ def problem(m: int, k: int, n: int, precision: str) -> Problem:
     )
 
 
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epinorm.cuda.plane_products.sm_count", lambda device: SMS)
+
+
+@pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize(
-    ("sizes", "precision", "planes"),
+    ("sizes", "precision", "taken"),
     [
-        ((1024, 8192, 8192), "highest", 2),
-        ((1024, 8192, 8192), "high", 1),
-        ((32, 64, 64), "highest", 0),  # the conversions would cost more than they save
-        ((1024, 8190, 8192), "highest", 0),  # rows of dX would not be whole 16-byte units
-        ((1024, 8192, 8196), "highest", 0),
-        ((0, 8192, 8192), "highest", 0),
+        ((1024, 8192, 8192), "highest", True),
+        ((1024, 8192, 8192), "high", True),
+        ((16384, 1024, 1024), "highest", True),
+        ((32, 64, 64), "highest", False),  # the conversions would cost more than they save
+        ((1024, 8190, 8192), "highest", False),  # rows of dX would not be whole 16-byte units
+        ((1024, 8192, 8196), "highest", False),
+        ((0, 8192, 8192), "highest", False),
     ],
 )
-def test_the_core_multiplies_where_it_pays(
-    sizes: tuple[int, int, int], precision: str, planes: int
+def test_planes_are_taken_where_they_pay(
+    sizes: tuple[int, int, int], precision: str, taken: bool
 ) -> None:
     case = problem(*sizes, precision)
-    assert cuda_backward._planes(case, Plan("single", "")) == (planes, planes)
-    assert cuda_backward._planes(case, Plan("epilogue", "")) == (0, 0)
+    assert planes_taken(case, True, True) == (taken, taken)
+    assert planes_taken(case, True, False) == (taken, False)
+    assert planes_taken(case, False, True) == (False, taken)
     sixteen_bit = dataclasses.replace(case, dtype=torch.bfloat16)
-    assert cuda_backward._planes(sixteen_bit, Plan("single", "")) == (0, 0)
+    assert planes_taken(sixteen_bit, True, True) == (False, False)

@@ -5,7 +5,7 @@ import torch
 
 from epinorm.chain import Chain
 from epinorm.cuda.jit import KernelSource, compiled
-from epinorm.cuda.norm_backward import (
+from epinorm.cuda.norm_backward_text import (
     Outputs,
     backward_plan,
     backward_plans,

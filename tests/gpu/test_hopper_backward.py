@@ -15,12 +15,32 @@ from product_case import matmul_precision
 
 import epinorm
 from epinorm.accuracy import allowed_error, relative_error
-from epinorm.cuda import hopper_product
+from epinorm.chain import Chain
+from epinorm.cuda.hopper import Tile
+from epinorm.cuda.hopper_product import (
+    TILES,
+    Choice,
+    Product,
+    ProductShape,
+    choose,
+)
+from epinorm.cuda.norm_backward import Largest
+from epinorm.cuda.plane_products import PlaneProducts
+from epinorm.cuda.planes import split
+from epinorm.plan import Inputs, Problem
 
 pytestmark = pytest.mark.gpu
 
 PRECISIONS = {2: "highest", 1: "high"}
-SIZES = [(128, 128, 128), (1000, 520, 1048), (300, 72, 264), (17, 1024, 512), (2048, 1024, 1024)]
+SIZES = [
+    (128, 128, 128),
+    (1000, 520, 1048),
+    (300, 72, 264),
+    (17, 1024, 512),
+    (2048, 1024, 1024),
+    (8192, 256, 256),  # dW in parts
+    (1024, 2048, 4096),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -36,23 +56,47 @@ def matrices(m: int, k: int, n: int, spread: float = 1.0) -> tuple[Tensor, Tenso
     return dz, torch.randn(n, k, device="cuda") / k**0.5, torch.rand(m, k, device="cuda") + 1.0
 
 
+def problem(m: int, k: int, n: int, precision: str) -> Problem:
+    fp32 = torch.float32
+    return Problem(
+        chain=Chain.parse("group_norm(1)|silu"),
+        m=m, k=k, n=n, dtype=fp32, norm_dtype=fp32, out_dtype=fp32,
+        has_bias=False, has_norm_weight=False, has_norm_bias=False, training=True,
+        device=torch.device("cuda", 0), precision=precision,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def gradients(dz: Tensor, weight: Tensor, x: Tensor, planes: int) -> tuple[Tensor, Tensor]:
+    """dX and dW of a dz that no norm kernel has written: its largest magnitudes by PyTorch."""
+    (m, n), k = dz.shape, x.shape[1]
+    products = PlaneProducts(problem(m, k, n, PRECISIONS[planes]), True, True)
+    inputs = Inputs(x, weight, None, None, None, ())
+    rows = (dz * split(weight, planes).scale).abs().amax(1)
+    columns = (dz * split(x, planes).scale[:, None]).abs().amax(0)
+    flags = (
+        torch.zeros(m, dtype=torch.uint8, device="cuda"),
+        torch.zeros(n, dtype=torch.uint8, device="cuda"),
+    )
+    largest = Largest(
+        dz, rows.data_ptr(), 1, columns.data_ptr(), 1, flags[0].data_ptr(), flags[1].data_ptr()
+    )
+    dx, dw = products.multiply(inputs, [products.operands(inputs, None)], dz, largest)
+    assert dx is not None
+    assert dw is not None
+    return dx, dw
+
+
 def check(dz: Tensor, weight: Tensor, x: Tensor, planes: int, limit: float = 1.0) -> None:
     """No less accurate than the library; its error may be ``limit`` times as large."""
-    exact, precision = torch.float64, PRECISIONS[planes]
-    with matmul_precision(precision):
+    exact = torch.float64
+    with matmul_precision(PRECISIONS[planes]):  # type: ignore[arg-type]
         library = (torch.mm(dz, weight), torch.mm(dz.t(), x))
     truth = (dz.to(exact) @ weight.to(exact), dz.to(exact).t() @ x.to(exact))
-    for compute, right, eager in zip((True, False), truth, library, strict=True):
-
-        def ours(input_gradient: bool = compute) -> Tensor:
-            if input_gradient:
-                return hopper_product.input_gradient(dz, weight, planes)
-            return hopper_product.weight_gradient(dz, x, planes)
-
-        found = ours()
-        allowed = allowed_error(limit * relative_error(eager, right), torch.float32)
-        assert relative_error(found, right) <= allowed
-        assert torch.equal(found, ours())
+    found, again = (gradients(dz, weight, x, planes) for _ in range(2))
+    for i in range(2):
+        allowed = allowed_error(limit * relative_error(library[i], truth[i]), torch.float32)
+        assert relative_error(found[i], truth[i]) <= allowed
+        assert torch.equal(found[i], again[i])
 
 
 @pytest.mark.parametrize("planes", [1, 2])
@@ -87,10 +131,48 @@ def test_nan_and_inf_stay_in_their_row(value: float) -> None:
     dz, weight, x = matrices(256, 264, 520)
     dz[4, 6] = value
     for planes in (1, 2):
-        dx = hopper_product.input_gradient(dz, weight, planes)
-        dw = hopper_product.weight_gradient(dz, x, planes)
+        dx, dw = gradients(dz, weight, x, planes)
         assert torch.equal(dx.isfinite(), torch.mm(dz, weight).isfinite())
         assert torch.equal(dw.isfinite(), torch.mm(dz.t(), x).isfinite())
+
+
+INSTANCES = [
+    (cost.tile, out_bytes, parts)
+    for cost in TILES[1]
+    for out_bytes in cost.epilogue
+    for parts in (1, 3)
+    if parts == 1 or cost.splits
+]
+
+
+@pytest.mark.parametrize("major_k_a", [True, False])
+@pytest.mark.parametrize(("tile", "out_bytes", "parts"), INSTANCES, ids=str)
+def test_every_tile_whole_and_in_parts(
+    tile: Tile, out_bytes: int, parts: int, major_k_a: bool
+) -> None:
+    """Against float64, with ragged sizes; the last part of three is shorter than the others."""
+    rows, columns, length = 328, 520, 64 * 7 + 24
+    dtype = torch.bfloat16 if out_bytes == 2 else torch.float16
+    out = torch.bfloat16 if out_bytes == 2 else torch.float32
+    a = torch.randn((rows, length) if major_k_a else (length, rows), device="cuda").to(dtype)
+    b = torch.randn(length, columns, device="cuda").to(dtype)
+    shape = ProductShape(rows, columns, length, 1, out_bytes)
+    product = Product(shape, Choice(tile, parts, 0.0), dtype, out, False, major_k_a, a.device)
+    found = product(0, lambda: (a, a, b, b), 0)
+    right = (a if major_k_a else a.t()).double() @ b.double()
+    library = torch.mm(a if major_k_a else a.t(), b)
+    if out_bytes == 2:
+        allowed = allowed_error(relative_error(library, right), torch.bfloat16)
+        assert relative_error(found, right) <= allowed
+    else:  # operands are exact, the sum is fp32
+        assert relative_error(found, right) <= 2e-6
+    assert torch.equal(found, product(0, lambda: (a, a, b, b), 0))
+
+
+def test_the_shapes_above_have_sums_in_parts() -> None:
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert choose(ProductShape(256, 256, 8192, 1, 4), sms).parts > 1
+    assert choose(ProductShape(256, 256, 8192, 2, 4), sms).parts > 1
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])

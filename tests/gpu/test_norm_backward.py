@@ -10,7 +10,7 @@ from epinorm.accuracy import relative_error
 from epinorm.chain import Chain
 from epinorm.cuda.backward import backward
 from epinorm.cuda.forward import forward
-from epinorm.cuda.norm_backward import norm_backward
+from epinorm.cuda.norm_backward import Factors, Largest, norm_backward
 from epinorm.plan import Forward, Inputs, Plan, Problem, Wanted
 
 PLAN = Plan("epilogue", "test")
@@ -128,3 +128,59 @@ def test_streams_do_not_share_memory(norm_case):
     for i, result in enumerate(found):
         assert torch.equal(result.norm_weight, expected[i % 2]["norm_weight"])
         assert torch.equal(result.dz, expected[i % 2]["dz"])
+
+
+def part(storage: Tensor, address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """(rows, columns) of ``dtype`` at an address inside ``storage``."""
+    begin = address - storage.data_ptr()
+    return storage[begin : begin + shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("wanted", ["rows", "columns", "both"])
+@pytest.mark.parametrize(
+    ("channels", "groups", "m"),
+    [(16, 24, 70), (4, 6, 33), (256, 3, 40), (100, 2, 9), (1024, 2, 12), (6000, 3, 5)],
+)
+def test_largest_magnitudes_of_rows_and_columns(norm_case, channels, groups, m, wanted):
+    """Exactly those of the dz that is written, times powers of two: teams of every kind."""
+    case = norm_case(channels, groups, m)
+    n = channels * groups
+    by_columns, by_rows = (
+        torch.exp2(torch.randint(-9, 9, (size,), device="cuda").float()) for size in (n, m)
+    )
+    case.dy[m // 2] = 0
+    kept = case.forward()
+    factors = Factors(
+        by_columns.data_ptr() if wanted != "columns" else 0,
+        by_rows.data_ptr() if wanted != "rows" else 0,
+    )
+    plain = norm_backward(case.problem, case.inputs, kept, case.dy, case.want)
+    found = norm_backward(case.problem, case.inputs, kept, case.dy, case.want, factors)
+    # The kernel is another one, whose registers may have led to another tile.
+    assert relative_error(found.dz, plain.dz) < 1e-6
+    assert relative_error(found.norm_weight, plain.norm_weight) < 1e-6
+    largest: Largest = found.largest
+    at, storage = largest, largest.storage
+    if wanted != "columns":
+        rows = part(storage, at.rows, (m, at.row_parts), torch.float32)
+        assert torch.equal(rows.amax(1), (found.dz * by_columns).abs().amax(1))
+        assert not part(storage, at.row_flags, (1, m), torch.uint8).any()
+    if wanted != "rows":
+        columns = part(storage, at.columns, (at.column_parts, n), torch.float32)
+        assert torch.equal(columns.amax(0), (found.dz * by_rows[:, None]).abs().amax(0))
+        assert not part(storage, at.column_flags, (1, n), torch.uint8).any()
+
+
+def test_largest_of_a_nan_is_a_nan(norm_case):
+    case = norm_case(16, 8, 40)
+    case.dy[3, 20] = float("nan")
+    ones = torch.ones(128, device="cuda")
+    factors = Factors(ones.data_ptr(), ones.data_ptr())
+    kept = case.forward()
+    found = norm_backward(case.problem, case.inputs, kept, case.dy, case.want, factors)
+    largest = found.largest
+    rows = part(largest.storage, largest.rows, (40, largest.row_parts), torch.float32)
+    assert rows.isnan().any(1).nonzero().flatten().tolist() == [3]
+    shape = (largest.column_parts, 128)
+    columns = part(largest.storage, largest.columns, shape, torch.float32)
+    assert columns.isnan().any(0).nonzero().flatten().tolist() == list(range(16, 32))

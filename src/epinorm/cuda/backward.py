@@ -2,85 +2,149 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from epinorm.cuda import hopper_product
+from epinorm.cuda.device import capability, sm_count
+from epinorm.cuda.hopper_product import (
+    Product,
+    ProductShape,
+    choose,
+    library_like,
+    prepare_product,
+)
+from epinorm.cuda.kept_planes import KeptPlanes
 from epinorm.cuda.norm_backward import norm_backward
+from epinorm.cuda.plane_products import PlaneProducts, planes_taken
+from epinorm.cuda.prepared import PreparedByProblem
 from epinorm.plan import Forward, Gradients, Inputs, Plan, Problem, Wanted
 
 __all__ = ["backward"]
 
-# By planes: floating-point operations a microsecond of our core, and of the library (TF32, fp32)
-# for dX and for dW; bytes converted a microsecond; the launches around a product, in microseconds.
-_CORE_FLOPS = {1: 700e6, 2: 250e6}
-_LIBRARY_FLOPS_X = {1: 400e6, 2: 50e6}
-_LIBRARY_FLOPS_W = {1: 240e6, 2: 50e6}
-_CONVERTED_BYTES = 3.5e6
-_CONVERSION_LAUNCHES = 12.0
+HOPPER = (9, 0)
+WORTH = 0.985
+"""Of the library's estimated time: what our product in 16 bit must stay below to be taken."""
+ALIGNMENT = 16
+"""Bytes at which rows must begin for the copy engine."""
+
+MatrixProduct = Callable[[Tensor, Tensor], Tensor]
+"""dX from dz and W, or dW from dz and x."""
 
 
 def backward(
-    problem: Problem, plan: Plan, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
+    problem: Problem,
+    plan: Plan,
+    inputs: Inputs,
+    kept: Forward,
+    dy: Tensor,
+    want: Wanted,
+    planes: KeptPlanes | None = None,
 ) -> Gradients:
     """The wanted gradients from dy (M, N) in ``out_dtype``, on its GPU and current stream.
 
+    planes: those of x and W, where the forward pass left them; they are used up.
     Raises ``ValueError`` for a strategy that this backend does not have.
     """
-    if plan.strategy in ("epilogue", "single"):
-        return _backward(problem, plan, inputs, kept, dy, want)
-    raise ValueError(
-        f"the CUDA backend has no strategy {plan.strategy!r}: expected 'single' or 'epilogue'"
-    )
-
-
-def _backward(
-    problem: Problem, plan: Plan, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
-) -> Gradients:
-    """The norm kernel, then dX = dZ W and dW = dZᵀ X."""
+    if plan.strategy not in ("epilogue", "single"):
+        raise ValueError(
+            f"the CUDA backend has no strategy {plan.strategy!r}: expected 'single' or 'epilogue'"
+        )
     # A gradient that autograd broadcast, as from y.sum(), has stride 0.
     if dy.stride(1) != 1 and problem.n > 1:
         dy = dy.contiguous()
-    norm = norm_backward(problem, inputs, kept, dy, want)
-    dx = dw = None
-    if norm.dz is not None:
-        planes_x, planes_w = _planes(problem, plan)
-        dx = _input_gradient(norm.dz, inputs.weight, planes_x) if want.x else None
-        dw = _weight_gradient(norm.dz, inputs.x, planes_w) if want.weight else None
-    return Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
+    return _prepared(problem)(plan.strategy == "single", inputs, kept, dy, want, planes)
 
 
-def _planes(problem: Problem, plan: Plan) -> tuple[int, int]:
-    """Planes of dX's and dW's operands on the Hopper core; 0: the library multiplies.
+class _Backward:
+    """How one problem's gradients are computed, for each set of them that was wanted so far."""
 
-    The core pays where the conversions of dz, W and x cost less than it saves: for fp32, and sizes
-    of some hundred channels and more. In 16 bit the library's product is as fast.
-    """
-    m, k, n = problem.m, problem.k, problem.n
-    fp32 = problem.dtype == torch.float32 and plan.strategy == "single"
-    if not fp32 or not hopper_product.serves(m, k, n):
-        return 0, 0
-    planes = 2 if problem.precision == "highest" else 1
-    flops = 2.0 * m * n * k
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.found: dict[tuple[bool, Wanted], _Products] = {}
 
-    def pays(values: int, library: dict[int, float]) -> bool:
-        converted = values * (4 + 2 * planes) / _CONVERTED_BYTES
-        ours = _CONVERSION_LAUNCHES + flops / _CORE_FLOPS[planes] + converted
-        return ours < flops / library[planes]
+    def __call__(
+        self,
+        single: bool,
+        inputs: Inputs,
+        kept: Forward,
+        dy: Tensor,
+        want: Wanted,
+        planes: KeptPlanes | None,
+    ) -> Gradients:
+        """The norm kernel, then dX = dZ W and dW = dZᵀ X."""
+        products = self.found.get((single, want))
+        if products is None:
+            products = self.found[single, want] = _Products(self.problem, single, want)
+        by_planes = products.by_planes
+        if by_planes is None:
+            norm = norm_backward(self.problem, inputs, kept, dy, want)
+            dx = dw = None
+        else:
+            operands = [by_planes.operands(inputs, planes)]
+            norm = norm_backward(self.problem, inputs, kept, dy, want, operands[0].factors)
+            assert norm.dz is not None
+            assert norm.largest is not None
+            dx, dw = by_planes.multiply(inputs, operands, norm.dz, norm.largest)
+        if norm.dz is not None:
+            if products.dx is not None:
+                dx = products.dx(norm.dz, inputs.weight)
+            if products.dw is not None:
+                dw = products.dw(norm.dz, inputs.x)
+        return Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
 
-    return (
-        planes if pays(m * n + n * k, _LIBRARY_FLOPS_X) else 0,
-        planes if pays(m * n + m * k, _LIBRARY_FLOPS_W) else 0,
-    )
+
+class _Products:
+    """Who computes dX and dW: planes, or a function each; None for what is not wanted."""
+
+    def __init__(self, problem: Problem, single: bool, want: Wanted) -> None:
+        m, n = problem.m, problem.n
+        x, weight = planes_taken(problem, want.x, want.weight) if single else (False, False)
+        self.by_planes = PlaneProducts(problem, x, weight) if x or weight else None
+        self.dx: MatrixProduct | None = None
+        self.dw: MatrixProduct | None = None
+        if want.x and not x:
+            self.dx = _InSixteenBits.where_faster(problem, m, n, True) or torch.mm
+        if want.weight and not weight:
+            self.dw = _InSixteenBits.where_faster(problem, n, m, False) or _transposed_mm
 
 
-def _input_gradient(dz: Tensor, weight: Tensor, planes: int) -> Tensor:
-    if planes == 0:
-        return torch.mm(dz, weight)
-    return hopper_product.input_gradient(dz, weight, planes)
+def _transposed_mm(dz: Tensor, x: Tensor) -> Tensor:
+    return torch.mm(dz.t(), x)
 
 
-def _weight_gradient(dz: Tensor, x: Tensor, planes: int) -> Tensor:
-    if planes == 0:
-        return torch.mm(dz.t(), x)
-    return hopper_product.weight_gradient(dz, x, planes)
+class _InSixteenBits:
+    """A product of 16-bit matrices on our own core."""
+
+    def __init__(self, product: Product, major_k_a: bool) -> None:
+        self.product = product
+        self.library: MatrixProduct = torch.mm if major_k_a else _transposed_mm
+
+    def __call__(self, dz: Tensor, other: Tensor) -> Tensor:
+        a, b, stride = dz.data_ptr(), other.data_ptr(), other.stride(0)
+        if (a | b | stride * 2) % ALIGNMENT:
+            return self.library(dz, other)
+        return self.product((a, b, stride), lambda: (dz, dz, other, other), 0)
+
+    @staticmethod
+    def where_faster(
+        problem: Problem, rows: int, length: int, major_k_a: bool
+    ) -> _InSixteenBits | None:
+        """The library multiplies as our largest tile does; ours is taken where another is better
+        for the shape (docs/hopper.md has the measurement)."""
+        device, dtype = problem.device, problem.dtype
+        if dtype not in (torch.bfloat16, torch.float16) or capability(device) != HOPPER:
+            return None
+        if not (rows and length and problem.k) or problem.k % 8 or problem.n % 8:
+            return None
+        shape = ProductShape(rows, problem.k, length, 1, 2)
+        sms = sm_count(device)
+        if choose(shape, sms).microseconds > WORTH * library_like(shape, sms):
+            return None
+        return _InSixteenBits(
+            prepare_product(shape, dtype, dtype, False, major_k_a, device), major_k_a
+        )
+
+
+_prepared = PreparedByProblem(_Backward)

@@ -6,70 +6,97 @@ index, are taken into dz.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from epinorm.cuda.device import arch_of, sm_count
 from epinorm.cuda.jit import KernelSource, load
-from epinorm.cuda.launch import Kernel, i32
-from epinorm.cuda.planes import TOLERANCE, Planes
+from epinorm.cuda.norm_backward import Factors, Largest
+from epinorm.cuda.planes import TOLERANCE
+from epinorm.cuda.prepared import starts_early
 from epinorm.cuda.source import kernel_text
 
-__all__ = ["gradient_source", "split_columns", "split_rows"]
+__all__ = ["GradientPlanes", "GradientSplitter", "gradient_source"]
+
+SIGNATURE = "p" + "pp" + "pipi" + "pppp" + "pppp" + "iii"
+"""dz; the factors of columns and rows; the largest magnitudes of rows and columns, each with the
+number of its parts; hi, lo, scale, flags by row; the same by column; m, n, rows of a block."""
 
 THREADS = 256
-STRIP_COLUMNS = 64
+STRIP_COLUMNS = 256
 STRIP_ROWS = THREADS // (STRIP_COLUMNS // 4)
-"""Of a block of the column kernels: kStripColumns and kStripRows there."""
-LARGEST_GRID_Y = 65535
+MOST_ROWS = 64
+"""Of a block: kStripColumns, kStripRows and kMostRows there."""
+BLOCKS_PER_SM = 4
 
 
-def gradient_source(entry: str, planes: int, arch: str) -> KernelSource:
-    """One of the kernels split_gradient_rows, gradient_column_max and split_gradient_columns."""
+class GradientPlanes(NamedTuple):
+    """dz's planes with a scale a row, or a column; (m, n) fp16 each, in ``buffer``.
+
+    buffer: (planes, m, n) fp16, then the scales. scale and flags: addresses; the flags belong to
+    the `Largest` that the planes were made with.
+    """
+
+    buffer: Tensor
+    scale: int
+    flags: int
+
+
+def gradient_source(planes: int, by_row: bool, by_column: bool, arch: str) -> KernelSource:
+    """The kernel's text; compiles without a GPU."""
     prelude = (
         f"constexpr int kPlanes = {planes};\nconstexpr float kTolerance = {TOLERANCE[planes]};\n"
+        f"constexpr bool kByRow = {str(by_row).lower()};\n"
+        f"constexpr bool kByColumn = {str(by_column).lower()};\n"
     )
-    return KernelSource(entry, kernel_text("split_gradient.cu", prelude), arch)
+    return KernelSource("split_gradient", kernel_text("split_gradient.cu", prelude), arch)
 
 
-@lru_cache(maxsize=256)
-def _kernel(entry: str, planes: int, device: torch.device) -> Kernel:
-    return load(gradient_source(entry, planes, arch_of(device)), device)
+class GradientSplitter:
+    """Splits a dz (m, n), n a multiple of 8, for dX (``by_row``), dW (``by_column``), or both."""
 
+    def __init__(
+        self, planes: int, m: int, n: int, by_row: bool, by_column: bool, device: torch.device
+    ) -> None:
+        self.m, self.n, self.by_row, self.by_column = m, n, by_row, by_column
+        self.plane_bytes = 2 * m * n
+        self.lo = (planes - 1) * self.plane_bytes
+        self.scale = planes * self.plane_bytes
+        new = partial(torch.empty, dtype=torch.uint8, device=device)
+        self.new_row = partial(new, self.scale + 4 * m)
+        self.new_column = partial(new, self.scale + 4 * n)
+        strips = -(-n // STRIP_COLUMNS)
+        wanted = max(BLOCKS_PER_SM * sm_count(device) // strips, 1)
+        self.sizes = (m, n, min(max(-(-m // wanted), STRIP_ROWS), MOST_ROWS))
+        kernel = load(gradient_source(planes, by_row, by_column, arch_of(device)), device)
+        # Rows run along the dimension that may be long.
+        grid = (-(-m // self.sizes[2]), strips)
+        self.launch = kernel.prepare(SIGNATURE, grid, THREADS, dependent=starts_early(device))
 
-def _planes_for(dz: Tensor, planes: int, flags: Tensor) -> Planes:
-    stored = torch.empty((planes, *dz.shape), dtype=torch.float16, device=dz.device)
-    scale = torch.empty(flags.shape, dtype=torch.float32, device=dz.device)
-    return Planes(stored[0], stored[planes - 1], scale, flags)
-
-
-def split_rows(dz: Tensor, column_scale: Tensor, planes: int) -> Planes:
-    """Planes of dz[i, n] * column_scale[n] with a scale a row; dz: (m, n) fp32 contiguous, n a
-    multiple of 8; column_scale: (n,), powers of two."""
-    m, n = dz.shape
-    result = _planes_for(dz, planes, torch.empty(m, dtype=torch.uint8, device=dz.device))
-    args = (dz, column_scale, result.hi, result.lo, result.scale, result.flags, i32(n))
-    _kernel("split_gradient_rows", planes, dz.device).launch(m, THREADS, args)
-    return result
-
-
-def split_columns(dz: Tensor, row_scale: Tensor, planes: int) -> Planes:
-    """Planes of dz[i, n] * row_scale[i] with a scale a column; dz as in `split_rows`; row_scale:
-    (m,), powers of two."""
-    m, n = dz.shape
-    device = dz.device
-    result = _planes_for(dz, planes, torch.zeros(n, dtype=torch.uint8, device=device))
-    strips = -(-n // STRIP_COLUMNS)
-    blocks = max(1, min(4 * sm_count(device) // strips, -(-m // STRIP_ROWS), LARGEST_GRID_Y))
-    rows = -(-m // blocks)
-    blocks = -(-m // rows)
-    largest = torch.empty((blocks, n), dtype=torch.int32, device=device)
-    sizes = (i32(m), i32(n), i32(rows))
-    grid = (strips, blocks)
-    found = (dz, row_scale, largest, *sizes)
-    _kernel("gradient_column_max", planes, device).launch(grid, THREADS, found)
-    made = (dz, row_scale, largest, result.hi, result.lo, result.scale, result.flags, *sizes)
-    _kernel("split_gradient_columns", planes, device).launch(grid, THREADS, made)
-    return result
+    def __call__(
+        self, dz: Tensor, factors: Factors, largest: Largest
+    ) -> tuple[GradientPlanes | None, GradientPlanes | None]:
+        """The planes by row and by column of dz, (m, n) fp32, contiguous."""
+        rows = columns = None
+        targets = [0] * 8
+        if self.by_row:
+            buffer = self.new_row()
+            at = buffer.data_ptr()
+            rows = GradientPlanes(buffer, at + self.scale, largest.row_flags)
+            targets[:4] = (at, at + self.lo, rows.scale, rows.flags)
+        if self.by_column:
+            buffer = self.new_column()
+            at = buffer.data_ptr()
+            columns = GradientPlanes(buffer, at + self.scale, largest.column_flags)
+            targets[4:] = (at, at + self.lo, columns.scale, columns.flags)
+        self.launch(
+            dz.data_ptr(),
+            *factors,
+            *(largest.rows, largest.row_parts, largest.columns, largest.column_parts),
+            *targets,
+            *self.sizes,
+        )
+        return rows, columns

@@ -17,6 +17,7 @@ from epinorm.cuda.source import kernel_text
 from epinorm.cuda.tensor_map import LARGEST_BOX
 
 __all__ = [
+    "ARCH",
     "STEP_BYTES",
     "THREADS",
     "Tile",
@@ -173,10 +174,16 @@ def product_source(
     scaled: bool,
     major_k_a: bool,
     major_k_b: bool,
+    split: bool = False,
 ) -> KernelSource:
-    """The plain product's text: operands of dtype, contiguous along the summed index or not."""
+    """The plain product's text: operands of dtype, contiguous along the summed index or not.
+
+    split: blocks share a sum, and each writes its part.
+    """
     prelude = product_prelude(tile, planes, dtype, major_k_a, major_k_b)
-    prelude += constants({"kScaled": scaled}) + f"#define OutType {TYPES[out_dtype]}\n"
+    prelude += (
+        constants({"kScaled": scaled, "kSplit": split}) + f"#define OutType {TYPES[out_dtype]}\n"
+    )
     return KernelSource("hopper_product", kernel_text("hopper_product.cu", prelude), ARCH)
 
 

@@ -1,83 +1,235 @@
-"""The backward products of an fp32 chain on the Hopper core: dX = dZ W and dW = dZᵀ x."""
+"""The backward products on the Hopper core: dX = dZ W and dW = dZᵀ x, in 16 bit or by planes.
+
+Operands lie along the summed index or across it, as they come. Where the tiles do not fill the GPU
+and the sum is long, it is split over blocks, and `kernels/add_splits.cu` adds the parts up.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from epinorm.cuda.device import sm_count
-from epinorm.cuda.gradient_planes import split_columns, split_rows
-from epinorm.cuda.hopper import THREADS, Tile, product_shared_bytes, product_source
+from epinorm.cuda.hopper import (
+    ARCH,
+    STEP_BYTES,
+    THREADS,
+    Tile,
+    product_shared_bytes,
+    product_source,
+)
 from epinorm.cuda.hopper_plan import fold_steps
-from epinorm.cuda.jit import load
-from epinorm.cuda.launch import TensorMap, tensor_map
-from epinorm.cuda.planes import Planes, split
-from epinorm.cuda.rescue_gradient import rescue_gradient
+from epinorm.cuda.instance import TYPES
+from epinorm.cuda.jit import KernelSource, load
+from epinorm.cuda.launch import tensor_map
+from epinorm.cuda.source import kernel_text
 
-__all__ = ["TILES", "input_gradient", "serves", "weight_gradient"]
+__all__ = [
+    "TILES",
+    "Choice",
+    "Product",
+    "ProductShape",
+    "add_splits_source",
+    "choose",
+    "library_like",
+    "prepare_product",
+]
 
 BOX = 64
 """Rows and columns of a box of an operand that does not run along the summed index."""
-TILES = {
-    1: Tile(128, 256, 4, ping_pong=False),
-    2: Tile(128, 128, 3, ping_pong=False),
+BLOCK_K = STEP_BYTES // 2
+SIGNATURE = "mmmm" + "pp" + "iiii"
+"""a hi and lo, b hi and lo; c, row scale; rows, columns, length of a part, parts."""
+MOST_PARTS = 32
+MOST_MAPS = 256
+ADD_THREADS, ADD_VALUES = 256, 4
+"""Of add_splits: threads of a block, and values that each adds up."""
+
+
+@dataclass(frozen=True)
+class TileCost:
+    """A tile and what it costs, in cycles, measured on an H200 (docs/hopper.md): a step along the
+    summed index, and what it costs besides, by the bytes of a result's element."""
+
+    tile: Tile
+    step: float
+    epilogue: dict[int, float]
+    splits: bool = True
+    """False where a part of a sum would make registers spill."""
+
+
+TILES: dict[int, tuple[TileCost, ...]] = {
+    1: (
+        TileCost(Tile(128, 256, 4, ping_pong=False), 1050, {4: 5800, 2: 2950}),
+        TileCost(Tile(64, 256, 5), 565, {4: 1200, 2: 300}),
+        TileCost(Tile(128, 192, 5), 800, {4: 2100}, splits=False),  # in 16 bit it would spill
+        TileCost(Tile(128, 128, 6), 565, {4: 1700, 2: 800}),
+    ),
+    2: (TileCost(Tile(128, 128, 3, ping_pong=False), 1565, {4: 2500}),),
 }
-"""By planes; the plain epilogue is short, so the two warpgroups work together."""
+"""By planes. Two need all registers of both warpgroups for one tile."""
+START = 6000
+CYCLES_PER_MICROSECOND = 1550.0
+"""What the clock falls to while tensor cores are busy."""
+ADD_LAUNCH, ADD_BYTES = 3.0, 3.0e6
+"""Of add_splits, in microseconds and bytes a microsecond."""
 
 
-def serves(m: int, k: int, n: int) -> bool:
-    """Whether the products of these sizes can be computed here: rows of whole 16-byte units."""
-    return m > 0 and n % 8 == 0 and k % 4 == 0
+@dataclass(frozen=True)
+class ProductShape:
+    """c (rows, columns) = a · b over ``length``; planes of each operand, bytes of c's elements."""
+
+    rows: int
+    columns: int
+    length: int
+    planes: int
+    out_bytes: int
+
+    @property
+    def steps(self) -> int:
+        return -(-self.length // BLOCK_K)
 
 
-@lru_cache(maxsize=256)
-def _launcher(
-    planes: int, major_k_a: bool, rows: int, columns: int, k: int, device: torch.device
-) -> Callable[..., None]:
-    tile = dataclasses.replace(TILES[planes], fold_steps=fold_steps(k))
-    source = product_source(tile, planes, torch.float16, torch.float32, True, major_k_a, False)
-    dynamic = product_shared_bytes(tile, planes)
-    tiles = -(-rows // tile.block_m) * -(-columns // tile.block_n)
-    return load(source, device, dynamic).prepare(
-        "mmmmppiii",
-        min(sm_count(device), tiles),
-        THREADS,
-        shared_bytes=dynamic,
-        dependent=True,
-    )
+@dataclass(frozen=True)
+class Choice:
+    """A tile, into how many parts each sum is split, and the estimated time."""
+
+    tile: Tile
+    parts: int
+    microseconds: float
 
 
-def _maps(planes: Planes, box_rows: int) -> tuple[TensorMap, TensorMap]:
-    return tensor_map(planes.hi, box_rows, BOX), tensor_map(planes.lo, box_rows, BOX)
+def _tiles(shape: ProductShape, tile: Tile) -> int:
+    return -(-shape.rows // tile.block_m) * -(-shape.columns // tile.block_n)
 
 
-def _product(a: Planes, b: Planes, major_k_a: bool, rows: int, columns: int, k: int) -> Tensor:
-    planes = 2 if a.lo.data_ptr() != a.hi.data_ptr() else 1
-    result = torch.empty((rows, columns), dtype=torch.float32, device=a.hi.device)
-    box_rows = TILES[planes].block_m if major_k_a else BOX
-    launch = _launcher(planes, major_k_a, rows, columns, k, result.device)
-    maps = (*_maps(a, box_rows), *_maps(b, BOX))
-    launch(*(m.data for m in maps), result.data_ptr(), a.scale.data_ptr(), rows, columns, k)
-    return result
+def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
+    for cost in TILES[shape.planes]:
+        tiles = _tiles(shape, cost.tile)
+        tried = set()
+        most = min(MOST_PARTS, shape.steps // 4, 2 * sms // tiles) if cost.splits else 1
+        for wanted in (1, *range(2, most + 1)):
+            steps = -(-shape.steps // wanted)
+            parts = -(-shape.steps // steps)
+            out_bytes = 4 if parts > 1 else shape.out_bytes
+            if parts in tried or out_bytes not in cost.epilogue:
+                continue
+            tried.add(parts)
+            rounds = -(-tiles * parts // sms)
+            cycles = START + rounds * (steps * cost.step + cost.epilogue[out_bytes])
+            microseconds = cycles / CYCLES_PER_MICROSECOND
+            if parts > 1:
+                moved = shape.rows * shape.columns * (4 * parts + shape.out_bytes)
+                microseconds += ADD_LAUNCH + moved / ADD_BYTES
+            yield Choice(cost.tile, parts, microseconds)
 
 
-def input_gradient(dz: Tensor, weight: Tensor, planes: int) -> Tensor:
-    """dX (m, k) = dz (m, n) · weight (n, k), all fp32, dz contiguous; by one or three products."""
-    w = split(weight, planes)
-    a = split_rows(dz, w.scale, planes)
-    dx = _product(a, w, True, dz.shape[0], weight.shape[1], dz.shape[1])
-    rescue_gradient(dx, dz, weight, False, a.flags, w.flags)
-    return dx
+@lru_cache(maxsize=1024)
+def choose(shape: ProductShape, sms: int) -> Choice:
+    """The tile and the parts of least estimated time."""
+    return min(_choices(shape, sms), key=lambda choice: choice.microseconds)
 
 
-def weight_gradient(dz: Tensor, x: Tensor, planes: int) -> Tensor:
-    """dW (n, k) = dzᵀ · x (m, k), all fp32, dz (m, n) contiguous; by one or three products."""
-    b = split(x, planes)
-    a = split_columns(dz, b.scale, planes)
-    dw = _product(a, b, False, dz.shape[1], x.shape[1], dz.shape[0])
-    rescue_gradient(dw, dz, x, True, a.flags, b.flags)
-    return dw
+def library_like(shape: ProductShape, sms: int) -> float:
+    """Microseconds that the library needs in 16 bit: it was measured as fast as our first tile."""
+    first = TILES[1][0].tile
+    return min(c.microseconds for c in _choices(shape, sms) if c.tile == first)
+
+
+def add_splits_source(parts: int, out_dtype: torch.dtype) -> KernelSource:
+    """The kernel that adds up the parts; compiles without a GPU."""
+    prelude = f"constexpr int kSplits = {parts};\n#define OutType {TYPES[out_dtype]}\n"
+    return KernelSource("add_splits", kernel_text("add_splits.cu", prelude), ARCH)
+
+
+class Product:
+    """c (rows, columns) = a · b, ready to launch.
+
+    a: (rows, length), or (length, rows) unless ``major_k_a``; b: (length, columns); planes of
+    ``dtype``. With ``scaled`` a's row i counts scale[i].
+    """
+
+    def __init__(
+        self,
+        shape: ProductShape,
+        choice: Choice,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        scaled: bool,
+        major_k_a: bool,
+        device: torch.device,
+    ) -> None:
+        parts, planes = choice.parts, shape.planes
+        tile = choice.tile
+        if planes == 2:
+            tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
+        self.shape, self.parts = shape, parts
+        self.box_a = tile.block_m if major_k_a else BOX
+        self.new = partial(torch.empty, (shape.rows, shape.columns), dtype=out_dtype, device=device)
+        self.numbers = (shape.rows, shape.columns, -(-shape.steps // parts) * BLOCK_K, parts)
+        self.maps: dict[Any, tuple[bytes, ...]] = {}
+        product_dtype = torch.float32 if parts > 1 else out_dtype
+        source = product_source(
+            tile, planes, dtype, product_dtype, scaled, major_k_a, False, parts > 1
+        )
+        dynamic = product_shared_bytes(tile, planes)
+        self.launch = load(source, device, dynamic).prepare(
+            SIGNATURE,
+            min(sm_count(device), _tiles(shape, tile) * parts),
+            THREADS,
+            shared_bytes=dynamic,
+            dependent=True,
+        )
+        self.add: Callable[..., None] | None = None
+        if parts > 1:
+            count = shape.rows * shape.columns
+            self.new_parts = partial(
+                torch.empty, (parts * count,), dtype=torch.float32, device=device
+            )
+            blocks = -(-count // (ADD_THREADS * ADD_VALUES))
+            add = load(add_splits_source(parts, out_dtype), device)
+            self.add = add.prepare("ppl", blocks, ADD_THREADS, dependent=True)
+
+    def __call__(
+        self, key: Any, operands: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]], scale: int
+    ) -> Tensor:
+        """Multiply; operands: a's planes hi and lo, then b's, asked for where ``key``, all that
+        their tensor maps depend on, is new."""
+        maps = self.maps.get(key) or self._keep_maps(key, *operands())
+        result = self.new()
+        if self.add is None:
+            self.launch(*maps, result.data_ptr(), scale, *self.numbers)
+            return result
+        parts = self.new_parts()
+        self.launch(*maps, parts.data_ptr(), scale, *self.numbers)
+        self.add(parts.data_ptr(), result.data_ptr(), result.numel())
+        return result
+
+    def _keep_maps(self, key: Any, *planes: Tensor) -> tuple[bytes, ...]:
+        if len(self.maps) >= MOST_MAPS:
+            self.maps.clear()
+        boxes = (self.box_a, self.box_a, BOX, BOX)
+        maps = self.maps[key] = tuple(
+            tensor_map(plane, rows, BOX).data for plane, rows in zip(planes, boxes, strict=True)
+        )
+        return maps
+
+
+@lru_cache(maxsize=1024)
+def prepare_product(
+    shape: ProductShape,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    scaled: bool,
+    major_k_a: bool,
+    device: torch.device,
+) -> Product:
+    """The product of this shape by the tile that `choose` takes."""
+    choice = choose(shape, sm_count(device))
+    return Product(shape, choice, dtype, out_dtype, scaled, major_k_a, device)

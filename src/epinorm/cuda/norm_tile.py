@@ -61,6 +61,11 @@ class Tile:
         return 1 if self.lanes > WARP else self.warps_x * (WARP // self.lanes)
 
     @property
+    def row_warps(self) -> int:
+        """Warps of a block side by side in a row."""
+        return self.lanes // WARP if self.lanes > WARP else self.warps_x
+
+    @property
     def rows_per_pass(self) -> int:
         """Rows that a block has in flight."""
         return self.rows * self.warps_y

@@ -72,15 +72,15 @@ def rescue_gradient(
     a: Tensor,
     b: Tensor,
     transposed_a: bool,
-    row_flags: Tensor,
-    summed_flags: Tensor,
+    row_flags: int,
+    summed_flags: int,
 ) -> None:
     """Overwrite the flagged rows of result = a @ b, or aᵀ @ b; all of them for a flag of the sum.
 
     result: (R, S) fp32 contiguous, written by the kernel before. a: (R, L), or (L, R) if
-    ``transposed_a``; b: (L, S); both fp32 with contiguous rows, at any stride. row_flags (R,) and
-    summed_flags (L,), uint8, any value but zero a flag; contiguous, at addresses that are multiples
-    of 4, and complete before the last kernel of the stream begins. Rows without a flag keep their
+    ``transposed_a``; b: (L, S); both fp32 with contiguous rows, at any stride. row_flags and
+    summed_flags: the addresses, multiples of 4, of (R,) and (L,) uint8, any value but zero a flag;
+    complete before the last kernel of the stream begins. Rows without a flag keep their
     bits, and every launch of the same values gives the same bits. Raises `ValueError` for shapes or
     addresses that do not fit.
     """
@@ -91,26 +91,18 @@ def rescue_gradient(
             f"a{'ᵀ' if transposed_a else ''} @ b must have the shape of result "
             f"{tuple(result.shape)}, but got a {tuple(a.shape)} and b {tuple(b.shape)}"
         )
-    if row_flags.numel() != rows or summed_flags.numel() != length:
-        raise ValueError(
-            f"expected {rows} flags of rows and {length} of the sum's indices, but got "
-            f"{row_flags.numel()} and {summed_flags.numel()}"
-        )
     if rows == 0 or columns == 0:
         return
-    a_at, a_stride, rows_at, summed_at = (
-        *(a.data_ptr(), a.stride(0)),
-        *(row_flags.data_ptr(), summed_flags.data_ptr()),
-    )
-    if (rows_at | summed_at) % FLAG_BYTES:
+    a_at, a_stride = a.data_ptr(), a.stride(0)
+    if (row_flags | summed_flags) % FLAG_BYTES:
         raise ValueError(
             f"flags must begin at multiples of {FLAG_BYTES} bytes, but got addresses "
-            f"{rows_at:#x} and {summed_at:#x}"
+            f"{row_flags:#x} and {summed_flags:#x}"
         )
     aligned = transposed_a or (a_at | a_stride * 4) % VECTOR_BYTES == 0
     _launcher(rows, columns, length, transposed_a, aligned, result.device)(
         *(a_at, a_stride, b.data_ptr(), b.stride(0)),
-        *(rows_at, summed_at, result.data_ptr()),
+        *(row_flags, summed_flags, result.data_ptr()),
         *(rows, columns, length),
     )
 

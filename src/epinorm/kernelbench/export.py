@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from epinorm.chain import GroupNorm
-from epinorm.cuda.norm_backward import Outputs, backward_plans
+from epinorm.cuda.norm_backward_text import Outputs, backward_plans
 from epinorm.cuda.norm_forward import forward_plans
 from epinorm.cuda.norm_tile import Tile, vector_width
 from epinorm.kernelbench.export_cuda import TEMPLATE_FOLDER, binding_text, norm_cuda_text

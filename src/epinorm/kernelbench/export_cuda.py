@@ -159,6 +159,8 @@ def _outputs(recipe: Recipe) -> str:
         "constexpr int kParameterSums = kHasGamma + kHasBeta + kHasBias;\n"
         f"constexpr int kSums = kParameterSums + {len(channels)};\n"
         "constexpr bool kWriteDz = true, kSumsGiven = false;\n"
+        "constexpr bool kRowLargest = false, kColumnLargest = false;\n"
+        "#define EPINORM_LARGEST_PARAMETERS\n#define EPINORM_LARGEST {}\n"
         f"EPINORM_FUNCTION constexpr int sum_of_operand(int i) {{ return {places}-1; }}\n"
         f"EPINORM_FUNCTION constexpr bool writes_operand(int i) {{ return {writes}false; }}\n"
         f"#define EPINORM_OUTPUT_PARAMETERS {parameters}\n"

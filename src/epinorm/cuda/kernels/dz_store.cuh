@@ -1,5 +1,4 @@
-// How the backward kernel hands on dz, the gradient of the linear's output: the one place to change
-// for another format (two 16-bit planes with a scale a row, say).
+// How the backward kernel writes dz, the gradient of the linear's output.
 #pragma once
 #include "vector.cuh"
 

@@ -180,10 +180,11 @@ __device__ __forceinline__ void load_shared_operand(u32 to, const TensorMap* map
   }
 }
 
+// k_steps steps, from first_step on.
 __device__ __forceinline__ void load_tile(const Ring& ring, Slot& slot, const Operands16& operands,
-                                          Tile tile, int k_steps, int rank) {
+                                          Tile tile, int k_steps, int rank, int first_step = 0) {
   for (int step = 0; step < k_steps; ++step, slot.next()) {
-    const int k = step * kBlockK;
+    const int k = (first_step + step) * kBlockK;
     const u32 full = ring.full_barrier(slot.stage);
     barrier_wait(ring.empty_barrier(slot.stage), slot.parity ^ 1);
     barrier_arrive_expect(full, kLoadedBytes);

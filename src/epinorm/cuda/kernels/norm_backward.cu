@@ -5,6 +5,9 @@
 // fixed order, and each block writes one row of `partial` (gridDim.y, kSums, N) that
 // norm_column_sums adds up. No atomics.
 //
+// Where dz goes on to be split into planes (split_gradient.cu), also the largest magnitudes that its
+// scales are made from: of each row, kRowLargest, and of each column, kColumnLargest.
+//
 // kSumsGiven: groups too wide for a block's registers. sum(g) and sum(g*h) of each (row, group) come
 // from norm_backward_sums, and a lane holds any kVector neighbouring columns.
 #include "dependent.cuh"
@@ -15,19 +18,50 @@ struct Outputs {
   P* operand[chain::kSlots];  // gradients of element operands (M, N); null where not wanted
 };
 
-// The sums over this thread's rows, for its columns.
+// What split_gradient.cu needs, all fp32. W's and x's planes have scales that dz takes over before it
+// is split: `row` is of dz[i, n] * column_factor[n], `column` of dz[i, n] * row_factor[i].
+struct Largest {
+  const float *column_factor, *row_factor;   // (N,), (M,); null where not wanted
+  unsigned *row, *column;                    // bits of magnitudes: (M, row_parts()), (gridDim.y, N)
+  unsigned char *row_flag, *column_flag;     // (M,), (N,), set to 0 here
+};
+
+constexpr int kRowWarps = kBlockTeam ? kLanes / 32 : kWarpsX;  // of a block, side by side in a row
+
+EPINORM_FUNCTION int row_parts() { return gridDim.x * kRowWarps; }
+EPINORM_FUNCTION int row_part() {
+  return blockIdx.x * kRowWarps + threadIdx.x / 32 % kRowWarps;
+}
+
+EPINORM_FUNCTION unsigned magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+
+// The sums over this thread's rows, for its columns; and the largest magnitudes.
 struct ColumnSums {
   T sum[kSums > 0 ? kSums : 1][kValues];
+  unsigned largest[kColumnLargest ? kValues : 1];
 
   EPINORM_FUNCTION ColumnSums() {
 #pragma unroll
     for (int s = 0; s < kSums; ++s)
 #pragma unroll
       for (int i = 0; i < kValues; ++i) sum[s][i] = T(0);
+#pragma unroll
+    for (int i = 0; i < (kColumnLargest ? kValues : 1); ++i) largest[i] = 0;
   }
 
   EPINORM_FUNCTION void add(int s, int i, T x) {
     if (s >= 0) sum[s][i] += x;
+  }
+
+  // Row s of what a block writes: the sums, then the largest, as they lie in memory.
+  EPINORM_FUNCTION T value(int s, int i) const {
+    if constexpr (kColumnLargest) return s < kSums ? sum[s][i] : __uint_as_float(largest[i]);
+    return sum[s][i];
+  }
+  static EPINORM_FUNCTION T joined(int s, T a, T b) {
+    if constexpr (kColumnLargest)
+      if (s == kSums) return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+    return a + b;
   }
 };
 
@@ -65,6 +99,7 @@ struct Tensors {
   Outputs outputs;
   i64 rows, width;
   int groups;
+  Largest largest;
 };
 
 // What a thread reads of the kRows rows of one pass. Beyond the last row all is zero, and stays so.
@@ -138,9 +173,13 @@ struct Halfway {
 EPINORM_FUNCTION void finish_pass(const Pass& pass, const Halfway& half, const Columns& here,
                                   const Tensors& tensors, const ChannelStore& store, i64 first,
                                   ColumnSums& columns) {
+  unsigned row_largest[kRows] = {};
 #pragma unroll
   for (int e = 0; e < kVectors; ++e) {
     const Channels channels = store.get(tensors.from, here, e);
+    Vector<float, kVector> column_factor;
+    if (kRowLargest && here.inside(e))
+      column_factor.load(tensors.largest.column_factor + here.column(e));
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
       const i64 row = first + u * kWarpsY;
@@ -163,6 +202,17 @@ EPINORM_FUNCTION void finish_pass(const Pass& pass, const Halfway& half, const C
       }
       const i64 offset = row * tensors.width;
       if (kWriteDz) store_dz<kVector>(tensors.dz, offset, here.column(e), dx);
+      if constexpr (kRowLargest)
+#pragma unroll
+        for (int j = 0; j < kVector; ++j)
+          row_largest[u] = max(row_largest[u], magnitude(dx[j] * column_factor.value[j]));
+      if constexpr (kColumnLargest) {
+        const float row_factor = __ldg(tensors.largest.row_factor + row);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j)
+          columns.largest[e * kVector + j] =
+              max(columns.largest[e * kVector + j], magnitude(dx[j] * row_factor));
+      }
 #pragma unroll
       for (int k = 0; k < chain::kOperands; ++k) {
         if (!writes_operand(k)) continue;
@@ -175,6 +225,15 @@ EPINORM_FUNCTION void finish_pass(const Pass& pass, const Halfway& half, const C
       }
     }
   }
+  if constexpr (kRowLargest)
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      const i64 row = first + u * kWarpsY;  // the same in all lanes
+      const unsigned largest = __reduce_max_sync(0xffffffffu, row_largest[u]);
+      if (row >= tensors.rows || threadIdx.x % 32 != 0) continue;
+      tensors.largest.row[row * row_parts() + row_part()] = largest;
+      if (row_part() == 0) tensors.largest.row_flag[row] = 0;
+    }
 }
 
 template <typename TeamType>
@@ -207,36 +266,46 @@ EPINORM_FUNCTION void backward_rows(TeamType team, const Columns& here, const Te
   }
 }
 
-// One row of `partial`: warps that share columns add up through shared memory, warp 0 first.
+// Rows of `partial` and of `largest.column`: warps that share columns join theirs through shared memory,
+// warp 0 first.
 EPINORM_FUNCTION void write_partial(const Columns& here, const ColumnSums& columns, T* partial,
-                                    i64 width) {
-  T* const mine = partial + i64(blockIdx.y) * kSums * width;
+                                    const Largest& largest, i64 width) {
+  const auto put = [&](int s, int column, T value) {
+    if constexpr (kColumnLargest)
+      if (s == kSums) {
+        largest.column[i64(blockIdx.y) * width + column] = __float_as_uint(value);
+        if (blockIdx.y == 0) largest.column_flag[column] = 0;
+        return;
+      }
+    partial[(i64(blockIdx.y) * kSums + s) * width + column] = value;
+  };
+  constexpr int kWritten = kSums + kColumnLargest;
   if constexpr (kWarpsY == 1) {
 #pragma unroll
-    for (int s = 0; s < kSums; ++s)
+    for (int s = 0; s < kWritten; ++s)
 #pragma unroll
       for (int e = 0; e < kVectors; ++e) {
         if (!here.inside(e)) continue;
 #pragma unroll
         for (int j = 0; j < kVector; ++j)
-          mine[s * width + here.column(e) + j] = columns.sum[s][e * kVector + j];
+          put(s, here.column(e) + j, columns.value(s, e * kVector + j));
       }
   } else {
     constexpr int kLane = 32 * kWarpsX;
     __shared__ T shared[kWarpsY][kValues][kLane];
     const int x = threadIdx.x % kLane, y = threadIdx.x / kLane;
 #pragma unroll
-    for (int s = 0; s < kSums; ++s) {
+    for (int s = 0; s < kWritten; ++s) {
       if (s > 0) __syncthreads();
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) shared[y][i][x] = columns.sum[s][i];
+      for (int i = 0; i < kValues; ++i) shared[y][i][x] = columns.value(s, i);
       __syncthreads();
       for (int i = y; i < kValues; i += kWarpsY) {
         T total = shared[0][i][x];
 #pragma unroll
-        for (int w = 1; w < kWarpsY; ++w) total += shared[w][i][x];
+        for (int w = 1; w < kWarpsY; ++w) total = ColumnSums::joined(s, total, shared[w][i][x]);
         const int e = i / kVector;
-        if (here.inside(e)) mine[s * width + here.column(e) + i % kVector] = total;
+        if (here.inside(e)) put(s, here.column(e) + i % kVector, total);
       }
     }
   }
@@ -248,13 +317,13 @@ norm_backward(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict__ z, 
               const T* __restrict__ row_sums, const Z* __restrict__ bias,
               const P* __restrict__ gamma, const P* __restrict__ beta, Z* __restrict__ dz,
               T* __restrict__ partial, i64 rows, int groups EPINORM_OPERAND_PARAMETERS
-                  EPINORM_OUTPUT_PARAMETERS) {
+                  EPINORM_OUTPUT_PARAMETERS EPINORM_LARGEST_PARAMETERS) {
   wait_for_previous_kernel();
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES};
   const i64 width = i64(groups) * kChannels;
   const Tensors tensors = {dy,   z,    dy_stride, z_stride, mean,
                            rstd, row_sums, from,  dz,       {EPINORM_OUTPUT_POINTERS},
-                           rows, width, groups};
+                           rows, width, groups, EPINORM_LARGEST};
   const Columns here(groups);
   ColumnSums columns;
   if constexpr (kBlockTeam) {
@@ -265,5 +334,5 @@ norm_backward(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict__ z, 
     backward_rows(WarpTeam<kLanes, T>(), here, tensors, columns);
   }
   let_next_kernel_start();
-  if (kSums > 0) write_partial(here, columns, partial, width);
+  if (kSums + kColumnLargest > 0) write_partial(here, columns, partial, tensors.largest, width);
 }

@@ -7,7 +7,7 @@
 
 // The prelude adds: kSums, how many sums over rows are wanted, and the place of each, -1 for none:
 // kSumGamma, kSumBeta, kSumBias, sum_of_operand(i); writes_operand(i), whether the gradient of element
-// operand i is wanted; kWriteDz; kSumsGiven.
+// operand i is wanted; kWriteDz; kRowLargest, kColumnLargest; kSumsGiven.
 
 // Rounded by itself: the compiler does not fuse it with an addition.
 EPINORM_FUNCTION float product(float a, float b) { return __fmul_rn(a, b); }

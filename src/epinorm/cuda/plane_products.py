@@ -1,0 +1,146 @@
+"""dX and dW of an fp32 chain by fp16 planes: who takes them, and how they are computed.
+
+The planes of W and x are those of the forward pass where it kept them (kept_planes.py). The norm
+kernel writes dz, and what the scales of its planes are made from; one kernel splits it for both
+products; each is followed by the range guard, which computes flagged rows again in plain fp32.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epinorm.cuda.device import sm_count
+from epinorm.cuda.gradient_planes import GradientPlanes, GradientSplitter
+from epinorm.cuda.hopper_product import Product, ProductShape, choose, prepare_product
+from epinorm.cuda.kept_planes import KeptPlanes
+from epinorm.cuda.norm_backward import Factors, Largest
+from epinorm.cuda.planes import Splitter, splitter
+from epinorm.cuda.rescue_gradient import rescue_gradient
+from epinorm.plan import Inputs, Problem
+
+__all__ = ["PlaneProducts", "planes_taken"]
+
+# Of an H200's library products in fp32, floating-point operations a microsecond: dX, dW.
+_LIBRARY = {"high": (400e6, 240e6), "highest": (50e6, 50e6)}
+_BYTES = 3.5e6
+"""That a conversion, or a product too small for its arithmetic to matter, moves a microsecond."""
+_PRODUCT_LAUNCHES, _SPLIT_LAUNCH = 8.0, 4.0
+"""Microseconds of a product with its guard, and of a conversion."""
+
+
+@lru_cache(maxsize=1024)
+def planes_taken(problem: Problem, want_x: bool, want_weight: bool) -> tuple[bool, bool]:
+    """Whether dX and dW are computed from planes: where conversions cost less than they save."""
+    m, k, n = problem.m, problem.k, problem.n
+    # Rows of dz, dX and dW are whole 16-byte units.
+    if problem.dtype != torch.float32 or m == 0 or n % 8 or k % 4:
+        return False, False
+    planes = 2 if problem.precision == "highest" else 1
+    flops, least = 2.0 * m * n * k, 4.0 * (m * n + n * k + m * k) / _BYTES
+    sms = sm_count(problem.device)
+
+    def split(values: int, copies: int) -> float:
+        return _SPLIT_LAUNCH + values * (4 + 2 * planes * copies) / _BYTES
+
+    def ours(rows: int, length: int, converted: int) -> float:
+        product = choose(ProductShape(rows, k, length, planes, 4), sms).microseconds
+        return _PRODUCT_LAUNCHES + max(product, least * planes / 2) + split(converted, 1)
+
+    library = [3.0 + max(flops / rate, least) for rate in _LIBRARY[problem.precision]]
+    by_planes = [ours(m, n, n * k), ours(n, m, m * k)]
+    wanted = (want_x, want_weight)
+
+    def cost(taken: tuple[bool, bool]) -> float:
+        parts = [(by_planes[i] if taken[i] else library[i]) for i in range(2) if wanted[i]]
+        return sum(parts) + (split(m * n, sum(taken)) if any(taken) else 0.0)
+
+    choices = [
+        (x, w) for x in (False, True) for w in (False, True) if x <= want_x and w <= want_weight
+    ]
+    return min(choices, key=cost)
+
+
+class _Operands(NamedTuple):
+    """The buffers of W's and x's planes, and their scales as dz takes them over."""
+
+    weight: Tensor | None
+    x: Tensor | None
+    factors: Factors
+
+
+class PlaneProducts:
+    """The two products of one problem, or one of them, ready to launch."""
+
+    def __init__(self, problem: Problem, by_x: bool, by_weight: bool) -> None:
+        m, k, n, device = problem.m, problem.k, problem.n, problem.device
+        self.planes = 2 if problem.precision == "highest" else 1
+        self.by_x, self.by_weight = by_x, by_weight
+        self.split_weight = splitter(self.planes, k, n, 0, device)
+        self.split_x = splitter(self.planes, k, m, 0, device)
+        self.split_gradient = GradientSplitter(self.planes, m, n, by_x, by_weight, device)
+        self.shape = (m, n)
+
+        def product(rows: int, length: int, major_k_a: bool) -> Product:
+            shape = ProductShape(rows, k, length, self.planes, 4)
+            half, single = torch.float16, torch.float32
+            return prepare_product(shape, half, single, True, major_k_a, device)
+
+        self.dx = product(m, n, True) if by_x else None
+        self.dw = product(n, m, False) if by_weight else None
+
+    def operands(self, inputs: Inputs, kept: KeptPlanes | None) -> _Operands:
+        """The planes that were kept, taken over, or new ones."""
+        weight = x = None
+        columns = rows = 0
+        if self.by_x:
+            weight = None if kept is None else kept.take_weight()
+            if weight is None:
+                weight = _split(self.split_weight, inputs.weight)
+            columns = weight.data_ptr() + self.split_weight.scale
+        if self.by_weight:
+            x = None if kept is None else kept.take_x()
+            if x is None:
+                x = _split(self.split_x, inputs.x)
+            rows = x.data_ptr() + self.split_x.scale
+        return _Operands(weight, x, Factors(columns, rows))
+
+    def multiply(
+        self, inputs: Inputs, operands: list[_Operands], dz: Tensor, largest: Largest
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dX (m, k) and dW (n, k), fp32, where they are computed here.
+
+        operands: one, taken out of the list, so that W's planes are free before dW is allocated.
+        """
+        weight, x, factors = operands.pop()
+        by_row, by_column = self.split_gradient(dz, factors, largest)
+        dx = dw = None
+        if self.dx is not None and weight is not None and by_row is not None:
+            dx = self._product(self.dx, by_row, weight, self.split_weight)
+            flags = weight.data_ptr() + self.split_weight.flags
+            rescue_gradient(dx, dz, inputs.weight, False, by_row.flags, flags)
+        weight = by_row = None
+        if self.dw is not None and x is not None and by_column is not None:
+            dw = self._product(self.dw, by_column, x, self.split_x)
+            flags = x.data_ptr() + self.split_x.flags
+            rescue_gradient(dw, dz, inputs.x, True, by_column.flags, flags)
+        return dx, dw
+
+    def _product(self, product: Product, a: GradientPlanes, b: Tensor, of_b: Splitter) -> Tensor:
+        def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            m, n = self.shape
+            bytes_of_planes = a.buffer[: self.planes * 2 * m * n]
+            stored = bytes_of_planes.view(torch.float16).view(self.planes, m, n)
+            planes = of_b.planes_in(b)
+            return stored[0], stored[self.planes - 1], planes.hi, planes.lo
+
+        return product((a.buffer.data_ptr(), b.data_ptr()), operands, a.scale)
+
+
+def _split(split: Splitter, matrix: Tensor) -> Tensor:
+    buffer = torch.empty(split.nbytes, dtype=torch.uint8, device=matrix.device)
+    split(buffer.data_ptr(), matrix)
+    return buffer
