@@ -13,6 +13,7 @@ CHAIN = "mul_channel|group_norm(8)|silu|add_residual"
 SHAPES = {
     "blocks of whole rows": (5003, 40, 64),
     "one block": (9, 40, 64),
+    "a packed weight": (300, 520, 256),
     "tiles of the product": (130, 512, 256),
     "tiles of both gradients": (1027, 700, 640),
     "two rows and a long product": (2, 3000, 1024),

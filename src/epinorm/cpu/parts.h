@@ -15,6 +15,9 @@
 #include <sys/mman.h>
 #endif
 
+// Null where PyTorch is built without MKL.
+extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
+
 namespace epinorm {
 
 enum DType : int32_t { kFloat, kDouble, kBFloat16 };
@@ -56,6 +59,9 @@ inline Memory allocate(int64_t bytes) {
   return memory;
 }
 
+// The first of two halves of a product's inner dimension, in whole vectors.
+inline int64_t halved(int64_t inner) { return std::max<int64_t>(1, (inner / 2 + 15) / 16) * 16; }
+
 inline int64_t parts(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 // Fresh memory in large pages where the system hands them out on request: writing 32 MB of small
@@ -70,16 +76,24 @@ inline void large_pages(void* data, int64_t bytes) {
 #endif
 }
 
-// A library that asks how many threads there are is told one: oneDNN would otherwise choose the
-// blocks of a product, and with them the order of its sums, by that number.
+// A library that asks how many threads there are is told one: oneDNN and MKL would otherwise choose
+// the parts of a product, and with them the order of its sums, by that number. oneDNN asks OpenMP.
+// MKL remembers what PyTorch told it, also inside a parallel region.
 class SingleThread {
  public:
-  SingleThread() : before_(omp_get_max_threads()) { omp_set_num_threads(1); }
-  ~SingleThread() { omp_set_num_threads(before_); }
+  SingleThread() : openmp_(omp_get_max_threads()) {
+    omp_set_num_threads(1);
+    if (&MKL_Set_Num_Threads_Local) mkl_ = MKL_Set_Num_Threads_Local(1);
+  }
+  ~SingleThread() {
+    if (&MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(mkl_);
+    omp_set_num_threads(openmp_);
+  }
   SingleThread(const SingleThread&) = delete;
 
  private:
-  int before_;
+  int openmp_;
+  int mkl_ = 0;
 };
 
 // Runs work(part, scratch) for each part. Threads take parts from a shared counter, since they need
