@@ -20,7 +20,7 @@ __all__ = ["supports"]
 # one pass over its result wins.
 LONE_ROWS = 4
 LONE_WEIGHT = 2**20
-DOUBLE_WEIGHT = 2**19
+DOUBLE_WEIGHT = 2**20
 
 
 def supports(problem: Problem) -> str | None:

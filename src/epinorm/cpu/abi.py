@@ -51,6 +51,8 @@ class Blocks(Structure):
         ("inner", c_int64),
         ("outer", c_int64),
         ("chunks", c_int64),
+        ("dx_rows", c_int64),
+        ("packed", c_int64),
     )
 
 
@@ -77,16 +79,20 @@ class Problem(Structure):
         ("dx", c_void_p),
         ("dweight", c_void_p),
         ("dweight_parts", c_void_p),
-        ("totals", c_void_p),
-        ("total_parts", c_void_p),
+        ("norm_dtype", c_int32),
+        ("column_sums", c_void_p),
     )
 
 
 def declare_runner(library: ctypes.CDLL) -> None:
     """Give the runner's functions their types."""
     for function in (library.epinorm_forward, library.epinorm_backward):
-        function.argtypes = [POINTER(Problem), c_char_p, c_int64]
+        function.argtypes = [POINTER(Problem)]
         function.restype = c_int
+    library.epinorm_message.argtypes = []
+    library.epinorm_message.restype = c_char_p
+    library.epinorm_can_pack.argtypes = []
+    library.epinorm_can_pack.restype = c_int
 
 
 def declare_kernel(library: ctypes.CDLL) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,21 +19,36 @@ from epinorm.plan import Forward, Gradients, Inputs, Plan, Problem, Wanted, plan
 
 __all__ = ["backward", "forward"]
 
-_ERROR_BYTES = 1024
+_NOTHING = tuple(torch.empty(0) for _ in range(3))
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What all calls of one problem share."""
+    """What all calls of one problem share; ``template``: the arguments without the pointers."""
 
     runner: ctypes.CDLL
-    kernel: abi.Kernel
     blocks: Blocks
-    eps: float
+    template: abi.Problem
 
 
-@lru_cache(maxsize=1024)
+_prepared: dict[int, tuple[Problem, _Prepared]] = {}
+_MAX_PREPARED = 1024
+
+
 def _prepare(problem: Problem) -> _Prepared:
+    # By identity: hashing a problem's fields takes longer than all else here. The problem is kept,
+    # so that no other one can get its address.
+    found = _prepared.get(id(problem))
+    if found is not None:
+        return found[1]
+    if len(_prepared) >= _MAX_PREPARED:
+        _prepared.clear()
+    prepared = _make(problem)
+    _prepared[id(problem)] = problem, prepared
+    return prepared
+
+
+def _make(problem: Problem) -> _Prepared:
     library = load_kernel(kernel_source(problem), str(problem.chain))
     kernel = abi.Kernel()
     library.epinorm_describe(problem.n, problem.groups, ctypes.byref(kernel))
@@ -43,7 +57,19 @@ def _prepare(problem: Problem) -> _Prepared:
     if isinstance(norm, RMSNorm) and eps is None:
         eps = torch.finfo(problem.stats_dtype).eps
     assert eps is not None
-    return _Prepared(load_runner(), kernel, choose_blocks(problem), eps)
+    runner = load_runner()
+    blocks = choose_blocks(problem, bool(runner.epinorm_can_pack()))
+    template = abi.Problem(
+        abi.Call(problem.n, problem.groups, eps),
+        kernel,
+        abi.Blocks(
+            *(blocks.rows, blocks.columns, blocks.inner, blocks.outer, blocks.chunks),
+            *(blocks.dx_rows, blocks.packed),
+        ),
+        *(problem.m, problem.k),
+        *(abi.DTYPE_CODES[problem.dtype], abi.DTYPE_CODES[problem.out_dtype]),
+    )
+    return _Prepared(runner, blocks, template)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -59,48 +85,35 @@ def _call(
     operand_gradients: tuple[Tensor | None, ...] = (),
 ) -> abi.Problem:
     """The runner's arguments, without results. The tensors must outlive it."""
-    blocks, chain = prepared.blocks, problem.chain
-    call = abi.Call(problem.n, problem.groups, prepared.eps)
-    call.norm_weight = _pointer(inputs.norm_weight)
-    call.norm_bias = _pointer(inputs.norm_bias)
-    call.mean = _pointer(mean)
-    call.rstd = _pointer(rstd)
-    arrays: list[ctypes.Array] = []
-    if count := len(inputs.operands):
+    x, weight, bias, norm_weight, norm_bias, operands = inputs
+    result = abi.Problem.from_buffer_copy(prepared.template)
+    result.x, result.x_stride = x.data_ptr(), x.stride(0)
+    result.weight, result.weight_stride = weight.data_ptr(), weight.stride(0)
+    result.bias = _pointer(bias)
+    call = result.call
+    call.norm_weight, call.norm_bias = _pointer(norm_weight), _pointer(norm_bias)
+    if problem.training:
+        call.mean, call.rstd = _pointer(mean), _pointer(rstd)
+    if count := len(operands):
         pointers = ctypes.c_void_p * count
         strides = [
             operand.stride(0) if kind == "element" else 0
-            for operand, kind in zip(inputs.operands, chain.operand_kinds, strict=True)
+            for operand, kind in zip(operands, problem.chain.operand_kinds, strict=True)
         ]
         gradients = operand_gradients or (None,) * count
-        arrays = [
-            pointers(*(t.data_ptr() for t in inputs.operands)),
-            (ctypes.c_int64 * count)(*strides),
-            pointers(*(_pointer(t) for t in gradients)),
-        ]
-        call.operands, call.operand_strides, call.operand_gradients = map(ctypes.addressof, arrays)
-    result = abi.Problem(
-        call,
-        prepared.kernel,
-        abi.Blocks(blocks.rows, blocks.columns, blocks.inner, blocks.outer, blocks.chunks),
-        problem.m,
-        problem.k,
-        abi.DTYPE_CODES[problem.dtype],
-        abi.DTYPE_CODES[problem.out_dtype],
-        inputs.x.data_ptr(),
-        inputs.x.stride(0),
-        inputs.weight.data_ptr(),
-        inputs.weight.stride(0),
-        _pointer(inputs.bias),
-    )
-    result.arrays = arrays  # the struct holds addresses only
+        addresses = pointers(*(t.data_ptr() for t in operands))
+        rows = (ctypes.c_int64 * count)(*strides)
+        results = pointers(*(_pointer(t) for t in gradients))
+        call.operands = ctypes.addressof(addresses)
+        call.operand_strides = ctypes.addressof(rows)
+        call.operand_gradients = ctypes.addressof(results)
+        result.arrays = addresses, rows, results  # the struct holds addresses only
     return result
 
 
-def _run(function: Callable[..., int], call: abi.Problem) -> None:
-    message = ctypes.create_string_buffer(_ERROR_BYTES)
-    if function(call, message, _ERROR_BYTES):
-        raise RuntimeError(message.value.decode(errors="replace"))
+def _run(prepared: _Prepared, function: Callable[..., int], call: abi.Problem) -> None:
+    if function(call):
+        raise RuntimeError(prepared.runner.epinorm_message().decode(errors="replace"))
 
 
 def _fall_back(error: BuildError) -> None:
@@ -129,12 +142,11 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
             mean = torch.empty_like(rstd)
     call = _call(problem, prepared, inputs, mean, rstd)
     call.y, call.y_stride, call.z = y.data_ptr(), n, _pointer(z)
-    _run(prepared.runner.epinorm_forward, call)
+    _run(prepared, prepared.runner.epinorm_forward, call)
 
-    def kept(tensor: Tensor | None) -> Tensor:
-        return x.new_empty(0) if tensor is None else tensor
-
-    return Forward(y, kept(z), kept(mean), kept(rstd))
+    if z is None or rstd is None:
+        return Forward(y, *_NOTHING)
+    return Forward(y, z, x.new_empty(0) if mean is None else mean, rstd)
 
 
 def backward(
@@ -151,15 +163,12 @@ def backward(
     if dy.stride(1) != 1 and n > 1:
         dy = dy.contiguous()
 
-    by_tiles = blocks.columns < n
     by_parts = want.weight and blocks.weight_parts
     dx = x.new_empty((m, k)) if want.x else None
     dweight = x.new_empty((n, k)) if want.weight else None
     weight_parts = x.new_empty((blocks.chunks, n, k)) if by_parts else None
-    whole_dz = (by_tiles and want.x) or (want.weight and not by_parts)
+    whole_dz = (blocks.dx_rows and want.x) or (want.weight and not by_parts)
     dz = x.new_empty((m, n)) if whole_dz else None
-    totals = x.new_empty((prepared.kernel.totals, n), dtype=torch.float64)
-    total_parts = totals.new_empty((blocks.chunks, *totals.shape))
     elements = tuple(
         x.new_empty((m, n), dtype=problem.norm_dtype) if kind == "element" and wanted else None
         for kind, wanted in zip(kinds, want.operands, strict=True)
@@ -169,24 +178,24 @@ def backward(
     call.z, call.y, call.y_stride = kept.z.data_ptr(), dy.data_ptr(), dy.stride(0)
     call.dz, call.dx, call.dweight = _pointer(dz), _pointer(dx), _pointer(dweight)
     call.dweight_parts = _pointer(weight_parts)
-    call.totals, call.total_parts = totals.data_ptr(), total_parts.data_ptr()
-    _run(prepared.runner.epinorm_backward, call)
-
-    def total(index: int, dtype: torch.dtype) -> Tensor:
-        return totals[index].to(dtype, copy=True)
-
-    channel = iter(range(3, prepared.kernel.totals))
-    operands: list[Tensor | None] = []
-    for kind, wanted, element in zip(kinds, want.operands, elements, strict=True):
-        index = next(channel) if kind == "channel" else None
-        operands.append(
-            total(index, problem.norm_dtype) if index is not None and wanted else element
-        )
-    return Gradients(
-        dx,
-        dweight,
-        total(0, problem.dtype) if want.bias else None,
-        total(1, problem.norm_dtype) if want.norm_weight else None,
-        total(2, problem.norm_dtype) if want.norm_bias else None,
-        tuple(operands),
+    # In the kernel's order: bias, norm_weight, norm_bias, then the operands that are channels.
+    sums = [
+        x.new_empty(n) if want.bias else None,
+        x.new_empty(n, dtype=problem.norm_dtype) if want.norm_weight else None,
+        x.new_empty(n, dtype=problem.norm_dtype) if want.norm_bias else None,
+    ]
+    sums += [
+        x.new_empty(n, dtype=problem.norm_dtype) if wanted else None
+        for kind, wanted in zip(kinds, want.operands, strict=True)
+        if kind == "channel"
+    ]
+    addresses = (ctypes.c_void_p * len(sums))(*(_pointer(t) for t in sums))
+    call.norm_dtype = abi.DTYPE_CODES[problem.norm_dtype]
+    call.column_sums = ctypes.addressof(addresses)
+    _run(prepared, prepared.runner.epinorm_backward, call)
+    channels = iter(sums[3:])
+    operands = tuple(
+        next(channels) if kind == "channel" else element
+        for kind, element in zip(kinds, elements, strict=True)
     )
+    return Gradients(dx, dweight, sums[0], sums[1], sums[2], operands)

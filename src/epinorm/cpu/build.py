@@ -34,7 +34,7 @@ __all__ = ["BuildError", "compiler_problem", "failure", "load_kernel", "load_run
 
 HERE = Path(__file__).parent
 KERNEL_HEADERS = ("call.h", "lanes.h", "elementary.h", "strip.h")
-RUNNER_FILES = ("call.h", "parts.h", "runner.cpp")
+RUNNER_FILES = ("call.h", "packed.h", "parts.h", "runner.cpp")
 TIME_LIMIT_SECONDS = 300.0
 OLDEST_GCC = 12
 """The first with __builtin_shufflevector."""

@@ -50,5 +50,7 @@ struct EpinormBlocks {
   int64_t inner;    // columns of K in a tile of the gradients' products
   int64_t outer;    // rows of the weight in such a tile
   int64_t chunks;   // parts of the rows that each keep their own column sums
+  int64_t dx_rows;  // rows of a tile of dx; 0: a block's dx is computed with its dz
+  int64_t packed;   // nonzero: arrange the weight once for the products of all blocks
 };
 }
