@@ -146,7 +146,7 @@ def test_static_checks_find_nothing(pair: tuple[Path, Path]) -> None:
     assert "Model" not in names
     assert "import epinorm" not in text
     exported = load(pair[1], "exported")
-    for name in ("CUDA", "CPP", "HOPPER_CUDA", "HOPPER_CPP"):
+    for name in ("CUDA", "CPP", "HOPPER_CUDA", "HOPPER_CPP", "BACKWARD_CUDA", "BACKWARD_CPP"):
         assert getattr(exported, name, "").isascii()
 
 
@@ -212,7 +212,7 @@ def test_the_launches_compile(pair: tuple[Path, Path], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "own", "own split"])
 def test_the_binding_compiles(name: str, tmp_path: Path) -> None:
     import sysconfig
 
@@ -221,23 +221,35 @@ def test_the_binding_compiles(name: str, tmp_path: Path) -> None:
     cuda = Path("/usr/local/cuda/include")
     if not (cuda / "cuda_runtime_api.h").is_file():
         pytest.skip("needs the CUDA headers")
-    problem, path = tmp_path / "problem.py", tmp_path / "model_new.py"
-    problem.write_text(TEXTS[name])
-    path.write_text(export(problem).text)
-    exported = load(path, "exported")
+    if name.startswith("own"):
+        exported = exported_of(tmp_path, 1024, 1024, 1024)
+        mode = "float32 highest" if name == "own split" else "bfloat16"
+        sources = [
+            exported._hopper_source(mode, True)[0] + exported.HOPPER_CPP,
+            exported._backward_source(mode)[0] + exported.BACKWARD_CPP,
+        ]
+    else:
+        problem, path = tmp_path / "problem.py", tmp_path / "model_new.py"
+        problem.write_text(TEXTS[name])
+        path.write_text(export(problem).text)
+        exported = load(path, "exported")
+        definitions = exported._definitions(
+            *(torch.float16, torch.float32, 8, (1, 1, 0), (0.1, 0.2, 0.3))
+        )
+        sources = [definitions + exported.CPP]
     # A header that CPU builds of PyTorch leave out, and that says nothing.
     stub = tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
     stub.parent.mkdir(parents=True)
     stub.touch()
     source = tmp_path / "x.cpp"
-    definitions = exported._definitions(torch.float16, torch.float32, 8, (1, 1, 0), (0.1, 0.2, 0.3))
-    source.write_text(definitions + exported.CPP)
     folders = [*include_paths(), cuda, sysconfig.get_paths()["include"]]
     folders.append(str(tmp_path))
     flags = ["-std=c++20", "-fsyntax-only", "-DTORCH_EXTENSION_NAME=x"]
     command = ["g++", *flags, *(f"-I{folder}" for folder in folders), str(source)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    for text in sources:
+        source.write_text(text)
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +281,96 @@ def test_hopper_instances_compile(own: ModuleType, mode: str, keep: bool) -> Non
     text = text.split("// ---- launches")[0]
     kernel = compiled(KernelSource("linear_norm", definitions + text, "sm_90a"))
     assert kernel.spill_bytes <= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split_dz", [False, True])
+def test_the_norm_kernel_compiles_for_dz_that_is_split(own: ModuleType, split_dz: bool) -> None:
+    definitions = own._definitions(
+        *(torch.float32, torch.float32, 16, (1, 1, 1), (1e-5, 0.01), split_dz)
+    )
+    text = own.CUDA.split("// ---- launches")[0]
+    assert compiled(KernelSource("norm_backward", definitions + text, "sm_90a")).spill_bytes <= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_instances_compile(own: ModuleType, mode: str) -> None:
+    definitions, text = own._backward_source(mode)
+    text = text.split("// ---- launches")[0]
+    assert "@" not in text.replace("[%0]", "").replace("@p", "").replace("@!p", "")
+    for namespace in ("product_dx", "product_dw"):
+        assert f"namespace {namespace} {{" in text
+    # Its own kernels have C++ names, one in each namespace.
+    text += '\nextern "C" __global__ void nothing() {}\n'
+    kernel = compiled(KernelSource("nothing", definitions + text, "sm_90a"))
+    assert kernel.spill_bytes <= 0
+
+
+def exported_of(folder: Path, m: int, k: int, n: int) -> ModuleType:
+    """The example with these sizes and 16 channels a group, with products of our own."""
+    problem, path = folder / "problem.py", folder / "model_new.py"
+    text = EXAMPLE.read_text().replace("batch_size = 1024", f"batch_size = {m}")
+    text = text.replace("input_size = 8192", f"input_size = {k}")
+    text = text.replace("hidden_size = 8192", f"hidden_size = {n}").replace("512", str(n // 16))
+    problem.write_text(text)
+    path.write_text(export(problem, "own").text)
+    return load(path, "sized_export")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("m_k_n", "mode", "parts"),
+    [
+        ((1024, 8192, 8192), "float32 highest", False),
+        ((65536, 128, 128), "float32 high", True),
+        ((65536, 128, 128), "float16", True),
+    ],
+)
+def test_backward_launches_compile(
+    m_k_n: tuple[int, int, int], mode: str, parts: bool, tmp_path: Path
+) -> None:
+    """The last two split a long sum over blocks."""
+    exported = exported_of(tmp_path, *m_k_n)
+    assert (exported.BACKWARD[mode][0]["DW_PARTS"] > 1) == parts
+    source = tmp_path / "x.cu"
+    source.write_text("".join(exported._backward_source(mode)))
+    flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-c"]
+    command = ["nvcc", *flags, "-o", str(tmp_path / "x.o"), str(source)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_finished_build_is_loaded_as_it_is(
+    own: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And one that was not finished is built again, by load_inline, in a folder of its own."""
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    built, loaded = [], []
+
+    def load_inline(name: str, build_directory: str, **given: object) -> str:
+        built.append(given["functions"])
+        Path(build_directory, f"{name}.so").write_text("half")
+        if len(built) == 1:
+            raise KeyboardInterrupt
+        return "module"
+
+    monkeypatch.setattr(cpp_extension, "load_inline", load_inline)
+    monkeypatch.setattr(own, "_loaded", lambda name, path: loaded.append((name, path)))
+    arguments = ("", "cuda", "cpp", ["f"], ("-flag",))
+    with pytest.raises(KeyboardInterrupt):
+        own._build(*arguments)
+    assert own._build(*arguments) == "module"
+    assert (built, loaded) == ([["f"], ["f"]], [])
+    own._build(*arguments)
+    ((name, path),) = loaded
+    assert Path(path) == Path(own._folder(), name, f"{name}.so")
+    assert len(built) == 2
+    assert own._build("#define OTHER\n", *arguments[1:]) == "module"
+    assert len(built) == 3
 
 
 @pytest.mark.slow
@@ -321,13 +423,7 @@ def test_tiles_of_few_rows_or_a_small_weight_serve_no_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, m_k_n: tuple[int, int, int], limits: tuple
 ) -> None:
     m, k, n = m_k_n
-    problem, path = tmp_path / "problem.py", tmp_path / "model_new.py"
-    text = EXAMPLE.read_text().replace("batch_size = 1024", f"batch_size = {m}")
-    text = text.replace("input_size = 8192", f"input_size = {k}")
-    text = text.replace("hidden_size = 8192", f"hidden_size = {n}").replace("512", str(n // 16))
-    problem.write_text(text)
-    path.write_text(export(problem, "own").text)
-    exported = load(path, "small_exported")
+    exported = exported_of(tmp_path, m, k, n)
     assert exported.LIMITS["bfloat16", False] == limits
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 

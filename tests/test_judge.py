@@ -1,7 +1,7 @@
 """The judge passes what is right and catches each of the zoo's wrong solutions, with its reason."""
 
 import json
-import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from epinorm.cli import app
-from epinorm.kernelbench import ProblemError
+from epinorm.kernelbench import ProblemError, judge_process
 from epinorm.kernelbench.judge import judge
 from epinorm.kernelbench.judge_facts import Check, JudgeOptions, Verdict
 from epinorm.kernelbench.judge_source import remarks
@@ -196,8 +196,15 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(app, ["judge", *right, "--time-limit", "0"]).exit_code == 2
 
 
-def test_nothing_is_left_behind() -> None:
-    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path("/tmp")
-    before = set(folder.glob("epinorm-judge-*"))
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def remembered(*arguments: str) -> tempfile.TemporaryDirectory:
+        folder = tempfile.TemporaryDirectory(*arguments)
+        made.append(Path(folder.name))
+        return folder
+
+    monkeypatch.setattr(judge_process.tempfile, "TemporaryDirectory", remembered)
     judged("crash")
-    assert set(folder.glob("epinorm-judge-*")) <= before
+    assert made
+    assert not any(folder.exists() for folder in made)

@@ -114,7 +114,13 @@ def _covered(hopper: Hopper | None) -> tuple[str, ...]:
         "elsewhere (other GPUs, float64, autocast, other channels in a group, other constants, "
         "rows that are no multiple of 16 bytes) forward is PyTorch's F.linear, then one norm "
         "kernel",
-        "the products of backward are PyTorch's torch.mm; the rest of it is one kernel (and a sum)",
+        "there, where the output features are a multiple of 8, both products of backward are our "
+        "own too, for float32 between a split into planes and a range guard; the rest of backward "
+        "is one kernel (and a sum); elsewhere the products of backward are PyTorch's torch.mm",
+    ]
+    said += [
+        f"backward in {mode} has no products of our own: {why}"
+        for mode, why in hopper.backward_left_out.items()
     ]
     said += [f"{mode} has no product of our own: {why}" for mode, why in hopper.left_out.items()]
     return tuple(said)
@@ -180,6 +186,10 @@ def _hopper_values(recipe: Recipe, hopper: Hopper) -> dict[str, str]:
     return {
         "hopper_modes": ", ".join(hopper.modes),
         "hopper_cuda": hopper.cuda,
+        "backward_cuda": hopper.backward_cuda,
+        "binding_backward": binding_text(recipe, "backward"),
+        "bodies": hopper.bodies,
+        "backward_instances": hopper.backward,
         "binding_hopper": binding_text(recipe, "hopper"),
         "hopper_chains": hopper.chains,
         "hopper_instances": hopper.instances,

@@ -121,7 +121,8 @@ def norm_cuda_text(recipe: Recipe) -> str:
 
 
 def binding_text(recipe: Recipe, part: str) -> str:
-    """The C++ between PyTorch's tensors and the launches; part: common, norm or hopper."""
+    """The C++ between PyTorch's tensors and the launches; part: common, norm, hopper or
+    backward."""
     text = (TEMPLATE_FOLDER / f"binding_{part}.cpp.in").read_text(encoding="utf-8")
     kinds = recipe.chain.operand_kinds
     channel = ", ".join("true" if kind == "channel" else "false" for kind in kinds) or "false"
@@ -143,6 +144,19 @@ def _operands(recipe: Recipe) -> str:
     )
 
 
+_LARGEST = """#if SPLIT_DZ
+#define EPINORM_LARGEST_PARAMETERS \\
+  , const float* column_factor, const float* row_factor, unsigned* row_largest, \\
+      unsigned* column_largest, unsigned char* row_flag, unsigned char* column_flag
+#define EPINORM_LARGEST \\
+  {column_factor, row_factor, row_largest, column_largest, row_flag, column_flag}
+#else
+#define EPINORM_LARGEST_PARAMETERS
+#define EPINORM_LARGEST {}
+#endif
+"""
+
+
 def _outputs(recipe: Recipe) -> str:
     """Every sum over rows that there is, and the gradients of element operands."""
     kinds = recipe.chain.operand_kinds
@@ -159,8 +173,8 @@ def _outputs(recipe: Recipe) -> str:
         "constexpr int kParameterSums = kHasGamma + kHasBeta + kHasBias;\n"
         f"constexpr int kSums = kParameterSums + {len(channels)};\n"
         "constexpr bool kWriteDz = true, kSumsGiven = false;\n"
-        "constexpr bool kRowLargest = false, kColumnLargest = false;\n"
-        "#define EPINORM_LARGEST_PARAMETERS\n#define EPINORM_LARGEST {}\n"
+        "constexpr bool kRowLargest = SPLIT_DZ, kColumnLargest = SPLIT_DZ;\n"
+        f"{_LARGEST}"
         f"EPINORM_FUNCTION constexpr int sum_of_operand(int i) {{ return {places}-1; }}\n"
         f"EPINORM_FUNCTION constexpr bool writes_operand(int i) {{ return {writes}false; }}\n"
         f"#define EPINORM_OUTPUT_PARAMETERS {parameters}\n"

@@ -6,7 +6,6 @@ for the problem's sizes; the kernels' bodies come once, what differs is a prelud
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,19 +14,18 @@ import torch
 
 from epinorm.cuda.hopper import THREADS, linear_norm_source, shared_bytes
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of, why_not
-from epinorm.cuda.jit import KernelSource
 from epinorm.cuda.planes import split_shape, split_source
 from epinorm.cuda.rescue import rescue_source, rescue_tile
 from epinorm.cuda.source import read_kernel
+from epinorm.kernelbench.export_backward import backward_cuda, bodies, products_of
 from epinorm.kernelbench.export_cuda import TEMPLATE_FOLDER, speakable
 from epinorm.kernelbench.export_recipe import Recipe
+from epinorm.kernelbench.export_text import ELEMENTS, SMS, entry, prelude_of, product_function
 from epinorm.plan import Problem
 
 __all__ = ["MODES", "Hopper", "hopper_of"]
 
 ARCH = "sm_90a"
-SMS = 132
-"""Of an H100 and an H200; the number of blocks is asked of the GPU itself."""
 
 MODES: Mapping[str, tuple[torch.dtype, str]] = {
     "float32 highest": (torch.float32, "highest"),
@@ -36,34 +34,33 @@ MODES: Mapping[str, tuple[torch.dtype, str]] = {
     "float16": (torch.float16, "native"),
 }
 
-_NOT_EXPORTED = "  # type: ignore[no-untyped-def]  # written into the exported file"
-
-_ELEMENTS = {
-    torch.float16: "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
-    torch.bfloat16: "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
-    torch.float32: "CU_TENSOR_MAP_DATA_TYPE_FLOAT32",
-}
-
 
 @dataclass(frozen=True)
 class Hopper:
-    """``cuda``: the kernels with marks for what differs. Python text: ``instances``, the entries
-    (mode, keep) → (numbers, preludes); ``limits``, those on M, K and N; ``chains``, the texts that
-    preludes name; ``product``, a function. ``left_out``: mode → why it is not there.
+    """``cuda``, ``backward_cuda``: the kernels with marks for what differs. Python text:
+    ``instances``, the entries (mode, keep) → (numbers, preludes); ``backward``, the entries mode →
+    (numbers, preludes); ``bodies``, kernels that marks name; ``limits``, those on M, K and N;
+    ``chains``, the texts that preludes name; ``product``, a function. ``left_out`` and
+    ``backward_left_out``: mode → why it is not there.
     """
 
     cuda: str
+    backward_cuda: str
     instances: str
+    backward: str
+    bodies: str
     limits: str
     chains: str
     product: str
     modes: tuple[str, ...]
     left_out: Mapping[str, str]
+    backward_left_out: Mapping[str, str]
 
 
 def hopper_of(recipe: Recipe, has: tuple[bool, bool, bool]) -> Hopper:
     """The Hopper part for a recipe; ``has``: is there a bias, a gamma, a beta."""
     lines, modes, left_out = [], [], {}
+    backward, without_products = "", {}
     chains: list[str] = []
     limits: list[str] = []
     for mode in MODES:
@@ -76,10 +73,24 @@ def hopper_of(recipe: Recipe, has: tuple[bool, bool, bool]) -> Hopper:
         for problem in problems:
             lines.append(_instance(mode, problem, chains))
             limits.append(_limits(mode, problem))
-    product = inspect.getsource(_product).replace(_NOT_EXPORTED, "")
+        products = products_of(mode, problems[1])
+        backward += products.text
+        if products.left_out is not None:
+            without_products[mode] = products.left_out
+    kernels = "".join(f'    {name!r}: r"""\n{text}""",\n' for name, text in bodies().items())
     texts = "".join(f'    r"""\n{speakable(chain)}""",\n' for chain in chains)
     return Hopper(
-        _cuda(recipe), "".join(lines), "".join(limits), texts, product, tuple(modes), left_out
+        cuda=_cuda(recipe),
+        backward_cuda=backward_cuda(),
+        instances="".join(lines),
+        backward=backward,
+        bodies=kernels,
+        limits="".join(limits),
+        chains=texts,
+        product=product_function(),
+        modes=tuple(modes),
+        left_out=left_out,
+        backward_left_out=without_products,
     )
 
 
@@ -117,7 +128,7 @@ def _instance(mode: str, problem: Problem, chains: list[str]) -> str:
     numbers: dict[str, int | str] = {
         "SPLIT": int(split),
         "PLANES": planes_of(problem),
-        "ELEMENT_TYPE": _ELEMENTS[instance.operand_dtype],
+        "ELEMENT_TYPE": ELEMENTS[instance.operand_dtype],
         "ELEMENT_BYTES": tile.element_bytes,
         "BLOCK_K": tile.block_k,
         "BOX_M": tile.load_m or tile.block_m,
@@ -128,7 +139,7 @@ def _instance(mode: str, problem: Problem, chains: list[str]) -> str:
         "SHARED_BYTES": shared_bytes(instance),
         "MULTIPLY_THREADS": THREADS,
     }
-    prelude = _prelude(linear_norm_source(instance), "hopper_linear_norm.cu")
+    prelude = prelude_of(linear_norm_source(instance), "hopper_linear_norm.cu")
     preludes = {"MULTIPLY": _shortened(prelude, chains)}
     if split:
         rows = -(-problem.m // 16) * 16 + problem.n
@@ -141,16 +152,10 @@ def _instance(mode: str, problem: Problem, chains: list[str]) -> str:
             "RESCUE_BYTES": rescue.shared_bytes,
         }
         source = split_source(planes_of(problem), problem.k, True, ARCH, rows, SMS)
-        preludes["SPLIT"] = _prelude(source, "split.cu")
-        text = _prelude(rescue_source(problem, True, ARCH), "rescue.cu")
+        preludes["SPLIT"] = prelude_of(source, "split.cu")
+        text = prelude_of(rescue_source(problem, True, ARCH), "rescue.cu")
         preludes["RESCUE"] = _shortened(text, chains)
-    values = "".join(f"            {name!r}: {value!r},\n" for name, value in numbers.items())
-    texts = "".join(f'            {n!r}: r"""\n{t}""",\n' for n, t in preludes.items())
-    keep = problem.training
-    return speakable(
-        f"    ({mode!r}, {keep}): (\n        {{\n{values}        }},\n        {{\n{texts}"
-        "        },\n    ),\n"
-    )
+    return entry(repr((mode, problem.training)), numbers, preludes)
 
 
 def _limits(mode: str, problem: Problem) -> str:
@@ -161,62 +166,33 @@ def _limits(mode: str, problem: Problem) -> str:
     return f"    ({mode!r}, {problem.training}): ({tile.load_m}, {only}),\n"
 
 
-def _prelude(source: KernelSource, file: str) -> str:
-    body = read_kernel(file)
-    assert source.text.endswith(body), f"{file} is not the end of its own text"
-    return source.text[: -len(body)]
-
-
 _CHAIN = re.compile(
     r"// What the generated text of a chain.*?^}  // namespace chain\n", re.S | re.M
-)
-_PRODUCT = re.compile(
-    r"^__device__ __forceinline__ void wgmma\(.*?"
-    r"m64n(?P<columns>\d+)k\d+\.f32\.(?P<kind>\w+)\..*?^}\n",
-    re.S | re.M,
 )
 
 
 def _shortened(prelude: str, chains: list[str]) -> str:
-    """The prelude with marks for the chain and for the product instruction, which are long."""
+    """The prelude with a mark for the chain, which is long."""
 
-    def chain_mark(match: re.Match[str]) -> str:
+    def mark(match: re.Match[str]) -> str:
         if match.group() not in chains:
             chains.append(match.group())
         return f"@CHAIN {chains.index(match.group())}@\n"
 
-    def product_mark(match: re.Match[str]) -> str:
-        columns, kind = int(match["columns"]), match["kind"]
-        assert _product(columns, kind) == match.group()
-        return f"@PRODUCT {columns} {kind}@\n"
-
-    return _PRODUCT.sub(product_mark, _CHAIN.sub(chain_mark, prelude))
-
-
-def _product(columns, kind):  # type: ignore[no-untyped-def]  # written into the exported file
-    """wgmma.mma_async.m64n<columns> with fp32 accumulators as a function."""
-    count = columns // 2
-    depth, flags = (8, "1, 1") if kind == "tf32" else (16, "1, 1, 0, 0")
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return (
-        f"__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, "
-        "unsigned long long b, int accumulate) {\n"
-        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; '
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kind}.{kind} "
-        f'{{{registers}}}, %{count}, %{count + 1}, p, {flags}; }}"\n'
-        f'    : {outputs} : "l"(a), "l"(b), "r"(accumulate));\n}}\n'
-    )
+    return _CHAIN.sub(mark, prelude)
 
 
 def _cuda(recipe: Recipe) -> str:
-    def kernel(namespace: str, mark: str, file: str, condition: bool) -> str:
-        body = read_kernel(file).strip("\n")
-        text = f"namespace {namespace} {{\n@{mark}@\n{body}\n}}  // namespace {namespace}\n"
-        text += "#undef OPERAND_PARAMETERS\n#undef OPERAND_LIST\n#undef STRIDE_LIST\n"
-        return f"#if SPLIT\n{text}#endif\n" if condition else text
+    def kernel(namespace: str, mark: str, body: str) -> str:
+        return (
+            f"namespace {namespace} {{\n@{mark}@\n{body}\n}}  // namespace {namespace}\n"
+            "#undef OPERAND_PARAMETERS\n#undef OPERAND_LIST\n#undef STRIDE_LIST\n"
+        )
 
-    launch = (TEMPLATE_FOLDER / "launch_hopper.cu.in").read_text(encoding="utf-8")
+    common, launch = (
+        (TEMPLATE_FOLDER / name).read_text(encoding="utf-8")
+        for name in ("launch_common.cu.in", "launch_hopper.cu.in")
+    )
     kinds = recipe.chain.operand_kinds
     operands = "".join(f", static_cast<const Norm*>(operands[{i}])" for i in range(len(kinds)))
     rescue = "".join(
@@ -224,10 +200,13 @@ def _cuda(recipe: Recipe) -> str:
         for i, kind in enumerate(kinds)
     )
     launch = launch.replace("@operands@", operands).replace("@rescue_operands@", rescue)
+    multiply = read_kernel("hopper_linear_norm.cu").strip("\n")
+    rescue_rows = _own_memory(kernel("rescue_rows", "RESCUE", read_kernel("rescue.cu").strip("\n")))
     parts = [
-        kernel("split_rows", "SPLIT", "split.cu", True),
-        _renamed(kernel("multiply", "MULTIPLY", "hopper_linear_norm.cu", False)),
-        _own_memory(kernel("rescue_rows", "RESCUE", "rescue.cu", True)),
+        f"#if SPLIT\n{kernel('split_rows', 'SPLIT', '@BODY split@')}#endif\n",
+        _renamed(kernel("multiply", "MULTIPLY", multiply)),
+        f"#if SPLIT\n{rescue_rows}#endif\n",
+        common,
         launch,
     ]
     return speakable("\n".join(parts))

@@ -1,0 +1,165 @@
+"""The backward products of an exported file on Hopper: dX = dZ W and dW = dZ^T x on our own core.
+
+For each dtype and precision, the library's own choice of tiles for the problem's sizes. fp32 goes
+through planes as in the library: x and W are split, the norm kernel finds what dz's scales are made
+from, dz is split for both products, and the range guard follows each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from epinorm.cuda.gradient_planes import gradient_source
+from epinorm.cuda.hopper import ARCH, THREADS, product_shared_bytes, product_source
+from epinorm.cuda.hopper_plan import fold_steps, planes_of
+from epinorm.cuda.hopper_product import BOX, ProductShape, add_splits_source, choose
+from epinorm.cuda.planes import split_shape, split_source
+from epinorm.cuda.rescue_gradient import TILE as RESCUE_TILE
+from epinorm.cuda.rescue_gradient import rescue_gradient_source, splits_of
+from epinorm.cuda.source import read_kernel
+from epinorm.kernelbench.export_cuda import TEMPLATE_FOLDER, speakable
+from epinorm.kernelbench.export_text import ELEMENTS, SMS, entry, prelude_of, without_c_names
+from epinorm.plan import Problem
+
+__all__ = ["BODIES", "Products", "backward_cuda", "products_of"]
+
+BODIES = ("split.cu", "split_gradient.cu", "hopper_product.cu", "add_splits.cu",
+          "rescue_gradient.cu")  # fmt: skip
+"""Kernels whose text stands once in the file, for several namespaces or modules."""
+
+ROWS_MULTIPLE = 8
+"""Of N: rows of dz's planes are whole units of 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """One mode's entry in the exported file, as Python text; or why there is none."""
+
+    text: str
+    left_out: str | None = None
+
+
+@dataclass(frozen=True)
+class _Product:
+    """dX or dW: its numbers and preludes in the exported file, named after ``name``."""
+
+    name: str
+    shape: ProductShape
+    dtype: torch.dtype
+    scaled: bool
+    major_k_a: bool
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.float32 if self.scaled else self.dtype
+
+    def numbers(self) -> dict[str, int | str]:
+        choice = choose(self.shape, SMS)
+        tile, parts = choice.tile, choice.parts
+        numbers: dict[str, int | str] = {
+            "BOX": tile.block_m if self.major_k_a else BOX,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "PARTS": parts,
+            "BYTES": product_shared_bytes(tile, self.shape.planes),
+        }
+        if self.scaled:
+            shape = self.shape
+            numbers["SPLITS"] = splits_of(shape.rows, shape.columns, shape.length, SMS)
+        return {f"{self.name}_{name}": value for name, value in numbers.items()}
+
+    def preludes(self) -> dict[str, str]:
+        choice, shape = choose(self.shape, SMS), self.shape
+        tile = choice.tile
+        if shape.planes == 2:
+            tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
+        dtype = torch.float16 if self.scaled else self.dtype
+        source = product_source(
+            *(tile, shape.planes, dtype, torch.float32 if choice.parts > 1 else self.out_dtype),
+            *(self.scaled, self.major_k_a, False, choice.parts > 1),
+        )
+        found = {self.name: prelude_of(source, "hopper_product.cu")}
+        if choice.parts > 1:
+            add = add_splits_source(choice.parts, self.out_dtype)
+            found[f"ADD_{self.name}"] = prelude_of(add, "add_splits.cu")
+        if self.scaled:
+            splits = splits_of(shape.rows, shape.columns, shape.length, SMS)
+            rescue = rescue_gradient_source(not self.major_k_a, True, splits, ARCH)
+            found[f"RESCUE_{self.name}"] = prelude_of(rescue, "rescue_gradient.cu")
+        return found
+
+
+def products_of(mode: str, problem: Problem) -> Products:
+    """The products of a training problem that the Hopper kernel serves forward."""
+    m, k, n = problem.m, problem.k, problem.n
+    if n % ROWS_MULTIPLE or not m:
+        return Products("", f"rows of {n} output features are not a multiple of {ROWS_MULTIPLE}")
+    split = problem.dtype == torch.float32
+    planes = (2 if problem.precision == "highest" else 1) if split else planes_of(problem)
+    out_bytes = 4 if split else 2
+    numbers: dict[str, int | str] = {
+        "SPLIT": int(split),
+        "PLANES": planes,
+        "ELEMENT_TYPE": ELEMENTS[torch.float16 if split else problem.dtype],
+        "ELEMENT_BYTES": 2,
+        "BLOCK_K": BOX,
+        "MULTIPLY_THREADS": THREADS,
+    }
+    preludes: dict[str, str] = {}
+    if split:
+        rows = -(-m // 16) * 16 + n
+        numbers |= {
+            "SPLIT_BLOCK_ROWS": split_shape(rows, k, SMS).block_rows,
+            "RESCUE_ROWS": RESCUE_TILE.rows,
+            "RESCUE_COLUMNS": RESCUE_TILE.columns,
+            "RESCUE_BYTES": RESCUE_TILE.shared_bytes,
+        }
+        preludes["SPLIT"] = prelude_of(split_source(planes, k, True, ARCH, rows, SMS), "split.cu")
+        preludes["GRADIENT"] = prelude_of(
+            gradient_source(planes, True, True, ARCH), "split_gradient.cu"
+        )
+    for name, rows, length in (("DX", m, n), ("DW", n, m)):
+        shape = ProductShape(rows, k, length, planes, out_bytes)
+        product = _Product(name, shape, problem.dtype, split, name == "DX")
+        numbers |= product.numbers()
+        preludes |= product.preludes()
+    return Products(entry(repr(mode), numbers, preludes))
+
+
+def bodies() -> Mapping[str, str]:
+    """The text of each kernel of ``BODIES``, by its file's name without ending."""
+    return {
+        name.removesuffix(".cu"): speakable(without_c_names(read_kernel(name).strip("\n")))
+        for name in BODIES
+    }
+
+
+def backward_cuda() -> str:
+    """The namespaces of the kernels, with marks for preludes and bodies, and the launches."""
+
+    def kernel(namespace: str, mark: str, body: str) -> str:
+        return f"namespace {namespace} {{\n@{mark}@\n@BODY {body}@\n}}  // namespace {namespace}\n"
+
+    parts = [
+        "#if SPLIT\n",
+        kernel("split_rows", "SPLIT", "split"),
+        kernel("split_dz", "GRADIENT", "split_gradient"),
+        kernel("rescue_dx", "RESCUE_DX", "rescue_gradient"),
+        kernel("rescue_dw", "RESCUE_DW", "rescue_gradient"),
+        "#endif\n",
+    ]
+    for name in ("dx", "dw"):
+        upper = name.upper()
+        parts += [
+            kernel(f"product_{name}", upper, "hopper_product"),
+            f"#if {upper}_PARTS > 1\n",
+            kernel(f"add_{name}", f"ADD_{upper}", "add_splits"),
+            "#endif\n",
+        ]
+    for file in ("launch_common.cu.in", "launch_backward.cu.in"):
+        parts.append((TEMPLATE_FOLDER / file).read_text(encoding="utf-8"))
+    return speakable("".join(parts))
