@@ -180,6 +180,22 @@ def test_nothing_verified_is_nothing_to_draw() -> None:
         draw([FAILED], "png")
 
 
+def test_judged_table(tmp_path: Path) -> None:
+    verdict = {
+        "problem": "p.py", "dtype": "float32", "precision": "high", "clean": True, "gpu": "G",
+        "torch": "2", "commit": "abc", "date": "2026-01-01",
+        "timings": [{"pass": "forward", "solution_us": 100.0, "eager_us": 250.0}],
+    }  # fmt: skip
+    assert report.judged_table(tmp_path) == "Not measured yet."
+    (tmp_path / "a.json").write_text(json.dumps(verdict))
+    wrong = {**verdict, "clean": False, "timings": [], "dtype": "bfloat16", "precision": "native"}
+    (tmp_path / "b.json").write_text(json.dumps(wrong))
+    lines = report.judged_table(tmp_path).splitlines()
+    assert lines[2] == "| p.py | float32 `high` | forward | 100 µs | 250 µs | 2.50× | clean |"
+    assert lines[3] == "| p.py | bfloat16 | – | – | – | – | not clean |"
+    assert lines[-1] == "G, PyTorch 2, commit abc, 2026-01-01. Medians of interleaved runs."
+
+
 def test_write_report(tmp_path: Path) -> None:
     written = report.write_report(tmp_path, "a", [ROW], "title")
     assert [p.name for p in written] == ["a.png", "a.svg", "a.html"]

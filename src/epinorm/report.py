@@ -5,12 +5,14 @@
 
 A marked place is ``<!-- begin:NAME -->`` ... ``<!-- end:NAME -->``, where NAME is a results file
 and a pass: ``nvidia-h200-forward`` is the forward rows of ``benchmarks/results/nvidia-h200.json``.
+``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``.
 """
 
 from __future__ import annotations
 
 import argparse
 import html
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -244,6 +246,8 @@ def update_marked(text: str, results: Path) -> str:
 
 def marked_table(name: str, results: Path) -> str:
     """The table that a marker's NAME stands for, or that it is not measured yet."""
+    if name == "judged":
+        return judged_table(results / "judged")
     slug, _, pass_ = name.rpartition("-")
     if pass_ == "micro":
         keep = [r for r in _rows_of(slug, results) if r.pass_ not in ("forward", "training")]
@@ -252,9 +256,34 @@ def marked_table(name: str, results: Path) -> str:
     else:
         raise ValueError(
             f"marker {name!r} must end in -forward, -training or -micro, after the name of a "
-            "results file"
+            "results file, or be 'judged'"
         )
     return markdown_table(keep)
+
+
+def judged_table(folder: Path) -> str:
+    """A line for each verdict's pass, with the machine, torch and commit below; a verdict that is
+    not clean has no times."""
+    verdicts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    if not verdicts:
+        return "Not measured yet."
+    heads = ("problem", "dtype", "pass", "exported file", "eager", "over eager", "verdict")
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for verdict in verdicts:
+        precision = verdict["precision"]
+        dtype = verdict["dtype"] + ("" if precision == "native" else f" `{precision}`")
+        said = "clean" if verdict["clean"] else "not clean"
+        timings = verdict["timings"] or [dict.fromkeys(("pass", "solution_us", "eager_us"))]
+        for timing in timings:
+            ours, eager = timing["solution_us"], timing["eager_us"]
+            cells = [verdict["problem"], dtype, timing["pass"] or "–", microseconds(ours)]
+            cells += [microseconds(eager, ours), times(over(eager, ours)), said]
+            lines.append("| " + " | ".join(cells) + " |")
+    parts = [
+        label + " and ".join(sorted({verdict[key] or "unknown" for verdict in verdicts}))
+        for label, key in (("", "gpu"), ("PyTorch ", "torch"), ("commit ", "commit"), ("", "date"))
+    ]
+    return "\n".join([*lines, "", ", ".join(parts) + ". Medians of interleaved runs."])
 
 
 def _rows_of(slug: str, results: Path) -> list[Row]:
