@@ -86,11 +86,13 @@ def test_tiles_hold_whole_groups_and_waste_little():
     assert rescue_tile(256) == RescueTile(64, 256, 256)
 
 
-def test_static_and_dynamic_shared_memory_fit():
-    limit = 163 * 1024  # sm_80: CUDA programming guide, table of compute capabilities
+# Bytes of a block's shared memory: CUDA programming guide, table of compute capabilities.
+@pytest.mark.parametrize("arch, limit", [("sm_80", 163 * 1024), ("sm_89", 99 * 1024)])
+def test_static_and_dynamic_shared_memory_fit(arch, limit):
     for group in (2, 256):
-        static = compile_cubin(rescue_source(problem_of(group), True, "sm_80")).shared_bytes
-        assert static + rescue_tile(group).shared_bytes <= limit
+        result = compile_cubin(rescue_source(problem_of(group), True, arch, limit))
+        assert result.shared_bytes + rescue_tile(group, limit).shared_bytes <= limit
+        assert result.spill_bytes == 0
 
 
 @pytest.mark.parametrize("group", [1, 3, 6, 12, 264, 512])

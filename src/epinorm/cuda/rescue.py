@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from epinorm.cuda.codegen import chain_text
-from epinorm.cuda.device import arch_of, sm_count
+from epinorm.cuda.device import arch_of, max_shared_bytes, sm_count
 from epinorm.cuda.jit import KernelSource, load
 from epinorm.cuda.norm_text import OPERAND_SIGNATURE, matrix_arguments, parameter_addresses
 from epinorm.cuda.prepared import PreparedByProblem, starts_early
@@ -31,19 +31,24 @@ THREADS = 256
 VECTOR_BYTES = 16
 CHUNK_ROWS = 1024
 LARGEST_GROUP = 256
+LARGEST_SHARED = 232448
+"""Bytes that a block of any GPU so far can have."""
 
 _VALUES = 128 * 128  # of a tile: 64 a thread
 _PAD = 4  # values between rows in shared memory
+_STATIC_BYTES = 1024  # of shared memory that the kernels have besides, at most
 
 
 @dataclass(frozen=True)
 class RescueTile:
     """What a block computes at once: ``rows`` by ``width`` products, of which ``columns`` are used
-    (whole groups, so that a group's statistics stay in the block)."""
+    (whole groups, so that a group's statistics stay in the block). limit: bytes of shared memory
+    that a block can have; 99 KB suffice."""
 
     rows: int
     width: int
     columns: int
+    limit: int = LARGEST_SHARED
 
     @property
     def block_k(self) -> int:
@@ -54,24 +59,29 @@ class RescueTile:
     @property
     def stages(self) -> int:
         """Slots of the ring."""
-        return 3 if self.width == 128 else 4
+        most = 3 if self.width == 128 else 4
+        return most if most * self._slot_bytes <= self.limit - _STATIC_BYTES else most - 1
+
+    @property
+    def _slot_bytes(self) -> int:
+        return (self.rows + self.width) * (self.block_k + _PAD) * 4
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block, as `rescue_product.cuh` lays it out."""
-        ring = self.stages * (self.rows + self.width) * (self.block_k + _PAD)
-        finished = self.rows * (self.width + _PAD)
-        return max(ring, finished) * 4
+        finished = self.rows * (self.width + _PAD) * 4
+        return max(self.stages * self._slot_bytes, finished)
 
     def items(self, m: int, n: int) -> int:
         """How many shares the work has if all is flagged (`rescue_items.cuh`)."""
         return -(-m // CHUNK_ROWS) * -(-n // self.columns) * (CHUNK_ROWS // self.rows)
 
 
-def rescue_tile(group: int) -> RescueTile:
+def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
     """The tile that wastes the fewest columns on groups of ``group`` channels.
 
-    Raises `ValueError` for a group that does not fit: 2, 4 and the multiples of 8 up to 256 do.
+    limit: as in ``RescueTile``. Raises `ValueError` for a group that does not fit: 2, 4 and the
+    multiples of 8 up to 256 do.
     """
     if group not in (2, 4) and (group % 8 or not 8 <= group <= LARGEST_GROUP):
         raise ValueError(
@@ -79,24 +89,27 @@ def rescue_tile(group: int) -> RescueTile:
             f"{LARGEST_GROUP}, but got {group}"
         )
     tiles = [
-        RescueTile(_VALUES // width, width, width // group * group)
+        RescueTile(_VALUES // width, width, width // group * group, limit)
         for width in (128, 256)
         if width >= group
     ]
     return max(tiles, key=lambda tile: tile.columns / tile.width)
 
 
-def rescue_source(problem: Problem, aligned: bool, arch: str) -> KernelSource:
+def rescue_source(
+    problem: Problem, aligned: bool, arch: str, limit: int = LARGEST_SHARED
+) -> KernelSource:
     """The kernel's text for ``problem``'s chain and group size; compiles without a GPU.
 
-    aligned: each row of x and of weight begins at a multiple of 16 bytes.
+    aligned: each row of x and of weight begins at a multiple of 16 bytes. limit: as in
+    ``RescueTile``.
     Raises `ValueError` for a problem that is not fp32 throughout, or a group that does not fit.
     """
     dtypes = (problem.dtype, problem.norm_dtype, problem.out_dtype)
     if any(dtype != torch.float32 for dtype in dtypes):
         raise ValueError(f"the range guard is for float32 throughout, but got {dtypes}")
     group = problem.n // problem.groups
-    tile = rescue_tile(group)
+    tile = rescue_tile(group, limit)
     constants = {
         "kRows": tile.rows,
         "kColumns": tile.columns,
@@ -169,8 +182,9 @@ class _Prepared:
 
     def _prepare(self, device: torch.device, aligned: bool) -> Callable[..., None]:
         problem = self.problem
-        tile = rescue_tile(problem.n // problem.groups)
-        kernel = load(rescue_source(problem, aligned, arch_of(device)), device)
+        limit = max_shared_bytes(device)
+        tile = rescue_tile(problem.n // problem.groups, limit)
+        kernel = load(rescue_source(problem, aligned, arch_of(device), limit), device)
         signature = SIGNATURE + OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
         launch = self.launches[aligned] = kernel.prepare(
             signature,

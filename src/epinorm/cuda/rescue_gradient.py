@@ -6,19 +6,20 @@ at the flags on the GPU and overwrites just what they spoilt.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from epinorm.cuda.device import arch_of, sm_count
+from epinorm.cuda.device import arch_of, max_shared_bytes, sm_count
 from epinorm.cuda.jit import KernelSource, load
 from epinorm.cuda.prepared import starts_early
 from epinorm.cuda.rescue import THREADS, VECTOR_BYTES, RescueTile
 from epinorm.cuda.source import kernel_text
 
-__all__ = ["TILE", "rescue_gradient", "rescue_gradient_source", "splits_of"]
+__all__ = ["TILE", "rescue_gradient", "rescue_gradient_source", "splits_of", "tile_of"]
 
 SIGNATURE = "plpl" + "pp" + "p" + "iii"
 """a, b and their row strides; the flags of rows and of the sum's indices; result; m, n, k."""
@@ -32,20 +33,25 @@ FLAG_BYTES = 4
 """What the address of flags must be a multiple of."""
 
 
+def tile_of(limit: int) -> RescueTile:
+    """The tile for a GPU whose blocks can have ``limit`` bytes of shared memory."""
+    return dataclasses.replace(TILE, limit=limit)
+
+
 def rescue_gradient_source(
-    transposed_a: bool, aligned: bool, splits: int, arch: str
+    transposed_a: bool, aligned: bool, splits: int, arch: str, tile: RescueTile = TILE
 ) -> KernelSource:
     """The kernel's text; compiles without a GPU.
 
     aligned: each row of an ``a`` that is not transposed begins at a multiple of 16 bytes. splits:
-    blocks that share a sum, 1 before sm_90.
+    blocks that share a sum, 1 before sm_90. tile: as ``tile_of`` gives it.
     """
     prelude = {
         "kRows": TILE.rows,
         "kColumns": TILE.columns,
         "kWidth": TILE.width,
         "kBlockK": TILE.block_k,
-        "kStages": TILE.stages,
+        "kStages": tile.stages,
         "kTransposedA": transposed_a,
         "kAligned": aligned,
         "kSplits": splits,
@@ -114,12 +120,14 @@ def _launcher(
     early = starts_early(device)  # sm_90: clusters too
     count = sm_count(device)
     splits = splits_of(rows, columns, length, count) if early else 1
-    kernel = load(rescue_gradient_source(transposed_a, aligned, splits, arch_of(device)), device)
+    tile = tile_of(max_shared_bytes(device))
+    source = rescue_gradient_source(transposed_a, aligned, splits, arch_of(device), tile)
+    kernel = load(source, device)
     return kernel.prepare(
         SIGNATURE,
-        min(TILE.items(rows, columns), count // splits) * splits,
+        min(tile.items(rows, columns), count // splits) * splits,
         THREADS,
-        shared_bytes=TILE.shared_bytes,
+        shared_bytes=tile.shared_bytes,
         cluster=splits if splits > 1 else None,
         dependent=early,
     )
