@@ -186,7 +186,7 @@ def test_weights_of_inference_mode_are_left_alone_with_a_reason():
 @pytest.mark.parametrize(
     "model, reason",
     [
-        (nn.Linear(4, 8), "Linear for now: .*Hopper GPUs only, but are on cpu"),
+        (nn.Linear(4, 8), "Linear for now: .*NVIDIA GPUs only, but are on cpu"),
         (nn.Linear(4, 8, dtype=torch.bfloat16), "bfloat16 is multiplied as it is"),
         (nn.LayerNorm(4), "no matrix of weights"),
         (torch.randn(8, 4), "this weight for now: .*on cpu"),

@@ -22,6 +22,7 @@ from epinorm.precision import Precision
 
 __all__ = [
     "BackwardFunction",
+    "Core",
     "Forward",
     "ForwardFunction",
     "Gradients",
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 Strategy = Literal["auto", "single", "epilogue", "cpu", "reference"]
+
+Core = Literal["hopper", "portable"]
+"""What multiplies in ``single``: wgmma and TMA, or what every GPU since Ampere has."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is computed: a strategy and, in one sentence, why this one."""
+    """How a problem is computed: a strategy and, in one sentence, why this one.
+
+    ``core``: what multiplies where the strategy is ``single``.
+    """
 
     strategy: Strategy
     reason: str
+    core: Core | None = None
 
 
 class Inputs(NamedTuple):

@@ -36,6 +36,7 @@ class Converter(Protocol):
 
 _State = tuple[int, int, int, int]
 NEVER = -1
+OLDEST = (8, 0)  # compute capability of Ampere
 """A version that no tensor has."""
 
 
@@ -297,12 +298,10 @@ def _why_not(weight: Tensor) -> str | None:
     if weight.dtype != torch.float32:
         return f"{weight.dtype} is multiplied as it is; only float32 is converted"
     if weight.device.type != "cuda":
-        return (
-            f"weights are converted for NVIDIA's Hopper GPUs only, but are on {weight.device.type}"
-        )
-    if torch.version.hip is not None or torch.cuda.get_device_capability(weight.device) != (9, 0):
+        return f"weights are converted for NVIDIA GPUs only, but are on {weight.device.type}"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(weight.device) < OLDEST:
         name = torch.cuda.get_device_name(weight.device)
-        return f"weights are converted for NVIDIA's Hopper GPUs only, but this is {name}"
+        return f"weights are converted for NVIDIA GPUs since Ampere only, but this is {name}"
     return None
 
 

@@ -10,6 +10,7 @@ import torch
 from epinorm.chain import Chain
 from epinorm.cuda import hopper_plan
 from epinorm.cuda import plan as cuda_plan
+from epinorm.cuda.device import Gpu
 from epinorm.cuda.hopper import Tile, shared_bytes
 from epinorm.plan import Problem
 
@@ -55,11 +56,14 @@ def problem_of(
 @pytest.fixture
 def hopper(monkeypatch):
     """Let the plan believe in an H200; returns a function that changes its compute capability."""
+    monkeypatch.delenv("EPINORM_CORE", raising=False)
     monkeypatch.setattr(cuda_plan, "supported", lambda device: None)
     monkeypatch.setattr(cuda_plan, "sm_count", lambda device: SMS)
 
     def become(major, minor):
+        gpu = Gpu((major, minor), SMS, SHARED_LIMIT, SHARED_LIMIT + 1024)
         monkeypatch.setattr(cuda_plan, "capability", lambda device: (major, minor))
+        monkeypatch.setattr(cuda_plan, "gpu_of", lambda device: gpu)
 
     become(9, 0)
     return become
@@ -86,7 +90,8 @@ REASONS = [
 
 
 @pytest.mark.parametrize("facts, reason", REASONS)
-def test_every_reason_is_said(facts, reason, hopper):
+def test_every_reason_is_said(facts, reason, hopper, monkeypatch):
+    monkeypatch.setenv("EPINORM_CORE", "hopper")
     problem = problem_of(**facts)
     said = hopper_plan.why_not(problem)
     assert said is not None
@@ -116,10 +121,11 @@ def test_what_just_fits(facts):
     assert hopper_plan.why_not(problem_of(**facts)) is None
 
 
-def test_another_gpu_is_named(hopper):
+def test_another_gpu_is_named(hopper, monkeypatch):
+    monkeypatch.setenv("EPINORM_CORE", "hopper")
     hopper(8, 0)
     problem = problem_of()
-    expected = "the single kernel needs compute capability 9.0, this GPU has 8.0"
+    expected = "the Hopper core needs compute capability 9.0, this GPU has 8.0"
     assert cuda_plan.plan_cuda(problem, "single").reason == expected
     assert cuda_plan.plan_cuda(problem, "auto").reason.endswith(expected)
     hopper(10, 0)
@@ -128,6 +134,7 @@ def test_another_gpu_is_named(hopper):
 
 def test_no_tile_is_a_reason_too(hopper, monkeypatch):
     monkeypatch.setattr(hopper_plan, "choose_tile", lambda *_, **__: None)
+    monkeypatch.setenv("EPINORM_CORE", "hopper")
     plan = cuda_plan.plan_cuda(problem_of(), "auto")
     assert plan.strategy == "epilogue"
     assert "no tile of the single kernel fits the shared memory" in plan.reason

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from epinorm.chain import Chain
+from epinorm.cuda.device import Gpu
 from epinorm.cuda.gradient_planes import gradient_source
 from epinorm.cuda.hopper import Tile, product_shared_bytes, product_source
 from epinorm.cuda.hopper_plan import fold_steps
@@ -102,7 +103,8 @@ def problem(m: int, k: int, n: int, precision: str) -> Problem:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epinorm.cuda.plane_products.sm_count", lambda device: SMS)
+    gpu = Gpu((9, 0), SMS, SHARED_LIMIT, SHARED_LIMIT + 1024)
+    monkeypatch.setattr("epinorm.cuda.plane_products.gpu_of", lambda device: gpu)
 
 
 @pytest.mark.usefixtures("h200")

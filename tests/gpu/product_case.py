@@ -8,16 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from epinorm.accuracy import allowed_error, relative_error
 from epinorm.chain import Chain, RMSNorm
-from epinorm.cuda import hopper_forward, hopper_plan
+from epinorm.cuda import hopper_forward, hopper_plan, portable_forward, portable_plan
+from epinorm.cuda.core import wanted_core
+from epinorm.cuda.device import gpu_of
 from epinorm.cuda.hopper import Tile, largest_stages
+from epinorm.cuda.planes import Planes
 from epinorm.cuda.prepared import PreparedByProblem
-from epinorm.plan import Forward, Inputs, Problem
+from epinorm.plan import Core, Forward, Inputs, Problem
 from epinorm.reference import epilogue
 from epinorm.verify import poisoned_memory
 
@@ -31,20 +35,43 @@ KINDS = {
 }
 
 
+def forced_core() -> Core:
+    """The core that the environment forces, else Hopper's."""
+    return "portable" if wanted_core() == "portable" else "hopper"
+
+
 @dataclass
 class ProductCase:
     """The tensors of one problem; see ``make_product``."""
 
     problem: Problem
     inputs: Inputs
+    core: Core = dataclasses.field(default_factory=forced_core)
+
+    def run(self, inputs: Inputs | None = None, weight: Planes | None = None) -> Forward:
+        """By the single kernel with this core; weight: its planes where they are known."""
+        inputs = self.inputs if inputs is None else inputs
+        if self.core == "portable":
+            self._skip_unless_served()
+            return portable_forward.portable_forward(self.problem, inputs, weight)
+        return hopper_forward.hopper_forward(self.problem, inputs, weight)
+
+    def _skip_unless_served(self) -> None:
+        """What Hopper's clusters serve and this core does not: wide groups."""
+        p = self.problem
+        why_not = portable_plan.why_not(p)
+        if why_not is None and portable_forward.choose_tile(p, gpu_of(p.device)) is None:
+            why_not = "no tile fits"
+        if why_not is not None:
+            pytest.skip(f"the portable core does not serve it: {why_not}")
 
     def ours(self) -> Forward:
-        """By the Hopper kernel, its outputs pre-filled with NaN."""
+        """The same, its outputs pre-filled with NaN."""
         p = self.problem
         like = [torch.empty(p.m, p.n, dtype=t, device=p.device) for t in (p.out_dtype, p.dtype)]
         like.append(torch.empty(p.m, p.groups, dtype=torch.float32, device=p.device))
         with poisoned_memory(like):
-            return hopper_forward.hopper_forward(p, self.inputs)
+            return self.run()
 
     def linear(self, dtype: torch.dtype | None, bias: bool = True) -> Tensor:
         """The linear's output in ``dtype``, or, for None, by eager in the problem's precision."""

@@ -1,8 +1,9 @@
-"""The backward products on the Hopper core: accuracy against float64 and the library."""
+"""The backward products on both cores: accuracy against float64 and the library."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import matmul_precision
 
 import epinorm
+from epinorm import calls
 from epinorm.accuracy import allowed_error, relative_error
 from epinorm.chain import Chain
 from epinorm.cuda.hopper import Tile
@@ -27,7 +29,7 @@ from epinorm.cuda.hopper_product import (
 from epinorm.cuda.norm_backward import Largest
 from epinorm.cuda.plane_products import PlaneProducts
 from epinorm.cuda.planes import split
-from epinorm.plan import Inputs, Problem
+from epinorm.plan import Core, Inputs, Problem, plan_for
 
 pytestmark = pytest.mark.gpu
 
@@ -43,10 +45,24 @@ SIZES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _needs_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the Hopper kernel needs compute capability 9.0")
+CORE: Core = "hopper"
+
+
+@pytest.fixture(autouse=True, params=["hopper", "portable"])
+def _core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper core needs compute capability 9.0")
+    monkeypatch.setattr(sys.modules[__name__], "CORE", request.param)
+    monkeypatch.setenv("EPINORM_CORE", request.param)
+    _forget_plans()
+    yield
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    """A core is read when a call is planned."""
+    calls.forget_plans()
+    plan_for.cache_clear()
 
 
 def matrices(m: int, k: int, n: int, spread: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,7 +85,7 @@ def problem(m: int, k: int, n: int, precision: str) -> Problem:
 def gradients(dz: Tensor, weight: Tensor, x: Tensor, planes: int) -> tuple[Tensor, Tensor]:
     """dX and dW of a dz that no norm kernel has written: its largest magnitudes by PyTorch."""
     (m, n), k = dz.shape, x.shape[1]
-    products = PlaneProducts(problem(m, k, n, PRECISIONS[planes]), True, True)
+    products = PlaneProducts(problem(m, k, n, PRECISIONS[planes]), True, True, CORE)
     inputs = Inputs(x, weight, None, None, None, ())
     rows = (dz * split(weight, planes).scale).abs().amax(1)
     columns = (dz * split(x, planes).scale[:, None]).abs().amax(0)

@@ -270,13 +270,11 @@ def test_nothing_else_changes_where_one_row_is_hard(kind):
 @KINDS
 def test_a_cuda_graph_notices_rows_that_become_hard(kind):
     """Captured on ordinary values, replayed on hard ones: flags are read on the device."""
-    from epinorm.cuda.hopper_forward import hopper_forward
-
     case = case_of(kind)
     case.ours()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = hopper_forward(case.problem, case.inputs)
+        captured = case.run()
     case.inputs.x[7] *= 1e-36
     case.inputs.x[8, 3] = 1e12
     case.inputs.weight[:, 3] = 0

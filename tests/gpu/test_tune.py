@@ -15,6 +15,7 @@ from product_case import make_product, matmul_precision
 import epinorm
 from epinorm.accuracy import allowed_error, relative_error
 from epinorm.cuda import hopper_plan, tune, tuned
+from epinorm.cuda.core import wanted_core
 from epinorm.cuda.device import sm_count
 from epinorm.cuda.forward import forward
 from epinorm.cuda.hopper import Tile
@@ -24,8 +25,10 @@ from epinorm.plan import Plan, plan_for
 from epinorm.timing import Settings
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs a Hopper GPU",
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0)
+    or wanted_core() == "portable",
+    reason="needs a Hopper GPU and its core",
 )
 
 FEW = Settings(runs=10, warmup=2)

@@ -19,7 +19,7 @@ from epinorm.cuda.kept_planes import KeptPlanes
 from epinorm.cuda.norm_backward import norm_backward
 from epinorm.cuda.plane_products import PlaneProducts, planes_taken
 from epinorm.cuda.prepared import PreparedByProblem
-from epinorm.plan import Forward, Gradients, Inputs, Plan, Problem, Wanted
+from epinorm.plan import Core, Forward, Gradients, Inputs, Plan, Problem, Wanted
 
 __all__ = ["backward"]
 
@@ -54,7 +54,12 @@ def backward(
     # A gradient that autograd broadcast, as from y.sum(), has stride 0.
     if dy.stride(1) != 1 and problem.n > 1:
         dy = dy.contiguous()
-    return _prepared(problem)(plan.strategy == "single", inputs, kept, dy, want, planes)
+    return _prepared(problem)(_core_of(plan), inputs, kept, dy, want, planes)
+
+
+def _core_of(plan: Plan) -> Core | None:
+    """What multiplies planes; a single kernel whose core nobody named is Hopper's."""
+    return plan.core or "hopper" if plan.strategy == "single" else None
 
 
 class _Backward:
@@ -62,11 +67,11 @@ class _Backward:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.found: dict[tuple[bool, Wanted], _Products] = {}
+        self.found: dict[tuple[Core | None, Wanted], _Products] = {}
 
     def __call__(
         self,
-        single: bool,
+        core: Core | None,
         inputs: Inputs,
         kept: Forward,
         dy: Tensor,
@@ -74,9 +79,9 @@ class _Backward:
         planes: KeptPlanes | None,
     ) -> Gradients:
         """The norm kernel, then dX = dZ W and dW = dZᵀ X."""
-        products = self.found.get((single, want))
+        products = self.found.get((core, want))
         if products is None:
-            products = self.found[single, want] = _Products(self.problem, single, want)
+            products = self.found[core, want] = _Products(self.problem, core, want)
         by_planes = products.by_planes
         if by_planes is None:
             norm = norm_backward(self.problem, inputs, kept, dy, want)
@@ -98,16 +103,20 @@ class _Backward:
 class _Products:
     """Who computes dX and dW: planes, or a function each; None for what is not wanted."""
 
-    def __init__(self, problem: Problem, single: bool, want: Wanted) -> None:
+    def __init__(self, problem: Problem, core: Core | None, want: Wanted) -> None:
         m, n = problem.m, problem.n
-        x, weight = planes_taken(problem, want.x, want.weight) if single else (False, False)
-        self.by_planes = PlaneProducts(problem, x, weight) if x or weight else None
+        x = weight = False
+        self.by_planes: PlaneProducts | None = None
+        if core is not None:
+            x, weight = planes_taken(problem, want.x, want.weight, core)
+            if x or weight:
+                self.by_planes = PlaneProducts(problem, x, weight, core)
         self.dx: MatrixProduct | None = None
         self.dw: MatrixProduct | None = None
         if want.x and not x:
-            self.dx = _InSixteenBits.where_faster(problem, m, n, True) or torch.mm
+            self.dx = _InSixteenBits.where_faster(problem, core, m, n, True) or torch.mm
         if want.weight and not weight:
-            self.dw = _InSixteenBits.where_faster(problem, n, m, False) or _transposed_mm
+            self.dw = _InSixteenBits.where_faster(problem, core, n, m, False) or _transposed_mm
 
 
 def _transposed_mm(dz: Tensor, x: Tensor) -> Tensor:
@@ -129,12 +138,14 @@ class _InSixteenBits:
 
     @staticmethod
     def where_faster(
-        problem: Problem, rows: int, length: int, major_k_a: bool
+        problem: Problem, core: Core | None, rows: int, length: int, major_k_a: bool
     ) -> _InSixteenBits | None:
         """The library multiplies as our largest tile does; ours is taken where another is better
         for the shape (docs/hopper.md has the measurement)."""
         device, dtype = problem.device, problem.dtype
         if dtype not in (torch.bfloat16, torch.float16) or capability(device) != HOPPER:
+            return None
+        if core == "portable":
             return None
         if not (rows and length and problem.k) or problem.k % 8 or problem.n % 8:
             return None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 __all__ = [
+    "Gpu",
     "arch_of",
     "arch_of_capability",
     "capability",
     "device_index",
+    "gpu_of",
     "max_shared_bytes",
     "sm_count",
     "supported",
@@ -21,6 +24,16 @@ OLDEST_CAPABILITY = (8, 0)
 """Ampere: the first with cp.async and with bf16 in its tensor cores."""
 
 Device = torch.device | int | str | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What sizes a kernel. shared_of_block, shared_of_multiprocessor: bytes of shared memory."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_of_block: int
+    shared_of_multiprocessor: int
 
 
 def device_index(device: Device = None) -> int:
@@ -65,6 +78,11 @@ def max_shared_bytes(device: Device = None) -> int:
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
+def gpu_of(device: Device = None) -> Gpu:
+    """The facts of this GPU, as the driver reports them."""
+    return _gpu(device_index(device))
+
+
 def supported(device: Device = None) -> str | None:
     """None where our kernels can run on this device, else one sentence that says why not."""
     if device is not None and not isinstance(device, int):
@@ -96,6 +114,17 @@ def _supported(index: int) -> str | None:
     except RuntimeError as error:
         return f"the CUDA kernels cannot be launched: {error}"
     return None
+
+
+@cache
+def _gpu(index: int) -> Gpu:
+    properties = _properties(index)
+    return Gpu(
+        _capability(index),
+        int(properties.multi_processor_count),
+        max_shared_bytes(index),
+        int(properties.shared_memory_per_multiprocessor),
+    )
 
 
 @cache

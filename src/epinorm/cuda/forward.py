@@ -6,6 +6,7 @@ from torch.nn.functional import linear
 
 from epinorm.cuda.hopper_forward import hopper_forward
 from epinorm.cuda.norm_forward import norm_forward
+from epinorm.cuda.portable_forward import portable_forward
 from epinorm.plan import Forward, Inputs, Plan, Problem
 
 __all__ = ["forward"]
@@ -19,6 +20,8 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
     if plan.strategy == "epilogue":
         return _epilogue(problem, inputs)
     if plan.strategy == "single":
+        if plan.core == "portable":
+            return portable_forward(problem, inputs)
         return hopper_forward(problem, inputs)
     raise ValueError(
         f"the CUDA backend has no strategy {plan.strategy!r}: expected 'single' or 'epilogue'"

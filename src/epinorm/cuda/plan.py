@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from epinorm.cuda import hopper_plan, rescue, tuned
-from epinorm.cuda.device import capability, sm_count, supported
-from epinorm.plan import Plan, Problem, Strategy
+from epinorm.cuda import hopper_plan, portable_plan, rescue, tuned
+from epinorm.cuda.core import wanted_core
+from epinorm.cuda.device import capability, gpu_of, sm_count, supported
+from epinorm.plan import Core, Plan, Problem, Strategy
 
 __all__ = ["plan_cuda"]
 
@@ -27,43 +28,74 @@ def plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
     refusal = supported(problem.device)
     if refusal is not None:
         return Plan("reference", refusal)
-    why_not_single = _why_not_single(problem)
+    core, why_not_single = _core(problem)
     if strategy == "single":
-        if why_not_single is not None:
+        if core is None:
             return Plan("reference", why_not_single)
-        return Plan("single", f"asked for by name; {_tile_text(problem)}")
+        return Plan("single", f"asked for by name; {_tile_text(problem, core)}", core)
     if strategy == "epilogue":
         return Plan("epilogue", "asked for by name: a library product, then one kernel")
-    if why_not_single is not None:
+    if core is None:
         return Plan("epilogue", f"a library product, then one kernel: {why_not_single}")
-    remembered = tuned.choice(problem, hopper_plan.candidates)
-    if remembered is not None:
-        measured = f"`epinorm tune` measured it fastest here, at {remembered.microseconds:.1f} us"
-        if remembered.strategy == "epilogue":
-            return Plan("epilogue", f"a library product, then one kernel: {measured}")
-        return Plan("single", f"{_tile_text(problem)}: {measured}")
-    single, epilogue = _single_microseconds(problem), _epilogue_microseconds(problem)
+    if core == "hopper":
+        remembered = tuned.choice(problem, hopper_plan.candidates)
+        if remembered is not None:
+            measured = (
+                f"`epinorm tune` measured it fastest here, at {remembered.microseconds:.1f} us"
+            )
+            if remembered.strategy == "epilogue":
+                return Plan("epilogue", f"a library product, then one kernel: {measured}")
+            return Plan("single", f"{_tile_text(problem, core)}: {measured}", core)
+    single, epilogue = _single_microseconds(problem, core), _epilogue_microseconds(problem)
     if single > epilogue:
         return Plan(
             "epilogue",
             f"a library product, then one kernel: estimated {epilogue:.0f} us against "
             f"{single:.0f} in a single kernel",
         )
-    return Plan("single", _tile_text(problem))
+    return Plan("single", _tile_text(problem, core), core)
 
 
-def _why_not_single(problem: Problem) -> str | None:
+def _core(problem: Problem) -> tuple[Core | None, str]:
+    """The core that serves the problem in a single kernel; or None, and in a sentence why."""
+    wanted = wanted_core()
+    why_not_hopper = _why_not_hopper(problem)
+    if why_not_hopper is None and wanted != "portable":
+        return "hopper", ""
+    if why_not_hopper is not None and wanted == "hopper":
+        return None, why_not_hopper
+    why_not = _why_not_portable(problem)
+    if why_not is None:
+        return "portable", ""
+    on_hopper = wanted == "auto" and capability(problem.device) == HOPPER
+    return None, why_not_hopper if on_hopper and why_not_hopper else why_not
+
+
+def _why_not_hopper(problem: Problem) -> str | None:
     if capability(problem.device) != HOPPER:
         major, minor = capability(problem.device)
-        return f"the single kernel needs compute capability 9.0, this GPU has {major}.{minor}"
+        return f"the Hopper core needs compute capability 9.0, this GPU has {major}.{minor}"
     why_not = hopper_plan.why_not(problem)
     if why_not is not None:
         return why_not
     tile = hopper_plan.choose_tile(problem, sm_count(problem.device))
     if tile is None:
         return "no tile of the single kernel fits the shared memory"
+    return None if tile.tf32 else _why_not_guarded(problem)
+
+
+def _why_not_portable(problem: Problem) -> str | None:
+    why_not = portable_plan.why_not(problem)
+    if why_not is not None:
+        return why_not
+    if portable_plan.choose_tile(problem, gpu_of(problem.device)) is None:
+        return "no tile of the single kernel fits the shared memory"
+    return _why_not_guarded(problem)
+
+
+def _why_not_guarded(problem: Problem) -> str | None:
     channels = problem.chain.channels_per_group(problem.n)
-    if problem.dtype == torch.float32 and not tile.tf32 and channels > rescue.LARGEST_GROUP:
+    if problem.dtype == torch.float32 and channels > rescue.LARGEST_GROUP:
         return (
             f"the range guard of fp32 computes groups of up to {rescue.LARGEST_GROUP} channels, "
             f"and these have {channels}"
@@ -71,23 +103,37 @@ def _why_not_single(problem: Problem) -> str | None:
     return None
 
 
-def _tile_text(problem: Problem) -> str:
-    tile = hopper_plan.choose_tile(problem, sm_count(problem.device))
-    assert tile is not None
-    kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
+def _tile_text(problem: Problem, core: Core) -> str:
+    kind, rows, columns, tf32 = _tile_facts(problem, core)
     operands = ""
     if problem.dtype == torch.float32:
         count = hopper_plan.planes_of(problem)
         planes = "two fp16 planes" if count == 2 else "one fp16 plane"
-        operands = ", as TF32" if tile.tf32 else f", as {planes}"
-    return f"one kernel{operands}, tiles of {tile.block_m} x {tile.block_n}, {kind}"
+        operands = ", as TF32" if tf32 else f", as {planes}"
+    return f"one kernel{operands}, tiles of {rows} x {columns}, {kind}"
 
 
-def _single_microseconds(problem: Problem) -> float:
+def _tile_facts(problem: Problem, core: Core) -> tuple[str, int, int, bool]:
+    """What multiplies, a tile's rows and columns, and whether it is TF32."""
+    if core == "portable":
+        portable = portable_plan.choose_tile(problem, gpu_of(problem.device))
+        assert portable is not None
+        return "the portable core (mma.sync)", portable.block_m, portable.block_n, False
+    tile = hopper_plan.choose_tile(problem, sm_count(problem.device))
+    assert tile is not None
+    kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
+    return kind, tile.block_m, tile.block_n, tile.tf32
+
+
+def _single_microseconds(problem: Problem, core: Core) -> float:
+    if core == "portable":
+        return portable_plan.microseconds(problem, gpu_of(problem.device))
     return hopper_plan.microseconds(problem, sm_count(problem.device))
 
 
 def _epilogue_microseconds(problem: Problem) -> float:
+    if capability(problem.device) != HOPPER:
+        return portable_plan.library_microseconds(problem, gpu_of(problem.device))
     flops = 2.0 * problem.m * problem.n * problem.k
     itemsize = problem.dtype.itemsize
     product = max(

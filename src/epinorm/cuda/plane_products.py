@@ -13,44 +13,59 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epinorm.cuda.device import sm_count
+from epinorm.cuda import hopper_product, portable_plan, portable_product
+from epinorm.cuda.device import gpu_of
 from epinorm.cuda.gradient_planes import GradientPlanes, GradientSplitter
-from epinorm.cuda.hopper_product import Product, ProductShape, choose, prepare_product
+from epinorm.cuda.hopper_product import ProductShape
 from epinorm.cuda.kept_planes import KeptPlanes
 from epinorm.cuda.norm_backward import Factors, Largest
 from epinorm.cuda.planes import Splitter, splitter
 from epinorm.cuda.rescue_gradient import rescue_gradient
-from epinorm.plan import Inputs, Problem
+from epinorm.plan import Core, Inputs, Problem
 
 __all__ = ["PlaneProducts", "planes_taken"]
 
+Product = hopper_product.Product | portable_product.Product
+
+HOPPER = (9, 0)
 # Of an H200's library products in fp32, floating-point operations a microsecond: dX, dW.
 _LIBRARY = {"high": (400e6, 240e6), "highest": (50e6, 50e6)}
 _BYTES = 3.5e6
-"""That a conversion, or a product too small for its arithmetic to matter, moves a microsecond."""
+"""That a conversion, or a product too small for its arithmetic to matter, moves a microsecond on an
+H200."""
 _PRODUCT_LAUNCHES, _SPLIT_LAUNCH = 8.0, 4.0
 """Microseconds of a product with its guard, and of a conversion."""
 
 
 @lru_cache(maxsize=1024)
-def planes_taken(problem: Problem, want_x: bool, want_weight: bool) -> tuple[bool, bool]:
+def planes_taken(
+    problem: Problem, want_x: bool, want_weight: bool, core: Core = "hopper"
+) -> tuple[bool, bool]:
     """Whether dX and dW are computed from planes: where conversions cost less than they save."""
     m, k, n = problem.m, problem.k, problem.n
     # Rows of dz, dX and dW are whole 16-byte units.
     if problem.dtype != torch.float32 or m == 0 or n % 8 or k % 4:
         return False, False
     planes = 2 if problem.precision == "highest" else 1
-    flops, least = 2.0 * m * n * k, 4.0 * (m * n + n * k + m * k) / _BYTES
-    sms = sm_count(problem.device)
+    gpu = gpu_of(problem.device)
+    moved = _BYTES if gpu.capability == HOPPER else portable_plan.bytes_per_microsecond(gpu)
+    flops, least = 2.0 * m * n * k, 4.0 * (m * n + n * k + m * k) / moved
 
     def split(values: int, copies: int) -> float:
-        return _SPLIT_LAUNCH + values * (4 + 2 * planes * copies) / _BYTES
+        return _SPLIT_LAUNCH + values * (4 + 2 * planes * copies) / moved
 
     def ours(rows: int, length: int, converted: int) -> float:
-        product = choose(ProductShape(rows, k, length, planes, 4), sms).microseconds
+        shape = ProductShape(rows, k, length, planes, 4)
+        if core == "portable":
+            product = portable_product.microseconds(shape, gpu)
+        else:
+            product = hopper_product.choose(shape, gpu.multiprocessors).microseconds
         return _PRODUCT_LAUNCHES + max(product, least * planes / 2) + split(converted, 1)
 
-    library = [3.0 + max(flops / rate, least) for rate in _LIBRARY[problem.precision]]
+    rates = _LIBRARY[problem.precision]
+    if gpu.capability != HOPPER:
+        rates = (portable_plan.library_flops(problem, gpu),) * 2
+    library = [3.0 + max(flops / rate, least) for rate in rates]
     by_planes = [ours(m, n, n * k), ours(n, m, m * k)]
     wanted = (want_x, want_weight)
 
@@ -75,7 +90,9 @@ class _Operands(NamedTuple):
 class PlaneProducts:
     """The two products of one problem, or one of them, ready to launch."""
 
-    def __init__(self, problem: Problem, by_x: bool, by_weight: bool) -> None:
+    def __init__(
+        self, problem: Problem, by_x: bool, by_weight: bool, core: Core = "hopper"
+    ) -> None:
         m, k, n, device = problem.m, problem.k, problem.n, problem.device
         self.planes = 2 if problem.precision == "highest" else 1
         self.by_x, self.by_weight = by_x, by_weight
@@ -87,7 +104,11 @@ class PlaneProducts:
         def product(rows: int, length: int, major_k_a: bool) -> Product:
             shape = ProductShape(rows, k, length, self.planes, 4)
             half, single = torch.float16, torch.float32
-            return prepare_product(shape, half, single, True, major_k_a, device)
+            if core == "portable":
+                return portable_product.prepare_product(
+                    shape, half, single, True, major_k_a, device
+                )
+            return hopper_product.prepare_product(shape, half, single, True, major_k_a, device)
 
         self.dx = product(m, n, True) if by_x else None
         self.dw = product(n, m, False) if by_weight else None

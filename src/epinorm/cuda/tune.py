@@ -18,6 +18,7 @@ import torch
 from epinorm import calls, reference_backend
 from epinorm.accuracy import FLOOR_ULPS, allowed_error, relative_error
 from epinorm.cuda import hopper_forward, hopper_plan, rescue, tuned
+from epinorm.cuda.core import VARIABLE, wanted_core
 from epinorm.cuda.device import capability, sm_count
 from epinorm.cuda.forward import forward
 from epinorm.cuda.hopper import Tile
@@ -113,6 +114,8 @@ def why_not(device: torch.device) -> str | None:
             "epinorm tune measures tiles of the Hopper kernel (compute capability 9.0), "
             f"but {name} has {found[0]}.{found[1]}"
         )
+    if wanted_core() == "portable":
+        return f"epinorm tune measures tiles of the Hopper kernel, but {VARIABLE}=portable is set"
     return None
 
 

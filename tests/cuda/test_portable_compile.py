@@ -1,0 +1,175 @@
+"""The portable kernel compiles for every architecture without a GPU: no spills, and it fits.
+
+Every architecture sees every kind of tile, dtype and loading, but not every pair of them: a whole
+product of those would take minutes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from epinorm.chain import Chain
+from epinorm.cuda import portable_plan, portable_product
+from epinorm.cuda.device import Gpu
+from epinorm.cuda.jit import KernelSource, compiled
+from epinorm.cuda.planes import split_source
+from epinorm.cuda.portable import (
+    linear_norm_source,
+    product_shared_bytes,
+    product_source,
+    shared_bytes,
+)
+from epinorm.cuda.rescue import rescue_source
+from epinorm.cuda.rescue_gradient import rescue_gradient_source, tile_of
+from epinorm.plan import Problem
+
+# Shared memory of a block and of a multiprocessor: CUDA programming guide.
+GPUS = {
+    "sm_80": Gpu((8, 0), 108, 166912, 167936),
+    "sm_86": Gpu((8, 6), 84, 101376, 102400),
+    "sm_89": Gpu((8, 9), 142, 101376, 102400),
+    "sm_90": Gpu((9, 0), 132, 232448, 233472),
+    "sm_100": Gpu((10, 0), 148, 232448, 233472),
+    "sm_120": Gpu((12, 0), 170, 101376, 102400),
+}
+ARCHES = tuple(GPUS)
+
+EASY = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
+HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
+
+KINDS = {
+    "bfloat16": (torch.bfloat16, "native"),
+    "float16": (torch.float16, "native"),
+    "high": (torch.float32, "high"),
+    "highest": (torch.float32, "highest"),
+}
+
+# m, k, channels in a group, groups.
+SHAPES = {
+    "kb62": (1024, 8192, 16, 512),
+    "kb62_v0": (128, 512, 32, 8),
+    "skinny": (65536, 128, 4, 32),
+    "mid": (16384, 1024, 32, 32),
+    "wide_groups": (8192, 4096, 128, 32),
+    "decode_1": (1, 8192, 16, 512),
+}
+
+
+def problem_of(
+    shape: tuple[int, int, int, int], kind: str, training: bool = False, chain: str = EASY
+) -> Problem:
+    m, k, channels, groups = shape
+    dtype, precision = KINDS[kind]
+    return Problem(
+        chain=Chain.parse(chain.format(groups=groups)),
+        m=m,
+        k=k,
+        n=channels * groups,
+        dtype=dtype,
+        norm_dtype=dtype,
+        out_dtype=dtype,
+        has_bias=True,
+        has_norm_weight=True,
+        has_norm_bias=True,
+        training=training,
+        device=torch.device("cuda", 0),
+        precision=precision,  # type: ignore[arg-type]
+    )
+
+
+def check(source: KernelSource, size: int, limit: int) -> None:
+    """No spills; the kernel lays out the dynamic shared memory that the launch asks for."""
+    layout = f'static_assert(kSharedBytes == {size}, "portable.py adds it up differently");\n'
+    result = compiled(dataclasses.replace(source, text=source.text + layout))
+    assert (result.spill_bytes, result.stack_bytes) == (0, 0), result.log
+    assert result.shared_bytes == 0  # none of it is static
+    assert size <= limit
+
+
+def check_problem(problem: Problem, arch: str, copy_bytes: int = 16, aligned: bool = True) -> None:
+    assert portable_plan.why_not(problem) is None
+    tile = portable_plan.choose_tile(problem, GPUS[arch])
+    assert tile is not None
+    instance = portable_plan.instance_for(problem, tile)
+    source = linear_norm_source(instance, arch, copy_bytes, aligned)
+    check(source, shared_bytes(instance), GPUS[arch].shared_of_block)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_named_shapes(name, arch):
+    """Each shape in two kinds; over the architectures, each kind with and without training."""
+    turn = list(SHAPES).index(name) + ARCHES.index(arch)
+    kinds = list(KINDS)
+    for i in (0, 2):
+        kind = kinds[(turn + i) % 4]
+        check_problem(problem_of(SHAPES[name], kind, (turn + i) % 3 == 0), arch)
+
+
+GROUP_SIZES = (2, 8, 24, 40, 48, 64, 72, 96, 136, 192, 248, 256, 512)
+
+
+@pytest.mark.parametrize("channels", GROUP_SIZES)
+def test_group_sizes(channels):
+    """Training, whose epilogue is the larger one; two architectures for each size and kind."""
+    shape = (4096, 1024, channels, max(1, 1024 // channels))
+    first = GROUP_SIZES.index(channels)
+    kinds = ["bfloat16", "highest"] if channels <= 256 else ["bfloat16"]
+    for kind, i in itertools.product(kinds, range(2)):
+        check_problem(problem_of(shape, kind, True), ARCHES[(first + 3 * i) % 6])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "highest"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+def test_a_long_chain(arch, kind):
+    check_problem(problem_of((4096, 1024, 32, 32), kind, True, HEAVY), arch)
+
+
+@pytest.mark.parametrize("copy_bytes", [4, 2])
+@pytest.mark.parametrize("arch", ["sm_86", "sm_100"])
+def test_rows_at_odd_addresses(arch, copy_bytes):
+    check_problem(problem_of((4096, 1024, 16, 64), "bfloat16", True), arch, copy_bytes, False)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("planes", [1, 2])
+def test_products(planes, arch):
+    for major_k_a in (True, False):
+        tile = portable_product.choose_tile(planes, major_k_a, GPUS[arch])
+        size = product_shared_bytes(tile, planes)
+        source = product_source(
+            *(tile, planes, torch.float16, torch.float32, True, major_k_a, False, arch)
+        )
+        check(source, size, GPUS[arch].shared_of_block)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+def test_the_kernels_around_it(arch):
+    """Splitting and the range guard, which Hopper has had alone."""
+    limit = GPUS[arch].shared_of_block
+    problem = problem_of((4096, 1024, 16, 64), "highest", True)
+    sources = [
+        split_source(2, 8192, True, arch),
+        rescue_source(problem, True, arch, limit),
+        rescue_gradient_source(True, True, 1, arch, tile_of(limit)),
+    ]
+    for source in sources:
+        result = compiled(source)
+        assert (result.spill_bytes, result.stack_bytes) == (0, 0), result.log
+    assert tile_of(limit).shared_bytes + result.shared_bytes <= limit
+
+
+def test_instances_differ_only_where_their_text_must():
+    """Rows and groups are arguments: other counts share the kernel if they share the tile."""
+    first = problem_of((4096, 1024, 16, 64), "bfloat16")
+    other = problem_of((5000, 1032, 16, 65), "bfloat16")
+    tile = portable_plan.choose_tile(first, GPUS["sm_80"])
+    assert tile is not None
+    sources = [
+        linear_norm_source(portable_plan.instance_for(p, tile), "sm_80") for p in (first, other)
+    ]
+    assert sources[0] == sources[1]

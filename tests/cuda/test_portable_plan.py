@@ -1,0 +1,222 @@
+"""What the portable core takes, with which tile, on which GPU; and how a core is forced."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from epinorm.chain import Chain
+from epinorm.cuda import plan as cuda_plan
+from epinorm.cuda import portable_plan, portable_product
+from epinorm.cuda.core import wanted_core
+from epinorm.cuda.device import Gpu
+from epinorm.cuda.plane_products import planes_taken
+from epinorm.cuda.portable import product_shared_bytes, shared_bytes
+from epinorm.plan import Problem
+
+# Multiprocessors; shared memory of a block and of a multiprocessor: CUDA programming guide.
+H200 = Gpu((9, 0), 132, 232448, 233472)
+A100 = Gpu((8, 0), 108, 166912, 167936)
+L40S = Gpu((8, 9), 142, 101376, 102400)
+B200 = Gpu((10, 0), 148, 232448, 233472)
+RTX_5090 = Gpu((12, 0), 170, 101376, 102400)
+GPUS = {"A100": A100, "L40S": L40S, "H200": H200, "B200": B200, "RTX 5090": RTX_5090}
+
+KINDS = {
+    "bfloat16": (torch.bfloat16, "native"),
+    "float64": (torch.float64, "native"),
+    "high": (torch.float32, "high"),
+    "highest": (torch.float32, "highest"),
+}
+
+
+def problem_of(
+    m: int = 1024,
+    k: int = 8192,
+    channels: int = 16,
+    groups: int = 512,
+    kind: str = "bfloat16",
+    training: bool = False,
+) -> Problem:
+    dtype, precision = KINDS[kind]
+    return Problem(
+        chain=Chain.parse(f"group_norm({groups})|leaky_relu(0.01)|scale(2)"),
+        m=m,
+        k=k,
+        n=channels * groups,
+        dtype=dtype,
+        norm_dtype=dtype,
+        out_dtype=dtype,
+        has_bias=True,
+        has_norm_weight=True,
+        has_norm_bias=True,
+        training=training,
+        device=torch.device("cuda", 0),
+        precision=precision,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Returns a function that lets the plan believe in a GPU."""
+    monkeypatch.delenv("EPINORM_CORE", raising=False)
+
+    def become(gpu: Gpu) -> None:
+        monkeypatch.setattr(cuda_plan, "supported", lambda device: None)
+        monkeypatch.setattr(cuda_plan, "capability", lambda device: gpu.capability)
+        monkeypatch.setattr(cuda_plan, "sm_count", lambda device: gpu.multiprocessors)
+        monkeypatch.setattr(cuda_plan, "gpu_of", lambda device: gpu)
+        monkeypatch.setattr("epinorm.cuda.plane_products.gpu_of", lambda device: gpu)
+
+    return become
+
+
+# ---- tiles ----
+
+GROUP_SIZES = (2, 4, 8, 16, 24, 32, 40, 48, 64, 72, 96, 104, 128, 136, 192, 248, 256)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+def test_a_tile_exists_for_every_group_size(gpu, kind):
+    for channels, (m, training) in itertools.product(
+        GROUP_SIZES + ((384, 512) if kind == "bfloat16" else ()), ((1, False), (5000, True))
+    ):
+        problem = problem_of(m, 520, channels, max(1, 1024 // channels), kind, training)
+        assert portable_plan.why_not(problem) is None
+        tile = portable_plan.choose_tile(problem, gpu)
+        assert tile is not None, (channels, m)
+        assert tile.parts * tile.warp_n % channels == 0 or tile.warp_n % channels == 0
+        assert tile.warps_n % tile.parts == 0
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("kind", ["bfloat16", "highest"])
+def test_candidates_fit_a_multiprocessor(gpu, kind):
+    sets = 2 if kind == "highest" else 1  # the sum, and that of the cross products
+    for channels in GROUP_SIZES:
+        problem = problem_of(1000, 520, channels, max(1, 1024 // channels), kind, True)
+        for tile in portable_plan.candidates(problem, gpu):
+            size = shared_bytes(portable_plan.instance_for(problem, tile))
+            assert size <= gpu.shared_of_block
+            assert tile.blocks * (size + 1024) <= gpu.shared_of_multiprocessor
+            assert tile.threads * tile.blocks <= 256
+            wide = tile.warp_n * sets > 128
+            assert wide or sets * tile.warp_m * tile.warp_n // 32 <= 128, tile
+
+
+def test_the_benchmark_takes_the_tiles_that_were_measured_best():
+    tile = portable_plan.choose_tile(problem_of(), H200)
+    assert (tile.block_m, tile.block_n, tile.block_k, tile.blocks) == (128, 256, 64, 1)
+    tile = portable_plan.choose_tile(problem_of(kind="highest"), H200)
+    assert (tile.block_m, tile.block_n, tile.block_k, tile.blocks) == (128, 128, 64, 1)
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("planes", [1, 2])
+def test_products_fit_every_gpu(gpu, planes):
+    for major_k_a in (True, False):
+        tile = portable_product.choose_tile(planes, major_k_a, gpu)
+        assert tile.stages >= 3
+        assert product_shared_bytes(tile, planes) <= gpu.shared_of_block
+    small = dataclasses.replace(gpu, shared_of_block=49152)
+    with pytest.raises(RuntimeError, match="too few for any tile"):
+        portable_product.choose_tile(planes, True, small)
+
+
+def test_the_model_is_near_what_was_measured():
+    measured = {"bfloat16": 279, "high": 396, "highest": 1130}
+    for kind, time in measured.items():
+        estimate = portable_plan.microseconds(problem_of(kind=kind), H200)
+        assert estimate == pytest.approx(time, rel=0.15), kind
+
+
+def test_how_wide_copies_can_be():
+    assert portable_plan.copy_bytes(4096, 32, 16) == 16
+    assert portable_plan.copy_bytes(4096, 32, 8) == 4
+    assert portable_plan.copy_bytes(4100, 0) == 4
+    assert portable_plan.copy_bytes(4096, 2) == 2
+
+
+# ---- what is picked ----
+
+REASONS = [
+    (dict(kind="float64"), "not float64"),
+    (dict(k=0), r"nothing to multiply \(0 input features\)"),
+    (dict(channels=3), "a group of 3 channels is none of 2, 4 or a multiple of 8"),
+    (dict(channels=12), "a group of 12 channels"),
+    (dict(channels=1032, groups=2), "a group of 1032 channels does not fit"),
+    (dict(channels=512, groups=2, kind="high"), "the range guard of fp32 computes groups of up to"),
+]
+
+
+@pytest.mark.parametrize("facts, reason", REASONS)
+def test_every_reason_is_said(facts, reason, on):
+    on(A100)
+    problem = problem_of(**facts)
+    plan = cuda_plan.plan_cuda(problem, "single")
+    assert (plan.strategy, plan.core) == ("reference", None)
+    auto = cuda_plan.plan_cuda(problem, "auto")
+    assert auto.strategy == "epilogue"
+    assert auto.reason.endswith(plan.reason)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(plan.reason)
+
+
+@pytest.mark.parametrize("gpu", [A100, L40S, B200, RTX_5090])
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+def test_other_gpus_take_the_portable_core(gpu, kind, on):
+    on(gpu)
+    plan = cuda_plan.plan_cuda(problem_of(kind=kind), "single")
+    assert (plan.strategy, plan.core) == ("single", "portable")
+    tile = portable_plan.choose_tile(problem_of(kind=kind), gpu)
+    assert f"tiles of {tile.block_m} x {tile.block_n}, the portable core" in plan.reason
+    # Where fp32 without tensor cores is a quarter of their rate, three products and the conversions
+    # do not pay.
+    if kind == "highest" and gpu in (A100, B200):
+        assert cuda_plan.plan_cuda(problem_of(kind=kind), "auto").core == "portable"
+
+
+@pytest.mark.parametrize("facts", [dict(k=8191), dict(channels=2, groups=3), dict(k=1028)])
+def test_hopper_takes_it_where_the_copy_engine_cannot(facts, on):
+    on(H200)
+    assert cuda_plan.plan_cuda(problem_of(), "single").core == "hopper"
+    assert cuda_plan.plan_cuda(problem_of(**facts), "single").core == "portable"
+
+
+def test_auto_leaves_to_the_library_what_it_does_faster(on, monkeypatch):
+    on(A100)
+    monkeypatch.setattr(portable_plan, "microseconds", lambda *_: 1e6)
+    plan = cuda_plan.plan_cuda(problem_of(), "auto")
+    assert plan.strategy == "epilogue"
+    assert "us against 1000000 in a single kernel" in plan.reason
+
+
+def test_a_core_can_be_forced(on, monkeypatch):
+    on(H200)
+    for text, core in (("", "hopper"), ("auto", "hopper"), ("portable", "portable")):
+        monkeypatch.setenv("EPINORM_CORE", text)
+        assert cuda_plan.plan_cuda(problem_of(), "single").core == core
+    monkeypatch.setenv("EPINORM_CORE", "hopper")
+    assert cuda_plan.plan_cuda(problem_of(k=8191), "auto").strategy == "epilogue"
+
+
+def test_another_value_is_an_error_in_one_sentence(monkeypatch):
+    monkeypatch.setenv("EPINORM_CORE", "Hopper")
+    message = "EPINORM_CORE is one of auto, hopper, portable, but got 'Hopper'"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        wanted_core()
+
+
+def test_planes_are_taken_where_they_pay(on):
+    for gpu in (H200, A100):
+        on(gpu)
+        planes_taken.cache_clear()
+        case = problem_of(kind="highest", training=True)
+        assert planes_taken(case, True, True, "portable") == (True, True)
+        small = problem_of(32, 64, 8, 8, "highest", True)
+        assert planes_taken(small, True, True, "portable") == (False, False)
+    planes_taken.cache_clear()
