@@ -4,8 +4,9 @@
         --precisions highest,high --passes forward,training --out benchmarks/results
 
 Rows go into OUT/<gpu>.json as soon as they are measured, each in place of the one with the same
-shape, dtype, precision, pass and strategy. A pass may also be one of micro.py's rows, which time a
-kernel alone. The exit code is 0 only if every row was verified.
+shape, dtype, precision, pass and strategy; under EPINORM_CORE=portable into the file
+OUT/<gpu>-portable.json. A pass may also be one of micro.py's rows, which time a kernel alone. The
+exit code is 0 only if every row was verified.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 
 from epinorm.bench import Competitors, bench
+from epinorm.cuda.core import wanted_core
 from epinorm.kernelbench.protocol import make_case
 from epinorm.report import markdown_table
 from epinorm.results import Row, device_name, device_slug, merge_rows
@@ -52,7 +54,7 @@ class Wanted:
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser().parse_args(arguments)
     device = torch.device(chosen.device)
-    path = chosen.out / f"{device_slug(device_name(device))}.json"
+    path = chosen.out / f"{device_slug(device_name(device))}{forced_core(device)}.json"
     wanted = list(rows_wanted(chosen, device))
     measured: list[Row] = []
     failed = 0
@@ -77,6 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured.append(row)
     print(f"\n{markdown_table(measured)}\n\n{len(measured)} rows in {path}, {failed} failed")
     return 1 if failed else 0
+
+
+def forced_core(device: torch.device) -> str:
+    """What the file of the results is also named after, so that they stay apart."""
+    if device.type != "cuda" or wanted_core() == "auto":
+        return ""
+    return f"-{wanted_core()}"
 
 
 def names(known: Sequence[str]):
