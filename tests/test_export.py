@@ -3,11 +3,13 @@
 import ast
 import dataclasses
 import importlib.util
+import inspect
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -342,34 +344,40 @@ def test_backward_launches_compile(
     assert run.returncode == 0, run.stderr
 
 
-def test_a_finished_build_is_loaded_as_it_is(
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_build_is_kept_and_a_killed_one_is_in_nobodys_way(
     own: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And one that was not finished is built again, by load_inline, in a folder of its own."""
+    """load_inline itself, but for the CUDA text."""
     from torch.utils import cpp_extension
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    built, loaded = [], []
+    real, built = cpp_extension.load_inline, []
 
-    def load_inline(name: str, build_directory: str, **given: object) -> str:
-        built.append(given["functions"])
-        Path(build_directory, f"{name}.so").write_text("half")
+    def load_inline(cuda_sources: list[str], extra_cuda_cflags: list[str], **given: Any) -> Any:
+        built.append(given["build_directory"])
         if len(built) == 1:
+            Path(given["build_directory"], "lock").touch()
             raise KeyboardInterrupt
-        return "module"
+        return real(**given)
 
+    load_inline.__signature__ = inspect.signature(real)  # type: ignore[attr-defined]
     monkeypatch.setattr(cpp_extension, "load_inline", load_inline)
-    monkeypatch.setattr(own, "_loaded", lambda name, path: loaded.append((name, path)))
-    arguments = ("", "cuda", "cpp", ["f"], ("-flag",))
+    headers = "#include <torch/csrc/Exceptions.h>\n#include <torch/csrc/utils/pybind.h>\n"
+    cpp = f"{headers}int answer() {{ return ANSWER; }}\n"
+
+    def answer(value: int) -> int:
+        module = own._build(f"#define ANSWER {value}\n", "", cpp, ["answer"], ())
+        return module.answer()
+
     with pytest.raises(KeyboardInterrupt):
-        own._build(*arguments)
-    assert own._build(*arguments) == "module"
-    assert (built, loaded) == ([["f"], ["f"]], [])
-    own._build(*arguments)
-    ((name, path),) = loaded
-    assert Path(path) == Path(own._folder(), name, f"{name}.so")
-    assert len(built) == 2
-    assert own._build("#define OTHER\n", *arguments[1:]) == "module"
+        answer(42)
+    assert answer(42) == 42
+    assert answer(42) == 42
+    assert len(set(built)) == len(built) == 2
+    assert not Path(built[1]).exists()  # it has its name now
+    assert answer(43) == 43
     assert len(built) == 3
 
 
