@@ -59,7 +59,7 @@ format: $(READY)  ## format and mend what ruff can mend
 test-gpu:  ## run tests/gpu with the Python that is there (nothing is installed)
 	@$(PYTHON_HERE) -m pytest tests/gpu $(ARGS)
 
-sanitize-gpu:  ## run every kind of norm kernel under compute-sanitizer (nothing is installed)
+sanitize-gpu:  ## run every kind of norm kernel and of the portable one under compute-sanitizer (nothing is installed)
 	@for tool in memcheck initcheck racecheck synccheck; do \
 	  echo "compute-sanitizer --tool $$tool"; \
 	  : "Our launches and PyTorch's ask the driver for things that it may not have: not an error."; \

@@ -138,9 +138,9 @@ def test_rows_at_odd_addresses(arch, copy_bytes):
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("planes", [1, 2])
 def test_products(planes, arch):
+    tile = portable_product.choose_tile(planes, GPUS[arch])
+    size = product_shared_bytes(tile, planes)
     for major_k_a in (True, False):
-        tile = portable_product.choose_tile(planes, major_k_a, GPUS[arch])
-        size = product_shared_bytes(tile, planes)
         source = product_source(
             *(tile, planes, torch.float16, torch.float32, True, major_k_a, False, arch)
         )

@@ -118,13 +118,12 @@ def test_the_benchmark_takes_the_tiles_that_were_measured_best():
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("planes", [1, 2])
 def test_products_fit_every_gpu(gpu, planes):
-    for major_k_a in (True, False):
-        tile = portable_product.choose_tile(planes, major_k_a, gpu)
-        assert tile.stages >= 3
-        assert product_shared_bytes(tile, planes) <= gpu.shared_of_block
+    tile = portable_product.choose_tile(planes, gpu)
+    assert tile.stages >= 3
+    assert product_shared_bytes(tile, planes) <= gpu.shared_of_block
     small = dataclasses.replace(gpu, shared_of_block=49152)
     with pytest.raises(RuntimeError, match="too few for any tile"):
-        portable_product.choose_tile(planes, True, small)
+        portable_product.choose_tile(planes, small)
 
 
 def test_the_model_is_near_what_was_measured():

@@ -26,7 +26,6 @@ __all__ = [
     "instance_for",
     "library_flops",
     "library_microseconds",
-    "long_steps",
     "microseconds",
     "planes_of",
     "product_microseconds",
@@ -152,14 +151,14 @@ def candidates(problem: Problem, gpu: Gpu) -> Iterator[PortableTile]:
     for shape in _shapes(channels, planes_of(problem)):
         each = gpu.shared_of_multiprocessor // shape.blocks - _RESERVED_BYTES
         limit = min(gpu.shared_of_block, each)
-        for block_k in (64, 32) if planes_of(problem) == 1 or long_steps(gpu) else (32,):
+        for block_k in (64, 32) if planes_of(problem) == 1 or _long_steps(gpu) else (32,):
             tile = dataclasses.replace(shape, block_k=block_k)
             stages = largest_stages(instance_for(problem, tile), limit)
             if stages >= _FEWEST_STAGES + (block_k == 64):
                 yield with_stages(tile, min(stages, _MOST_STAGES))
 
 
-def long_steps(gpu: Gpu) -> bool:
+def _long_steps(gpu: Gpu) -> bool:
     """Whether two planes can be multiplied in steps of 64: from Blackwell on registers spill."""
     return gpu.capability < (10, 0)
 

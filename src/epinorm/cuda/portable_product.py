@@ -17,7 +17,7 @@ from epinorm.cuda.device import Gpu, arch_of, gpu_of
 from epinorm.cuda.hopper_product import ProductShape
 from epinorm.cuda.jit import load
 from epinorm.cuda.portable import PortableTile, product_shared_bytes, product_source
-from epinorm.cuda.portable_plan import long_steps, product_microseconds
+from epinorm.cuda.portable_plan import product_microseconds
 from epinorm.cuda.prepared import starts_early
 
 __all__ = ["Product", "choose_tile", "microseconds", "prepare_product"]
@@ -27,7 +27,7 @@ SIGNATURE = "ppppll" + "pp" + "iii"
 
 TILES = {
     1: (PortableTile(64, 64, 2, 4, 64), PortableTile(64, 64, 2, 4, 32)),
-    2: (PortableTile(64, 32, 2, 4, 64), PortableTile(64, 32, 2, 4, 32)),
+    2: (PortableTile(64, 32, 2, 4, 32),),
 }
 """By planes: the first of which three slots fit."""
 FEWEST_STAGES = 3
@@ -35,11 +35,9 @@ MOST_STAGES = 6
 MOST_KEPT = 256
 
 
-def choose_tile(planes: int, major_k_a: bool, gpu: Gpu) -> PortableTile:
+def choose_tile(planes: int, gpu: Gpu) -> PortableTile:
     """The tile for operands of so many planes, with the slots that fit this GPU."""
     for tile in TILES[planes]:
-        if planes == 2 and tile.block_k == 64 and not (major_k_a and long_steps(gpu)):
-            continue  # it would spill
         stages = min(gpu.shared_of_block // tile.stage_bytes(planes), MOST_STAGES)
         if stages >= FEWEST_STAGES:
             return dataclasses.replace(tile, stages=stages)
@@ -48,7 +46,7 @@ def choose_tile(planes: int, major_k_a: bool, gpu: Gpu) -> PortableTile:
 
 def microseconds(shape: ProductShape, gpu: Gpu) -> float:
     """Estimated time of a product."""
-    tile = choose_tile(shape.planes, False, gpu)
+    tile = choose_tile(shape.planes, gpu)
     return product_microseconds(shape.rows, shape.columns, shape.length, shape.planes, tile, gpu)
 
 
@@ -70,7 +68,7 @@ class Product:
         device: torch.device,
     ) -> None:
         rows, columns = shape.rows, shape.columns
-        tile = choose_tile(shape.planes, major_k_a, gpu_of(device))
+        tile = choose_tile(shape.planes, gpu_of(device))
         aligned = columns * out_dtype.itemsize % 16 == 0
         source = product_source(
             *(tile, shape.planes, dtype, out_dtype, scaled, major_k_a, False),
