@@ -1,14 +1,12 @@
 """Python values as a kernel's arguments, in a buffer that the driver copies from.
 
-A signature has one letter an argument (see `FIELDS`). Its layout is the same everywhere; each
-thread has a buffer of its own for it, so that threads need no lock.
+A signature has one letter an argument (see `FIELDS`); its layout is the same everywhere.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,10 +18,10 @@ from epinorm.cuda.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, Tens
 
 __all__ = [
     "FIELDS",
+    "Frame",
     "Layout",
     "f32",
     "f64",
-    "frame_of",
     "i32",
     "i64",
     "layout_of",
@@ -57,9 +55,11 @@ class f64(float):
     """A `double` argument."""
 
 
-# CUlaunchConfig: grid, block, shared bytes, stream, attributes, number of attributes.
-_CONFIG = "<7I4xQQI4x"
-_CONFIG_BYTES = struct.calcsize(_CONFIG)
+# CUlaunchConfig: grid, block and shared bytes, which stay; then, packed with the arguments, stream,
+# attributes and number of attributes.
+_SHAPE = struct.Struct("<7I4x")
+_CONFIG = "<QQI4x"
+_CONFIG_BYTES = _SHAPE.size + struct.calcsize(_CONFIG)
 _ALIGNMENT = TENSOR_MAP_ALIGNMENT
 
 # Letter in a signature -> struct code, size and alignment in bytes.
@@ -86,28 +86,24 @@ class Layout:
 
 
 class Frame:
-    """One thread's buffer for one signature: CUlaunchConfig, arguments, pointers to them."""
+    """A buffer for launches of one shape, one at a time: CUlaunchConfig, arguments, pointers to
+    them. shape: the first seven fields of CUlaunchConfig.
 
-    def __init__(self, layout: Layout) -> None:
+    ``pack`` fills in the stream, the attributes and their number, and the arguments.
+    """
+
+    def __init__(self, layout: Layout, shape: Sequence[int]) -> None:
         count = len(layout.offsets)
         self._storage = ctypes.create_string_buffer(layout.size + _ALIGNMENT)
         base = ctypes.addressof(self._storage)
         shift = -base % _ALIGNMENT
         pointers = (base + shift + offset for offset in layout.offsets)
         self._pointers = (ctypes.c_void_p * max(count, 1))(*pointers)
-        self.pack = partial(struct.Struct(layout.format).pack_into, self._storage, shift)
+        _SHAPE.pack_into(self._storage, shift, *shape)
+        fields = struct.Struct(layout.format)
+        self.pack = partial(fields.pack_into, self._storage, shift + _SHAPE.size)
         self.config = ctypes.c_void_p(base + shift)
         self.parameters = ctypes.c_void_p(ctypes.addressof(self._pointers))
-
-
-class _Frames(threading.local):
-    """The buffers of this thread."""
-
-    def __init__(self) -> None:
-        self.of: dict[Layout, Frame] = {}
-
-
-_frames = _Frames()
 
 
 @cache
@@ -125,11 +121,6 @@ def layout_of(signature: str) -> Layout:
         offsets.append(end + padding)
         end += padding + size
     return Layout(signature, "".join(codes), tuple(offsets), end)
-
-
-def frame_of(layout: Layout) -> Frame:
-    """This thread's buffer for this layout."""
-    return _frames.of.get(layout) or _frames.of.setdefault(layout, Frame(layout))
 
 
 def packed(arguments: Sequence[object]) -> tuple[str, list[Any]]:

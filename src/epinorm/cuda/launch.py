@@ -1,8 +1,8 @@
 """A loaded kernel and its launch on PyTorch's current stream.
 
-One launch fills this thread's buffer, launch configuration and arguments alike, and calls the
-driver, which copies from it before it returns. Nothing is allocated on the GPU and nothing waits,
-so a launch can be captured in a graph.
+One launch fills a buffer, launch configuration and arguments alike, and calls the driver, which
+copies from it before it returns. Nothing is allocated on the GPU and nothing waits, so a launch can
+be captured in a graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from epinorm.cuda.arguments import (
     Layout,
     f32,
     f64,
-    frame_of,
     i32,
     i64,
     layout_of,
@@ -59,11 +58,17 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 SHARED_BYTES_FOR_ALL = 48 * 1024
 """Dynamic shared memory that a kernel has without asking."""
 LARGEST_PORTABLE_CLUSTER = 8
+MOST_PREPARED = 256
+"""Shapes that `Kernel.launch` keeps prepared."""
+
+# A PyTorch without CUDA has neither.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None)  # type: ignore[assignment]
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Shape:
-    """Everything of a launch but its kernel, stream and arguments."""
+    """Everything of a launch but its kernel, stream and arguments; `_shape` makes one of a kind."""
 
     numbers: tuple[int, ...]
     """Grid, block and dynamic shared memory: the first seven fields of CUlaunchConfig."""
@@ -87,13 +92,11 @@ class Kernel:
         self.device = device
         self.compiled = compiled
         self._handle = ctypes.c_void_p(handle)
-        self._launch = driver().cuLaunchKernelEx
         self._shared_limit = SHARED_BYTES_FOR_ALL
         self._cluster_limit = LARGEST_PORTABLE_CLUSTER
         self._layouts: dict[str, Layout] = {}
+        self._prepared: dict[tuple[str, _Shape], Callable[..., None]] = {}
         self._lock = threading.Lock()
-        self._current_device: Callable[[], int] = torch._C._cuda_getDevice
-        self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def __repr__(self) -> str:
         return f"Kernel({self.entry!r}, cuda:{self.device})"
@@ -120,7 +123,12 @@ class Kernel:
         """
         signature, values = packed(args)
         shape = _shape(grid, block, shared_bytes, cluster, dependent)
-        self._issue(signature, shape, values, stream)
+        launch = self._prepared.get((signature, shape))
+        if launch is None:
+            if len(self._prepared) >= MOST_PREPARED:
+                self._prepared.clear()
+            launch = self._prepared[signature, shape] = self._prepare(signature, shape)
+        launch(*values, stream=stream)
 
     def prepare(
         self,
@@ -136,41 +144,59 @@ class Kernel:
 
         signature: a letter an argument: p pointer (given as an int, `tensor.data_ptr()`, 0 for
         null), m tensor map (its `data`), i int, l long long, u unsigned, v unsigned long long,
-        f float, d double. The function takes them in this order, and `stream` by name.
+        f float, d double. The function takes them in this order, and `stream` by name. Raises as
+        `launch` does.
         """
         shape = _shape(grid, block, shared_bytes, cluster, dependent)
-        issue = self._issue
+        return self._prepare(signature, shape)
+
+    def _prepare(self, signature: str, shape: _Shape) -> Callable[..., None]:
+        layout = self._layouts.get(signature) or self._add_layout(signature)
+        if shape.shared_bytes > self._shared_limit or shape.cluster_size > self._cluster_limit:
+            self.reserve(shape.shared_bytes, shape.cluster_size)
+        # A launch has its frame to itself, whatever other threads, signal handlers and finalizers
+        # launch meanwhile; as many frames are made as were ever in use at a time.
+        frames: list[Frame] = []
+        call, handle = driver().cuLaunchKernelEx, self._handle
+        device, current_device, current_stream = self.device, _current_device, _current_stream
+        attributes, attribute_count = shape.attributes, shape.attribute_count
 
         def launch(*values: int | float | bytes, stream: Stream = None) -> None:
-            issue(signature, shape, values, stream)
+            try:
+                frame = frames.pop()
+            except IndexError:
+                frame = Frame(layout, shape.numbers)
+            if stream is None:
+                stream = current_stream(device)
+            elif type(stream) is not int:
+                stream = stream.cuda_stream  # type: ignore[union-attr]
+            try:
+                frame.pack(stream, attributes, attribute_count, *values)
+            except (struct.error, OverflowError) as error:
+                raise ValueError(
+                    f"{self.entry}: arguments do not fit their types: {error} "
+                    f"({signature}: {values}, {shape})"
+                ) from None
+            if current_device() == device:
+                status = call(frame.config, handle, frame.parameters, None)
+                if status:
+                    self._recover(status, frame, shape, signature)
+            else:
+                with torch.cuda.device(device):
+                    status = call(frame.config, handle, frame.parameters, None)
+                    if status:
+                        self._recover(status, frame, shape, signature)
+            frames.append(frame)
 
         return launch
 
-    def _issue(
-        self, signature: str, shape: _Shape, values: Sequence[object], stream: Stream
-    ) -> None:
-        layout = self._layouts.get(signature) or self._add_layout(signature)
-        frame = frame_of(layout)
-        if shape.shared_bytes > self._shared_limit or shape.cluster_size > self._cluster_limit:
-            self.reserve(shape.shared_bytes, shape.cluster_size)
-        if stream is None:
-            stream = self._current_stream(self.device)
-        elif type(stream) is not int:
-            stream = stream.cuda_stream  # type: ignore[union-attr]
-        try:
-            frame.pack(*shape.numbers, stream, shape.attributes, shape.attribute_count, *values)
-        except (struct.error, OverflowError) as error:
-            raise ValueError(
-                f"{self.entry}: arguments do not fit their types: {error} "
-                f"({signature}: {values}, {shape})"
-            ) from None
-        if self._current_device() == self.device:
-            status = self._launch(frame.config, self._handle, frame.parameters, None)
-        else:
+    def _recover(self, status: int, frame: Frame, shape: _Shape, signature: str) -> None:
+        """Launch again where this thread has not used CUDA before; raise for any other failure."""
+        if status == INVALID_CONTEXT:
             with torch.cuda.device(self.device):
-                status = self._launch(frame.config, self._handle, frame.parameters, None)
-        if status == INVALID_CONTEXT:  # the first use of CUDA in this thread
-            status = self._launch_in_new_thread(frame)
+                make_primary_context_current(self.device)
+                call = driver().cuLaunchKernelEx
+                status = call(frame.config, self._handle, frame.parameters, None)
         if status:
             raise RuntimeError(
                 f"launching {self.entry} on cuda:{self.device} failed with {message(status)} "
@@ -200,11 +226,6 @@ class Kernel:
                 f"asking for the occupancy of {self.entry}",
             )
         return blocks.value
-
-    def _launch_in_new_thread(self, frame: Frame) -> int:
-        with torch.cuda.device(self.device):
-            make_primary_context_current(self.device)
-            return int(self._launch(frame.config, self._handle, frame.parameters, None))
 
     def _set(self, attribute: int, value: int, what: str) -> None:
         number = ctypes.c_int()
