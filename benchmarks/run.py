@@ -165,9 +165,11 @@ def summary(row: Row) -> str:
             parts.append(f"{key} {value:.4g}")
     ratio = row.error_ratio
     error = "" if ratio is None else f"; error {row.ours_error:.2e}, {ratio:.2f}x eager's"
+    gpus = (row.ours_gpu_us, row.eager_gpu_us, row.linear_gpu_us)
+    gpu = "" if None in gpus else "; on the GPU {:.1f}, eager {:.1f}, linear {:.1f}".format(*gpus)
     walls = (row.ours_wall_us, row.eager_wall_us, row.linear_wall_us)
     wall = "" if None in walls else "; wall {:.1f}, eager {:.1f}, linear {:.1f}".format(*walls)
-    return f"us: {', '.join(parts)}{error}{wall} ({row.strategy})"
+    return f"us: {', '.join(parts)}{error}{gpu}{wall} ({row.strategy})"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from epinorm import bench as bench_module
 from epinorm.bench import Case, Competitors, bench, fp32_precision_set, linear_calls, model_runner
 from epinorm.kernelbench.protocol import NoChainError, make_case
-from epinorm.timing import Runner, Settings, peak_memory_mb, time_interleaved, wall_times
+from epinorm.timing import (
+    Runner,
+    Settings,
+    gpu_times,
+    peak_memory_mb,
+    time_interleaved,
+    wall_times,
+)
 
 CPU = torch.device("cpu")
 FAST = Settings(runs=3, cpu_runs=2, cpu_seconds=0.5)
@@ -120,8 +127,9 @@ def test_a_slow_row_ends_on_a_cpu() -> None:
     assert 4 <= len(runs) < 20
 
 
-def test_cpu_rows_have_no_wall_time_and_no_peak() -> None:
+def test_cpu_rows_have_no_wall_time_no_gpu_time_and_no_peak() -> None:
     runner = Runner(lambda: None)
+    assert gpu_times({"a": runner}, CPU) == {"a": None}
     assert wall_times({"a": runner}, CPU) == {"a": None}
     assert peak_memory_mb(runner, CPU) is None
 

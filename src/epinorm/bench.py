@@ -22,6 +22,7 @@ from epinorm.timing import (
     DEFAULT_SETTINGS,
     Runner,
     Settings,
+    gpu_times,
     peak_memory_mb,
     time_interleaved,
     wall_times,
@@ -146,7 +147,9 @@ def _measure(
     gc.collect()
     times = time_interleaved(runners, case.device, settings, timing)
     measured: dict[str, float | None] = {f"{name}_us": value for name, value in times.items()}
-    notify("measuring wall time and memory", 0.9)
+    notify("measuring the GPU's time, the host's and memory", 0.9)
+    for name, value in gpu_times(runners, case.device, settings).items():
+        measured[f"{name}_gpu_us"] = value
     on_host = {n: runners[n] for n in ("ours", "eager", "linear") if n in runners}
     for name, value in wall_times(on_host, case.device, settings).items():
         measured[f"{name}_wall_us"] = value

@@ -53,6 +53,12 @@ class Row:
     compile_autotune_us: float | None = None
     linear_us: float | None = None
     copy_us: float | None = None
+    ours_gpu_us: float | None = None
+    ours_prepacked_gpu_us: float | None = None
+    eager_gpu_us: float | None = None
+    compile_gpu_us: float | None = None
+    compile_autotune_gpu_us: float | None = None
+    linear_gpu_us: float | None = None
     ours_wall_us: float | None = None
     eager_wall_us: float | None = None
     linear_wall_us: float | None = None

@@ -18,6 +18,7 @@ __all__ = [
     "DEFAULT_SETTINGS",
     "Runner",
     "Settings",
+    "gpu_times",
     "peak_memory_mb",
     "time_interleaved",
     "wall_times",
@@ -25,6 +26,11 @@ __all__ = [
 
 FLUSH_BYTES = 256 * 1024 * 1024
 """Written before each timed run: several times the L2 cache of any GPU so far (H200: 50 MB)."""
+
+FIRST_WAIT_US = 200.0
+LONGEST_WAIT_US = 20_000.0
+CYCLES_PER_US = 2000
+"""Of the clock that a waiting GPU counts: 2 GHz, which is as fast as they run."""
 
 Progress = Callable[[float], None]
 """Told the share of the work that is done, from 0 to 1."""
@@ -120,6 +126,53 @@ def _time_cpu(
         progress((index + 1) / settings.runs)
     progress(1.0)
     return samples
+
+
+def gpu_times(
+    runners: Mapping[str, Runner],
+    device: torch.device,
+    settings: Settings = DEFAULT_SETTINGS,
+) -> dict[str, float | None]:
+    """Median time on the GPU of one run in microseconds, as if the host took none.
+
+    As ``time_interleaved`` on CUDA, but for a wait: the GPU is kept busy until the host has
+    enqueued the whole run, so that kernels follow each other as fast as the GPU can start them.
+    A run that was not all enqueued in time is repeated with a longer wait. None on a CPU, and for
+    what is never enqueued in time, such as a run that waits for the GPU itself.
+    """
+    if device.type != "cuda":
+        return {name: None for name in runners}
+    samples: dict[str, list[float]] = {name: [] for name in runners}
+    with torch.cuda.device(device):
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        waits = dict.fromkeys(runners, FIRST_WAIT_US)
+        for index in range(settings.runs):
+            for name in _rounds(list(runners), index):
+                while waits[name] <= LONGEST_WAIT_US:
+                    time_us = _gpu_time(runners[name], flush, waits[name])
+                    if time_us is not None:
+                        samples[name].append(time_us)
+                        break
+                    waits[name] *= 2
+    return {
+        name: statistics.median(times) if waits[name] <= LONGEST_WAIT_US else None
+        for name, times in samples.items()
+    }
+
+
+def _gpu_time(runner: Runner, flush: torch.Tensor, wait_us: float) -> float | None:
+    """One run's; None where the GPU went on before the run was enqueued."""
+    runner.prepare()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    flush.zero_()
+    torch.cuda._sleep(int(wait_us * CYCLES_PER_US))
+    start.record()
+    runner.run()
+    end.record()
+    in_time = not start.query()
+    end.synchronize()
+    return 1000 * start.elapsed_time(end) if in_time else None
 
 
 def wall_times(
