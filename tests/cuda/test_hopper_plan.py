@@ -246,6 +246,18 @@ def test_auto_says_both_estimates_where_the_library_wins(hopper, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+def test_what_the_host_takes_decides_about_small_problems(kind, hopper, monkeypatch):
+    """A product by PyTorch and a kernel of ours take the host longer than any call of ours alone,
+    even where the GPU would be done sooner."""
+    problem = problem_of(kind=kind, m=128, k=512, channels=32, groups=8)
+    assert cuda_plan.plan_cuda(problem, "auto").strategy == "single"
+    monkeypatch.setattr(hopper_plan, "microseconds", lambda *_, **__: 27.0)
+    assert cuda_plan.plan_cuda(problem, "auto").strategy == "single"
+    monkeypatch.setattr(hopper_plan, "microseconds", lambda *_, **__: 29.0)
+    assert cuda_plan.plan_cuda(problem, "auto").strategy == "epilogue"
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
 def test_equal_problems_get_equal_plans(kind, hopper):
     first, second = problem_of(kind=kind), problem_of(kind=kind)
     assert first is not second

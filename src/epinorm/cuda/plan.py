@@ -16,8 +16,12 @@ HOPPER = (9, 0)
 # What a library product reaches on an H200, TFLOP/s, by precision; kernel launches in microseconds;
 # what the norm kernel moves, bytes a microsecond.
 _LIBRARY_TFLOPS = {"native": 750.0, "high": 400.0, "highest": 50.0}
-_LAUNCH = 3.0
+_LAUNCH = 4.0
 _BYTES = 3.5e6
+
+# What the host of an H200 takes for a call, in microseconds: no call is faster for long, whatever
+# the GPU takes. One kernel; fp32 as planes, three kernels; PyTorch's product and a kernel.
+_HOST_ONE, _HOST_PLANES, _HOST_EPILOGUE = 13.0, 26.0, 28.0
 
 
 def plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
@@ -126,14 +130,18 @@ def _tile_facts(problem: Problem, core: Core) -> tuple[str, int, int, bool]:
 
 
 def _single_microseconds(problem: Problem, core: Core) -> float:
+    planes = problem.dtype == torch.float32 and not _tile_facts(problem, core)[3]
     if core == "portable":
-        return portable_plan.microseconds(problem, gpu_of(problem.device))
-    return hopper_plan.microseconds(problem, sm_count(problem.device))
+        estimate = portable_plan.microseconds(problem, gpu_of(problem.device))
+    else:
+        estimate = hopper_plan.microseconds(problem, sm_count(problem.device))
+    return max(estimate, _HOST_PLANES if planes else _HOST_ONE)
 
 
 def _epilogue_microseconds(problem: Problem) -> float:
     if capability(problem.device) != HOPPER:
-        return portable_plan.library_microseconds(problem, gpu_of(problem.device))
+        estimate = portable_plan.library_microseconds(problem, gpu_of(problem.device))
+        return max(estimate, _HOST_EPILOGUE)
     flops = 2.0 * problem.m * problem.n * problem.k
     itemsize = problem.dtype.itemsize
     product = max(
@@ -141,4 +149,4 @@ def _epilogue_microseconds(problem: Problem) -> float:
         (problem.m + problem.n) * problem.k * itemsize / _BYTES,
     )
     norm = problem.m * problem.n * (2 * itemsize + problem.out_dtype.itemsize) / _BYTES
-    return 2 * _LAUNCH + product + norm
+    return max(2 * _LAUNCH + product + norm, _HOST_EPILOGUE)
