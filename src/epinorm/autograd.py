@@ -14,30 +14,42 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from epinorm.calls import Facts, run_backward, run_forward
+from epinorm.calls import Facts, run_backward
 from epinorm.chain import Chain
 from epinorm.library import library, linear_norm, linear_norm_backward, linear_norm_forward
-from epinorm.plan import Forward
+from epinorm.plan import Forward, Run
 from epinorm.reference import epilogue
 
-__all__ = ["differentiable", "is_plain"]
+__all__ = ["differentiable", "is_plain", "is_undisturbed"]
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
 
 
-def is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether only autograd may want this call: no subclass, mode, transform, trace or profile."""
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_autocast = torch._C._is_any_autocast_enabled
+_profiler = torch._C._autograd._profiler_enabled
+_trace = torch._C._get_tracing_state
+
+
+def is_undisturbed() -> bool:
+    """Whether there is no mode, transform, autocast, profile or trace that may want a call."""
     return (
-        not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        not _dispatch_modes()
+        and not _function_modes()
+        and _transform() is None
         and forward_ad._current_level < 0
-        and not torch._C._is_any_autocast_enabled()
-        and not torch._C._autograd._profiler_enabled()
-        and torch._C._get_tracing_state() is None
-        and _PLAIN_TYPES.issuperset(map(type, tensors))
+        and not _autocast()
+        and not _profiler()
+        and _trace() is None
     )
+
+
+def is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether only autograd may want this call: undisturbed, and its tensors of no subclass."""
+    return is_undisturbed() and _PLAIN_TYPES.issuperset(map(type, tensors))
 
 
 def _has_tangent(tensors: Sequence[Tensor | None]) -> bool:
@@ -81,18 +93,18 @@ class _SingleLevel(_SingleLevelFunction):
 
 
 class _LinearNorm(_SingleLevel):
-    """``linear_norm`` with its gradient; ``plain``: nothing but autograd wants the call."""
+    """``linear_norm`` with its gradient; run: computes it where nothing but autograd wants it."""
 
     @staticmethod
-    def forward(ctx: Any, plain: bool, facts: Facts, *tensors: Any) -> Any:
-        return _LinearNorm.keep(ctx, plain, facts, tensors).y
+    def forward(ctx: Any, run: Run | None, facts: Facts, *tensors: Any) -> Any:
+        return _LinearNorm.keep(ctx, run, facts, tensors).y
 
     @staticmethod
-    def keep(ctx: Any, plain: bool, facts: Facts, tensors: Sequence[Any]) -> Forward:
+    def keep(ctx: Any, run: Run | None, facts: Facts, tensors: Sequence[Any]) -> Forward:
         """Run forward and save what backward reads."""
         inputs = (*tensors[:5], tensors[5:])
-        if plain:
-            kept = run_forward(inputs, facts)
+        if run is not None:
+            kept = run(*inputs)
         else:
             with _next_level():
                 kept = Forward(*linear_norm_forward(*inputs, *facts))
@@ -127,8 +139,8 @@ class _LinearNormForward(_LinearNorm):
     """
 
     @staticmethod
-    def forward(ctx: Any, plain: bool, facts: Facts, *tensors: Any) -> Any:
-        kept = _LinearNorm.keep(ctx, plain, facts, tensors)
+    def forward(ctx: Any, run: Run | None, facts: Facts, *tensors: Any) -> Any:
+        kept = _LinearNorm.keep(ctx, run, facts, tensors)
         ctx.mark_non_differentiable(kept.z, kept.mean, kept.rstd)
         return tuple(kept)
 
@@ -184,9 +196,9 @@ def _first_order(
     return list(torch.autograd.grad(y, leaves, dy, create_graph=create_graph))
 
 
-def differentiable(facts: Facts, tensors: Sequence[Any]) -> Tensor:
-    """Compute ``linear_norm`` for plain tensors of which one wants a gradient."""
-    return _LinearNorm.apply(True, facts, *tensors)
+def differentiable(run: Run, facts: Facts, tensors: Sequence[Any]) -> Tensor:
+    """Compute ``linear_norm`` by ``run`` for plain tensors of which one wants a gradient."""
+    return _LinearNorm.apply(run, facts, *tensors)
 
 
 def _autograd(keyset: Any, *arguments: Any) -> Tensor:
@@ -196,7 +208,7 @@ def _autograd(keyset: Any, *arguments: Any) -> Tensor:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         # Under torch.func this runs once for each level, each time for that level alone.
         with enable_single_level_autograd_function():
-            return _LinearNorm.apply(False, facts, *tensors)
+            return _LinearNorm.apply(None, facts, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
         return linear_norm.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
 
@@ -206,7 +218,7 @@ def _forward_autograd(keyset: Any, *arguments: Any) -> Any:
     tangent = _has_tangent(tensors)
     if not tangent and torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         with enable_single_level_autograd_function():
-            return _LinearNormForward.apply(False, facts, *tensors)
+            return _LinearNormForward.apply(None, facts, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
         kept = linear_norm_forward.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
     return (_in_reference(tensors, facts), *kept[1:]) if tangent else kept

@@ -6,8 +6,9 @@ call like an earlier one costs a look-up, not a plan.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +22,28 @@ from epinorm.plan import (
     Inputs,
     Plan,
     Problem,
+    Run,
     Wanted,
     backend_of,
+    bound,
     plan_for,
 )
 from epinorm.precision import product_precision
 
-__all__ = ["Facts", "forget_plans", "planned", "run_backward", "run_forward", "run_inference"]
+if TYPE_CHECKING:
+    from epinorm.caller import Caller
+
+__all__ = [
+    "Facts",
+    "bind",
+    "callers",
+    "forget_plans",
+    "is_dense",
+    "planned",
+    "run_backward",
+    "run_forward",
+    "run_inference",
+]
 
 Facts = tuple[str, Any, bool, torch.dtype | None]
 """The facts of a call as the operators' schemas order them: chain, strategy, strict, out_dtype."""
@@ -49,9 +65,15 @@ planned: list[Callable[[Problem, Inputs], None]] = []
 """Told of each call that is planned: so `epinorm tune` learns which problems a model has."""
 
 
+callers: weakref.WeakSet[Caller] = weakref.WeakSet()
+"""All that keep what calls were found to be."""
+
+
 def forget_plans() -> None:
     """Plan each call anew."""
     _prepared.clear()
+    for caller in list(callers):
+        caller.forget()
 
 
 def _prepare(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
@@ -124,6 +146,20 @@ def _inputs(
         None if norm_bias is None else norm_bias.contiguous(),
         tuple(_dense(t) for t in operands) if operands else (),
     )
+
+
+def is_dense(inputs: Inputs) -> bool:
+    """Whether the tensors are computed as they are, without copies."""
+    dense = _inputs(*inputs)
+    pairs = zip((*inputs[:5], *inputs.operands), (*dense[:5], *dense.operands), strict=True)
+    return all(a is b for a, b in pairs)
+
+
+def bind(inputs: Inputs, facts: Facts, training: bool, y_size: tuple[int, ...]) -> Run:
+    """What computes tensors like ``inputs``, which are dense; y_size: of y, leading dimensions
+    not folded."""
+    prepared = _prepare(inputs, facts, training)
+    return bound(prepared.problem, prepared.plan, inputs, y_size)
 
 
 def run_inference(tensors: Sequence[Any], facts: Facts) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from epinorm import ops
+from epinorm.caller import call, caller_of
 from epinorm.chain import Chain, Norm
-from epinorm.checks import check_leading_dimensions
 from epinorm.plan import Strategy
 from epinorm.pointwise import PointwiseLike
 
@@ -86,19 +85,9 @@ def apply_chain(
                 *(strategy, strict),
             )
         raise TypeError(f"x must be a Tensor, not {type(x).__name__}")
-    if x.dim() == 2:
-        return ops.call(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
-    parsed = Chain.parse(chain)
-    check_leading_dimensions(x, operands, parsed)
-    leading = x.shape[:-1]
-    folded = [
-        _fold(t) if kind == "element" else t
-        for t, kind in zip(operands, parsed.operand_kinds, strict=True)
-    ]
-    y = ops.call(_fold(x), weight, bias, norm_weight, norm_bias, folded, chain, strategy, strict)
-    return y.view(*leading, y.shape[-1])
-
-
-def _fold(t: Tensor) -> Tensor:
-    """(..., C) → (M, C)."""
-    return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
+    if torch.compiler.is_compiling():
+        return call(
+            *(x, weight, bias, norm_weight, norm_bias, tuple(operands), chain, strategy, strict)
+        )
+    caller = caller_of(chain, strategy, strict)
+    return caller(x, weight, bias, norm_weight, norm_bias, tuple(operands))

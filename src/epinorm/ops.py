@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epinorm import transforms
 from epinorm.autograd import differentiable, is_plain
-from epinorm.calls import run_inference
+from epinorm.calls import run_forward, run_inference
 from epinorm.library import linear_norm, linear_norm_backward, linear_norm_forward
 from epinorm.plan import Strategy
 
@@ -39,5 +39,5 @@ def call(
         )
     facts = (chain, strategy, strict, None)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return differentiable(facts, tensors)
+        return differentiable(lambda *inputs: run_forward(inputs, facts), facts, tensors)
     return run_inference((x, weight, bias, norm_weight, norm_bias, operands), facts)

@@ -12,7 +12,7 @@ import importlib.util
 import warnings
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -29,9 +29,11 @@ __all__ = [
     "Inputs",
     "Plan",
     "Problem",
+    "Run",
     "Strategy",
     "Wanted",
     "backend_of",
+    "bound",
     "plan_for",
 ]
 
@@ -140,6 +142,25 @@ class ForwardFunction(Protocol):
     def __call__(self, problem: Problem, plan: Plan, inputs: Inputs) -> Forward: ...
 
 
+class Run(Protocol):
+    """A ``ForwardFunction`` for one problem, given the fields of ``Inputs``.
+
+    The tensors have the sizes, dtypes, device and strides that it was made for; nothing is checked.
+    It may have been made for an x of any leading dimensions, which is contiguous then; so has y.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: tuple[Tensor, ...],
+        /,
+    ) -> Forward: ...
+
+
 class BackwardFunction(Protocol):
     """Computes the wanted gradients from what the same backend's forward kept."""
 
@@ -208,3 +229,24 @@ def backend_of(strategy: Strategy) -> tuple[ForwardFunction, BackwardFunction]:
     name = "epinorm.cpu.backend" if strategy == "cpu" else "epinorm.reference_backend"
     backend = importlib.import_module(name)
     return backend.forward, backend.backward
+
+
+def bound(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) -> Run:
+    """The forward function of ``backend_of`` for tensors like ``inputs``; see ``Run``.
+
+    y_size: of y, which is (M, N) but for its leading dimensions.
+    """
+    if plan.strategy in ("epilogue", "single"):
+        cuda = importlib.import_module("epinorm.cuda.forward")
+        run: Run | None = cuda.bind(problem, plan, inputs, y_size)
+        if run is not None:
+            return run
+    forward, size = backend_of(plan.strategy)[0], inputs.x.shape
+    if len(y_size) == 2:
+        return lambda *tensors: forward(problem, plan, Inputs(*tensors))
+
+    def folded(x: Tensor, *rest: Any) -> Forward:
+        found = forward(problem, plan, Inputs(x.view(size), *rest))
+        return found._replace(y=found.y.view(y_size))
+
+    return folded

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Precision", "fp32_precision", "product_precision"]
+__all__ = ["Precision", "follows_setting", "fp32_precision", "product_precision"]
 
 Precision = Literal["native", "high", "highest"]
 """``native``: the dtype's own product (bf16, fp16, fp64). ``high``: fp32 inputs where TF32 is
@@ -27,8 +27,13 @@ def fp32_precision() -> Literal["high", "highest"]:
     return "high" if setting == "tf32" else "highest"
 
 
+def follows_setting(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether ``fp32_precision`` decides about products of this dtype and device type."""
+    return dtype == torch.float32 and device_type == "cuda"
+
+
 def product_precision(dtype: torch.dtype, device_type: str) -> Precision:
     """The precision of a product of two ``dtype`` matrices on ``device_type`` ("cpu", "cuda")."""
-    if dtype != torch.float32:
-        return "native"
-    return fp32_precision() if device_type == "cuda" else "highest"
+    if follows_setting(dtype, device_type):
+        return fp32_precision()
+    return "highest" if dtype == torch.float32 else "native"

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from epinorm import calls
 from epinorm.accuracy import allowed_error, relative_error
 from epinorm.chain import Chain, RMSNorm
 from epinorm.cuda import hopper_forward, hopper_plan, portable_forward, portable_plan
@@ -261,7 +262,9 @@ def forced_tile(tile: Tile) -> Iterator[None]:
     before = hopper_forward.choose_tile, hopper_forward._prepared
     hopper_forward.choose_tile = chosen
     hopper_forward._prepared = PreparedByProblem(hopper_forward._PreparedForward)
+    calls.forget_plans()
     try:
         yield
     finally:
         hopper_forward.choose_tile, hopper_forward._prepared = before
+        calls.forget_plans()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import epinorm
-from epinorm import GroupNorm, LinearNorm, linear_norm
+from epinorm import GroupNorm, LinearNorm, calls, linear_norm
 from epinorm.cuda import hopper_forward, hopper_plan
 from epinorm.cuda.prepared import PreparedByProblem
 from epinorm.prepack import marked, prepack, prepacked, unprepack
@@ -51,11 +51,13 @@ def precision(request, monkeypatch):
     fresh = PreparedByProblem(hopper_forward._PreparedForward)
     monkeypatch.setattr(hopper_forward, "_prepared", fresh)
     hopper_plan.choose_tile.cache_clear()
+    calls.forget_plans()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param)
     yield request.param
     torch.set_float32_matmul_precision(before)
     hopper_plan.choose_tile.cache_clear()
+    calls.forget_plans()
 
 
 def model() -> LinearNorm:

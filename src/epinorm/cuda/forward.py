@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.nn.functional import linear
 
-from epinorm.cuda.hopper_forward import hopper_forward
-from epinorm.cuda.norm_forward import norm_forward
+from epinorm.cuda import hopper_forward as hopper
+from epinorm.cuda import norm_forward as norm
 from epinorm.cuda.portable_forward import portable_forward
-from epinorm.plan import Forward, Inputs, Plan, Problem
+from epinorm.plan import Forward, Inputs, Plan, Problem, Run
 
-__all__ = ["forward"]
+__all__ = ["bind", "forward"]
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
@@ -22,7 +23,7 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
     if plan.strategy == "single":
         if plan.core == "portable":
             return portable_forward(problem, inputs)
-        return hopper_forward(problem, inputs)
+        return hopper.hopper_forward(problem, inputs)
     raise ValueError(
         f"the CUDA backend has no strategy {plan.strategy!r}: expected 'single' or 'epilogue'"
     )
@@ -30,4 +31,26 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
 
 def _epilogue(problem: Problem, inputs: Inputs) -> Forward:
     """A library product, without the bias, in PyTorch's precision setting; then the norm kernel."""
-    return norm_forward(problem, linear(inputs.x, inputs.weight), inputs)
+    return norm.norm_forward(problem, linear(inputs.x, inputs.weight), inputs)
+
+
+def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) -> Run | None:
+    """``forward`` for tensors like ``inputs``: see ``epinorm.plan.Run``; y_size: y's size.
+
+    None where nothing shorter than ``forward`` exists.
+    """
+    if plan.strategy == "single":
+        return None if plan.core == "portable" else hopper.bind(problem, inputs, y_size)
+    normalise = norm.bind(problem, y_size)
+
+    def run(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: tuple[Tensor, ...],
+    ) -> Forward:
+        return normalise(linear(x, weight), bias, norm_weight, norm_bias, operands)
+
+    return run

@@ -19,19 +19,20 @@ from epinorm.cuda.hopper import THREADS, Tile, linear_norm_source, shared_bytes
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of
 from epinorm.cuda.jit import load
 from epinorm.cuda.launch import tensor_map
-from epinorm.cuda.norm_text import matrix_arguments, parameter_addresses
+from epinorm.cuda.norm_text import matrix_arguments
 from epinorm.cuda.planes import VECTOR_BYTES, Planes, splitter
-from epinorm.cuda.prepared import PreparedByProblem
+from epinorm.cuda.prepared import PreparedByProblem, new_tensor
 from epinorm.cuda.rescue import LARGEST_GROUP, rescue_launch
-from epinorm.plan import Forward, Inputs, Problem
+from epinorm.plan import Forward, Inputs, Problem, Run
 from epinorm.prepack import marked
 
-__all__ = ["hopper_forward", "launch_with"]
+__all__ = ["bind", "hopper_forward", "launch_with"]
 
 _SIGNATURE = "mmmm" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo; y, z, bias, gamma, beta, row and column scale, mean, rstd; m, n, k."""
 
 MOST_MAPS = 512
+MOST_BOUND = 64
 
 
 def hopper_forward(problem: Problem, inputs: Inputs, weight: Planes | None = None) -> Forward:
@@ -40,6 +41,11 @@ def hopper_forward(problem: Problem, inputs: Inputs, weight: Planes | None = Non
     ``weight``: the planes of ``inputs.weight`` where they are known already.
     """
     return _prepared(problem)(inputs, weight)
+
+
+def bind(problem: Problem, inputs: Inputs, y_size: tuple[int, ...]) -> Run:
+    """``hopper_forward`` bound to all but the tensors, which are like ``inputs``; y's size."""
+    return _prepared(problem).bind(inputs.x.stride(0), inputs.weight.stride(0), y_size)
 
 
 class _PreparedForward:
@@ -56,6 +62,30 @@ class _PreparedForward:
             if found is not None:
                 return found
         return self.ordinary(inputs)
+
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Run:
+        ordinary = self.ordinary.bind(x_stride, w_stride, y_size)
+        if self.problem.dtype != torch.float32:
+            return ordinary
+        size = self.problem.m, self.problem.k
+
+        def run(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            norm_weight: Tensor | None,
+            norm_bias: Tensor | None,
+            operands: tuple[Tensor, ...],
+        ) -> Forward:
+            if id(weight) in marked:
+                matrix = x.view(size) if x.dim() != 2 else x
+                inputs = Inputs(matrix, weight, bias, norm_weight, norm_bias, operands)
+                found = self._with_kept_weight(inputs, None)
+                if found is not None:
+                    return found._replace(y=found.y.view(y_size))
+            return ordinary(x, weight, bias, norm_weight, norm_bias, operands)
+
+        return run
 
     def _with_kept_weight(self, inputs: Inputs, weight: Planes | None) -> Forward | None:
         entry = marked.get(id(inputs.weight))
@@ -93,10 +123,22 @@ class _Launch:
         self.problem = problem
         self.tile = tile
         self.sizes = (problem.m, problem.n, problem.k)
-        self.nothing = torch.empty((0,), dtype=torch.float32, device=problem.device)
-        self.new = partial(torch.empty, device=problem.device)
         self.launch = self._prepare()
         self.maps: dict[Any, tuple[bytes, ...]] = {}
+        self.bound: dict[Any, Callable[..., Forward]] = {}
+
+    def __call__(self, inputs: Inputs, *weight: _Weight) -> Forward:
+        strides = inputs.x.stride(0), inputs.weight.stride(0)
+        run = self.bound.get(strides)
+        if run is None:
+            if len(self.bound) >= MOST_BOUND:
+                self.bound.clear()
+            run = self.bound[strides] = self.bind(*strides, self.sizes[:2])
+        return run(*inputs, *weight)
+
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
+        """A ``Run`` for these strides of rows."""
+        raise NotImplementedError
 
     def _prepare(self) -> Callable[..., None]:
         problem, tile = self.problem, self.tile
@@ -116,32 +158,18 @@ class _Launch:
             dependent=True,
         )
 
-    def _outputs(self) -> Forward:
-        problem, nothing = self.problem, self.nothing
-        y = self.new(self.sizes[:2], dtype=problem.out_dtype)
+    def _outputs(self, y_size: tuple[int, ...]) -> Callable[[], Forward]:
+        """A function that makes what a call returns, not filled in."""
+        problem, device = self.problem, self.problem.device
+        new_y = new_tensor(y_size, problem.out_dtype, device)
+        nothing = torch.empty((0,), dtype=torch.float32, device=device)
         if not problem.training:
-            return Forward(y, nothing, nothing, nothing)
-        z = self.new(self.sizes[:2], dtype=problem.dtype)
-        rstd = self.new((problem.m, problem.groups), dtype=torch.float32)
-        has_mean = not isinstance(problem.chain.norm, RMSNorm)
-        return Forward(y, z, torch.empty_like(rstd) if has_mean else nothing, rstd)
-
-    def _multiply(
-        self,
-        maps: tuple[bytes, ...],
-        parameters: tuple[int, int, int],
-        scales: tuple[int, int],
-        inputs: Inputs,
-        out: tuple[int, int, int, int],
-    ) -> None:
-        operands = [operand.contiguous() for operand in inputs.operands] if inputs.operands else ()
-        y, z, mean, rstd = out
-        self.launch(
-            *maps,
-            *(y, z, *parameters, *scales, mean, rstd),
-            *self.sizes,
-            *[operand.data_ptr() for operand in operands],
-        )
+            return lambda: Forward._make((new_y(), nothing, nothing, nothing))
+        new_z = new_tensor((problem.m, problem.n), problem.dtype, device)
+        new_statistic = new_tensor((problem.m, problem.groups), torch.float32, device)
+        if isinstance(problem.chain.norm, RMSNorm):
+            return lambda: Forward._make((new_y(), new_z(), nothing, new_statistic()))
+        return lambda: Forward._make((new_y(), new_z(), new_statistic(), new_statistic()))
 
     def _keep_maps(
         self, key: Any, x: tuple[Tensor, ...], w: tuple[Tensor, ...]
@@ -161,18 +189,43 @@ class _Launch:
 class _Direct(_Launch):
     """x and W go into the product as they are."""
 
-    def __call__(self, inputs: Inputs) -> Forward:
-        out = self._outputs()
-        if self.problem.m:
-            x, w = inputs.x, inputs.weight
-            key = (x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0))
-            maps = self.maps.get(key)
-            if maps is None:
-                x, w = _readable(x), _readable(w)
-                at = (x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0))
-                maps = self.maps.get(at) or self._keep_maps(at, (x, x), (w, w))
-            self._multiply(maps, parameter_addresses(inputs), (0, 0), inputs, _addresses(out))
-        return out
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
+        outputs, launch, maps = self._outputs(y_size), self.launch, self.maps
+        sizes, training = self.sizes, self.problem.training
+
+        def run(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            gamma: Tensor | None,
+            beta: Tensor | None,
+            operands: tuple[Tensor, ...],
+        ) -> Forward:
+            out = y, z, mean, rstd = outputs()
+            found = maps.get((x.data_ptr(), x_stride, weight.data_ptr(), w_stride))
+            if found is None:
+                x, weight = _readable(x.view(-1, x.shape[-1])), _readable(weight)
+                at = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0))
+                found = maps.get(at) or self._keep_maps(at, (x, x), (weight, weight))
+            if operands:
+                operands = tuple([operand.contiguous() for operand in operands])
+            launch(
+                *found,
+                y.data_ptr(),
+                z.data_ptr() if training else 0,
+                0 if bias is None else bias.data_ptr(),
+                0 if gamma is None else gamma.data_ptr(),
+                0 if beta is None else beta.data_ptr(),
+                0,
+                0,
+                mean.data_ptr() if training else 0,
+                rstd.data_ptr() if training else 0,
+                *sizes,
+                *[operand.data_ptr() for operand in operands],
+            )
+            return out
+
+        return run if self.problem.m else lambda *_: outputs()
 
 
 class _Split(_Launch):
@@ -187,7 +240,7 @@ class _Split(_Launch):
         device = problem.device
         self.split = splitter(self.planes, problem.k, problem.m, rows, device)
         self.split_weight = splitter(self.planes, problem.k, problem.n, 0, device)
-        self.new_buffer = partial(self.new, self.split.nbytes, dtype=torch.uint8)
+        self.new_buffer = new_tensor((self.split.nbytes,), torch.uint8, device)
         self.kernels: dict[bool, tuple[Callable[..., None], Callable[..., None] | None]] = {}
         if problem.m:
             self._load(aligned=True)  # now: a CUDA graph may be captured when it is first needed
@@ -198,31 +251,56 @@ class _Split(_Launch):
         found = self.kernels[aligned] = (self.split.launch(aligned), guard)
         return found
 
-    def __call__(self, inputs: Inputs, weight: _Weight | None = None) -> Forward:
-        out = self._outputs()
-        if not self.problem.m:
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
+        """As ``_Launch.bind``; the function takes a ``_Weight`` too."""
+        outputs, new_buffer, launch, maps = (
+            self._outputs(y_size), self.new_buffer, self.launch, self.maps
+        )  # fmt: skip
+        split, kernels, sizes = self.split, self.kernels, self.sizes
+        stride_bytes = (x_stride | w_stride) * 4
+
+        def run(
+            x: Tensor,
+            w: Tensor,
+            bias: Tensor | None,
+            gamma: Tensor | None,
+            beta: Tensor | None,
+            operands: tuple[Tensor, ...],
+            weight: _Weight | None = None,
+        ) -> Forward:
+            out = outputs()
+            matrices = x_at, _, w_at, _ = x.data_ptr(), x_stride, w.data_ptr(), w_stride
+            aligned = not (x_at | w_at | stride_bytes) % VECTOR_BYTES
+            convert, guard = kernels.get(aligned) or self._load(aligned)
+            buffer = new_buffer()
+            at = buffer.data_ptr()
+            scale, flags = at + split.scale, at + split.flags
+            convert(*matrices, at, at + split.lo, scale, flags, *split.numbers)
+            if weight is None:
+                column_scale, column_flags = scale + 4 * split.second, flags + split.second
+                found = maps.get(at)
+                if found is None:
+                    found = self._new_maps(at, buffer, split.planes_in(buffer, True))
+            else:
+                hi, column_scale, column_flags, planes = weight
+                found = maps.get((at, hi)) or self._new_maps((at, hi), buffer, planes())
+            parameters = (
+                0 if bias is None else bias.data_ptr(),
+                0 if gamma is None else gamma.data_ptr(),
+                0 if beta is None else beta.data_ptr(),
+            )
+            y, z, mean, rstd = targets = _addresses(out)
+            dense = [operand.contiguous() for operand in operands] if operands else ()
+            launch(
+                *found, y, z, *parameters, scale, column_scale, mean, rstd, *sizes,
+                *[operand.data_ptr() for operand in dense],
+            )  # fmt: skip
+            if guard is not None:
+                given = matrix_arguments(operands)[0] if operands else ()
+                guard(*matrices, *parameters, flags, column_flags, *targets, *sizes, *given)
             return out
-        x, w = inputs.x, inputs.weight
-        matrices = (x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0))
-        aligned = not (matrices[0] | matrices[2] | (matrices[1] | matrices[3]) * 4) % VECTOR_BYTES
-        convert, guard = self.kernels.get(aligned) or self._load(aligned)
-        split, buffer = self.split, self.new_buffer()
-        at = buffer.data_ptr()
-        scale, flags = at + split.scale, at + split.flags
-        convert(*matrices, at, at + split.lo, scale, flags, *split.numbers)
-        if weight is None:
-            second = split.second
-            column_scale, column_flags = scale + 4 * second, flags + second
-            maps = self.maps.get(at) or self._new_maps(at, buffer, split.planes_in(buffer, True))
-        else:
-            hi, column_scale, column_flags, planes = weight
-            maps = self.maps.get((at, hi)) or self._new_maps((at, hi), buffer, planes())
-        parameters, targets = parameter_addresses(inputs), _addresses(out)
-        self._multiply(maps, parameters, (scale, column_scale), inputs, targets)
-        if guard is not None:
-            operands = matrix_arguments(inputs.operands)[0] if inputs.operands else ()
-            guard(*matrices, *parameters, flags, column_flags, *targets, *self.sizes, *operands)
-        return out
+
+        return run if self.problem.m else lambda *_: outputs()
 
     def weight_in(self, kept: Tensor) -> _Weight:
         """Where the parts of a converted weight are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,6 @@ from epinorm.cuda.norm_text import (
     OPERAND_SIGNATURE,
     matrix_arguments,
     norm_text,
-    parameter_addresses,
 )
 from epinorm.cuda.norm_tile import (
     LARGEST_ACCESS_BYTES,
@@ -27,10 +26,17 @@ from epinorm.cuda.norm_tile import (
     power_of_two_from,
     vector_width,
 )
-from epinorm.cuda.prepared import PreparedByProblem, starts_early
+from epinorm.cuda.prepared import PreparedByProblem, new_tensor, starts_early
 from epinorm.plan import Forward, Inputs, Problem
 
-__all__ = ["ForwardPlan", "forward_plan", "forward_plans", "forward_source", "norm_forward"]
+__all__ = [
+    "ForwardPlan",
+    "bind",
+    "forward_plan",
+    "forward_plans",
+    "forward_source",
+    "norm_forward",
+]
 
 Kind = Literal["registers", "shared", "reread"]
 
@@ -127,7 +133,14 @@ def norm_forward(problem: Problem, z: Tensor, inputs: Inputs) -> Forward:
     z may have a row stride; of ``inputs``, bias, the norm's parameters and operands are read. The
     result is described at ``epinorm.plan.Forward``.
     """
-    return _prepared(problem)(z, inputs)
+    run = _prepared(problem).bind(z.stride(0), tuple(z.shape))
+    return run(z, *inputs[2:])
+
+
+def bind(problem: Problem, z_size: tuple[int, ...]) -> Callable[..., Forward]:
+    """``norm_forward`` as a function of z, which is contiguous and of ``z_size``, bias, the norm's
+    parameters and the operands."""
+    return _prepared(problem).bind(problem.n, z_size)
 
 
 class _PreparedForward:
@@ -139,44 +152,67 @@ class _PreparedForward:
         self.channels = problem.n // self.groups
         self.itemsize = problem.dtype.itemsize
         self.has_mean = not isinstance(problem.chain.norm, RMSNorm)
-        self.same_dtype = problem.out_dtype == problem.dtype
         self.widest = vector_width(self.channels, self.itemsize, ())
         self.launches: dict[int, Callable[..., None]] = {}
-        self.nothing: tuple[Tensor, Tensor, Tensor] | None = None
+        self.bound: dict[tuple[int, tuple[int, ...]], Callable[..., Forward]] = {}
 
-    def __call__(self, z: Tensor, inputs: Inputs) -> Forward:
-        problem = self.problem
-        # Of z's sizes; in z's own strides or, where its rows have gaps, contiguous.
-        y = torch.empty_like(z) if self.same_dtype else torch.empty_like(z, dtype=problem.out_dtype)
-        kept = self._kept(z) if problem.training else self.nothing or self._make_nothing(z)
-        if problem.m:
-            address, stride = z.data_ptr(), z.stride(0)
-            bias, gamma, beta = parameter_addresses(inputs)
-            operands, aligned = matrix_arguments(inputs.operands) if inputs.operands else ((), 0)
-            aligned |= address | stride * self.itemsize | bias | gamma | beta
-            vector = self.widest
+    def bind(self, z_stride: int, z_size: tuple[int, ...]) -> Callable[..., Forward]:
+        """The function of z, bias, the norm's parameters and the operands; y has z's size."""
+        known = self.bound.get((z_stride, z_size))
+        if known is None:
+            known = self.bound[z_stride, z_size] = self._bind(z_stride, z_size)
+        return known
+
+    def _bind(self, z_stride: int, z_size: tuple[int, ...]) -> Callable[..., Forward]:
+        problem, channels, itemsize = self.problem, self.channels, self.itemsize
+        outputs, launches, widest = self._outputs(z_size), self.launches, self.widest
+        sizes, training, stride_bytes = (
+            (problem.m, self.groups),
+            problem.training,
+            z_stride * itemsize,
+        )
+
+        def run(
+            z: Tensor,
+            bias: Tensor | None,
+            gamma: Tensor | None,
+            beta: Tensor | None,
+            operands: Sequence[Tensor],
+        ) -> Forward:
+            out = outputs(z)
+            y, _, mean, rstd = out
+            z_at = z.data_ptr()
+            bias_at = 0 if bias is None else bias.data_ptr()
+            gamma_at = 0 if gamma is None else gamma.data_ptr()
+            beta_at = 0 if beta is None else beta.data_ptr()
+            given, aligned = matrix_arguments(operands) if operands else ((), 0)
+            aligned |= z_at | stride_bytes | bias_at | gamma_at | beta_at
+            vector = widest
             if aligned % LARGEST_ACCESS_BYTES:
-                tensors = (z, *inputs[2:5], *inputs.operands)
-                vector = vector_width(self.channels, self.itemsize, tensors)
-            launch = self.launches.get(vector) or self._prepare(z.device, vector)
+                vector = vector_width(channels, itemsize, (z, bias, gamma, beta, *operands))
+            launch = launches.get(vector) or self._prepare(z.device, vector)
             launch(
-                *(address, stride, bias, gamma, beta),
-                *(y.data_ptr(), kept[1].data_ptr(), kept[2].data_ptr()),
-                *(problem.m, self.groups, *operands),
+                *(z_at, z_stride, bias_at, gamma_at, beta_at, y.data_ptr()),
+                *((mean.data_ptr(), rstd.data_ptr()) if training else (0, 0)),
+                *sizes,
+                *given,
             )
-        return Forward(y, *kept)
+            return out
 
-    def _kept(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        stats = self.problem.stats_dtype
-        rstd = torch.empty((self.problem.m, self.groups), dtype=stats, device=z.device)
-        return z, torch.empty_like(rstd) if self.has_mean else rstd.new_empty((0,)), rstd
+        return run if problem.m else lambda z, *_: outputs(z)
 
-    def _make_nothing(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Three empty tensors, made once: making them takes as long as a launch."""
-        stats = self.problem.stats_dtype
-        mean, rstd = (torch.empty((0,), dtype=stats, device=z.device) for _ in range(2))
-        self.nothing = (z.new_empty((0,)), mean, rstd)
-        return self.nothing
+    def _outputs(self, z_size: tuple[int, ...]) -> Callable[[Tensor], Forward]:
+        """A function that makes what a call returns, not filled in; z is kept as it is."""
+        problem, device, stats = self.problem, self.problem.device, self.problem.stats_dtype
+        new_y = new_tensor(z_size, problem.out_dtype, device)
+        nothing = torch.empty((0,), dtype=stats, device=device)
+        if not problem.training:
+            no_z = torch.empty((0,), dtype=problem.dtype, device=device)
+            return lambda z: Forward._make((new_y(), no_z, nothing, nothing))
+        new_statistic = new_tensor((problem.m, self.groups), stats, device)
+        if self.has_mean:
+            return lambda z: Forward._make((new_y(), z, new_statistic(), new_statistic()))
+        return lambda z: Forward._make((new_y(), z, nothing, new_statistic()))
 
     def _prepare(self, device: torch.device, vector: int) -> Callable[..., None]:
         problem = self.problem

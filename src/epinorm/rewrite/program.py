@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from epinorm.plan import Strategy
+from epinorm.rewrite.guard import GuardCode, hook_conditions
 from epinorm.rewrite.match import Candidate, find
 from epinorm.rewrite.site import Site, build_site, load_function
 from epinorm.rewrite.spelling import is_dropout, plain_type, target_name
@@ -18,13 +19,20 @@ from epinorm.rewrite.trace import (
     TENSOR,
     Trace,
     Untraceable,
-    has_hooks,
     is_simple,
     same,
     trace,
 )
 
-__all__ = ["Parameters", "Program", "Settings", "analyse", "compile_program", "layers_of"]
+__all__ = [
+    "Parameters",
+    "Program",
+    "Settings",
+    "analyse",
+    "compile_program",
+    "layers_of",
+    "unfused_program",
+]
 
 _MISSING = object()
 
@@ -92,80 +100,29 @@ class Parameters:
         return {name: TENSOR if isinstance(v, Tensor) else v for name, v in pairs.items()}
 
 
-@dataclass(frozen=True)
-class _Structure:
-    """The children of one container as the trace found them."""
-
-    path: tuple[str, ...]
-    names: tuple[str, ...]
-    types: tuple[type, ...]
-
-    def holds(self, root: nn.Module) -> bool:
-        children = _descend(root, self.path)._modules
-        return tuple(children) == self.names and (
-            tuple([type(child) for child in children.values()]) == self.types
-        )
-
-
-def _descend(root: nn.Module, path: tuple[str, ...]) -> nn.Module:
-    for name in path:
-        root = root._modules[name]  # type: ignore[assignment]
-    return root
-
-
-def _structures(root: nn.Module, path: tuple[str, ...] = ()) -> list[_Structure]:
-    children = root._modules
-    found = [_Structure(path, tuple(children), tuple(type(c) for c in children.values()))]
-    for name, child in children.items():
-        if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            found += _structures(child, (*path, name))
-    return found
-
-
 @dataclass(eq=False)
 class Program:
-    """``run`` is the rewritten forward; None: this case is for the module's own forward."""
+    """``run`` is the rewritten forward, of the module and the tensors among ``arguments``; None:
+    this case is for the module's own forward.
+
+    ``accepts``, of the module and the values of its parameters, says whether everything that the
+    trace took for granted holds for a call.
+    """
 
     run: Callable[..., Any] | None
     arguments: tuple[Any, ...]
-    attributes: tuple[tuple[str, Any], ...] = ()
-    globals: tuple[tuple[dict[str, Any], str, Any], ...] = ()
-    structures: tuple[_Structure, ...] = ()
-    inlined: tuple[tuple[str, ...], ...] = ()
-    training: tuple[tuple[tuple[str, ...], bool], ...] = ()
+    accepts: Callable[[nn.Module, tuple[Any, ...]], bool]
     reason: str = ""
-    tensor_places: tuple[int, ...] = field(init=False)
+    _constants: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        places = [i for i, value in enumerate(self.arguments) if value is TENSOR]
-        self.tensor_places = tuple(places)
-
-    def accepts(self, root: nn.Module, values: tuple[Any, ...]) -> bool:
-        """Whether everything that the trace took for granted still holds for this call."""
-        for expected, value in zip(self.arguments, values, strict=True):
-            if expected is TENSOR:
-                if not isinstance(value, Tensor):
-                    return False
-            elif isinstance(value, Tensor) or not same(expected, value):
-                return False
-        for name, expected in self.attributes:
-            if not same(getattr(root, name, _MISSING), expected):
-                return False
-        for namespace, name, expected in self.globals:
-            if not same(namespace.get(name, _MISSING), expected):
-                return False
-        for structure in self.structures:
-            if not structure.holds(root):
-                return False
-        for path in self.inlined:
-            container = _descend(root, path)
-            if has_hooks(container) or "forward" in container.__dict__:
-                return False
-        return all(_descend(root, path).training is mode for path, mode in self.training)
+        self._constants = any(a is not TENSOR for a in self.arguments)
 
     def __call__(self, root: nn.Module, values: tuple[Any, ...]) -> Any:
         assert self.run is not None
-        return self.run(root, *[values[i] for i in self.tensor_places])
+        if self._constants:
+            values = tuple([v for v, a in zip(values, self.arguments) if a is TENSOR])  # noqa: B905
+        return self.run(root, *values)
 
 
 @dataclass(frozen=True)
@@ -268,19 +225,97 @@ def compile_program(analysis: Analysis, settings: Settings) -> Program:
         _fuse_candidates(found.graph, fusable, analysis, settings)
         found.graph.lint()
         run = load_function(found.graph, plain_type(module).__name__)
-    dropouts = [
-        (tuple(path.split(".")), m.training if analysis.training is None else analysis.training)
-        for path, m in analysis.modules.items()
-        if is_dropout(m)
-    ]
+    arguments = tuple(found.arguments.values())
     obstacles = [c.obstacle for c in analysis.candidates if c.obstacle]
-    return Program(
-        run,
-        tuple(found.arguments.values()),
-        tuple(found.attributes.items()),
-        found.globals,
-        tuple(_structures(module)),
-        tuple(tuple(path.split(".")) for path in found.inlined),
-        tuple(dropouts) if analysis.depends_on_training() else (),
-        reason=obstacles[0] if obstacles else "",
-    )
+    return Program(run, arguments, _accepts(analysis, arguments), "".join(obstacles[:1]))
+
+
+def unfused_program(arguments: tuple[Any, ...], reason: str) -> Program:
+    """The program of a call with these arguments that cannot be traced."""
+    guard = GuardCode("return False")
+    _compare_arguments(guard, arguments)
+    guard.line("return True")
+    return Program(None, arguments, guard.function(("root", "values")), reason)
+
+
+def _compare_arguments(guard: GuardCode, arguments: tuple[Any, ...]) -> None:
+    if not arguments:
+        return
+    tensor, is_same = guard.value(Tensor), guard.value(same)
+    names = [f"v{i}" for i in range(len(arguments))]
+    guard.line(f"{', '.join(names)}, = values")
+    for name, expected in zip(names, arguments, strict=True):
+        if expected is TENSOR:
+            guard.refuse_if(f"type({name}) is not {tensor} and not isinstance({name}, {tensor})")
+        else:
+            is_expected = f"{is_same}({guard.value(expected)}, {name})"
+            guard.refuse_if(f"isinstance({name}, {tensor})", f"not {is_expected}")
+
+
+def _accepts(analysis: Analysis, arguments: tuple[Any, ...]) -> Callable[..., bool]:
+    """The condition for a program; see ``Program.accepts``."""
+    found = analysis.trace
+    guard = GuardCode("return False")
+    _compare_arguments(guard, arguments)
+    missing, is_same = guard.value(_MISSING), guard.value(same)
+    reads = [(f"getattr(root, {name!r}, {missing})", v) for name, v in found.attributes.items()]
+    reads += [(f"{guard.value(g)}.get({name!r}, {missing})", v) for g, name, v in found.globals]
+    for read, expected in reads:
+        value = guard.value(expected)
+        guard.line(f"now = {read}")
+        guard.refuse_if(f"now is not {value} and not {is_same}(now, {value})")
+    paths = _Paths(guard)
+    _compare_children(guard, paths, analysis.module, ())
+    for path in found.inlined:
+        name = paths.name(tuple(path.split(".")))
+        guard.refuse_if(*hook_conditions(name))
+    if analysis.depends_on_training():
+        for path, module in analysis.modules.items():
+            if is_dropout(module):
+                mode = module.training if analysis.training is None else analysis.training
+                name = paths.name(tuple(path.split(".")) if path else ())
+                guard.refuse_if(f"{name}.training is not {mode}")
+    guard.line("return True")
+    return guard.function(("root", "values"))
+
+
+class _Paths:
+    """Local variables for the modules at the paths that a guard looks at."""
+
+    def __init__(self, guard: GuardCode) -> None:
+        self._guard = guard
+        self._names: dict[tuple[str, ...], str] = {(): "root"}
+
+    def name(self, path: tuple[str, ...]) -> str:
+        if path not in self._names:
+            children = self.children(path[:-1])
+            self._names[path] = f"m{len(self._names)}"
+            self._guard.line(f"{self._names[path]} = {children}[{path[-1]!r}]")
+        return self._names[path]
+
+    def children(self, path: tuple[str, ...]) -> str:
+        """The variable that holds the ``_modules`` of the module at the path."""
+        children = (*path, "")
+        if children not in self._names:
+            owner = self.name(path)
+            self._names[children] = f"m{len(self._names)}"
+            self._guard.line(f"{self._names[children]} = {owner}._modules")
+        return self._names[children]
+
+
+def _compare_children(
+    guard: GuardCode, paths: _Paths, module: nn.Module, path: tuple[str, ...]
+) -> None:
+    """Names, order and types of the children, of containers' children too."""
+    children = module._modules
+    name = paths.children(path)
+    guard.refuse_if(f"[*{name}] != {guard.value([*children])}")
+    if children:
+        values = [f"{name}_{i}" for i in range(len(children))]
+        guard.line(f"{', '.join(values)}, = {name}.values()")
+        types = [guard.value(type(child)) for child in children.values()]
+        wrong = [f"type({v}) is not {t}" for v, t in zip(values, types, strict=True)]
+        guard.refuse_if(*wrong)
+    for child_name, child in children.items():
+        if isinstance(child, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            _compare_children(guard, paths, child, (*path, child_name))

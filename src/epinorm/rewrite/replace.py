@@ -21,6 +21,7 @@ from epinorm.rewrite.program import (
     Settings,
     analyse,
     compile_program,
+    unfused_program,
 )
 from epinorm.rewrite.spelling import plain_type
 from epinorm.rewrite.trace import Silent, Untraceable
@@ -114,7 +115,7 @@ def _add_program(module: nn.Module, values: tuple[Any, ...]) -> Program | None:
     try:
         program = compile_program(analyse(module, arguments, None), cls._epinorm_settings)
     except Untraceable as error:
-        program = Program(None, tuple(arguments.values()), reason=str(error))
+        program = unfused_program(tuple(arguments.values()), str(error))
     programs.append(program)
     _say(module, program.reason, program.run is None and program.reason != "")
     return program

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from epinorm.caller import Caller
 from epinorm.chain import GroupNorm, Norm
 from epinorm.functional import apply_chain
 from epinorm.plan import Strategy
+from epinorm.rewrite.guard import GuardCode, hook_conditions
 from epinorm.rewrite.match import Candidate
 from epinorm.rewrite.spelling import arguments
 from epinorm.rewrite.trace import has_hooks
@@ -63,6 +65,15 @@ class _ModuleCheck:
                 return f"{name} of {self.name} is no longer {value}"
         return None
 
+    def conditions(self, module: str, guard: GuardCode) -> list[str]:
+        """Of which one holds where the module of that name has changed, in a guard's code."""
+        constants = [f"{module}.{name} != {guard.value(v)}" for name, v in self.constants]
+        return [
+            f"type({module}) is not {guard.value(self.type)}",
+            *hook_conditions(module),
+            *constants,
+        ]
+
 
 def _parameter(module: nn.Module, name: str) -> Any:
     """A parameter, from where it is fastest; None for RMSNorm's bias, which does not exist."""
@@ -100,6 +111,7 @@ class Site:
     operands: tuple[int, ...]
     operand_kinds: tuple[str, ...]
     checks: tuple[_ModuleCheck, ...]
+    count: int
     stepwise: Callable[..., Tensor]
     strategy: Strategy
     strict: bool
@@ -107,20 +119,58 @@ class Site:
 
     def __post_init__(self) -> None:
         self.__name__ = "fused_chain"  # what torch.fx calls it in the code that it writes
+        self._caller = Caller(self.text, self.strategy, self.strict)
+        self._tensors = self._gathering()
 
     def __call__(self, *inputs: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            tensors = self._tensors(*inputs)
+            if tensors is not None and not _has_any_global_hook():
+                y = self._caller.again(*tensors)
+                if y is not None:
+                    return y
+        return self._checked(inputs)
+
+    def _gathering(self) -> Callable[..., tuple[Any, ...] | None]:
+        """A function that finds a call's tensors among its inputs, in the order of ``Caller``.
+
+        None where that needs the long way: a module has changed or computes its parameters.
+        """
+        names = [f"i{place}" for place in range(self.count)]
+        types = {check.index: check.type for check in self.checks}
+        guard = GuardCode("return None")
+        for check in self.checks:
+            guard.refuse_if(*check.conditions(names[check.index], guard))
+
+        def parameters(source: _Source) -> list[str]:
+            if source.module is None:
+                places = (source.weight, source.bias)
+                return ["None" if place is None else names[place] for place in places]
+            module = names[source.module]
+            has_bias = types[source.module] is not nn.RMSNorm
+            bias = f"{module}._parameters['bias']" if has_bias else "None"
+            return [f"{module}._parameters['weight']", bias]
+
+        tensors = [names[0], *parameters(self.linear), *parameters(self.norm_source)]
+        operands = "".join(f"{names[place]}, " for place in self.operands)
+        guard.line(f"return {', '.join(tensors)}, ({operands})")
+        return guard.function(names)
+
+    def _checked(self, inputs: tuple[Any, ...]) -> Tensor:
         x = inputs[0]
         obstacle = self._modules_changed(inputs) or self._unfit_x(x)
         if obstacle is None:
             weight, bias = self.linear.get(inputs)
             norm_weight, norm_bias = self.norm_source.get(inputs)
-            operands = [inputs[i] for i in self.operands]
+            operands = tuple([inputs[i] for i in self.operands])
             obstacle = self._unfit(x, weight, bias, norm_weight, norm_bias, operands)
             if obstacle is None:
-                return apply_chain(
-                    x, weight, bias, norm_weight, norm_bias, operands,
-                    self.text, self.strategy, self.strict,
-                )  # fmt: skip
+                if torch.compiler.is_compiling():
+                    return apply_chain(
+                        x, weight, bias, norm_weight, norm_bias, operands,
+                        self.text, self.strategy, self.strict,
+                    )  # fmt: skip
+                return self._caller.first(x, weight, bias, norm_weight, norm_bias, operands)
         self._say(obstacle)
         return self.stepwise(*inputs)
 
@@ -148,7 +198,7 @@ class Site:
         bias: Tensor | None,
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
-        operands: list[Any],
+        operands: tuple[Any, ...],
     ) -> str | None:
         if weight.dim() != 2:
             return f"its weight has {weight.dim()} dimensions"
@@ -168,7 +218,7 @@ class Site:
         autocast = torch.is_autocast_enabled(x.device.type)
         return None if autocast else "its tensors are of several dtypes"
 
-    def _unfit_operands(self, x: Tensor, n: int, operands: list[Any]) -> str | None:
+    def _unfit_operands(self, x: Tensor, n: int, operands: tuple[Any, ...]) -> str | None:
         full = (*x.shape[:-1], n)
         # Under autocast the norm and what follows it are in fp32.
         dtype = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
@@ -283,6 +333,7 @@ def build_site(
         operands=tuple(inputs.place(node) for node in candidate.operands),
         operand_kinds=candidate.chain.operand_kinds,
         checks=checks,
+        count=len(inputs.places),
         stepwise=_stepwise(candidate, inputs),
         strategy=strategy,
         strict=strict,

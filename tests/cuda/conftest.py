@@ -1,0 +1,271 @@
+"""A GPU of the imagination: everything on the host runs as for an H200, tensors stay on the CPU.
+
+A launch is decoded from the very bytes that the driver would read, and computed from the addresses
+and numbers in them, by PyTorch. So a launch that is given an old address, size, stride or stream
+shows as a wrong result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from epinorm import caller, calls
+from epinorm.chain import RMSNorm
+from epinorm.cuda import (
+    device,
+    driver,
+    hopper_forward,
+    hopper_plan,
+    launch,
+    norm_forward,
+    planes,
+    rescue,
+    tensor_map,
+    tuned,
+)
+from epinorm.cuda import plan as cuda_plan
+from epinorm.precision import product_precision
+from epinorm.reference import epilogue
+
+SMS = 132
+SHARED_BYTES = 232448
+
+_DTYPES = {6: torch.float16, 7: torch.float32, 9: torch.bfloat16}  # CUtensorMapDataType
+_CTYPES = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "l": ctypes.c_int64}
+
+
+def matrix_at(address: int, rows: int, columns: int, stride: int, dtype: torch.dtype) -> Tensor:
+    """The (rows, columns) of memory that begin at an address, ``stride`` values apart."""
+    values = (rows - 1) * stride + columns
+    memory = (ctypes.c_char * (values * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (stride, 1))
+
+
+def vector_at(address: int, size: int, dtype: torch.dtype) -> Tensor | None:
+    return matrix_at(address, 1, size, size, dtype)[0] if address else None
+
+
+@dataclass
+class Launch:
+    """One launch as the driver saw it."""
+
+    kind: str
+    source: Any
+    stream: int
+    arguments: list[Any]
+
+
+@dataclass
+class ImaginaryGPU:
+    """What it was asked to launch; ``stream`` is what PyTorch's current stream is; ``interrupt``
+    runs once, when a launch is about to be read."""
+
+    stream: int = 5
+    interrupt: Callable[[], object] | None = None
+    launches: list[Launch] = field(default_factory=list)
+    sources: list[tuple[str, Any]] = field(default_factory=list)
+    split: dict[int, Tensor] = field(default_factory=dict)
+    """By the address of their hi plane: matrices that were split into planes."""
+
+    def kinds(self) -> list[str]:
+        """The kernels launched since this was last asked."""
+        found = [launch.kind for launch in self.launches]
+        self.launches.clear()
+        return found
+
+    def load(self, source: tuple[str, Any], *_: Any) -> launch.Kernel:
+        self.sources.append(source)
+        return launch.Kernel(len(self.sources), source[0], 0, None)
+
+    # ---- the driver ----
+
+    has_parameter_info = False
+
+    def cuTensorMapEncodeTiled(
+        self, into: int, dtype: int, _rank: int, address: int, sizes: Any, strides: Any, *_: Any
+    ) -> int:
+        words = (ctypes.c_uint64 * 5).from_address(into)
+        words[:] = (dtype, address, sizes[1], sizes[0], strides[0])
+        return 0
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, blocks: Any, *_: Any) -> int:
+        blocks._obj.value = 4
+        return 0
+
+    def cuDeviceGet(self, *_: Any) -> int:
+        return 0
+
+    def cuKernelSetAttribute(self, *_: Any) -> int:
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, handle: Any, parameters: Any, _: None) -> int:
+        if self.interrupt is not None:
+            run, self.interrupt = self.interrupt, None
+            run()
+        kind, source = self.sources[handle.value - 1]
+        stream = ctypes.c_uint64.from_address(config.value + 32).value
+        pointers = parameters.value
+        arguments = []
+        for place, letter in enumerate(getattr(self, f"signature_of_{kind}")(source)):
+            at = ctypes.c_uint64.from_address(pointers + 8 * place).value
+            if letter == "m":
+                dtype, *words = (ctypes.c_uint64 * 5).from_address(at)
+                arguments.append((_DTYPES[dtype], *words))
+            else:
+                arguments.append(_CTYPES[letter].from_address(at).value)
+        self.launches.append(Launch(kind, source, stream, arguments))
+        getattr(self, f"compute_{kind}")(source, *arguments)
+        return 0
+
+    # ---- the kernels ----
+
+    def signature_of_linear_norm(self, instance: Any) -> str:
+        return hopper_forward._SIGNATURE + "p" * len(instance.chain.operand_kinds)
+
+    def compute_linear_norm(self, instance: Any, *arguments: Any) -> None:
+        (x_map, _, w_map, _, y, z, bias, gamma, beta, *scales, mean, rstd, m, n, k), operands = (
+            arguments[:16],
+            arguments[16:],
+        )
+        if instance.scaled:
+            x, w = self.split[x_map[1]], self.split[w_map[1]]
+            assert all(scales)
+        else:
+            x, w = (
+                matrix_at(address, rows, columns, row_bytes // dtype.itemsize, dtype)
+                for dtype, address, rows, columns, row_bytes in (x_map, w_map)
+            )
+        assert (x.shape, w.shape) == ((m, k), (n, k))
+        product = x.double() @ w.double().t()
+        facts = SimpleNamespace(
+            chain=instance.chain, m=m, n=n, groups=instance.chain.groups(n),
+            norm_dtype=instance.norm_dtype, out_dtype=instance.out_dtype,
+            dtype=instance.kept_dtype, stats_dtype=torch.float32,
+            has_bias=instance.has_bias, training=instance.keep,
+        )  # fmt: skip
+        pairs = [(address, n) for address in operands]
+        self._normalise(facts, product, (bias, gamma, beta), pairs, (y, mean, rstd))
+        if instance.keep:
+            matrix_at(z, m, n, n, instance.kept_dtype).copy_(product)
+        else:
+            assert (z, mean, rstd) == (0, 0, 0)
+
+    def signature_of_norm_forward(self, source: Any) -> str:
+        return norm_forward.SIGNATURE + "pl" * len(source[0].chain.operand_kinds)
+
+    def compute_norm_forward(self, source: Any, *arguments: Any) -> None:
+        problem = source[0]
+        z, z_stride, bias, gamma, beta, y, mean, rstd, m, groups, *operands = arguments
+        assert (m, groups) == (problem.m, problem.groups)
+        values = matrix_at(z, m, problem.n, z_stride, problem.dtype).double()
+        pairs = list(zip(operands[::2], operands[1::2], strict=True))
+        self._normalise(problem, values, (bias, gamma, beta), pairs, (y, mean, rstd))
+
+    def _normalise(
+        self,
+        problem: Any,
+        product: Tensor,
+        parameters: tuple[int, int, int],
+        operands: list[tuple[int, int]],
+        outputs: tuple[int, int, int],
+    ) -> None:
+        m, n, dtype = problem.m, problem.n, problem.norm_dtype
+        bias = vector_at(parameters[0], n, problem.dtype)
+        gamma, beta = (vector_at(p, n, dtype) for p in parameters[1:])
+        assert (bias is not None) == problem.has_bias
+        given = [
+            vector_at(address, n, dtype)
+            if kind == "channel"
+            else matrix_at(address, m, n, stride, dtype)
+            for (address, stride), kind in zip(operands, problem.chain.operand_kinds, strict=True)
+        ]
+        biased = product if bias is None else product + bias.double()
+        doubles = [None if t is None else t.double() for t in (gamma, beta, *given)]
+        y = epilogue(biased, problem.chain, doubles[0], doubles[1], doubles[2:])
+        matrix_at(outputs[0], m, n, n, problem.out_dtype).copy_(y)
+        if not problem.training:
+            return
+        # No operation before the norm: these are what the tests' chains have.
+        grouped = biased.view(m, problem.groups, -1)
+        if not isinstance(problem.chain.norm, RMSNorm):
+            mean = matrix_at(outputs[1], m, problem.groups, problem.groups, problem.stats_dtype)
+            mean.copy_(grouped.mean(2))
+            grouped = grouped - grouped.mean(2, keepdim=True)
+        rstd = matrix_at(outputs[2], m, problem.groups, problem.groups, problem.stats_dtype)
+        rstd.copy_((grouped.square().mean(2) + problem.chain.norm.eps).rsqrt())
+
+    def signature_of_split(self, _source: Any) -> str:
+        return planes.SIGNATURE
+
+    def compute_split(self, _source: Any, *arguments: Any) -> None:
+        x, x_stride, w, w_stride, hi, _lo, _scale, _flags, *numbers = arguments
+        rows, second, all_rows, columns, padded = numbers
+        self.split[hi] = matrix_at(x, rows, columns, x_stride, torch.float32).clone()
+        if w:
+            more = matrix_at(w, all_rows - second, columns, w_stride, torch.float32)
+            self.split[hi + second * padded * 2] = more.clone()
+
+    def signature_of_rescue(self, problem: Any) -> str:
+        return rescue.SIGNATURE + "pl" * len(problem.chain.operand_kinds)
+
+    def compute_rescue(self, problem: Any, *_: Any) -> None:
+        """Nothing is flagged."""
+
+
+def _plan_for(problem: Any, strategy: Any, strict: bool = False) -> Any:
+    plan = cuda_plan.plan_cuda(problem, strategy)
+    assert plan.strategy != "reference", plan.reason
+    return plan
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
+    """Let tensors of the CPU be computed as if they were on an H200, to the end of the test."""
+    gpu = ImaginaryGPU()
+    properties = SimpleNamespace(
+        multi_processor_count=SMS,
+        shared_memory_per_block_optin=SHARED_BYTES,
+        shared_memory_per_multiprocessor=SHARED_BYTES + 1024,
+    )
+    set_ = monkeypatch.setattr
+    for module in (driver, launch, tensor_map):
+        set_(module, "driver", lambda: gpu)
+    for module in (hopper_forward, norm_forward, planes, rescue):
+        set_(module, "load", gpu.load)
+    set_(hopper_forward, "linear_norm_source", lambda instance: ("linear_norm", instance))
+    set_(norm_forward, "forward_source", lambda *source: ("norm_forward", source))
+    set_(planes, "split_source", lambda *source: ("split", source))
+    set_(rescue, "rescue_source", lambda problem, *_: ("rescue", problem))
+    set_(norm_forward, "compiled", lambda _: SimpleNamespace(spill_bytes=0))
+    set_(device, "device_index", lambda device=None: 0)
+    set_(device, "_capability", lambda index: (9, 0))
+    set_(device, "_properties", lambda index: properties)
+    set_(launch, "_current_device", lambda: 0)
+    set_(launch, "_current_stream", lambda index: gpu.stream)
+    set_(launch, "make_primary_context_current", lambda index: None)
+    set_(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    set_(cuda_plan, "supported", lambda device: None)
+    set_(tuned, "choice", lambda *_: None)
+    set_(calls, "plan_for", _plan_for)
+    set_(caller, "follows_setting", lambda dtype, _: dtype == torch.float32)
+    set_(calls, "product_precision", lambda dtype, _: product_precision(dtype, "cuda"))
+    caches = (hopper_forward._prepared, norm_forward._prepared, rescue._prepared)
+    clears = [
+        *(cache.clear for cache in caches),
+        *(planes.splitter.cache_clear, tensor_map._encode.cache_clear, device._gpu.cache_clear),
+        *(hopper_plan.choose_tile.cache_clear, calls.forget_plans),
+    ]
+    for clear in clears:
+        clear()
+    yield gpu
+    for clear in clears:
+        clear()

@@ -1,0 +1,265 @@
+"""A call like an earlier one goes past PyTorch's dispatcher, but not where someone waits there."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import epinorm
+from epinorm.caller import MOST_KINDS, Caller, caller_of
+
+K, N, ROWS = 12, 16, 5
+OPERATOR = "linear_norm"
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call went the short way."""
+    ways: list[bool] = []
+    again = Caller.again
+
+    def noted(caller: Caller, *tensors: Any) -> Tensor | None:
+        y = again(caller, *tensors)
+        ways.append(y is not None)
+        return y
+
+    monkeypatch.setattr(Caller, "again", noted)
+    return ways
+
+
+@pytest.fixture(params=["fused", "block"])
+def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
+    """A model and what computes the same as one operation, after two calls."""
+    model = nn.Sequential(nn.Linear(K, N), nn.GroupNorm(4, N), nn.Tanh()).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    ours: nn.Module
+    if request.param == "fused":
+        ours = epinorm.fuse(copy.deepcopy(model))
+    else:
+        ours = epinorm.LinearNorm(K, N, norm=epinorm.GroupNorm(4), post="tanh").double()
+        names = [n.replace("linear", "0").replace("norm", "1") for n, _ in ours.named_parameters()]
+        given = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in zip(names, ours.parameters(), strict=True):
+                parameter.copy_(given[name])
+    for _ in range(2):
+        with torch.no_grad():
+            ours(inputs())
+        ours(inputs())
+    return model, ours
+
+
+def inputs() -> Tensor:
+    return torch.randn(ROWS, K, dtype=torch.float64)
+
+
+def same(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_the_second_call_of_a_kind_takes_the_short_way(pair: Any, short: list[bool]) -> None:
+    model, ours = pair
+    for _ in range(2):
+        x = inputs()
+        same(ours(x), model(x))
+        with torch.no_grad():
+            same(ours(x), model(x))
+    assert all(short)
+
+
+def test_gradients(pair: Any, short: list[bool]) -> None:
+    model, ours = pair
+    for _ in range(2):
+        x = inputs().requires_grad_()
+        found = [
+            torch.autograd.grad(m(x).square().sum(), [x, *m.parameters()]) for m in (model, ours)
+        ]
+        same(*found)
+    assert short == [False, True]  # an x that wants its gradient was not there before
+
+
+def test_second_derivatives(pair: Any) -> None:
+    found = []
+    x = inputs()
+    for m in pair:
+        leaves = list(m.parameters())
+        first = torch.autograd.grad(m(x).square().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+    same(*found)
+
+
+class SeesOperators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class SeesFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [SeesOperators, SeesFunctions])
+def test_modes_see_the_operator(pair: Any, mode: Any) -> None:
+    model, ours = pair
+    x = inputs()
+    with torch.no_grad(), mode() as seen:
+        y = ours(x)
+    assert any(OPERATOR in name for name in seen.seen)
+    same(y, model(x))
+
+
+def test_the_profiler_sees_the_operator(pair: Any) -> None:
+    _, ours = pair
+    with torch.no_grad(), torch.autograd.profiler.profile() as profile:
+        ours(inputs())
+    assert any(OPERATOR in event.name for event in profile.function_events)
+
+
+def test_autocast(pair: Any) -> None:
+    model, ours = (m.float() for m in pair)
+    x = inputs().float()
+    for _ in range(2):
+        assert ours(x).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected, y = model(x), ours(x)
+        assert y.dtype == expected.dtype
+        torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_inference_mode(pair: Any) -> None:
+    model, ours = pair
+    x = inputs()
+    for _ in range(2):
+        with torch.inference_mode():
+            assert ours(x).is_inference()
+        assert not ours(x).is_inference()
+        same(ours(x), model(x))
+
+
+def test_transforms(pair: Any) -> None:
+    xs, x = torch.randn(3, ROWS, K, dtype=torch.float64), inputs()
+    same(*(torch.vmap(m)(xs) for m in pair))
+    same(*(torch.func.grad(lambda v, m=m: m(v).square().sum())(x) for m in pair))
+    same(*(torch.func.jvp(m, (x,), (torch.ones_like(x),)) for m in pair))
+    same(*(torch.func.vjp(m, x)[1](torch.ones(ROWS, N).double()) for m in pair))
+
+
+def test_forward_mode(pair: Any) -> None:
+    tangents = []
+    x, v = inputs(), inputs()
+    for m in pair:
+        with forward_ad.dual_level():
+            tangents.append(forward_ad.unpack_dual(m(forward_ad.make_dual(x, v))).tangent)
+    same(*tangents)
+
+
+class Named(Tensor):
+    pass
+
+
+def test_subclasses(pair: Any) -> None:
+    model, ours = pair
+    with torch.no_grad():
+        x = inputs()
+        y = ours(x.as_subclass(Named))
+        assert type(y) is type(model(x.as_subclass(Named)))
+        same(y.as_subclass(Tensor), model(x))
+
+
+def test_tracers(pair: Any) -> None:
+    model, ours = pair
+    x, other = inputs(), torch.randn(ROWS, K, dtype=torch.float64)
+    with torch.no_grad():
+        traced = torch.jit.trace(ours, x)
+        assert OPERATOR in str(traced.graph)
+        same(traced(other), model(other))
+        graph = make_fx(ours)(x)
+        assert OPERATOR in graph.code
+        same(graph(other), model(other))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_compile(pair: Any, training: bool) -> None:
+    model, ours = pair
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    with torch.set_grad_enabled(training):
+        for _ in range(2):
+            x = inputs()
+            same(compiled(x), model(x))
+            same(ours(x), model(x))
+
+
+def test_mistakes_are_said_at_any_call(pair: Any) -> None:
+    _, ours = pair
+    x = inputs()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            ours(x[:, 1:])
+        with pytest.raises(RuntimeError, match="dtype"):
+            ours(x.float())
+        ours(x)
+
+
+def test_the_function_takes_the_short_way_too(short: list[bool]) -> None:
+    x, w = torch.randn(ROWS, K), torch.randn(N, K)
+    expected = torch.nn.functional.layer_norm(x @ w.t(), (N,)).relu()
+    for given in ("relu", ["relu"], "relu"):
+        y = epinorm.linear_norm(x, w, norm=epinorm.LayerNorm(), post=given)
+        torch.testing.assert_close(y, expected)
+    assert short == [False, True, True]
+
+
+def test_no_tensor_is_kept_alive(pair: Any) -> None:
+    _, ours = pair
+    x = inputs()
+    y = ours(x)
+    watched = [weakref.ref(t) for t in (x, y, *ours.parameters())]
+    for module in ours.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    del x, y, parameter
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * len(watched)
+
+
+def test_kinds_and_sizes_are_bounded(short: list[bool]) -> None:
+    caller = Caller("layer_norm")
+    for count in range(1, 2 * MOST_KINDS):
+        x, w = torch.randn(ROWS, count), torch.randn(N, count)
+        for _ in range(2):
+            y = caller(x, w, None, None, None, ())
+            torch.testing.assert_close(y, torch.nn.functional.layer_norm(x @ w.t(), (N,)))
+    assert short.count(True) == MOST_KINDS
+    assert sum(len(kinds) for kinds in caller._kinds.values()) == MOST_KINDS
+
+
+def test_a_fact_of_the_caller_is_no_fact_of_another(short: list[bool]) -> None:
+    x, w = torch.randn(ROWS, K), torch.randn(N, K)
+    activations: list[Callable[[Tensor], Tensor]] = [torch.relu, torch.tanh, torch.relu]
+    for activation in activations:
+        caller = caller_of(f"layer_norm|{activation.__name__}")
+        y = caller(x, w, None, None, None, ())
+        torch.testing.assert_close(y, activation(torch.nn.functional.layer_norm(x @ w.t(), (N,))))
