@@ -91,6 +91,19 @@ def test_gradients(pair: Any, short: list[bool]) -> None:
     assert short == [False, True]  # an x that wants its gradient was not there before
 
 
+@pytest.mark.parametrize("shape", [(K,), (2, 3, K), (0, 2, K)])
+def test_gradients_through_leading_dimensions(shape: tuple[int, ...], short: list[bool]) -> None:
+    model = nn.Sequential(nn.Linear(K, N), nn.LayerNorm(N), nn.Tanh()).double()
+    ours = epinorm.fuse(copy.deepcopy(model))
+    for _ in range(3):
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        y = model(x)
+        dy = torch.randn_like(y)
+        same(ours(x), y)
+        same(*(torch.autograd.grad(m(x), [x, *m.parameters()], dy) for m in (model, ours)))
+    assert short == [False, *[True] * 5]
+
+
 def test_second_derivatives(pair: Any) -> None:
     found = []
     x = inputs()

@@ -81,8 +81,11 @@ class Caller:
                 run = kind.runs.get(kind.key(tensors, training))
                 if run is None:
                     return None
-                if training:
+                if training and kind.is_matrix:
                     return differentiable(run, self.facts, tensors)
+                if training:  # autograd has to know of the folding
+                    y = differentiable(run, self.facts, (_fold(x), *tensors[1:]))
+                    return y.view(*x.shape[:-1], y.shape[1])
                 return run(x, weight, bias, norm_weight, norm_bias, operands).y
         return None
 
@@ -127,11 +130,9 @@ class Caller:
             kind = _Kind(tensors)
             kinds.append(kind)
         training = kind.wants_gradient and torch.is_grad_enabled()
-        if training and x.dim() != 2:
-            return  # autograd has to know of the folding
         if len(kind.runs) >= MOST_SIZES:
             kind.runs.clear()
-        y_size = (*x.shape[:-1], weight.shape[0])
+        y_size = (*(matrix if training else x).shape[:-1], weight.shape[0])
         key = kind.key(tensors, training)
         run = calls.bind(inputs, self.facts, training, y_size)
         if key == kind.key(tensors, training):  # no other thread changed the setting meanwhile
@@ -150,11 +151,12 @@ class _Kind:
     runs: what computes them, by leading dimensions and all else that it depends on.
     """
 
-    __slots__ = ("fits", "has_setting", "runs", "wants_gradient")
+    __slots__ = ("fits", "has_setting", "is_matrix", "runs", "wants_gradient")
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         x = tensors[0]
         self.has_setting = follows_setting(x.dtype, x.device.type)
+        self.is_matrix = x.dim() == 2
         self.wants_gradient = any(t is not None and t.requires_grad for t in tensors)
         self.runs: dict[tuple[Any, ...], Run] = {}
         self.fits = _guard(tensors)

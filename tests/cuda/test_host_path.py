@@ -275,8 +275,7 @@ def test_leading_dimensions(
             assert y.is_contiguous()
         middle = torch.randn(*shape[:-1], K + 8).to(dtype)[..., :K]
         check(fused, middle)
-    if not training:
-        assert repeated[:3] == [False, True, True]
+    assert repeated[:3] == [False, True, True]
 
 
 def test_operands_of_other_shapes_and_strides(way: Any, gpu: Any) -> None:

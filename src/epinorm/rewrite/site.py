@@ -18,6 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from epinorm.caller import Caller
 from epinorm.chain import GroupNorm, Norm
 from epinorm.functional import apply_chain
+from epinorm.modules import parameter_of
 from epinorm.plan import Strategy
 from epinorm.rewrite.guard import GuardCode, hook_conditions
 from epinorm.rewrite.match import Candidate
@@ -75,12 +76,6 @@ class _ModuleCheck:
         ]
 
 
-def _parameter(module: nn.Module, name: str) -> Any:
-    """A parameter, from where it is fastest; None for RMSNorm's bias, which does not exist."""
-    parameters = module._parameters
-    return parameters[name] if name in parameters else getattr(module, name, None)
-
-
 @dataclass(frozen=True)
 class _Source:
     """Where weight and bias come from: a module's place among the inputs, or their own places."""
@@ -91,9 +86,8 @@ class _Source:
 
     def get(self, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         if self.module is not None:
-            return _parameter(inputs[self.module], "weight"), _parameter(
-                inputs[self.module], "bias"
-            )
+            module = inputs[self.module]
+            return parameter_of(module, "weight"), parameter_of(module, "bias")
         weight = None if self.weight is None else inputs[self.weight]
         return weight, None if self.bias is None else inputs[self.bias]
 
