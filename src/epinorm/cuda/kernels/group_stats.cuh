@@ -32,9 +32,30 @@ struct Segments {
   static __device__ __forceinline__ bool leads(int quad_lane) { return quad_lane % kLanes == 0; }
 };
 
-template <int kCount>
-__device__ __forceinline__ float total(const float (&sums)[kCount]) {
-  return kCount == 4 ? (sums[0] + sums[1]) + (sums[2] + sums[kCount - 1]) : sums[0] + sums[1];
+// The sum of kCount terms in kChains independent sums. They begin with a term: a sum that begins with
+// zero costs an addition, since 0 + -0 is not -0.
+template <int kCount, int kChains, class Term>
+__device__ __forceinline__ float sum_terms(Term term) {
+  static_assert(kCount >= kChains && (kChains == 2 || kChains == 4), "");
+  float sums[kChains];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i < kChains)
+      sums[i] = term(i);
+    else
+      sums[i % kChains] += term(i);
+  }
+  return kChains == 4 ? (sums[0] + sums[1]) + (sums[2] + sums[kChains - 1]) : sums[0] + sums[1];
+}
+
+// 1 / sqrt(value) to 2^-22.9. Where eps keeps the value from being subnormal, the form that would
+// flush it to zero does the same with a third of the instructions.
+__device__ __forceinline__ float reciprocal_root(float value, float eps) {
+  constexpr float kSmallestNormal = 0x1p-126f;
+  if (eps < kSmallestNormal) return rsqrtf(value);
+  float root;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(value));
+  return root;
 }
 
 struct Statistics {
@@ -50,38 +71,33 @@ __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&
                                                 int segment, float eps, WholeSum& whole_sum) {
   using Group = Segments<kLocalColumns>;
   constexpr float kWeight = 1.0f / kGroupColumns;
-  constexpr int kChains = Group::kGroupChunks % 2 == 0 ? 4 : 2;  // independent sums
+  constexpr int kValues = Group::kGroupChunks * 2;  // of a row in this lane
+  constexpr int kChains = kValues % 4 == 0 ? 4 : 2;  // independent sums
   const int first = segment * Group::kGroupChunks;
   float whole[2];
   if (kCentred) {
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
-      float sums[kChains] = {};
-#pragma unroll
-      for (int i = 0; i < Group::kGroupChunks * 2; ++i)
-        sums[i % kChains] += values[accumulator(first + i / 2, lower, i % 2)];
-      whole[lower] = total(sums);
+      whole[lower] = sum_terms<kValues, kChains>(
+          [&](int i) { return values[accumulator(first + i / 2, lower, i % 2)]; });
     }
     whole_sum(whole);
   }
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
     stats[lower].mean = kCentred ? whole[lower] * kWeight : 0.0f;
-    float sums[kChains] = {};
-#pragma unroll
-    for (int i = 0; i < Group::kGroupChunks * 2; ++i) {
+    whole[lower] = sum_terms<kValues, kChains>([&](int i) {
       float& value = values[accumulator(first + i / 2, lower, i % 2)];
       if (kCentred) value -= stats[lower].mean;
-      sums[i % kChains] += value * value;
-    }
-    whole[lower] = total(sums);
+      return value * value;
+    });
   }
   whole_sum(whole);
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
-    stats[lower].rstd = rsqrtf(whole[lower] * kWeight + eps);
+    stats[lower].rstd = reciprocal_root(whole[lower] * kWeight + eps, eps);
 #pragma unroll
-    for (int i = 0; i < Group::kGroupChunks * 2; ++i)
+    for (int i = 0; i < kValues; ++i)
       values[accumulator(first + i / 2, lower, i % 2)] *= stats[lower].rstd;
   }
 }
