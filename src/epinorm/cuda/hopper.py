@@ -19,7 +19,6 @@ from epinorm.cuda.tensor_map import LARGEST_BOX
 __all__ = [
     "ARCH",
     "STEP_BYTES",
-    "THREADS",
     "Tile",
     "largest_stages",
     "linear_norm_source",
@@ -30,14 +29,14 @@ __all__ = [
 ]
 
 ARCH = "sm_90a"
-THREADS = 384
 STEP_BYTES = 128
 """Bytes of an operand's row in one step along the summed index: the widest swizzle."""
 SHARED_LIMIT = 232448
 """Bytes of shared memory that a block of sm_90 can have (CUDA programming guide, table of compute
 capabilities)."""
 
-_STORE_BYTES = 2 * 4 * 2048  # warpgroups x warps x bytes of a buffer: row_store.cuh
+WARPGROUP = 128
+_STORE_BYTES = 4 * 2048  # of a consumer: warps x bytes of a buffer, row_store.cuh
 _PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "tf32"}
 
 
@@ -52,6 +51,7 @@ class Tile:
     between folds (two planes). tf32: fp32 operands are multiplied as they are, as TF32.
     group_blocks: blocks of a cluster side by side that share a group's statistics. resident_steps:
     steps of B, where it is one column tile, that stay in shared memory; 0: B goes through the ring.
+    consumers: warpgroups that multiply; more than two take turns at small tiles.
     """
 
     block_m: int
@@ -66,6 +66,12 @@ class Tile:
     tf32: bool = False
     group_blocks: int = 1
     resident_steps: int = 0
+    consumers: int = 2
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers' and the producer's warpgroup."""
+        return WARPGROUP * (self.consumers + 1)
 
     @property
     def cluster_blocks(self) -> int:
@@ -137,6 +143,7 @@ def product_prelude(
             "kSplitColumns": tile.split_columns,
             "kLoadM": tile.load_m or tile.block_m,
             "kElementBytes": tile.element_bytes,
+            "kConsumers": tile.consumers,
         }
     ) + wgmma_text(tile.consumer_n, dtype, major_k_a, major_k_b)
 
@@ -147,7 +154,7 @@ def stage_bytes(tile: Tile, planes: int) -> int:
 
 
 def _barrier_bytes(tile: Tile) -> int:
-    return (2 * tile.stages + 2 + 1 + 2) * 8  # full, empty, turns, resident, exchanges
+    return (2 * tile.stages + tile.consumers + 1 + 2) * 8  # full, empty, turns, resident, exchanges
 
 
 def shared_bytes(instance: Instance[Tile]) -> int:
@@ -156,14 +163,16 @@ def shared_bytes(instance: Instance[Tile]) -> int:
     ring = tile.stages * stage_bytes(tile, instance.planes)
     ring += tile.resident_steps * tile.block_n * STEP_BYTES
     parts = instance.group_columns // tile.consumer_n
-    exchange = 2 * parts * 64 * 4 if parts > 1 else 0
-    vector_bytes = 2 * vectors(instance) * tile.consumer_n * 4
-    return ring + _STORE_BYTES + vector_bytes + exchange + _barrier_bytes(tile)
+    exchange = 2 * parts * 64 * 8 if parts > 1 else 0  # buffers, rows, bytes of a pair
+    vector_bytes = vectors(instance) * tile.consumer_n * 4
+    own = tile.consumers * (_STORE_BYTES + vector_bytes)
+    return ring + own + exchange + _barrier_bytes(tile)
 
 
 def product_shared_bytes(tile: Tile, planes: int) -> int:
     """Dynamic shared memory of a block of `hopper_product.cu`."""
-    return tile.stages * stage_bytes(tile, planes) + _STORE_BYTES + _barrier_bytes(tile)
+    own = tile.consumers * _STORE_BYTES
+    return tile.stages * stage_bytes(tile, planes) + own + _barrier_bytes(tile)
 
 
 def product_source(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from epinorm.chain import RMSNorm
 from epinorm.cuda.device import sm_count
-from epinorm.cuda.hopper import THREADS, Tile, linear_norm_source, shared_bytes
+from epinorm.cuda.hopper import Tile, linear_norm_source, shared_bytes
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of
 from epinorm.cuda.jit import load
 from epinorm.cuda.launch import tensor_map
@@ -152,7 +152,7 @@ class _Launch:
         return kernel.prepare(
             _SIGNATURE + "p" * len(problem.chain.operand_kinds),
             blocks,
-            THREADS,
+            tile.threads,
             shared_bytes=dynamic,
             cluster=together if together > 1 else None,
             dependent=True,

@@ -19,7 +19,6 @@ from epinorm.cuda.device import sm_count
 from epinorm.cuda.hopper import (
     ARCH,
     STEP_BYTES,
-    THREADS,
     Tile,
     product_shared_bytes,
     product_source,
@@ -41,6 +40,8 @@ __all__ = [
     "prepare_product",
 ]
 
+THREADS = Tile(64, 64, 0).threads
+"""Of a block: every tile here has two warpgroups that multiply."""
 BOX = 64
 """Rows and columns of a box of an operand that does not run along the summed index."""
 BLOCK_K = STEP_BYTES // 2

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from epinorm.cuda.gradient_planes import gradient_source
-from epinorm.cuda.hopper import ARCH, THREADS, product_shared_bytes, product_source
+from epinorm.cuda.hopper import ARCH, product_shared_bytes, product_source
 from epinorm.cuda.hopper_plan import fold_steps, planes_of
-from epinorm.cuda.hopper_product import BOX, ProductShape, add_splits_source, choose
+from epinorm.cuda.hopper_product import BOX, THREADS, ProductShape, add_splits_source, choose
 from epinorm.cuda.planes import split_shape, split_source
 from epinorm.cuda.rescue_gradient import TILE as RESCUE_TILE
 from epinorm.cuda.rescue_gradient import rescue_gradient_source, splits_of

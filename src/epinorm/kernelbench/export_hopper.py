@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from epinorm.cuda.hopper import THREADS, linear_norm_source, shared_bytes
+from epinorm.cuda.hopper import linear_norm_source, shared_bytes
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of, why_not
 from epinorm.cuda.planes import split_shape, split_source
 from epinorm.cuda.rescue import rescue_source, rescue_tile
@@ -137,7 +137,7 @@ def _instance(mode: str, problem: Problem, chains: list[str]) -> str:
         "ROWS_PER_CLUSTER": tile.block_m * tile.cluster,
         "COLUMNS_PER_CLUSTER": tile.block_n * tile.group_blocks,
         "SHARED_BYTES": shared_bytes(instance),
-        "MULTIPLY_THREADS": THREADS,
+        "MULTIPLY_THREADS": tile.threads,
     }
     prelude = prelude_of(linear_norm_source(instance), "hopper_linear_norm.cu")
     preludes = {"MULTIPLY": _shortened(prelude, chains)}

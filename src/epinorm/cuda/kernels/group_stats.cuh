@@ -101,3 +101,39 @@ __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&
       values[accumulator(first + i / 2, lower, i % 2)] *= stats[lower].rstd;
   }
 }
+
+// The same for a group whose parts of kLocalColumns lie in several warps, with one exchange between
+// them: a part's mean and squares around it say all that the group needs (Chan, Golub and LeVeque,
+// "Updating formulae and a pairwise algorithm for computing sample variances", 1979). combine(means,
+// squares) turns this part's into the group's.
+template <int kGroupColumns, int kLocalColumns, int kCount, class Combine>
+__device__ __forceinline__ void normalise_parts(Statistics (&stats)[2], float (&values)[kCount],
+                                                float eps, Combine& combine) {
+  using Part = Segments<kLocalColumns>;
+  constexpr int kValues = Part::kGroupChunks * 2, kChains = kValues % 4 == 0 ? 4 : 2;
+  float own_means[2], means[2], squares[2];
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    const float sum = sum_terms<kValues, kChains>(
+        [&](int i) { return values[accumulator(i / 2, lower, i % 2)]; });
+    own_means[lower] = Part::sum(sum) * (1.0f / kLocalColumns);
+    squares[lower] = Part::sum(sum_terms<kValues, kChains>([&](int i) {
+      float& value = values[accumulator(i / 2, lower, i % 2)];
+      value -= own_means[lower];
+      return value * value;
+    }));
+    means[lower] = own_means[lower];
+  }
+  combine(means, squares);
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    const float rstd = reciprocal_root(squares[lower] * (1.0f / kGroupColumns) + eps, eps);
+    const float shift = (own_means[lower] - means[lower]) * rstd;
+    stats[lower] = {means[lower], rstd};
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      float& value = values[accumulator(i / 2, lower, i % 2)];
+      value = value * rstd + shift;
+    }
+  }
+}

@@ -44,12 +44,14 @@ __device__ __forceinline__ u32 address_in_block(u32 address, u32 rank) {
   return remote;
 }
 
-// st.async: a store into another block that counts its bytes on a barrier there. No fence is needed,
+// st.async: two numbers into another block that counts its bytes on a barrier there. No fence is needed,
 // where a release to the cluster would wait for all of this thread's stores to global memory.
-__device__ __forceinline__ void store_async(u32 remote, float value, u32 remote_barrier) {
+__device__ __forceinline__ void store_async(u32 remote, float first, float second,
+                                            u32 remote_barrier) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote),
-      "r"(__float_as_uint(value)), "r"(remote_barrier)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+          remote),
+      "r"(__float_as_uint(first)), "r"(__float_as_uint(second)), "r"(remote_barrier)
       : "memory");
 }
 

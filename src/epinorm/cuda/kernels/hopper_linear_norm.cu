@@ -13,13 +13,15 @@ constexpr int kWarpColumns = kConsumerN;
 constexpr int kVectorColumns = kConsumerN, kVectorThreads = kWarpgroupThreads;
 constexpr int kParts = kGroupBlocks * kColumnParts;
 constexpr bool kAlignedRows = true;
+#define COMBINES_PARTS
 #include "norm_epilogue.cuh"
 
 constexpr int kStoreBytes = 4 * kStoreBufferBytes;  // of a warpgroup
+constexpr int kPairBytes = 2 * 4;  // two numbers that parts of a group exchange
 
 static_assert(!kSharedGroup || kCluster == 1, "the cluster's rank is the part's");
 constexpr int kExchanges = kSharedGroup ? 2 : 0;  // buffers in turn, each with a barrier
-constexpr int kExchangeBytes = kExchanges * kParts * kProductM * 4;
+constexpr int kExchangeBytes = kExchanges * kParts * kProductM * kPairBytes;
 constexpr int kExchangeBarrier = 2 + kConsumers;  // named, after hopper_pipeline.cuh's
 
 // Shared memory: the ring, the store buffers, the vectors, the exchange, the barriers (hopper.py
@@ -36,53 +38,90 @@ __device__ __forceinline__ void share_vectors(const Fetched& fetched, float* vec
   named_barrier_sync(1 + consumer, kWarpgroupThreads);
 }
 
-// The sums of two rows over a group's lanes, and over all parts where the group is shared: every part
-// sends its sums to every block of the cluster. Two buffers in turn: who fills one again has waited
-// for the exchange after it, and a part takes part in that only after reading the buffer.
-struct GroupSum {
-  u32 buffers, barriers;  // [2][kParts][kProductM] and [2], shared addresses
+// What the parts of a shared group tell each other about two rows: each sends two numbers a row to
+// every block of the cluster. Two buffers in turn: who fills one again has waited for the exchange
+// after it, and a part takes part in that only after reading the buffer.
+struct PartExchange {
+  u32 buffers, barriers;  // [2][kParts][kProductM] pairs and [2], shared addresses
   int part;
   u32 uses = 0;
 
-  __device__ __forceinline__ void operator()(float (&sums)[2]) {
-#pragma unroll
-    for (int lower = 0; lower < 2; ++lower) sums[lower] = Segment::sum(sums[lower]);
-    if constexpr (kSharedGroup) exchange(sums);
-  }
+  static constexpr u32 kPartBytes = kProductM * kPairBytes;
 
-  __device__ __forceinline__ void exchange(float (&sums)[2]) {
-    constexpr u32 kPartBytes = kProductM * 4;
+  // On return every part's pair of the lane's first row lies at the address, kPartBytes apart, and
+  // those of the row 8 below 8 pairs further.
+  __device__ __forceinline__ u32 exchange(const float (&first)[2], const float (&second)[2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroupThreads / 32;
     const u32 turn = uses % 2, barrier = barriers + turn * 8;
-    const u32 rows = buffers + turn * kParts * kPartBytes + (warp * 16 + lane / 4) * 4;
+    const u32 rows = buffers + turn * kParts * kPartBytes + (warp * 16 + lane / 4) * kPairBytes;
+    const u32 own = rows + part * kPartBytes;
     ++uses;
     if (kGroupBlocks == 1) {
       if (lane % 4 == 0)
         for (int lower = 0; lower < 2; ++lower)
-          store_shared(rows + part * kPartBytes + lower * 8 * 4, sums[lower]);
+          store_pair(own + lower * 8 * kPairBytes, first[lower], second[lower]);
       named_barrier_sync(kExchangeBarrier, kConsumerThreads);
     } else {
-      send_to_blocks(sums, rows + part * kPartBytes, barrier);
+      if (threadIdx.x == 0) barrier_arrive_expect(barrier, kParts * kPartBytes);
+      if (lane % 4 == 0) send_to_blocks(first, second, own, barrier);
       barrier_wait(barrier, (uses - 1) / 2 % 2);
     }
-#pragma unroll
-    for (int lower = 0; lower < 2; ++lower) {
-      sums[lower] = 0.0f;
-#pragma unroll
-      for (int other = 0; other < kParts; ++other)
-        sums[lower] += load_shared(rows + other * kPartBytes + lower * 8 * 4);
-    }
+    return rows;
   }
 
-  static __device__ __forceinline__ void send_to_blocks(const float (&sums)[2], u32 to, u32 barrier) {
-    if (threadIdx.x == 0) barrier_arrive_expect(barrier, kParts * kProductM * 4);
-    if (threadIdx.x % 4 != 0) return;
+  static __device__ __forceinline__ void send_to_blocks(const float (&first)[2],
+                                                        const float (&second)[2], u32 to,
+                                                        u32 barrier) {
 #pragma unroll
     for (int block = 0; block < kGroupBlocks; ++block)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
-        store_async(address_in_block(to + lower * 8 * 4, block), sums[lower],
-                    address_in_block(barrier, block));
+        store_async(address_in_block(to + lower * 8 * kPairBytes, block), first[lower],
+                    second[lower], address_in_block(barrier, block));
+  }
+
+  // From this part's means and squares around them to the group's.
+  __device__ __forceinline__ void operator()(float (&means)[2], float (&squares)[2]) {
+    const u32 rows = exchange(means, squares);
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      const u32 row = rows + lower * 8 * kPairBytes;
+      float sum = 0.0f, around_own = 0.0f, between = 0.0f;
+#pragma unroll 4
+      for (int other = 0; other < kParts; ++other) {
+        const float2 pair = load_pair(row + other * kPartBytes);
+        sum += pair.x;
+        around_own += pair.y;
+      }
+      means[lower] = sum * (1.0f / kParts);
+#pragma unroll 4
+      for (int other = 0; other < kParts; ++other) {
+        const float distance = load_pair(row + other * kPartBytes).x - means[lower];
+        between += distance * distance;
+      }
+      squares[lower] = around_own + between * kWarpColumns;
+    }
+  }
+};
+
+// The sums of two rows over a group's lanes, and over all parts where the group is shared.
+struct GroupSum {
+  PartExchange parts;
+  int part = parts.part;
+
+  __device__ __forceinline__ void operator()(float (&sums)[2]) {
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) sums[lower] = Segment::sum(sums[lower]);
+    if constexpr (kSharedGroup) {
+      const u32 rows = parts.exchange(sums, sums);
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        sums[lower] = 0.0f;
+#pragma unroll
+        for (int other = 0; other < kParts; ++other)
+          sums[lower] += load_pair(rows + lower * 8 * kPairBytes + other * PartExchange::kPartBytes).x;
+      }
+    }
   }
 };
 
@@ -93,8 +132,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
   const u32 buffer =
       shared_address(shared + kStoreOffset + consumer * kStoreBytes + warp * kStoreBufferBytes);
   float* vectors = reinterpret_cast<float*>(shared + kVectorOffset + consumer * kVectorBytes);
-  GroupSum group_sum = {shared_address(shared + kExchangeOffset), ring.resident_barrier + 8,
-                        rank * kColumnParts + consumer};
+  GroupSum group_sum = {{shared_address(shared + kExchangeOffset), ring.resident_barrier + 8,
+                         static_cast<int>(rank * kColumnParts + consumer)}};
   const TileOrder order(e.m, e.n);
   const Share share(consumer);
   const int turn = kPingPong ? consumer : 0;
@@ -134,6 +173,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Ring ring(shared_address(shared), shared_address(shared + kBarrierOffset));
   const int warpgroup = threadIdx.x / kWarpgroupThreads;
   const int rank = kClusterBlocks == 1 ? 0 : cluster_rank();
+  const int first_tile = blockIdx.x / kClusterBlocks, tile_step = gridDim.x / kClusterBlocks;
+  const TileOrder order(m, n);
+  const Tile first = order.tile_at(first_tile, rank);  // its divisions hide behind the barriers' start
   if (threadIdx.x == 0) {
     for (int i = 0; i < kExchanges; ++i)
       barrier_init(ring.resident_barrier + (1 + i) * 8, 1);
@@ -149,17 +191,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cluster_sync();
   wait_for_previous_kernel();
 
-  const int first_tile = blockIdx.x / kClusterBlocks, tile_step = gridDim.x / kClusterBlocks;
   const int k_steps = (k + kBlockK - 1) / kBlockK;
   if (warpgroup == kConsumers) {
     give_registers<kProducerRegisters>();
     if (threadIdx.x == kConsumerThreads) {
       const Operands16 operands = {{&x_hi, &x_lo}, {&w_hi, &w_lo}};
-      const TileOrder order(m, n);
       if (kResident) load_resident(ring, operands);
       Slot slot;
-      for (int index = first_tile; index < order.count(); index += tile_step)
-        load_tile(ring, slot, operands, order.tile_at(index, rank), k_steps, rank);
+      Tile tile = first;
+      for (int index = first_tile; index < order.count();) {
+        load_tile(ring, slot, operands, tile, k_steps, rank);
+        index += tile_step;
+        tile = order.tile_at(index, rank);
+      }
     }
   } else {
     take_registers<kConsumerRegisters>();

@@ -1,14 +1,15 @@
 // The matrix product of the Hopper kernels: D[m, n] = sum over k of A[m, k] B[n, k], both operands as
 // one or two planes of 16-bit numbers, from tensor maps through a ring in shared memory into
-// registers. One producer thread loads; two warpgroups multiply.
+// registers. One producer thread loads; two warpgroups or more multiply.
 //
-// Two ways to share the work. Ping-pong: each warpgroup takes every second tile for itself, so that
-// one's epilogue runs behind the other's products. Together: both multiply one tile, each half of its
+// Two ways to share the work. Ping-pong: the warpgroups take tiles in turn, each for itself, so that
+// one's epilogue runs behind the others' products. Together: both multiply one tile, each half of its
 // rows; two planes need this, since their accumulators fill the registers.
 //
 // The prelude (hopper.py) defines, as constexpr:
 //   kBlockM, kBlockN                       the tile
 //   kPingPong                              see above
+//   kConsumers                             warpgroups that multiply, the block's first threads
 //   kSplitColumns                          together, but each warpgroup has half of the columns
 //   kLoadM                                 rows of A that are loaded: fewer than kBlockM if M is small
 //   kElementBytes                          2, or 4: fp32 multiplied as TF32
@@ -31,7 +32,7 @@
 constexpr int kWarpgroupThreads = 128;
 constexpr int kClusterBlocks = kCluster * kGroupBlocks;
 static_assert(kCluster == 1 || kGroupBlocks == 1, "a cluster has one purpose");
-constexpr int kConsumers = 2;  // warpgroups, the block's first threads
+static_assert(kConsumers == 2 || kPingPong, "more than two take turns");
 constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
 constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
 constexpr int kTileConsumers = kPingPong ? 1 : kConsumers;  // that multiply one tile
@@ -50,10 +51,13 @@ static_assert(kMajorKA || kLoadM == kBlockM, "a transposed A is loaded whole");
 static_assert(kElementBytes == 2 || (kMajorKA && kMajorKB), "TF32 has no transposed operands");
 static_assert(kConsumerN % 8 == 0, "whole swizzle atoms for each consumer");
 
-// setmaxnreg counts in warpgroups, so the producer is a whole one: 128 * 24 + 256 * 240 = 64512 of
-// the 65536 registers.
+// setmaxnreg counts in warpgroups, so the producer is a whole one. It moves registers within what the
+// block was launched with: as many for each thread as 65536 allow, in steps of 8. With two consumers
+// that is 168 for each of 384 threads, of which 128 * 24 + 256 * 240 = 64512.
 constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kConsumerRegisters =
+    (kLaunchRegisters * kThreads / kWarpgroupThreads - kProducerRegisters) / kConsumers / 8 * 8;
 
 constexpr int kPlaneBytesA = kBlockM * kSwizzleRowBytes;
 constexpr int kPlaneBytesB = kBlockN * kSwizzleRowBytes;
@@ -351,7 +355,7 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
   if (kPingPong) barrier_wait(ring.turn_barrier(consumer), (count & 1) ^ (consumer == 0));
   const auto pass_turn = [&](int last) {
     if (kPingPong && last == k_steps - 1 && threadIdx.x % 32 == 0)
-      barrier_arrive(ring.turn_barrier(consumer ^ 1));
+      barrier_arrive(ring.turn_barrier((consumer + 1) % kConsumers));
   };
   if constexpr (kPlanes == 1) {
     multiply_steps(result, nullptr, ring, slot, share, 0, k_steps - 1, pass_turn);

@@ -36,3 +36,13 @@ __device__ __forceinline__ float load_shared(u32 address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
   return value;
 }
+
+// ld.shared.v2
+__device__ __forceinline__ float2 load_pair(u32 address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(pair.x), "=f"(pair.y)
+               : "r"(address)
+               : "memory");
+  return pair;
+}
