@@ -10,6 +10,7 @@
 //                                  threads that put them there
 //   kParts                         that share a group wider than kWarpColumns, each with so many of it
 //   kAlignedRows                   rows of y and z start on 16 bytes
+//   COMBINES_PARTS                 a macro, where group_sum.parts can combine the parts of a group
 #pragma once
 #include "group_stats.cuh"
 #include "row_store.cuh"
@@ -129,13 +130,57 @@ __device__ __forceinline__ void undo_scales(float (&v)[kAccumulators], const flo
   }
 }
 
+// Means and rstds go to memory through the warp's buffer too, kBatchGroups groups of 16 rows at a time:
+// the lanes that have them would store 4 bytes to each of 8 rows.
+constexpr int kWarpGroups = kSharedGroup ? 1 : kWarpColumns / kGroupColumns;
+constexpr int kSegmentGroups = 4 / Segment::kLanes;
+
+__device__ constexpr int batch_groups() {
+  int groups = kPlanes == 2 ? 16 : 8;  // else registers spill in some chains
+  while (kWarpGroups % groups != 0 || groups % kSegmentGroups != 0) --groups;
+  return groups;
+}
+constexpr int kBatchGroups = batch_groups();
+constexpr int kBatchValues = kStoreRows * kBatchGroups;
+
+__device__ __forceinline__ void stage_statistics(const Statistics (&stats)[2], u32 buffer,
+                                                 int segment) {
+  const int lane = lane_here(), quad_lane = lane % 4;
+  if (!Segment::leads(quad_lane)) return;
+  const int group = Segment::group(segment, quad_lane) % kBatchGroups;
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    const u32 at = buffer + ((lane / 4 + lower * 8) * kBatchGroups + group) * 4;
+    if (chain::kCentred) store_shared(at, stats[lower].mean);
+    store_shared(at + kBatchValues * 4, stats[lower].rstd);
+  }
+}
+
+__device__ __forceinline__ void store_statistics(const Epilogue& e, u32 buffer, int warp_row,
+                                                 int first_group) {
+  const int lane = lane_here(), groups = e.n / kGroupColumns;
+  __syncwarp();
+#pragma unroll
+  for (int first = 0; first < kBatchValues; first += 32) {
+    const int value = first + lane;
+    const int row = warp_row + value / kBatchGroups, group = first_group + value % kBatchGroups;
+    if (value < kBatchValues && row < e.m && group < groups) {
+      const i64 at = static_cast<i64>(row) * groups + group;
+      if (chain::kCentred) e.mean[at] = load_shared(buffer + value * 4);
+      e.rstd[at] = load_shared(buffer + (kBatchValues + value) * 4);
+    }
+  }
+  __syncwarp();
+}
+
 // From the linear's output without bias to its normalised value, in place, for one segment.
 template <class GroupSum>
 __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], const Epilogue& e,
-                                                  const float* vectors, GroupSum& group_sum, int row,
-                                                  int first_column, int segment) {
+                                                  const float* vectors, GroupSum& group_sum,
+                                                  u32 buffer, int warp_row, int first_column,
+                                                  int segment) {
   using Group = Segment;
-  const int quad_lane = threadIdx.x % 4;
+  const int quad_lane = threadIdx.x % 4, row = warp_row + threadIdx.x % 32 / 4;
   const int first = segment * Group::kGroupChunks;
   float t[chain::kSlots];
 #pragma unroll
@@ -151,20 +196,21 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
       }
   }
   Statistics stats[2];
-  normalise_group<kGroupColumns, kSharedGroup ? kWarpColumns : kGroupColumns, chain::kCentred>(
-      stats, v, segment, chain::epsilon<float>(), group_sum);
-  if (!kKeep) return;
-#pragma unroll
-  for (int lower = 0; lower < 2; ++lower) {
-    const int group = first_column / kGroupColumns + Group::group(segment, quad_lane);
-    const int groups = e.n / kGroupColumns;
-    const bool leads = Group::leads(quad_lane) && (!kSharedGroup || group_sum.part == 0);
-    if (leads && row + lower * 8 < e.m && group < groups) {
-      i64 at = static_cast<i64>(row + lower * 8) * groups + group;
-      asm volatile("" : "+l"(at));  // or the compiler keeps the addresses of all segments at once
-      if (chain::kCentred) e.mean[at] = stats[lower].mean;
-      e.rstd[at] = stats[lower].rstd;
-    }
+#ifdef COMBINES_PARTS
+  if constexpr (kSharedGroup && chain::kCentred) {
+    normalise_parts<kGroupColumns, kWarpColumns>(stats, v, chain::epsilon<float>(), group_sum.parts);
+  } else
+#endif
+  {
+    normalise_group<kGroupColumns, kSharedGroup ? kWarpColumns : kGroupColumns, chain::kCentred>(
+        stats, v, segment, chain::epsilon<float>(), group_sum);
+  }
+  if (!kKeep || (kSharedGroup && group_sum.part != 0)) return;
+  constexpr int kBatchSegments = kBatchGroups / kSegmentGroups;
+  stage_statistics(stats, buffer, segment);
+  if (segment % kBatchSegments == kBatchSegments - 1) {
+    const int batch = segment / kBatchSegments;
+    store_statistics(e, buffer, warp_row, first_column / kGroupColumns + batch * kBatchGroups);
   }
 }
 
@@ -198,10 +244,10 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
   using Store = RowStore<OutType, kWarpColumns, kAlignedRows>;
   constexpr int kSegments = kWarpColumns / kChunkColumns / Segment::kGroupChunks;
   constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
-  const int row = warp_row + threadIdx.x % 32 / 4;
+  const int row = warp_row + lane_here() / 4;
 #pragma unroll
   for (int segment = 0; segment < kSegments; ++segment)
-    normalise_segment(v, e, vectors, group_sum, row, first_column, segment);
+    normalise_segment(v, e, vectors, group_sum, buffer, warp_row, first_column, segment);
 #pragma unroll
   for (int part = 0; part < Store::kParts; ++part) {
     // The branch also ends a block of the compiler's schedule, which else keeps too much at once.

@@ -9,6 +9,14 @@
 #include "shared_units.cuh"
 #include "storage.cuh"
 
+// The lane, found out anew: what the compiler computes from it is not kept in registers while products
+// need them.
+__device__ __forceinline__ int lane_here() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 constexpr int kStoreRows = 16;
 constexpr int kStoreWidth = 128;  // bytes of a buffer's row, at most
 constexpr int kStoreBufferBytes = kStoreRows * kStoreWidth;
@@ -140,7 +148,7 @@ struct RowStore {
   static __device__ __forceinline__ void store_units(Storage* matrix, u32 buffer,
                                                      const float (&values)[kCount], int part,
                                                      int row, int column, int m, int n) {
-    const int lane = threadIdx.x % 32, unit_row = row + lane / kUnits, unit = lane % kUnits;
+    const int lane = lane_here(), unit_row = row + lane / kUnits, unit = lane % kUnits;
     column += part * kPartColumns + unit * kUnitColumns;
     fill_buffer<kWidth>(buffer, values, part * kPartColumns / kChunkColumns, lane, Type{});
     __syncwarp();
