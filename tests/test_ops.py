@@ -136,6 +136,18 @@ def test_saved_tensor_hooks_see_what_is_kept():
     assert len(packed) == 10  # z, mean, rstd and the seven inputs
 
 
+def test_saved_tensor_hooks_may_hand_back_other_strides():
+    t, function = leaves(), ours(SMOOTH.format(NORMS[0]))
+    for _ in range(2):  # the second call is like an earlier one
+        plain = torch.autograd.grad(function(*t).square().sum(), t)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda v: v, lambda v: v.t().contiguous().t() if v.dim() == 2 else v
+    ):
+        y = function(*t)
+    found = torch.autograd.grad(y.square().sum(), t)
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+
+
 def test_input_of_another_input():
     """A weight computed from x: each gradient counts its own way alone."""
     x = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)

@@ -17,7 +17,7 @@ from torch.autograd.function import _SingleLevelFunction
 from epinorm.calls import Facts, run_backward
 from epinorm.chain import Chain
 from epinorm.library import library, linear_norm, linear_norm_backward, linear_norm_forward
-from epinorm.plan import Forward, Run
+from epinorm.plan import Forward, Run, StepForward
 from epinorm.reference import epilogue
 
 __all__ = ["differentiable", "is_plain", "is_undisturbed"]
@@ -32,6 +32,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _autocast = torch._C._is_any_autocast_enabled
 _profiler = torch._C._autograd._profiler_enabled
 _trace = torch._C._get_tracing_state
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def is_undisturbed() -> bool:
@@ -109,13 +110,22 @@ class _LinearNorm(_SingleLevel):
             with _next_level():
                 kept = Forward(*linear_norm_forward(*inputs, *facts))
         ctx.save_for_backward(kept.z, kept.mean, kept.rstd, *tensors)
-        ctx.facts = facts
+        ctx.facts, ctx.run, ctx.left = facts, run, None
+        if _saving_hooks(False) is not None:
+            # Hooks may hand back other strides; and who decides by them what is kept, as
+            # checkpointing does, would not see what is left besides: it is dropped.
+            ctx.run = None
+        elif isinstance(kept, StepForward):
+            ctx.left = kept.left
+            kept.left.restrict(*ctx.needs_input_grad[2:4])
         return kept
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_not_differentiable: Any) -> Any:
+        left, ctx.left = ctx.left, None
         saved = ctx.saved_tensors
-        kept, tensors = saved[:3], saved[3:]
+        kept, tensors, plain = list(saved[:3]), saved[3:], is_plain((dy, *saved))
+        del saved
         inputs = (*tensors[:5], tensors[5:])
         wanted = ctx.needs_input_grad[2:]
         create_graph = torch.is_grad_enabled()
@@ -124,8 +134,11 @@ class _LinearNorm(_SingleLevel):
             with torch.enable_grad():
                 fresh = _fresh(tensors, wanted)
                 found = _first_order(dy, fresh, ctx.facts, wanted, create_graph)
-        elif not create_graph and is_plain((dy, *saved)):
-            found = run_backward(inputs, ctx.facts, kept, dy, wanted)
+        elif not create_graph and plain:
+            # Without a retained graph, z is free once the norm kernel has read it: before dW, whose
+            # product is where memory peaks.
+            ctx.maybe_clear_saved_tensors()
+            found = run_backward(inputs, ctx.facts, kept, dy, wanted, ctx.run, left)
         else:
             found = linear_norm_backward(dy, *inputs, *kept, *ctx.facts, wanted)
         return None, None, *_scatter(found, wanted)

@@ -23,6 +23,7 @@ from epinorm.plan import (
     Plan,
     Problem,
     Run,
+    StepLeftovers,
     Wanted,
     backend_of,
     bound,
@@ -67,6 +68,10 @@ planned: list[Callable[[Problem, Inputs], None]] = []
 
 callers: weakref.WeakSet[Caller] = weakref.WeakSet()
 """All that keep what calls were found to be."""
+
+
+_prepared_of: weakref.WeakKeyDictionary[Run, _Prepared] = weakref.WeakKeyDictionary()
+"""What each bound function was made from."""
 
 
 def forget_plans() -> None:
@@ -159,7 +164,9 @@ def bind(inputs: Inputs, facts: Facts, training: bool, y_size: tuple[int, ...]) 
     """What computes tensors like ``inputs``, which are dense; y_size: of y, leading dimensions
     not folded."""
     prepared = _prepare(inputs, facts, training)
-    return bound(prepared.problem, prepared.plan, inputs, y_size)
+    run = bound(prepared.problem, prepared.plan, inputs, y_size)
+    _prepared_of[run] = prepared
+    return run
 
 
 def run_inference(tensors: Sequence[Any], facts: Facts) -> Tensor:
@@ -177,14 +184,40 @@ def run_forward(tensors: Sequence[Any], facts: Facts) -> Forward:
 
 
 def run_backward(
-    tensors: Sequence[Any], facts: Facts, kept: Sequence[Tensor], dy: Tensor, wanted: Sequence[bool]
+    tensors: Sequence[Any],
+    facts: Facts,
+    kept: Sequence[Tensor],
+    dy: Tensor,
+    wanted: Sequence[bool],
+    run: Run | None = None,
+    left: StepLeftovers | None = None,
 ) -> list[Tensor]:
-    """Compute the wanted gradients, in the order of ``Inputs``; kept: z, mean and rstd."""
-    inputs = _inputs(*tensors)
-    prepared = _prepare(inputs, facts, True)
+    """Compute the wanted gradients, in the order of ``Inputs``; kept: z, mean and rstd, which a
+    backend lets go of when it has read them if this is the only list of them.
+
+    run: what ``bind`` made and the forward pass was computed by; left: what it left, see
+    ``StepForward``.
+    """
+    prepared = None if run is None else _prepared_of.get(run)
+    if prepared is not None and _has_the_set_precision(prepared.problem):
+        inputs, dense = Inputs._make(tensors), kept  # or they would not have been bound
+    else:
+        inputs = _inputs(*tensors)
+        prepared, left = _prepare(inputs, facts, True), None
+        dense = [t.contiguous() for t in kept]  # a hook may have handed back other strides
     want = Wanted(wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], tuple(wanted[5:]))
-    z, mean, rstd = kept
-    # Backward never reads y.
-    forward = Forward(z.new_empty(0), z, mean, rstd)
-    found = prepared.backward(prepared.problem, prepared.plan, inputs, forward, _dense(dy), want)
+    forward = [Forward(dense[0], *dense)]  # backward never reads y
+    del dense
+    if isinstance(kept, list):
+        kept.clear()
+    problem, plan, dy = prepared.problem, prepared.plan, _dense(dy)
+    if plan.strategy in ("epilogue", "single"):
+        found = prepared.backward(problem, plan, inputs, forward, dy, want, left)
+    else:
+        found = prepared.backward(problem, plan, inputs, forward.pop(), dy, want)
     return [g for g in (*found[:5], *found.operands) if g is not None]
+
+
+def _has_the_set_precision(problem: Problem) -> bool:
+    """Whether PyTorch's setting is still the one of the forward pass: backward follows it too."""
+    return product_precision(problem.dtype, problem.device.type) == problem.precision

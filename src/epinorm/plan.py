@@ -30,6 +30,8 @@ __all__ = [
     "Plan",
     "Problem",
     "Run",
+    "StepForward",
+    "StepLeftovers",
     "Strategy",
     "Wanted",
     "backend_of",
@@ -114,6 +116,24 @@ class Forward(NamedTuple):
     rstd: Tensor
 
 
+class StepForward(Forward):
+    """A ``Forward`` whose backend left something more for the backward pass of the same step.
+
+    ``left`` is handed to that backward once, by who keeps it; the gradients are the same without
+    it. It is no output of the operators.
+    """
+
+    left: StepLeftovers
+
+
+class StepLeftovers(Protocol):
+    """What ``StepForward`` holds: it frees its memory when nobody holds it any more."""
+
+    def restrict(self, x: bool, weight: bool) -> None:
+        """Free what serves other gradients than those of x or of the weight."""
+        ...
+
+
 class Wanted(NamedTuple):
     """Which gradients backward must compute."""
 
@@ -162,10 +182,22 @@ class Run(Protocol):
 
 
 class BackwardFunction(Protocol):
-    """Computes the wanted gradients from what the same backend's forward kept."""
+    """Computes the wanted gradients from what the same backend's forward kept.
+
+    kept: a ``Forward``; epinorm.cuda also takes it out of a list of one, so that nobody else holds
+    z when its memory could be used again. left: what the forward left besides (``StepForward``),
+    for epinorm.cuda alone.
+    """
 
     def __call__(
-        self, problem: Problem, plan: Plan, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
+        self,
+        problem: Problem,
+        plan: Plan,
+        inputs: Inputs,
+        kept: Any,
+        dy: Tensor,
+        want: Wanted,
+        *left: Any,
     ) -> Gradients: ...
 
 

@@ -37,14 +37,15 @@ def backward(
     problem: Problem,
     plan: Plan,
     inputs: Inputs,
-    kept: Forward,
+    kept: Forward | list[Forward],
     dy: Tensor,
     want: Wanted,
     planes: KeptPlanes | None = None,
 ) -> Gradients:
     """The wanted gradients from dy (M, N) in ``out_dtype``, on its GPU and current stream.
 
-    planes: those of x and W, where the forward pass left them; they are used up.
+    kept: what forward returned, or a list of it, which is emptied. planes: those of x and W, where
+    the forward pass left them; they are used up.
     Raises ``ValueError`` for a strategy that this backend does not have.
     """
     if plan.strategy not in ("epilogue", "single"):
@@ -54,7 +55,8 @@ def backward(
     # A gradient that autograd broadcast, as from y.sum(), has stride 0.
     if dy.stride(1) != 1 and problem.n > 1:
         dy = dy.contiguous()
-    return _prepared(problem)(_core_of(plan), inputs, kept, dy, want, planes)
+    holder = kept if isinstance(kept, list) else [kept]
+    return _prepared(problem)(_core_of(plan), inputs, holder, dy, want, planes)
 
 
 def _core_of(plan: Plan) -> Core | None:
@@ -73,22 +75,24 @@ class _Backward:
         self,
         core: Core | None,
         inputs: Inputs,
-        kept: Forward,
+        kept: list[Forward],
         dy: Tensor,
         want: Wanted,
         planes: KeptPlanes | None,
     ) -> Gradients:
-        """The norm kernel, then dX = dZ W and dW = dZᵀ X."""
+        """The norm kernel, then dX = dZ W and dW = dZᵀ X; by then, ``kept`` is let go of."""
         products = self.found.get((core, want))
         if products is None:
             products = self.found[core, want] = _Products(self.problem, core, want)
         by_planes = products.by_planes
         if by_planes is None:
-            norm = norm_backward(self.problem, inputs, kept, dy, want)
+            norm = norm_backward(self.problem, inputs, kept[0], dy, want)
+            kept.clear()
             dx = dw = None
         else:
             operands = [by_planes.operands(inputs, planes)]
-            norm = norm_backward(self.problem, inputs, kept, dy, want, operands[0].factors)
+            norm = norm_backward(self.problem, inputs, kept[0], dy, want, operands[0].factors)
+            kept.clear()
             assert norm.dz is not None
             assert norm.largest is not None
             dx, dw = by_planes.multiply(inputs, operands, norm.dz, norm.largest)

@@ -6,7 +6,6 @@ index, are taken into dz.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from epinorm.cuda.device import arch_of, sm_count
 from epinorm.cuda.jit import KernelSource, load
 from epinorm.cuda.norm_backward import Factors, Largest
 from epinorm.cuda.planes import TOLERANCE
-from epinorm.cuda.prepared import starts_early
+from epinorm.cuda.prepared import new_tensor, starts_early
 from epinorm.cuda.source import kernel_text
 
 __all__ = ["GradientPlanes", "GradientSplitter", "gradient_source"]
@@ -65,9 +64,8 @@ class GradientSplitter:
         self.plane_bytes = 2 * m * n
         self.lo = (planes - 1) * self.plane_bytes
         self.scale = planes * self.plane_bytes
-        new = partial(torch.empty, dtype=torch.uint8, device=device)
-        self.new_row = partial(new, self.scale + 4 * m)
-        self.new_column = partial(new, self.scale + 4 * n)
+        self.new_row = new_tensor((self.scale + 4 * m,), torch.uint8, device)
+        self.new_column = new_tensor((self.scale + 4 * n,), torch.uint8, device)
         strips = -(-n // STRIP_COLUMNS)
         wanted = max(BLOCKS_PER_SM * sm_count(device) // strips, 1)
         self.sizes = (m, n, min(max(-(-m // wanted), STRIP_ROWS), MOST_ROWS))

@@ -18,12 +18,14 @@ from epinorm.cuda.device import sm_count
 from epinorm.cuda.hopper import Tile, linear_norm_source, shared_bytes
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of
 from epinorm.cuda.jit import load
+from epinorm.cuda.kept_planes import KeptPlanes, room_for
 from epinorm.cuda.launch import tensor_map
 from epinorm.cuda.norm_text import matrix_arguments
+from epinorm.cuda.plane_products import planes_taken
 from epinorm.cuda.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.cuda.prepared import PreparedByProblem, new_tensor
 from epinorm.cuda.rescue import LARGEST_GROUP, rescue_launch
-from epinorm.plan import Forward, Inputs, Problem, Run
+from epinorm.plan import Forward, Inputs, Problem, Run, StepForward
 from epinorm.prepack import marked
 
 __all__ = ["bind", "hopper_forward", "launch_with"]
@@ -67,7 +69,7 @@ class _PreparedForward:
         ordinary = self.ordinary.bind(x_stride, w_stride, y_size)
         if self.problem.dtype != torch.float32:
             return ordinary
-        size = self.problem.m, self.problem.k
+        size, keeping = (self.problem.m, self.problem.k), _keeping(self.problem, self.ordinary)
 
         def run(
             x: Tensor,
@@ -83,6 +85,11 @@ class _PreparedForward:
                 found = self._with_kept_weight(inputs, None)
                 if found is not None:
                     return found._replace(y=found.y.view(y_size))
+            if keeping is not None:  # training: x has two dimensions
+                inputs = Inputs(x, weight, bias, norm_weight, norm_bias, operands)
+                found = self._with_planes_left(keeping, inputs)
+                if found is not None:
+                    return found
             return ordinary(x, weight, bias, norm_weight, norm_bias, operands)
 
         return run
@@ -101,6 +108,28 @@ class _PreparedForward:
             kept = entry.converted(inputs.weight, launch.split_weight)
             return None if kept is None else launch(inputs, launch.weight_in(kept))
         return launch(inputs, _weight_of(weight))
+
+    def _with_planes_left(self, launch: _Split, inputs: Inputs) -> Forward | None:
+        """The same, and the planes stay for the backward pass where there is room for them.
+
+        W's are made by a launch of their own, into memory that backward gives back before dW is
+        allocated.
+        """
+        device = self.problem.device
+        if not room_for(launch.split.nbytes + launch.split_weight.nbytes, device):
+            return None
+        buffer = launch.new_weight()
+        launch.split_weight(buffer.data_ptr(), inputs.weight)
+        return launch(inputs, launch.weight_in(buffer), buffer)
+
+
+def _keeping(problem: Problem, ordinary: _Direct | _Split) -> _Split | None:
+    """``ordinary`` with W's planes made beforehand, where the backward pass reads planes too."""
+    if not (problem.training and problem.m and isinstance(ordinary, _Split)):
+        return None
+    if not planes_taken(problem, True, True)[0]:
+        return None
+    return _Split(problem, ordinary.tile, prepacked=True)
 
 
 def _launch_of(problem: Problem, prepacked: bool) -> _Direct | _Split:
@@ -127,7 +156,7 @@ class _Launch:
         self.maps: dict[Any, tuple[bytes, ...]] = {}
         self.bound: dict[Any, Callable[..., Forward]] = {}
 
-    def __call__(self, inputs: Inputs, *weight: _Weight) -> Forward:
+    def __call__(self, inputs: Inputs, *weight: Any) -> Forward:
         strides = inputs.x.stride(0), inputs.weight.stride(0)
         run = self.bound.get(strides)
         if run is None:
@@ -241,6 +270,7 @@ class _Split(_Launch):
         self.split = splitter(self.planes, problem.k, problem.m, rows, device)
         self.split_weight = splitter(self.planes, problem.k, problem.n, 0, device)
         self.new_buffer = new_tensor((self.split.nbytes,), torch.uint8, device)
+        self.new_weight = new_tensor((self.split_weight.nbytes,), torch.uint8, device)
         self.kernels: dict[bool, tuple[Callable[..., None], Callable[..., None] | None]] = {}
         if problem.m:
             self._load(aligned=True)  # now: a CUDA graph may be captured when it is first needed
@@ -252,7 +282,8 @@ class _Split(_Launch):
         return found
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
-        """As ``_Launch.bind``; the function takes a ``_Weight`` too."""
+        """As ``_Launch.bind``; the function takes a ``_Weight`` too, and its buffer if the planes
+        are to be left for the backward pass."""
         outputs, new_buffer, launch, maps = (
             self._outputs(y_size), self.new_buffer, self.launch, self.maps
         )  # fmt: skip
@@ -267,6 +298,7 @@ class _Split(_Launch):
             beta: Tensor | None,
             operands: tuple[Tensor, ...],
             weight: _Weight | None = None,
+            left: Tensor | None = None,
         ) -> Forward:
             out = outputs()
             matrices = x_at, _, w_at, _ = x.data_ptr(), x_stride, w.data_ptr(), w_stride
@@ -298,7 +330,11 @@ class _Split(_Launch):
             if guard is not None:
                 given = matrix_arguments(operands)[0] if operands else ()
                 guard(*matrices, *parameters, flags, column_flags, *targets, *sizes, *given)
-            return out
+            if left is None:
+                return out
+            more = StepForward._make(out)
+            more.left = KeptPlanes(buffer, left)
+            return more
 
         return run if self.problem.m else lambda *_: outputs()
 

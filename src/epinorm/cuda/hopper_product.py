@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from epinorm.cuda.hopper_plan import fold_steps
 from epinorm.cuda.instance import TYPES
 from epinorm.cuda.jit import KernelSource, load
 from epinorm.cuda.launch import tensor_map
+from epinorm.cuda.prepared import new_tensor
 from epinorm.cuda.source import kernel_text
 
 __all__ = [
@@ -172,7 +173,7 @@ class Product:
             tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
         self.shape, self.parts = shape, parts
         self.box_a = tile.block_m if major_k_a else BOX
-        self.new = partial(torch.empty, (shape.rows, shape.columns), dtype=out_dtype, device=device)
+        self.new = new_tensor((shape.rows, shape.columns), out_dtype, device)
         self.numbers = (shape.rows, shape.columns, -(-shape.steps // parts) * BLOCK_K, parts)
         self.maps: dict[Any, tuple[bytes, ...]] = {}
         product_dtype = torch.float32 if parts > 1 else out_dtype
@@ -189,10 +190,8 @@ class Product:
         )
         self.add: Callable[..., None] | None = None
         if parts > 1:
-            count = shape.rows * shape.columns
-            self.new_parts = partial(
-                torch.empty, (parts * count,), dtype=torch.float32, device=device
-            )
+            self.count = count = shape.rows * shape.columns
+            self.new_parts = new_tensor((parts * count,), torch.float32, device)
             blocks = -(-count // (ADD_THREADS * ADD_VALUES))
             add = load(add_splits_source(parts, out_dtype), device)
             self.add = add.prepare("ppl", blocks, ADD_THREADS, dependent=True)
@@ -209,7 +208,7 @@ class Product:
             return result
         parts = self.new_parts()
         self.launch(*maps, parts.data_ptr(), scale, *self.numbers)
-        self.add(parts.data_ptr(), result.data_ptr(), result.numel())
+        self.add(parts.data_ptr(), result.data_ptr(), self.count)
         return result
 
     def _keep_maps(self, key: Any, *planes: Tensor) -> tuple[bytes, ...]:

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["KeptPlanes", "room_for"]
+__all__ = ["KeptPlanes", "nbytes_kept", "room_for"]
 
 SHARE = 1 / 16
 """Of the GPU's memory, for all planes that wait for their backward pass."""
@@ -33,6 +33,13 @@ class KeptPlanes:
         self._device = next((t.device for t in (x, weight) if t is not None), None)
         if self._device is not None:
             _count(self._device, self._counted)
+
+    def restrict(self, x: bool, weight: bool) -> None:
+        """Free what serves other gradients than those of x or of the weight: dX needs W."""
+        if not x:
+            self.take_weight()
+        if not weight:
+            self.take_x()
 
     def take_x(self) -> Tensor | None:
         """x's planes, which are the caller's from now on."""
@@ -57,7 +64,12 @@ class KeptPlanes:
 
 def room_for(nbytes: int, device: torch.device) -> bool:
     """Whether planes of ``nbytes`` bytes may wait for their backward pass on this GPU."""
-    return _kept.get(device, 0) + nbytes <= _limit(device)
+    return nbytes_kept(device) + nbytes <= _limit(device)
+
+
+def nbytes_kept(device: torch.device) -> int:
+    """Bytes of planes that wait for their backward pass on this GPU."""
+    return _kept.get(device, 0)
 
 
 @cache

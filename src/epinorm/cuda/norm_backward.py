@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from epinorm.cuda.norm_backward_text import (
 )
 from epinorm.cuda.norm_text import OPERAND_SIGNATURE, matrix_arguments, parameter_addresses
 from epinorm.cuda.norm_tile import LARGEST_ACCESS_BYTES, WARP, ceil_div, vector_width
-from epinorm.cuda.prepared import PreparedByProblem, starts_early
+from epinorm.cuda.prepared import PreparedByProblem, new_tensor, starts_early
 from epinorm.plan import Forward, Inputs, Problem, Wanted
 
 __all__ = ["Factors", "Largest", "NormGradients", "norm_backward"]
@@ -138,9 +137,14 @@ class _Launches:
     ) -> None:
         self.problem, self.outputs = problem, outputs
         self.groups = problem.groups
-        self.new = partial(torch.empty, device=device)
+        m, n = problem.m, problem.n
         self.places = outputs.places
         self.sum_dtypes = outputs.sum_dtypes(problem)
+        # A gradient over channels has a value for each of them.
+        self.new_sums = [new_tensor((n,), dtype, device) for dtype in self.sum_dtypes]
+        new_element = new_tensor((m, n), problem.norm_dtype, device)
+        self.new_elements = [new_element if wanted else None for wanted in outputs.elements]
+        self.new_dz = new_tensor((m, n), problem.dtype, device) if outputs.dz else None
         if not problem.m:
             return
         arch, sms = arch_of(device), sm_count(device)
@@ -156,6 +160,10 @@ class _Launches:
         passes = ceil_div(problem.m, tile.rows_per_pass)
         parts = max(1, min(passes, resident // strips, LARGEST_GRID_Y))
         self.scratch = _Scratch(problem, outputs, strips * tile.row_warps, parts)
+        self.new_scratch = new_tensor((self.scratch.nbytes,), torch.uint8, device)
+        if plan.row_sums is not None:
+            shape = (m, self.groups, 2)
+            self.new_row_sums = new_tensor(shape, problem.stats_dtype, device)
         splitting = outputs.row_largest or outputs.column_largest
         signature = SIGNATURE + operands + "p" * sum(outputs.elements) + "p" * (6 * splitting)
         early = starts_early(device)
@@ -183,14 +191,10 @@ class _Launches:
         factors: Factors | None,
     ) -> NormGradients:
         """Launch on ``matrices``, the addresses and row strides of dy, z and every operand."""
-        problem, outputs, new = self.problem, self.outputs, self.new
-        m, n, z = problem.m, problem.n, kept.z
-        # A gradient has the size of what it belongs to: a channel each.
-        sums = [new((n,), dtype=dtype) for dtype in self.sum_dtypes]
-        elements = [
-            new((m, n), dtype=problem.norm_dtype) if wanted else None for wanted in outputs.elements
-        ]
-        dz = new((m, n), dtype=z.dtype) if outputs.dz else None
+        m = self.problem.m
+        sums = [new() for new in self.new_sums]
+        elements = [None if new is None else new() for new in self.new_elements]
+        dz = None if self.new_dz is None else self.new_dz()
         if not m:
             for gradient in sums:
                 gradient.zero_()
@@ -199,7 +203,7 @@ class _Launches:
         statistics = (kept.mean.data_ptr(), kept.rstd.data_ptr())
         before = self._row_sums(rows, statistics, parameters, operands)
         scratch = self.scratch
-        storage = new((scratch.nbytes,), dtype=torch.uint8)
+        storage = self.new_scratch()
         at = storage.data_ptr()
         largest: Largest | None = None
         splitting: tuple[int, ...] = ()
@@ -221,7 +225,7 @@ class _Launches:
         )
         if sums:
             addresses = [t.data_ptr() for t in sums]
-            self.column_sums(at, scratch.parts, n, *addresses)
+            self.column_sums(at, scratch.parts, self.problem.n, *addresses)
         return self._named(dz, sums, elements, largest)
 
     def _row_sums(
@@ -234,11 +238,9 @@ class _Launches:
         """The sums of each (row, group) for groups that the main kernel cannot hold."""
         if self.row_sums is None:
             return None
-        problem = self.problem
-        shape = (problem.m, self.groups, 2)
-        sums = self.new(shape, dtype=problem.stats_dtype)
-        address = sums.data_ptr()
-        self.row_sums(*rows, *statistics, address, *parameters, *shape[:2], *operands)
+        sums = self.new_row_sums()
+        sizes = (self.problem.m, self.groups)
+        self.row_sums(*rows, *statistics, sums.data_ptr(), *parameters, *sizes, *operands)
         return sums
 
     def _named(
