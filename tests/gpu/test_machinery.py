@@ -431,12 +431,11 @@ def test_a_launch_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
     assert measured["ten arguments, prepared"] < 5.0
 
 
-# One thread copies one box in and out again by TMA; all write it to `seen` as it lies. These tests
-# are the last: a fault of TMA ends the process' context, and every test after it would fail too.
+# One thread copies one box in by TMA, as the kernels do; all write it to `seen` as it lies. These
+# tests are the last: a fault of TMA ends the process' context, and every test after it would fail.
 COPY = """
 struct __align__(64) CUtensorMap { unsigned long long words[16]; };
-extern "C" __global__ void copy(const __grid_constant__ CUtensorMap from,
-                                const __grid_constant__ CUtensorMap to, unsigned char* seen,
+extern "C" __global__ void copy(const __grid_constant__ CUtensorMap from, unsigned char* seen,
                                 int column, int row, int bytes) {
     extern __shared__ __align__(1024) unsigned char box[];
     __shared__ __align__(8) unsigned long long barrier;
@@ -456,13 +455,6 @@ extern "C" __global__ void copy(const __grid_constant__ CUtensorMap from,
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;"
                      " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar) : "memory");
     for (int i = threadIdx.x; i < bytes; i += blockDim.x) seen[i] = box[i];
-    if (threadIdx.x == 0) {
-        asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group"
-                     " [%1, {%2, %3}], [%0];" :: "r"(at), "l"(&to), "r"(column), "r"(row)
-                     : "memory");
-        asm volatile("cp.async.bulk.commit_group;");
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-    }
 }
 """
 
@@ -471,10 +463,11 @@ extern "C" __global__ void copy(const __grid_constant__ CUtensorMap from,
 @pytest.mark.parametrize("swizzle", [0, 32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_tensor_maps_address_a_matrix(dtype: torch.dtype, swizzle: int) -> None:
-    """A box that hangs over the edge: zeros in shared memory, nothing written outside.
+    """A box that hangs over the edge: zeros in shared memory.
 
     Shared memory is in the order that PTX ISA gives for the swizzle: of a byte's offset, the bits
-    above 4 are xor-ed with as many bits above 7.
+    above 4 are xor-ed with as many bits above 7. (Copies back to global memory, which no kernel
+    here makes, write whole 16 bytes at a row's end.)
     """
     size = dtype.itemsize
     box_rows, box_cols = 64, (swizzle or 128) // size
@@ -483,18 +476,13 @@ def test_tensor_maps_address_a_matrix(dtype: torch.dtype, swizzle: int) -> None:
     x = torch.randn(rows, stride, device="cuda").to(dtype)[:, :cols]
     step = 16 // size  # TMA needs the box to start on 16 bytes; the matrix may end anywhere
     column, row = (cols - box_cols // 2) // step * step, rows - 40
-    y_storage = torch.full((rows + 64, stride), float("nan"), device="cuda").to(dtype)
-    y = y_storage[:rows, :cols]
     seen = torch.full((box_rows, box_cols), float("nan"), device="cuda").to(dtype)
     from_map = tensor_map(x, box_rows, box_cols, swizzle)
-    to_map = tensor_map(y, box_rows, box_cols, swizzle)
     assert tensor_map(x, box_rows, box_cols, swizzle) is from_map
     bytes_ = box_rows * box_cols * size
-    arguments = (from_map, to_map, seen, i32(column), i32(row), i32(bytes_))
+    arguments = (from_map, seen, i32(column), i32(row), i32(bytes_))
     kernel.launch(1, 128, arguments, shared_bytes=bytes_)
     copied = x[row:, column:]
-    assert torch.equal(y[row:, column:], copied)
-    assert torch.isfinite(y_storage).sum() == copied.numel()
     expected = torch.zeros_like(seen)
     expected[: copied.shape[0], : copied.shape[1]] = copied
     offset = torch.arange(bytes_, device="cuda")
