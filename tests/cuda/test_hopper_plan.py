@@ -230,6 +230,24 @@ def test_auto_takes_one_kernel_for_the_benchmark(kind, hopper):
     assert asked.reason == f"asked for by name; {plan.reason}"
 
 
+@pytest.mark.parametrize(
+    ("facts", "strategy"),
+    [
+        (dict(k=128, kind="highest", training=True), "epilogue"),
+        (dict(k=136, kind="highest", training=True), "single"),
+        (dict(k=128, kind="highest"), "single"),
+        (dict(k=128, kind="high", training=True), "single"),
+        (dict(k=128, training=True), "single"),
+    ],
+)
+def test_gradients_of_short_fp32_sums_are_left_to_the_library(facts, strategy, hopper):
+    problem = problem_of(m=65536, channels=4, groups=256, **facts)
+    plan = cuda_plan.plan_cuda(problem, "auto")
+    assert plan.strategy == strategy
+    assert ("sums as short as 128" in plan.reason) == (strategy == "epilogue")
+    assert cuda_plan.plan_cuda(problem, "single").strategy == "single"
+
+
 def test_epilogue_by_name_is_always_served(hopper):
     for facts, _ in REASONS:
         plan = cuda_plan.plan_cuda(problem_of(**facts), "epilogue")
