@@ -1,0 +1,201 @@
+"""The backward pass on the host, without a GPU: which kernels, in which order, what is freed when.
+
+Kernels are stand-ins that compute nothing; each launch's arguments must fit its signature.
+"""
+
+import weakref
+
+import pytest
+import torch
+
+from epinorm import calls
+from epinorm.cuda import (
+    backward,
+    gradient_planes,
+    hopper_product,
+    norm_backward,
+    plane_products,
+    planes,
+    rescue_gradient,
+)
+from epinorm.cuda.device import Gpu
+from epinorm.cuda.kept_planes import KeptPlanes, nbytes_kept
+from epinorm.cuda.planes import splitter
+from epinorm.plan import Plan
+
+CPU = torch.device("cpu")
+SHARED = 232448
+M, K, N, GROUPS = 64, 32, 48, 6
+FACTS = (f"group_norm({GROUPS})|silu", "single", False, None)
+ALL = (True,) * 5
+
+
+class Stand:
+    """In place of a kernel: notes its launches in order."""
+
+    def __init__(self, entry, launched):
+        self.entry, self.launched = entry, launched
+
+    def blocks_per_sm(self, threads):
+        return 4
+
+    def prepare(self, signature, *grid_and_block, **options):
+        def launch(*values):
+            kinds = {"m": bytes, "f": float}
+            assert len(values) == len(signature), (self.entry, signature, values)
+            for letter, value in zip(signature, values, strict=True):
+                assert isinstance(value, kinds.get(letter, int)), (self.entry, signature, values)
+            self.launched.append(self.entry)
+            for note in self.launched.notes:
+                note(self.launched)
+
+        return launch
+
+
+class Launched(list):
+    def __init__(self):
+        super().__init__()
+        self.notes = []
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    found = Launched()
+    stands = {
+        "load": lambda source, device, dynamic=0: Stand(source.entry, found),
+        "sm_count": lambda device: 132,
+        "arch_of": lambda device: "sm_90a",
+        "capability": lambda device: (9, 0),
+        "starts_early": lambda device: True,
+        "max_shared_bytes": lambda device: SHARED,
+        "gpu_of": lambda device: Gpu((9, 0), 132, SHARED, SHARED + 1024),
+        "tensor_map": lambda *arguments: type("Map", (), {"data": b"0" * 128}),
+    }
+    modules = (backward, gradient_planes, hopper_product, norm_backward, plane_products, planes)
+    for module in (*modules, rescue_gradient):
+        for name, stand in stands.items():
+            monkeypatch.setattr(module, name, stand, raising=False)
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    monkeypatch.setattr(backward, "planes_taken", lambda p, x, w, *core: planes_of(p, x, w))
+    monkeypatch.setattr(calls, "plan_for", lambda *_: Plan("single", "test", "hopper"))
+    calls.forget_plans()
+    backward._prepared.clear()
+    norm_backward._prepared.clear()
+    yield found
+    calls.forget_plans()
+    for module in (*modules, rescue_gradient):
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    backward._prepared.clear()
+    norm_backward._prepared.clear()
+
+
+def planes_of(problem, want_x, want_weight):
+    fp32 = problem.dtype == torch.float32
+    return fp32 and want_x, fp32 and want_weight
+
+
+def run(dtype, wanted=ALL, left=None):
+    """Yields a weak reference to z, then the gradients."""
+    shapes = [(M, K), (N, K), (N,), (N,), (N,)]
+    tensors = (*[torch.randn(shape).to(dtype) for shape in shapes], ())
+    kept = [torch.randn(M, N).to(dtype), *torch.rand(2, M, GROUPS)]
+    alive = weakref.ref(kept[0])
+    dy = torch.randn(M, N).to(dtype)
+    yield alive
+    yield calls.run_backward(tensors, FACTS, kept, dy, wanted, None, left)
+
+
+NORM = ["norm_backward", "norm_column_sums"]
+PRODUCTS = ["hopper_product", "rescue_gradient"] * 2
+
+
+def test_fp32_makes_its_planes_once(launched):
+    _, found = run(torch.float32)
+    assert launched == ["split", "split", *NORM, "split_gradient", *PRODUCTS]
+    assert [tuple(g.shape) for g in found] == [(M, K), (N, K), (N,), (N,), (N,)]
+    assert {g.dtype for g in found} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ((True, False, False, False, False), ["split", "norm_backward", "split_gradient"]),
+        ((False, True, True, False, False), ["split", *NORM, "split_gradient"]),
+        ((False, False, True, True, True), NORM),
+    ],
+)
+def test_fp32_makes_no_planes_that_nobody_reads(launched, wanted, expected):
+    _, found = run(torch.float32, wanted)
+    assert launched == expected + PRODUCTS[:2] * any(wanted[:2])
+    assert len(found) == sum(wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_takes_dz_as_it_is(launched, dtype):
+    _, found = run(dtype)
+    assert launched[:2] == NORM
+    assert set(launched[2:]) <= {"hopper_product", "add_splits"}
+    assert {g.dtype for g in found} == {dtype}
+
+
+def test_z_is_gone_before_the_products(launched):
+    step = run(torch.float32)
+    alive = next(step)
+    fate = []
+    launched.notes.append(lambda so_far: fate.append((so_far[-1], alive() is not None)))
+    next(step)
+    assert ("norm_backward", True) in fate
+    assert ("hopper_product", False) in fate
+    assert ("hopper_product", True) not in fate
+
+
+def bound(dtype):
+    """What run_backward finds the plan of, in place of a bound call."""
+
+    class Run:
+        pass
+
+    made = Run()
+    shapes = [(M, K), (N, K), (N,), (N,), (N,)]
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+    calls._prepared_of[made] = calls._prepare(calls._inputs(*tensors, ()), FACTS, True)
+    return made, (*tensors, ())
+
+
+def test_planes_that_were_left_are_used_and_dropped_one_by_one(launched):
+    made, tensors = bound(torch.float32)
+    sizes = [splitter(2, K, rows, 0, CPU).nbytes for rows in (M, N)]
+    buffers = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    x_alive, w_alive = (weakref.ref(buffer) for buffer in buffers)
+    left = KeptPlanes(*buffers)
+    del buffers
+    fate = []
+    launched.notes.append(
+        lambda so_far: fate.append((so_far[-1], x_alive() is not None, w_alive() is not None))
+    )
+    kept = [torch.randn(M, N), *torch.rand(2, M, GROUPS)]
+    calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, made, left)
+    assert launched == [*NORM, "split_gradient", *PRODUCTS]  # no split of x or W
+    assert fate[-3:] == [
+        ("rescue_gradient", True, True),  # of dX
+        ("hopper_product", True, False),  # W's are gone: dW is allocated by now
+        ("rescue_gradient", True, False),
+    ]
+    assert nbytes_kept(CPU) == 0
+    assert x_alive() is None
+    kept = [torch.randn(M, N), *torch.rand(2, M, GROUPS)]
+    calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, made, left)
+    assert launched[-9:] == ["split", "split", *NORM, "split_gradient", *PRODUCTS][-9:]
+
+
+def test_no_rows_need_no_kernel(launched):
+    shapes = [(0, K), (N, K), (N,), (N,), (N,)]
+    tensors = (*[torch.randn(shape) for shape in shapes], ())
+    kept = [torch.empty(0, N), *torch.empty(2, 0, GROUPS)]
+    found = calls.run_backward(tensors, FACTS, kept, torch.empty(0, N), (False, False, *ALL[2:]))
+    assert launched == []
+    assert all(not g.any() for g in found)
