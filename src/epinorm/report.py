@@ -92,12 +92,28 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("max-autotune", _time("compile_autotune")),
     ("linear alone", _time("linear")),
     ("copy", _time("copy")),
+    ("on the GPU, ours / linear", lambda r: _short(r, r.ours_gpu_us, r.linear_gpu_us)),
+    ("in a loop, ours / eager", lambda r: _short(r, r.ours_wall_us, r.eager_wall_us)),
     ("over eager", lambda r: times(r.speedup)),
     ("over compile", lambda r: times(over(r.compile_us, r.ours_us))),
     ("error, ours / eager", _errors),
     ("peak MB, ours / eager", lambda r: _pair(r.ours_peak_mb, r.eager_peak_mb)),
     ("strategy", lambda r: r.strategy or "–"),
 )
+
+
+SHORT_MICROSECONDS = 100.0
+
+
+def _short(row: Row, ours: float | None, other: float | None) -> str:
+    """What decides short calls: the GPU's share, or the time from call to call in a loop."""
+    if (
+        ours is None
+        or other is None
+        or min(row.ours_us or 0, row.linear_us or 0) > SHORT_MICROSECONDS
+    ):
+        return "–"
+    return f"{ours:.3g} / {other:.3g} µs"
 
 
 def _pair(ours: float | None, eager: float | None) -> str:
