@@ -113,7 +113,7 @@ def _short(row: Row, ours: float | None, other: float | None) -> str:
         or min(row.ours_us or 0, row.linear_us or 0) > SHORT_MICROSECONDS
     ):
         return "–"
-    return f"{ours:.3g} / {other:.3g} µs"
+    return f"{microseconds(ours, other)} / {microseconds(other)}"
 
 
 def _pair(ours: float | None, eager: float | None) -> str:
