@@ -198,9 +198,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
+    make = tempfile.TemporaryDirectory
 
     def remembered(*arguments: str) -> tempfile.TemporaryDirectory:
-        folder = tempfile.TemporaryDirectory(*arguments)
+        folder = make(*arguments)
         made.append(Path(folder.name))
         return folder
 
