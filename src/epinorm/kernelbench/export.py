@@ -111,12 +111,11 @@ def _covered(hopper: Hopper | None) -> tuple[str, ...]:
     said = [
         f"on Hopper (compute capability 9.0, CUDA 12 or newer), for {', '.join(hopper.modes)}, "
         "forward is one product of our own with everything else in its epilogue",
+        "backward there is one kernel (and a sum) and, where the output features are a multiple of "
+        "8, two products of our own, for float32 between a split into planes and a range guard",
         "elsewhere (other GPUs, float64, autocast, other channels in a group, other constants, "
-        "rows that are no multiple of 16 bytes) forward is PyTorch's F.linear, then one norm "
-        "kernel",
-        "there, where the output features are a multiple of 8, both products of backward are our "
-        "own too, for float32 between a split into planes and a range guard; the rest of backward "
-        "is one kernel (and a sum); elsewhere the products of backward are PyTorch's torch.mm",
+        "rows that are no multiple of 16 bytes) the products are PyTorch's, F.linear and torch.mm; "
+        f"the rest is {norm}",
     ]
     said += [
         f"backward in {mode} has no products of our own: {why}"
