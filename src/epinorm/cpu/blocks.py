@@ -28,7 +28,7 @@ WANTED_BLOCKS = 8
 """With fewer blocks than this the product is cut into tiles, where it is long enough."""
 BLOCK_WEIGHT = 2**21
 """Values of a weight that is worth arranging again for each block of less than 256 rows."""
-TILE_ROWS = ((1024, 256), (512, 128), (0, 64))
+TILE_ROWS = ((1024, 256), (128, 128), (0, 64))
 DX_TILE_ROWS = ((1024, 256), (0, 128))
 DX_BLOCK_ROWS = 128
 """With blocks of fewer rows, x's gradient is computed in tiles once all of dz is there."""

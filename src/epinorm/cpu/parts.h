@@ -96,19 +96,29 @@ class SingleThread {
   int mkl_ = 0;
 };
 
-// Runs work(part, scratch) for each part. Threads take parts from a shared counter, since they need
-// not run at the same speed. At least two tasks are made, because a parallel region of
-// one task would leave the product inside it free to use all threads, and to sum in another order.
+// Runs work(part, scratch) for each part. Each task begins with a share of its own, neighbours that are
+// the same from call to call: a weight's part then lies in the cache of the core that reads it again.
+// Then it helps with the shares of the others, since threads need not run at the same speed. At least
+// two tasks are made, because a parallel region of one task would leave the product inside it free to
+// use all threads, and to sum in another order.
 template <class Work>
 void for_each_part(int64_t count, int64_t scratch_bytes, const Work& work) {
-  std::atomic<int64_t> next{0};
+  struct alignas(kAlignment) Share {
+    std::atomic<int64_t> next;
+  };
   const int64_t tasks = std::max(2, at::get_num_threads());
+  const std::unique_ptr<Share[]> shares(new Share[tasks]);
+  for (int64_t i = 0; i < tasks; ++i) shares[i].next = i * count / tasks;
   at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    if (next.load(std::memory_order_relaxed) >= count) return;
-    const Memory scratch = allocate(scratch_bytes);
+    Memory scratch;
     const SingleThread guard;
-    for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < count;)
-      work(part, scratch.get());
+    for (int64_t i = 0; i < tasks; ++i) {
+      const int64_t share = (begin + i) % tasks, last = (share + 1) * count / tasks;
+      for (int64_t part; (part = shares[share].next.fetch_add(1, std::memory_order_relaxed)) < last;) {
+        if (scratch == nullptr) scratch = allocate(scratch_bytes);
+        work(part, scratch.get());
+      }
+    }
   });
 }
 
