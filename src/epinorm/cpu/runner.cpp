@@ -81,7 +81,11 @@ static void linear(const Problem& p, const Matrix& z, int64_t z_row, int64_t row
   if (packed != nullptr && count == p.blocks.rows)
     return packed->multiply(p.matrix(p.x, p.x_stride).at(row, 0), p.x_stride, z.at(z_row, 0),
                             z.stride, p.bias != nullptr);
-  const int64_t depth = p.dtype == kFloat && p.k <= kUncut ? halved(p.k) : p.k;
+  int64_t depth = p.k;
+  if (p.dtype == kFloat && p.k <= kUncut)
+    depth = halved(p.k);
+  else if (p.dtype == kFloat && width < p.n())
+    depth = kUncut;  // in a narrow tile MKL does not cut a long K itself
   for (int64_t inner = 0; inner < p.k; inner += depth) {
     const int64_t deep = std::min(depth, p.k - inner);
     multiply(z.part(z_row, count, column, width),
