@@ -117,6 +117,14 @@ def test_the_commit_is_read_without_git(tmp_path: Path, monkeypatch: pytest.Monk
     assert commit(tmp_path / "deeper") == "b" * 12
     (git / "refs" / "heads" / "main").write_text("a" * 40 + "\n")
     assert commit(tmp_path) == "a" * 12
+    own = git / "worktrees" / "side"
+    own.mkdir(parents=True)
+    (own / "HEAD").write_text("ref: refs/heads/main\n")
+    (own / "commondir").write_text("../..\n")
+    worktree = tmp_path / "worktree"
+    worktree.mkdir()
+    (worktree / ".git").write_text(f"gitdir: {own}\n")
+    assert commit(worktree) == "a" * 12
     monkeypatch.setenv("EPINORM_COMMIT", "c" * 40)
     assert commit(tmp_path) == "c" * 12
 

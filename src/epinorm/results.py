@@ -138,17 +138,23 @@ def commit(root: Path | None = None) -> str | None:
     start = root or Path(__file__).resolve().parent
     for folder in (start, *start.parents):
         git = folder / ".git"
-        if git.is_dir():
+        if git.exists():
             return _head(git)
     return None
 
 
 def _head(git: Path) -> str | None:
+    """HEAD of a repository or of a worktree, whose ``.git`` is a file that says where."""
     try:
+        if git.is_file():
+            git = git.parent / git.read_text().strip().removeprefix("gitdir: ")
         head = (git / "HEAD").read_text().strip()
         if not head.startswith("ref: "):
             return head[:12] or None
         ref = head.removeprefix("ref: ")
+        shared = git / "commondir"
+        if shared.is_file():
+            git = git / shared.read_text().strip()
         if (git / ref).is_file():
             return (git / ref).read_text().strip()[:12]
         for line in (git / "packed-refs").read_text().splitlines():
