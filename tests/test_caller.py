@@ -23,21 +23,6 @@ K, N, ROWS = 12, 16, 5
 OPERATOR = "linear_norm"
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call went the short way."""
-    ways: list[bool] = []
-    again = Caller.again
-
-    def noted(caller: Caller, *tensors: Any) -> Tensor | None:
-        y = again(caller, *tensors)
-        ways.append(y is not None)
-        return y
-
-    monkeypatch.setattr(Caller, "again", noted)
-    return ways
-
-
 @pytest.fixture(params=["fused", "block"])
 def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
     """A model and what computes the same as one operation, after two calls."""

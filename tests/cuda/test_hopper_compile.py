@@ -11,31 +11,27 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from epinorm.chain import Chain
 from epinorm.cuda import hopper_plan
 from epinorm.cuda.hopper import Tile, largest_stages, linear_norm_source, shared_bytes
 from epinorm.cuda.jit import KernelSource, compiled
 from epinorm.cuda.planes import split_source
 from epinorm.plan import Problem
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from problems import HEAVY, problem_of
+
 SMS = 132  # of an H200
 SHARED_LIMIT = 227 * 1024
 
-EASY = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
-HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
-
 BF16, F16, HIGH, HIGHEST = "bfloat16", "float16", "high", "highest"
-KINDS = {
-    BF16: (torch.bfloat16, "native"),
-    F16: (torch.float16, "native"),
-    HIGH: (torch.float32, "high"),
-    HIGHEST: (torch.float32, "highest"),
-}
+KINDS = (BF16, F16, HIGH, HIGHEST)
 
 # m, k, channels in a group, groups.
 SHAPES = {
@@ -48,34 +44,6 @@ SHAPES = {
     "decode_16": (16, 8192, 16, 512),
     "layer_norm_512": (4096, 512, 512, 1),
 }
-
-
-def problem_of(
-    shape: tuple[int, int, int, int],
-    kind: str,
-    training: bool = False,
-    chain: str = EASY,
-    out_dtype: torch.dtype | None = None,
-    parameters: tuple[bool, bool, bool] = (True, True, True),
-) -> Problem:
-    m, k, channels, groups = shape
-    dtype, precision = KINDS[kind]
-    out_dtype = out_dtype or dtype
-    return Problem(
-        chain=Chain.parse(chain.format(groups=groups)),
-        m=m,
-        k=k,
-        n=channels * groups,
-        dtype=dtype,
-        norm_dtype=out_dtype,
-        out_dtype=out_dtype,
-        has_bias=parameters[0],
-        has_norm_weight=parameters[1],
-        has_norm_bias=parameters[2],
-        training=training,
-        device=torch.device("cuda", 0),
-        precision=precision,
-    )
 
 
 def source_of(problem: Problem, tile: Tile | None = None) -> KernelSource:
@@ -105,7 +73,7 @@ def check(source: KernelSource) -> None:
 def test_named_shapes(name, kind):
     """Inference in bf16 and both kinds of fp32, training in the others, so that all are seen."""
     training = (list(SHAPES).index(name) + list(KINDS).index(kind)) % 2 == 1
-    problem = problem_of(SHAPES[name], kind, training)
+    problem = problem_of(*SHAPES[name], kind, training)
     check(source_of(problem))
 
 
@@ -118,7 +86,7 @@ def test_group_sizes(channels):
     first = GROUP_SIZES.index(channels) % 4
     for i, kind in enumerate(kinds[first : first + 2]):
         shape = (4096, 1024, channels, max(1, 1024 // channels))
-        check(source_of(problem_of(shape, kind, i == 1)))
+        check(source_of(problem_of(*shape, kind, i == 1)))
 
 
 @pytest.mark.parametrize("kind", [BF16, HIGHEST])
@@ -128,16 +96,16 @@ def test_chains(chain, kind):
     channels = 32 if groups > 1 else 128
     parameters = (True, True, "rms" not in chain)
     shape = (4096, 1024, channels, groups)
-    check(source_of(problem_of(shape, kind, True, chain, parameters=parameters)))
+    check(source_of(problem_of(*shape, kind, True, chain, parameters=parameters)))
 
 
 @pytest.mark.parametrize("parameters", [(False, False, False), (False, True, False)])
 def test_absent_parameters(parameters):
-    check(source_of(problem_of((4096, 64, 16, 8), BF16, parameters=parameters)))
+    check(source_of(problem_of(*(4096, 64, 16, 8), BF16, parameters=parameters)))
 
 
 def test_autocast():
-    check(source_of(problem_of((4096, 1024, 16, 64), BF16, True, HEAVY, torch.float32)))
+    check(source_of(problem_of(*(4096, 1024, 16, 64), BF16, True, HEAVY, torch.float32)))
 
 
 TILES = [
@@ -155,13 +123,13 @@ TILES = [
 @pytest.mark.parametrize("tile, kind", TILES)
 def test_tiles_that_the_plan_seldom_takes(tile, kind):
     training = not (kind == HIGHEST and tile.cluster > 1)  # that one would spill 32 bytes
-    problem = problem_of((4096, 1024, 16, 64), kind, training)
+    problem = problem_of(*(4096, 1024, 16, 64), kind, training)
     stages = largest_stages(hopper_plan.instance_for(problem, tile))
     check(source_of(problem, dataclasses.replace(tile, stages=min(stages, 12))))
 
 
 def test_the_largest_ring_fits_and_one_slot_more_does_not():
-    problem = problem_of(SHAPES["kb62"], BF16)
+    problem = problem_of(*SHAPES["kb62"], BF16)
     tile = hopper_plan.choose_tile(problem, SMS)
     most = largest_stages(hopper_plan.instance_for(problem, tile))
 
@@ -212,7 +180,7 @@ WAITING = r"LD|ST|ATOM|RED|SYNCS|BAR|B2R|WARPSYNC|WARPGROUP|SHFL|MEMBAR|DEPBAR|B
 @pytest.mark.parametrize("name, kind", [("kb62", BF16), ("mid", F16), ("kb62", HIGHEST)])
 def test_products_stand_back_to_back(name, kind, tmp_path):
     """Nothing but arithmetic on addresses between the products of a step, and no local memory."""
-    problem = problem_of(SHAPES[name], kind)
+    problem = problem_of(*SHAPES[name], kind)
     tile = hopper_plan.choose_tile(problem, SMS)
     source = linear_norm_source(hopper_plan.instance_for(problem, tile))
     code = machine_code(compiled(source).cubin, tmp_path)
@@ -233,8 +201,8 @@ def test_products_stand_back_to_back(name, kind, tmp_path):
 
 def test_instances_differ_only_where_their_text_must():
     """Rows and groups are arguments: other counts share the kernel if they share the tile."""
-    first = problem_of((4096, 1024, 16, 64), BF16)
-    other = problem_of((5000, 1032, 16, 65), BF16)
+    first = problem_of(*(4096, 1024, 16, 64), BF16)
+    other = problem_of(*(5000, 1032, 16, 65), BF16)
     tile = hopper_plan.choose_tile(first, SMS)
     sources = [linear_norm_source(hopper_plan.instance_for(p, tile)) for p in (first, other)]
     assert sources[0] == sources[1]

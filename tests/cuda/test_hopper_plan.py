@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from epinorm.chain import Chain
 from epinorm.cuda import hopper_plan
 from epinorm.cuda import plan as cuda_plan
 from epinorm.cuda.device import Gpu
 from epinorm.cuda.hopper import Tile, shared_bytes
 from epinorm.plan import Problem
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from problems import problem_of
+
 SMS = 132
 SHARED_LIMIT = 227 * 1024
-KINDS = {
-    "bfloat16": (torch.bfloat16, "native"),
-    "float16": (torch.float16, "native"),
-    "float64": (torch.float64, "native"),
-    "high": (torch.float32, "high"),
-    "highest": (torch.float32, "highest"),
-}
-
-
-def problem_of(
-    m: int = 1024,
-    k: int = 8192,
-    channels: int = 16,
-    groups: int = 512,
-    kind: str = "bfloat16",
-    training: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> Problem:
-    dtype, precision = KINDS[kind]
-    out_dtype = out_dtype or dtype
-    return Problem(
-        chain=Chain.parse(f"group_norm({groups})|leaky_relu(0.01)|scale(2)"),
-        m=m,
-        k=k,
-        n=channels * groups,
-        dtype=dtype,
-        norm_dtype=out_dtype,
-        out_dtype=out_dtype,
-        has_bias=True,
-        has_norm_weight=True,
-        has_norm_bias=True,
-        training=training,
-        device=torch.device("cuda", 0),
-        precision=precision,
-    )
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import epinorm
 from epinorm import caller as caller_module
-from epinorm.caller import Caller
 from epinorm.chain import Chain
 from epinorm.cuda import hopper_plan
 from epinorm.cuda.norm_forward import norm_forward
@@ -48,21 +47,6 @@ def randomised(model: nn.Module) -> nn.Module:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter))
     return model
-
-
-@pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call went the short way."""
-    ways: list[bool] = []
-    again = Caller.again
-
-    def noted(caller: Caller, *tensors: Any) -> Tensor | None:
-        y = again(caller, *tensors)
-        ways.append(y is not None)
-        return y
-
-    monkeypatch.setattr(Caller, "again", noted)
-    return ways
 
 
 def check(fused: nn.Module, *inputs: Tensor) -> Tensor:
@@ -97,14 +81,14 @@ def way(request: pytest.FixtureRequest, gpu: Any) -> tuple[Any, torch.dtype, lis
     return strategy, dtype, KERNELS[request.param]
 
 
-def test_the_second_call_takes_the_short_way(way: Any, gpu: Any, repeated: list[bool]) -> None:
+def test_the_second_call_takes_the_short_way(way: Any, gpu: Any, short: list[bool]) -> None:
     strategy, dtype, kernels = way
     fused = fused_model(dtype, strategy)
     with torch.no_grad():
         for _ in range(3):
             check(fused, torch.randn(ROWS, K).to(dtype))
             assert gpu.kinds() == kernels
-    assert repeated == [False, True, True]
+    assert short == [False, True, True]
 
 
 def in_place(fused: nn.Module) -> None:
@@ -182,7 +166,7 @@ def test_changed_parameters_are_used(way: Any, gpu: Any, change: Any) -> None:
     assert after.shape != before.shape or not torch.equal(after, before)
 
 
-def test_other_inputs_are_used(way: Any, gpu: Any, repeated: list[bool]) -> None:
+def test_other_inputs_are_used(way: Any, gpu: Any, short: list[bool]) -> None:
     strategy, dtype, _ = way
     fused = fused_model(dtype, strategy)
     wide = torch.randn(200, K + 8).to(dtype)
@@ -198,9 +182,9 @@ def test_other_inputs_are_used(way: Any, gpu: Any, repeated: list[bool]) -> None
         for _ in range(2):
             for x in inputs:
                 assert check(fused, x).shape == (x.shape[0], N)
-    short = repeated[len(inputs) :]
+    again = short[len(inputs) :]
     # What has to be copied first goes the long way each time.
-    assert short == [x.stride(1) == 1 for x in inputs]
+    assert again == [x.stride(1) == 1 for x in inputs]
 
 
 def test_other_dtypes_are_other_kernels(gpu: Any) -> None:
@@ -264,7 +248,7 @@ def test_grad_mode_and_requires_grad_are_read_at_each_call(way: Any, gpu: Any) -
 @pytest.mark.parametrize("shape", [(2, 3, K), (K,), (4, 1, 2, K), (0, 3, K), (ROWS, K)])
 @pytest.mark.parametrize("training", [False, True])
 def test_leading_dimensions(
-    way: Any, gpu: Any, shape: tuple[int, ...], training: bool, repeated: list[bool]
+    way: Any, gpu: Any, shape: tuple[int, ...], training: bool, short: list[bool]
 ) -> None:
     strategy, dtype, _ = way
     fused = fused_model(dtype, strategy, norm=nn.LayerNorm(N))
@@ -275,7 +259,7 @@ def test_leading_dimensions(
             assert y.is_contiguous()
         middle = torch.randn(*shape[:-1], K + 8).to(dtype)[..., :K]
         check(fused, middle)
-    assert repeated[:3] == [False, True, True]
+    assert short[:3] == [False, True, True]
 
 
 def test_operands_of_other_shapes_and_strides(way: Any, gpu: Any) -> None:
@@ -376,7 +360,7 @@ def test_two_layers_share_a_caller_and_nothing_else(gpu: Any) -> None:
 
 
 def test_without_pytorchs_guard_every_call_goes_the_long_way(
-    way: Any, gpu: Any, repeated: list[bool], monkeypatch: pytest.MonkeyPatch
+    way: Any, gpu: Any, short: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy, dtype, kernels = way
     monkeypatch.setattr(caller_module, "_tensor_guards", None)
@@ -385,7 +369,7 @@ def test_without_pytorchs_guard_every_call_goes_the_long_way(
         for _ in range(3):
             check(fused, torch.randn(ROWS, K).to(dtype))
             assert gpu.kinds() == kernels
-    assert repeated == [False] * 3
+    assert short == [False] * 3
 
 
 def test_more_kinds_than_are_kept_are_right_too(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

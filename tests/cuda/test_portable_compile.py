@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from epinorm.chain import Chain
 from epinorm.cuda import portable_plan, portable_product
 from epinorm.cuda.device import Gpu
 from epinorm.cuda.jit import KernelSource, compiled
@@ -27,6 +28,10 @@ from epinorm.cuda.rescue import rescue_source
 from epinorm.cuda.rescue_gradient import rescue_gradient_source, tile_of
 from epinorm.plan import Problem
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from problems import HEAVY, problem_of
+
 # Shared memory of a block and of a multiprocessor: CUDA programming guide.
 GPUS = {
     "sm_80": Gpu((8, 0), 108, 166912, 167936),
@@ -38,15 +43,7 @@ GPUS = {
 }
 ARCHES = tuple(GPUS)
 
-EASY = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
-HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
-
-KINDS = {
-    "bfloat16": (torch.bfloat16, "native"),
-    "float16": (torch.float16, "native"),
-    "high": (torch.float32, "high"),
-    "highest": (torch.float32, "highest"),
-}
+KINDS = ("bfloat16", "float16", "high", "highest")
 
 # m, k, channels in a group, groups.
 SHAPES = {
@@ -57,28 +54,6 @@ SHAPES = {
     "wide_groups": (8192, 4096, 128, 32),
     "decode_1": (1, 8192, 16, 512),
 }
-
-
-def problem_of(
-    shape: tuple[int, int, int, int], kind: str, training: bool = False, chain: str = EASY
-) -> Problem:
-    m, k, channels, groups = shape
-    dtype, precision = KINDS[kind]
-    return Problem(
-        chain=Chain.parse(chain.format(groups=groups)),
-        m=m,
-        k=k,
-        n=channels * groups,
-        dtype=dtype,
-        norm_dtype=dtype,
-        out_dtype=dtype,
-        has_bias=True,
-        has_norm_weight=True,
-        has_norm_bias=True,
-        training=training,
-        device=torch.device("cuda", 0),
-        precision=precision,  # type: ignore[arg-type]
-    )
 
 
 def check(source: KernelSource, size: int, limit: int) -> None:
@@ -107,7 +82,7 @@ def test_named_shapes(name, arch):
     kinds = list(KINDS)
     for i in (0, 2):
         kind = kinds[(turn + i) % 4]
-        check_problem(problem_of(SHAPES[name], kind, (turn + i) % 3 == 0), arch)
+        check_problem(problem_of(*SHAPES[name], kind, (turn + i) % 3 == 0), arch)
 
 
 GROUP_SIZES = (2, 8, 24, 40, 48, 64, 72, 96, 136, 192, 248, 256, 512)
@@ -120,19 +95,19 @@ def test_group_sizes(channels):
     first = GROUP_SIZES.index(channels)
     kinds = ["bfloat16", "highest"] if channels <= 256 else ["bfloat16"]
     for kind, i in itertools.product(kinds, range(2)):
-        check_problem(problem_of(shape, kind, True), ARCHES[(first + 3 * i) % 6])
+        check_problem(problem_of(*shape, kind, True), ARCHES[(first + 3 * i) % 6])
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "highest"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 def test_a_long_chain(arch, kind):
-    check_problem(problem_of((4096, 1024, 32, 32), kind, True, HEAVY), arch)
+    check_problem(problem_of(*(4096, 1024, 32, 32), kind, True, HEAVY), arch)
 
 
 @pytest.mark.parametrize("copy_bytes", [4, 2])
 @pytest.mark.parametrize("arch", ["sm_86", "sm_100"])
 def test_rows_at_odd_addresses(arch, copy_bytes):
-    check_problem(problem_of((4096, 1024, 16, 64), "bfloat16", True), arch, copy_bytes, False)
+    check_problem(problem_of(*(4096, 1024, 16, 64), "bfloat16", True), arch, copy_bytes, False)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -151,7 +126,7 @@ def test_products(planes, arch):
 def test_the_kernels_around_it(arch):
     """Splitting and the range guard, which Hopper has had alone."""
     limit = GPUS[arch].shared_of_block
-    problem = problem_of((4096, 1024, 16, 64), "highest", True)
+    problem = problem_of(*(4096, 1024, 16, 64), "highest", True)
     sources = [
         split_source(2, 8192, True, arch),
         rescue_source(problem, True, arch, limit),
@@ -165,8 +140,8 @@ def test_the_kernels_around_it(arch):
 
 def test_instances_differ_only_where_their_text_must():
     """Rows and groups are arguments: other counts share the kernel if they share the tile."""
-    first = problem_of((4096, 1024, 16, 64), "bfloat16")
-    other = problem_of((5000, 1032, 16, 65), "bfloat16")
+    first = problem_of(*(4096, 1024, 16, 64), "bfloat16")
+    other = problem_of(*(5000, 1032, 16, 65), "bfloat16")
     tile = portable_plan.choose_tile(first, GPUS["sm_80"])
     assert tile is not None
     sources = [

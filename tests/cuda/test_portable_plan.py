@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 
-from epinorm.chain import Chain
 from epinorm.cuda import plan as cuda_plan
 from epinorm.cuda import portable_plan, portable_product
 from epinorm.cuda.core import wanted_core
 from epinorm.cuda.device import Gpu
 from epinorm.cuda.plane_products import planes_taken
 from epinorm.cuda.portable import product_shared_bytes, shared_bytes
-from epinorm.plan import Problem
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from problems import problem_of
 
 # Multiprocessors; shared memory of a block and of a multiprocessor: CUDA programming guide.
 H200 = Gpu((9, 0), 132, 232448, 233472)
@@ -24,39 +27,6 @@ L40S = Gpu((8, 9), 142, 101376, 102400)
 B200 = Gpu((10, 0), 148, 232448, 233472)
 RTX_5090 = Gpu((12, 0), 170, 101376, 102400)
 GPUS = {"A100": A100, "L40S": L40S, "H200": H200, "B200": B200, "RTX 5090": RTX_5090}
-
-KINDS = {
-    "bfloat16": (torch.bfloat16, "native"),
-    "float64": (torch.float64, "native"),
-    "high": (torch.float32, "high"),
-    "highest": (torch.float32, "highest"),
-}
-
-
-def problem_of(
-    m: int = 1024,
-    k: int = 8192,
-    channels: int = 16,
-    groups: int = 512,
-    kind: str = "bfloat16",
-    training: bool = False,
-) -> Problem:
-    dtype, precision = KINDS[kind]
-    return Problem(
-        chain=Chain.parse(f"group_norm({groups})|leaky_relu(0.01)|scale(2)"),
-        m=m,
-        k=k,
-        n=channels * groups,
-        dtype=dtype,
-        norm_dtype=dtype,
-        out_dtype=dtype,
-        has_bias=True,
-        has_norm_weight=True,
-        has_norm_bias=True,
-        training=training,
-        device=torch.device("cuda", 0),
-        precision=precision,  # type: ignore[arg-type]
-    )
 
 
 @pytest.fixture
