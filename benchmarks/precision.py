@@ -1,6 +1,7 @@
 """Measure the error of fp32 products against K and against the interval of promotion.
 
-    PYTHONPATH=src python3 benchmarks/precision.py --out docs/precision.json
+    PYTHONPATH=src python3 benchmarks/precision.py \\
+        --out benchmarks/results/precision/nvidia-h200.json
     python3 docs/plot_precision.py
 
 Error is ‖z − truth‖ / ‖truth‖ of the linear's output, truth in float64, for `highest` with each

@@ -1,4 +1,4 @@
-"""Draw docs/precision.png and .svg from docs/precision.json (benchmarks/precision.py measures it).
+"""Draw docs/precision.png and .svg from a results file (benchmarks/precision.py measures it).
 
 python3 docs/plot_precision.py
 """
@@ -15,17 +15,18 @@ from epinorm.cuda.hopper_plan import fold_steps
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from marked import replace_marked
 
 HERE = Path(__file__).parent
+RESULTS = HERE.parent / "benchmarks" / "results" / "precision" / "nvidia-h200.json"
 NEVER = 10**6
-BEGIN, END = "<!-- precision: begin", "<!-- precision: end"
 GREY, BLUE, VERMILION = "#4D4D4D", "#0072B2", "#D55E00"
 STYLES = {"randn": ("-", "o"), "rand": ("--", "s")}
 
 
 def main() -> None:
     """Draw both pictures into this folder."""
-    facts = json.loads((HERE / "precision.json").read_text())
+    facts = json.loads(RESULTS.read_text())
     by_way: dict[tuple[str, str], dict[int, float]] = {}
     for row in facts["errors"]:
         by_way.setdefault((row["inputs"], row["way"]), {})[row["k"]] = row["error"]
@@ -69,13 +70,7 @@ def write_table(facts: dict[str, Any], by_way: dict[tuple[str, str], dict[int, f
     for name, way in ways.items():
         cells = " | ".join(f"{by_way['randn', way][k]:.1e}" for k in lengths)
         lines.append(f"| {name} | {cells} |")
-    page = HERE / "precision.md"
-    text = page.read_text()
-    before, rest = text.split(BEGIN)
-    note, rest = rest.split("-->", 1)
-    after = rest.split(END)[1]
-    block = "\n".join(lines)
-    page.write_text(f"{before}{BEGIN}{note}-->\n{block}\n{END}{after}")
+    replace_marked(HERE / "precision.md", "precision", lines)
 
 
 def draw_lengths(axes: plt.Axes, by_way: dict[tuple[str, str], dict[int, float]]) -> None:

@@ -15,10 +15,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from marked import replace_marked
 
 HERE = Path(__file__).parent
 RUN = HERE.parent / "benchmarks" / "results" / "training" / "nvidia-h200.json"
-BEGIN, END = "<!-- training: begin", "<!-- training: end"
 GREY, BLUE, VERMILION = "#4D4D4D", "#0072B2", "#D55E00"
 NAMES = {"highest": "fp32, highest", "high": "fp32, high (TF32)", "bfloat16": "bf16 autocast"}
 LAST = 10
@@ -111,13 +111,7 @@ def write_table(facts: dict[str, Any], by_precision: dict[str, list[Run]]) -> No
             f"{eager.seconds / ours.seconds:.2f} | {last[0]}, {last[1]} | {distance:.1e} | "
             f"{itself:.1e} |"
         )
-    page = HERE / "training.md"
-    text = page.read_text()
-    before, rest = text.split(BEGIN)
-    note, rest = rest.split("-->", 1)
-    after = rest.split(END)[1]
-    block = "\n".join(lines)
-    page.write_text(f"{before}{BEGIN}{note}-->\n{block}\n{END}{after}")
+    replace_marked(HERE / "training.md", "training", lines)
 
 
 if __name__ == "__main__":
