@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import importlib.util
 import inspect
 import shutil
 import subprocess
@@ -22,7 +21,10 @@ from epinorm.kernelbench.export import chosen_gemm, export, forbidden_words
 from epinorm.kernelbench.judge_source import remarks
 from epinorm.kernelbench.protocol import NoChainError
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "matmul_groupnorm_leakyrelu_sum.py"
+sys.path.insert(0, str(Path(__file__).parent))
+
+from export_case import EXAMPLE, MODES, check_kernels, exported_of, load
+
 ZOO = Path(__file__).parent / "zoo"
 
 LAYER_NORM = '''
@@ -76,15 +78,6 @@ def get_init_inputs():
 """
 
 TEXTS = {"layer_norm": LAYER_NORM, "rms_norm": RMS_NORM}
-
-
-def load(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(params=["example", "zoo", *TEXTS])
@@ -148,7 +141,7 @@ def test_static_checks_find_nothing(pair: tuple[Path, Path]) -> None:
     assert "Model" not in names
     assert "import epinorm" not in text
     exported = load(pair[1], "exported")
-    for name in ("CUDA", "CPP", "HOPPER_CUDA", "HOPPER_CPP", "BACKWARD_CUDA", "BACKWARD_CPP"):
+    for name in ("CUDA", "CPP", "FORWARD_CPP", "BACKWARD_CPP"):
         assert getattr(exported, name, "").isascii()
 
 
@@ -226,10 +219,11 @@ def test_the_binding_compiles(name: str, tmp_path: Path) -> None:
     if name.startswith("own"):
         exported = exported_of(tmp_path, 1024, 1024, 1024)
         mode = "float32 highest" if name == "own split" else "bfloat16"
-        sources = [
-            exported._hopper_source(mode, True)[0] + exported.HOPPER_CPP,
-            exported._backward_source(mode)[0] + exported.BACKWARD_CPP,
-        ]
+        sources = []
+        for core in ("hopper", "portable"):
+            forward = exported._forward_source(core, mode, True, (9, 0), 8, 8)[0]
+            backward = exported._backward_source(core, mode, (9, 0), 8, 8)[0]
+            sources += [forward + exported.FORWARD_CPP, backward + exported.BACKWARD_CPP]
     else:
         problem, path = tmp_path / "problem.py", tmp_path / "model_new.py"
         problem.write_text(TEXTS[name])
@@ -258,31 +252,28 @@ def test_the_binding_compiles(name: str, tmp_path: Path) -> None:
 def own(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The example with sizes that every mode serves, exported with a product of our own."""
     folder = tmp_path_factory.mktemp("own")
-    problem, path = folder / "problem.py", folder / "model_new.py"
-    problem.write_text(EXAMPLE.read_text().replace("8192", "1024").replace("512", "64"))
-    path.write_text(export(problem, "own").text)
-    assert forbidden_words(path.read_text()) == []
-    return load(path, "own_exported")
-
-
-MODES = ("float32 highest", "float32 high", "bfloat16", "float16")
+    exported = exported_of(folder, 1024, 1024, 1024)
+    assert forbidden_words((folder / "model_new.py").read_text()) == []
+    return exported
 
 
 def test_every_mode_has_a_product_of_our_own(own: ModuleType) -> None:
-    assert set(own.HOPPER) == {(mode, keep) for mode in MODES for keep in (False, True)}
-    assert (own.HOPPER_CHANNELS, own.HOPPER_HAS) == (16, (True, True, True))
-    assert own.HOPPER_CONSTANTS == (1e-5, 0.01)
+    cores = ("hopper", "portable")
+    assert set(own.FORWARD) == {
+        (core, mode, keep) for core in cores for mode in MODES for keep in (False, True)
+    }
+    assert set(own.BACKWARD) == {(core, mode) for core in cores for mode in MODES}
+    assert (own.OWN_CHANNELS, own.OWN_HAS) == (16, (True, True, True))
+    assert own.OWN_CONSTANTS == (1e-5, 0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_hopper_instances_compile(own: ModuleType, mode: str, keep: bool) -> None:
-    definitions, text = own._hopper_source(mode, keep)
-    assert "@" not in text.replace("[%0]", "").split("// ---- launches")[0].replace("@p", "")
-    text = text.split("// ---- launches")[0]
-    kernel = compiled(KernelSource("linear_norm", definitions + text, "sm_90a"))
-    assert kernel.spill_bytes <= 0
+    source = own._forward_source("hopper", mode, keep, (9, 0), 8, 8)
+    assert "#define STARTS_EARLY 1\n" in source[0]
+    assert check_kernels(*source, (9, 0)) == (3 if "#define SPLIT 1" in source[0] else 1)
 
 
 @pytest.mark.slow
@@ -298,26 +289,13 @@ def test_the_norm_kernel_compiles_for_dz_that_is_split(own: ModuleType, split_dz
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_backward_instances_compile(own: ModuleType, mode: str) -> None:
-    definitions, text = own._backward_source(mode)
-    text = text.split("// ---- launches")[0]
-    assert "@" not in text.replace("[%0]", "").replace("@p", "").replace("@!p", "")
+    definitions, text = own._backward_source("hopper", mode, (9, 0), 8, 8)
     for namespace in ("product_dx", "product_dw"):
         assert f"namespace {namespace} {{" in text
-    # Its own kernels have C++ names, one in each namespace.
-    text += '\nextern "C" __global__ void nothing() {}\n'
-    kernel = compiled(KernelSource("nothing", definitions + text, "sm_90a"))
-    assert kernel.spill_bytes <= 0
-
-
-def exported_of(folder: Path, m: int, k: int, n: int) -> ModuleType:
-    """The example with these sizes and 16 channels a group, with products of our own."""
-    problem, path = folder / "problem.py", folder / "model_new.py"
-    text = EXAMPLE.read_text().replace("batch_size = 1024", f"batch_size = {m}")
-    text = text.replace("input_size = 8192", f"input_size = {k}")
-    text = text.replace("hidden_size = 8192", f"hidden_size = {n}").replace("512", str(n // 16))
-    problem.write_text(text)
-    path.write_text(export(problem, "own").text)
-    return load(path, "sized_export")
+    numbers = own.BACKWARD["hopper", mode][0]
+    products = 2 + (numbers["DX_PARTS"] > 1) + (numbers["DW_PARTS"] > 1)
+    kernels = check_kernels(definitions, text, (9, 0))
+    assert kernels == products + (4 if "float32" in mode else 0)
 
 
 @pytest.mark.slow
@@ -335,9 +313,9 @@ def test_backward_launches_compile(
 ) -> None:
     """The last two split a long sum over blocks."""
     exported = exported_of(tmp_path, *m_k_n)
-    assert (exported.BACKWARD[mode][0]["DW_PARTS"] > 1) == parts
+    assert (exported.BACKWARD["hopper", mode][0]["DW_PARTS"] > 1) == parts
     source = tmp_path / "x.cu"
-    source.write_text("".join(exported._backward_source(mode)))
+    source.write_text("".join(exported._backward_source("hopper", mode, (9, 0), 8, 8)))
     flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-c"]
     command = ["nvcc", *flags, "-o", str(tmp_path / "x.o"), str(source)]
     run = subprocess.run(command, capture_output=True, text=True)
@@ -386,64 +364,67 @@ def test_a_build_is_kept_and_a_killed_one_is_in_nobodys_way(
 @pytest.mark.parametrize("mode", ["float32 highest", "bfloat16"])
 def test_hopper_launches_compile(own: ModuleType, mode: str, tmp_path: Path) -> None:
     source = tmp_path / "x.cu"
-    source.write_text("".join(own._hopper_source(mode, True)))
+    source.write_text("".join(own._forward_source("hopper", mode, True, (9, 0), 8, 8)))
     flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-c"]
     command = ["nvcc", *flags, "-o", str(tmp_path / "x.o"), str(source)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
+BFLOAT16 = ("hopper", "bfloat16")
+FALLBACK = ("portable", "bfloat16")
+
+
 @pytest.mark.parametrize(
-    ("change", "mode"),
+    ("change", "own_product"),
     [
-        ({}, "bfloat16"),
-        ({"capability": (10, 0)}, None),
-        ({"k": 1028}, None),
+        ({}, BFLOAT16),
+        ({"capability": (10, 0)}, FALLBACK),
+        ({"capability": (8, 0)}, FALLBACK),
+        ({"cuda": (11, 8)}, FALLBACK),
+        ({"k": 1028}, FALLBACK),
+        ({"k": 0}, None),
         ({"groups": 32}, None),
         ({"has": (True, False, True)}, None),
         ({"constants": (1e-5, 0.02)}, None),
         ({"norm_dtype": torch.float32}, None),
         ({"dtype": torch.float64, "norm_dtype": torch.float64}, None),
-        ({"dtype": torch.float32, "norm_dtype": torch.float32}, "float32 highest"),
+        ({"dtype": torch.float32, "norm_dtype": torch.float32}, ("hopper", "float32 highest")),
     ],
 )
-def test_what_the_hopper_kernel_does_not_serve_goes_elsewhere(
-    own: ModuleType, monkeypatch: pytest.MonkeyPatch, change: dict, mode: str | None
+def test_who_multiplies_what(
+    own: ModuleType, monkeypatch: pytest.MonkeyPatch, change: dict, own_product: tuple | None
 ) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     call = {
         "capability": (9, 0), "dtype": torch.bfloat16, "norm_dtype": torch.bfloat16, "k": 1024,
-        "groups": 64, "has": (True, True, True), "constants": (1e-5, 0.01), **change,
+        "groups": 64, "has": (True, True, True), "constants": (1e-5, 0.01), "cuda": (13, 0),
+        **change,
     }  # fmt: skip
+    monkeypatch.setattr(own, "CUDA_VERSION", call["cuda"])
     x = torch.empty(8, call["k"], dtype=call["dtype"])
     weight = torch.empty(1024, call["k"], dtype=call["dtype"])
-    found = own._hopper_mode(
+    found = own._own(
         call["capability"], x, weight, call["norm_dtype"], call["groups"], call["has"],
         call["constants"], True,
     )  # fmt: skip
-    assert found == mode
+    assert found == own_product
 
 
 @pytest.mark.parametrize(
     ("m_k_n", "limits"), [((16, 1024, 1024), (16, None)), ((65536, 128, 128), (None, (128, 128)))]
 )
 def test_tiles_of_few_rows_or_a_small_weight_serve_no_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, m_k_n: tuple[int, int, int], limits: tuple
+    tmp_path: Path, m_k_n: tuple[int, int, int], limits: tuple
 ) -> None:
     m, k, n = m_k_n
     exported = exported_of(tmp_path, m, k, n)
     assert exported.LIMITS["bfloat16", False] == limits
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
 
-    def mode(m: int, k: int, n: int) -> str | None:
-        x, weight = (torch.empty(rows, k, dtype=torch.bfloat16) for rows in (m, n))
-        constants = exported.HOPPER_CONSTANTS
-        return exported._hopper_mode(
-            (9, 0), x, weight, x.dtype, n // 16, (True,) * 3, constants, False
-        )
+    def core(m: int, k: int, n: int) -> str:
+        return str(exported._forward_core((9, 0), "bfloat16", False, m, k, n, 2))
 
-    assert mode(m, k, n) == "bfloat16"
-    assert mode(17, 1024, 1024) is None
+    assert core(m, k, n) == "hopper"
+    assert core(17, 1024, 1024) == "portable"
 
 
 def test_a_shape_without_any_product_of_our_own_is_refused(tmp_path: Path) -> None:
@@ -451,7 +432,7 @@ def test_a_shape_without_any_product_of_our_own_is_refused(tmp_path: Path) -> No
     problem.write_text(EXAMPLE.read_text().replace("8192", "1023").replace("512", "341"))
     with pytest.raises(NoChainError, match="--gemm library can"):
         export(problem, "own")
-    assert "HOPPER = {" not in export(problem, "library").text
+    assert "FORWARD = {" not in export(problem, "library").text
     fallen_back = export(problem, "auto")
     assert fallen_back.text == export(problem, "library").text
     assert fallen_back.remarks[0].startswith("there is no product of our own for this shape")

@@ -1,6 +1,12 @@
-"""Exported files on a GPU: judged clean, in every dtype, forward and gradients."""
+"""Exported files on a GPU: judged clean, in every dtype, forward and gradients.
+
+Each kind is forced: whatever $EPINORM_CORE says, files are exported for all cores ("own") or for
+the portable one alone ("portable").
+"""
 
 import importlib.util
+import re
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -8,13 +14,17 @@ import pytest
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
 from epinorm.accuracy import relative_error
 from epinorm.bench import fp32_precision_set
-from epinorm.kernelbench.export import Gemm, export
+from epinorm.kernelbench.export import export
 from epinorm.kernelbench.judge import judge
 from epinorm.kernelbench.judge_facts import JudgeOptions
+from exported import start
 
 Precision = Literal["highest", "high", "native"]
+Kind = Literal["own", "portable", "library"]
 
 PROBLEM = Path(__file__).parents[1] / "zoo" / "problem.py"
 
@@ -67,32 +77,69 @@ def own_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
 
 
-def exported(folder: Path, text: str, gemm: Gemm = "library") -> tuple[Path, Path]:
+def exported(folder: Path, text: str, kind: Kind = "library") -> tuple[Path, Path]:
     problem, solution = folder / "problem.py", folder / "model_new.py"
     problem.write_text(text)
-    solution.write_text(export(problem, gemm).text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EPINORM_CORE", "portable" if kind == "portable" else "auto")
+        solution.write_text(export(problem, "library" if kind == "library" else "own").text)
     return problem, solution
 
 
+OWN_MODES = (
+    ("float32", "highest"), ("float32", "high"), ("bfloat16", "native"), ("float16", "native"),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("gemm", "dtype", "precision"),
+    ("kind", "dtype", "precision"),
     [
         ("library", "float32", "highest"),
         ("library", "bfloat16", "native"),
         ("library", "float16", "native"),
         ("library", "float64", "native"),
-        ("own", "float32", "highest"),
-        ("own", "float32", "high"),
-        ("own", "bfloat16", "native"),
-        ("own", "float16", "native"),
+        *((kind, *mode) for kind in ("own", "portable") for mode in OWN_MODES),
     ],
 )
 def test_the_example_is_judged_clean(
-    tmp_path: Path, gemm: Gemm, dtype: str, precision: Precision
+    tmp_path: Path, kind: Kind, dtype: str, precision: Precision
 ) -> None:
-    problem, solution = exported(tmp_path, PROBLEM.read_text(), gemm)
+    problem, solution = exported(tmp_path, PROBLEM.read_text(), kind)
     options = JudgeOptions(dtype, precision, "cuda", timing=False, seed=1)
     verdict = judge(problem, solution, options)
+    assert verdict.clean, verdict.failures
+
+
+def sized(m: int, k: int, n: int, groups: int) -> str:
+    """The problem with other sizes."""
+    text = PROBLEM.read_text().replace("batch_size = 32", f"batch_size = {m}")
+    text = text.replace("input_size = 96", f"input_size = {k}")
+    text = text.replace("hidden_size = 128", f"hidden_size = {n}")
+    return text.replace("num_groups = 8", f"num_groups = {groups}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "precision"),
+    [
+        ((300, 264, 528, 33), "float32", "highest"),  # several tiles, the last of each not full
+        ((300, 264, 528, 33), "bfloat16", "native"),
+        ((33, 97, 80, 5), "float32", "highest"),  # rows of x, W and dX on 4 bytes
+        ((33, 97, 80, 5), "bfloat16", "native"),  # on 2
+        ((130, 100, 72, 3), "float16", "native"),  # of x and W on 8, groups of 24
+        ((65, 94, 36, 9), "bfloat16", "native"),  # of x and W on 4, of y on 8, groups of 4
+        ((65, 96, 256, 1), "float32", "high"),  # a group that all warps share
+    ],
+)
+@pytest.mark.parametrize("kind", ["own", "portable"])
+def test_sizes_that_fill_no_tile_are_judged_clean(
+    tmp_path: Path, kind: Kind, sizes: tuple, dtype: str, precision: Precision
+) -> None:
+    """Hopper's own kernels refuse most of these."""
+    text = sized(*sizes)
+    # In groups of 4 a large eps: else the few that are nearly constant outweigh all others.
+    text = text.replace("eps=1e-5", "eps=0.1") if sizes == (65, 94, 36, 9) else text
+    problem, solution = exported(tmp_path, text, kind)
+    verdict = judge(problem, solution, JudgeOptions(dtype, precision, "cuda", timing=False, seed=4))
     assert verdict.clean, verdict.failures
 
 
@@ -103,22 +150,22 @@ def test_sums_that_are_split_over_blocks(tmp_path: Path, dtype: str, precision: 
     problem, solution = exported(
         tmp_path, text.replace("input_size = 96", "input_size = 128"), "own"
     )
-    assert "'DW_PARTS': 1," not in solution.read_text()
+    assert re.search(r"'DW_PARTS': [2-9]", solution.read_text())
     verdict = judge(problem, solution, JudgeOptions(dtype, precision, "cuda", timing=False, seed=3))
     assert verdict.clean, verdict.failures
 
 
-OWN_MODES = (
-    ("float32", "highest"), ("float32", "high"), ("bfloat16", "native"), ("float16", "native"),
-)  # fmt: skip
 LIBRARY_KERNELS = ("gemm", "cutlass", "nvjet", "xmma", "splitk")
 
 
 @pytest.mark.parametrize(("dtype", "precision"), OWN_MODES)
-def test_own_means_no_library_kernel(tmp_path: Path, dtype: str, precision: Precision) -> None:
+@pytest.mark.parametrize(("kind", "k"), [("own", 96), ("portable", 96), ("own", 97)])
+def test_own_means_no_library_kernel(
+    tmp_path: Path, kind: Kind, k: int, dtype: str, precision: Precision
+) -> None:
     """Forward and backward, by the names of the kernels that ran."""
-    model, model_new = models(tmp_path, PROBLEM.read_text(), (96, 128, 8), "own")
-    x = torch.randn(32, 96, device="cuda", dtype=getattr(torch, dtype), requires_grad=True)
+    model, model_new = models(tmp_path, sized(32, k, 128, 8), (k, 128, 8), kind)
+    x = torch.randn(32, k, device="cuda", dtype=getattr(torch, dtype), requires_grad=True)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with fp32_precision_set(precision):
         for module, library in ((model, True), (model_new, False)):
@@ -130,12 +177,17 @@ def test_own_means_no_library_kernel(tmp_path: Path, dtype: str, precision: Prec
             names = [event.key.lower() for event in profile.key_averages()]
             found = [name for name in names if any(word in name for word in LIBRARY_KERNELS)]
             assert bool(found) == library, names
+            portable = any("portable" in name for name in names)
+            assert portable == (module is model_new and (kind, k) != ("own", 96)), names
 
 
+@pytest.mark.parametrize("kind", ["own", "portable"])
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_gradients_of_what_planes_cannot_hold(tmp_path: Path, precision: Precision) -> None:
+def test_gradients_of_what_planes_cannot_hold(
+    tmp_path: Path, kind: Kind, precision: Precision
+) -> None:
     """A feature of 1e12 that no weight sees, and a row of dz far below its neighbours."""
-    model, model_new = models(tmp_path, PROBLEM.read_text(), (96, 128, 8), "own")
+    model, model_new = models(tmp_path, PROBLEM.read_text(), (96, 128, 8), kind)
     with torch.no_grad():
         model.fc.weight[:, 5] = 0
     model_new.load_state_dict(model.state_dict())
@@ -158,9 +210,43 @@ def test_gradients_of_what_planes_cannot_hold(tmp_path: Path, precision: Precisi
     assert relative_error(small[0], small[2]) <= max(1.1 * relative_error(*small[1:]), limit)
 
 
+@pytest.mark.parametrize("kind", ["own", "portable"])
+def test_a_first_build_and_later_starts_are_short(tmp_path: Path, kind: Kind) -> None:
+    """What issue 7 asks for: 20 s, and 3 s from the process' start to the first result."""
+    _, solution = exported(tmp_path, PROBLEM.read_text(), kind)
+    first = start(solution, "float32", "highest")
+    later = min((start(solution, "float32", "highest") for _ in range(3)), key=lambda s: s.result)
+    assert first.share_of_file <= 20.0, first
+    assert later.share_of_file <= 0.5, later
+    assert later.result <= 3.0, later
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_code_that_the_driver_compiles_is_right_too(tmp_path: Path, precision: Precision) -> None:
+    """As on a GPU that nvcc does not know: PTX of 8.0, kernels strictly one after the other."""
+    text = sized(300, 264, 528, 33).replace("negative_slope=0.01", "negative_slope=1.0")  # no kink
+    model, model_new = models(tmp_path, text, (264, 528, 33), "own")
+    type(model_new).forward.__globals__["CUDA_VERSION"] = (11, 0)
+    model_new.load_state_dict(model.state_dict())
+    x, dy = torch.randn(300, 264, device="cuda"), torch.randn(300, 528, device="cuda")
+
+    def results(m: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaf = x.to(dtype).requires_grad_()
+        y = m(leaf)
+        leaves = [leaf, m.fc.bias, m.gn.weight, m.gn.bias]
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
+
+    with fp32_precision_set(precision):
+        ours, eager = results(model_new, torch.float32), results(model, torch.float32)
+    truth = results(model.double(), torch.float64)
+    for mine, theirs, exact in zip(ours, eager, truth, strict=True):
+        assert relative_error(mine, exact) <= max(1.1 * relative_error(theirs, exact), 4.8e-7)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_the_second_gpu(tmp_path: Path) -> None:
-    model, model_new = models(tmp_path, PROBLEM.read_text(), (96, 128, 8), "own")
+@pytest.mark.parametrize("kind", ["own", "portable"])
+def test_on_the_second_gpu(tmp_path: Path, kind: Kind) -> None:
+    model, model_new = models(tmp_path, PROBLEM.read_text(), (96, 128, 8), kind)
     model_new.load_state_dict(model.state_dict())
     x = torch.randn(32, 96)
     results = []
@@ -173,17 +259,22 @@ def test_on_the_second_gpu(tmp_path: Path) -> None:
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("gemm", ["library", "own"])
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_other_chains_are_judged_clean(tmp_path: Path, name: str, gemm: Gemm) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("layer_norm", "library"), ("layer_norm", "own"), ("layer_norm", "portable"),
+        ("rms_norm", "library"), ("rms_norm", "own"),  # groups that no block's warps can share
+    ],
+)  # fmt: skip
+def test_other_chains_are_judged_clean(tmp_path: Path, name: str, kind: Kind) -> None:
     text = {"layer_norm": LAYER_NORM, "rms_norm": RMS_NORM}[name]
-    problem, solution = exported(tmp_path, text, gemm)
+    problem, solution = exported(tmp_path, text, kind)
     # Groups this large have no product of our own in fp32; in 16 bit a cluster shares a group.
     precision: Precision
-    dtype, precision = ("bfloat16", "native") if gemm == "own" else ("float32", "highest")
+    dtype, precision = ("float32", "highest") if kind == "library" else ("bfloat16", "native")
     # The RMSNorm chain's gradient of x in fp32: 4.95e-7 on an H200, where eager has 4.69e-7 and the
     # judge allows 4.77e-7 (four ulps). Forward alone, and the gradients below.
-    training = (name, gemm) != ("rms_norm", "library")
+    training = (name, kind) != ("rms_norm", "library")
     options = JudgeOptions(dtype, precision, "cuda", training, timing=False, seed=2)
     verdict = judge(problem, solution, options)
     assert verdict.clean, verdict.failures
@@ -208,11 +299,11 @@ def test_gradients_of_an_rms_norm_chain(tmp_path: Path) -> None:
 
 
 def models(
-    folder: Path, text: str, arguments: tuple, gemm: Gemm = "library"
+    folder: Path, text: str, arguments: tuple, kind: Kind = "library"
 ) -> tuple[nn.Module, nn.Module]:
     """Model and ModelNew on the GPU, made with these arguments."""
     modules = []
-    for path, name in zip(exported(folder, text, gemm), ("problem", "solution"), strict=True):
+    for path, name in zip(exported(folder, text, kind), ("problem", "solution"), strict=True):
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None

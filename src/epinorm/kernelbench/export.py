@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,17 +14,21 @@ from typing import Any, Literal
 import torch
 
 from epinorm.chain import GroupNorm
+from epinorm.cuda.core import wanted_core
 from epinorm.cuda.norm_backward_text import Outputs, backward_plans
 from epinorm.cuda.norm_forward import forward_plans
 from epinorm.cuda.norm_tile import Tile, vector_width
+from epinorm.kernelbench.export_core import Part
 from epinorm.kernelbench.export_cuda import TEMPLATE_FOLDER, binding_text, norm_cuda_text
-from epinorm.kernelbench.export_hopper import Hopper, hopper_of
+from epinorm.kernelbench.export_header import covered, header
+from epinorm.kernelbench.export_hopper import hopper_part
+from epinorm.kernelbench.export_portable import TILE_FIELDS, portable_part
 from epinorm.kernelbench.export_recipe import Recipe, read_recipe
 from epinorm.kernelbench.export_source import Parts, split_problem
+from epinorm.kernelbench.export_text import Chains, kernel_files, product_function
 from epinorm.kernelbench.problem import ProblemError, load_problem
 from epinorm.kernelbench.protocol import NoChainError
-from epinorm.plan import Problem, Wanted
-from epinorm.results import commit
+from epinorm.plan import Core, Problem, Wanted
 
 __all__ = ["GEMMS", "STRATEGIES", "Exported", "Gemm", "chosen_gemm", "export", "forbidden_words"]
 
@@ -63,8 +67,8 @@ class Exported:
 def export(path: Path, gemm: Gemm = "auto") -> Exported:
     """The exported file for a problem file.
 
-    Raises ProblemError for what is wrong with the file and NoChainError, with the reason, where it
-    holds nothing that can be exported.
+    A core that $EPINORM_CORE forces is the only one in it. Raises ProblemError for what is wrong
+    with the file and NoChainError, with the reason, where it holds nothing that can be exported.
     """
     problem = load_problem(path)
     model, inputs = problem.make(torch.float32, "cpu")
@@ -72,21 +76,21 @@ def export(path: Path, gemm: Gemm = "auto") -> Exported:
     _check_group(path, recipe)
     parts = split_problem(path, recipe)
     _check_imports(path)
-    hopper = hopper_of(recipe, recipe.has) if gemm != "library" else None
+    chains = Chains()
+    cores, refusals = _cores(recipe, chains) if gemm != "library" else ({}, {})
     remarks = []
-    if hopper is not None and not hopper.modes:
-        why = next(iter(hopper.left_out.values()))
+    if gemm != "library" and not cores:
+        why = "; ".join(f"{core}: {reason}" for core, reason in refusals.items())
         if gemm == "own":
             raise NoChainError(
                 f"{path.name} cannot be exported with a product of our own: {why}; "
                 "--gemm library can"
             )
         remarks.append(f"there is no product of our own for this shape: {why}")
-        hopper = None
-    text = _filled(path, recipe, parts, hopper)
+    text = _filled(path, recipe, parts, cores, chains)
     compile(text, "model_new.py", "exec")
     words = forbidden_words(text)
-    remarks += _covered(hopper)
+    remarks += covered(cores)
     if words:
         remarks.append(
             f"the problem file's own text holds {', '.join(words)}, which static checkers of "
@@ -100,29 +104,19 @@ def forbidden_words(text: str) -> list[str]:
     return sorted(set(FORBIDDEN.findall(text)))
 
 
-def _covered(hopper: Hopper | None) -> tuple[str, ...]:
-    """What computes what, and what is not covered: a sentence each."""
-    norm = "one norm kernel forward and one (and a sum) backward"
-    if hopper is None:
-        return (
-            "the matrix products, forward and backward, are PyTorch's (F.linear, torch.mm); the "
-            f"norm and everything pointwise is {norm}",
-        )
-    said = [
-        f"on Hopper (compute capability 9.0, CUDA 12 or newer), for {', '.join(hopper.modes)}, "
-        "forward is one product of our own with everything else in its epilogue",
-        "backward there is one kernel (and a sum) and, where the output features are a multiple of "
-        "8, two products of our own, for float32 between a split into planes and a range guard",
-        "elsewhere (other GPUs, float64, autocast, other channels in a group, other constants, "
-        "rows that are no multiple of 16 bytes) the products are PyTorch's, F.linear and torch.mm; "
-        f"the rest is {norm}",
-    ]
-    said += [
-        f"backward in {mode} has no products of our own: {why}"
-        for mode, why in hopper.backward_left_out.items()
-    ]
-    said += [f"{mode} has no product of our own: {why}" for mode, why in hopper.left_out.items()]
-    return tuple(said)
+def _cores(recipe: Recipe, chains: Chains) -> tuple[dict[Core, Part], dict[Core, str]]:
+    """The cores that serve a recipe in any dtype, and why the others do not."""
+    cores: dict[Core, Part] = {}
+    refusals: dict[Core, str] = {}
+    for make in (hopper_part, portable_part):
+        part = make(recipe, chains)
+        if wanted_core() not in ("auto", part.core):
+            continue
+        if part.modes:
+            cores[part.core] = part
+        else:
+            refusals[part.core] = next(iter(part.left_out.values()))
+    return cores, refusals
 
 
 def _check_group(path: Path, recipe: Recipe) -> None:
@@ -150,13 +144,15 @@ def _check_imports(path: Path) -> None:
                 )
 
 
-def _filled(path: Path, recipe: Recipe, parts: Parts, hopper: Hopper | None) -> str:
+def _filled(
+    path: Path, recipe: Recipe, parts: Parts, cores: Mapping[Core, Part], chains: Chains
+) -> str:
     text = (TEMPLATE_FOLDER / "model_new.py.in").read_text(encoding="utf-8")
-    kept = "library" if hopper is None else "own"
-    text = _CONDITIONAL.sub(lambda m: m["text"] if m["gemm"] == kept else "", text)
+    kept = {"own", *cores} if cores else {"library"}
+    text = _CONDITIONAL.sub(lambda m: m["text"] if m["part"] in kept else "", text)
     values = {
         "future": parts.future,
-        "header": _header(path, recipe, hopper),
+        "header": header(path.name, recipe, cores),
         "before": parts.before.strip("\n"),
         "chain": f"Linear → {str(recipe.chain).replace('|', ' → ')}",
         "cuda": norm_cuda_text(recipe),
@@ -167,8 +163,8 @@ def _filled(path: Path, recipe: Recipe, parts: Parts, hopper: Hopper | None) -> 
         "model": parts.model_new.strip("\n"),
         "after": parts.after.strip("\n"),
     }
-    if hopper is not None:
-        values |= _hopper_values(recipe, hopper)
+    if cores:
+        values |= _own_values(recipe, cores, chains)
     for name, value in values.items():
         marker = f"@{name}@"
         # Markers that stand at a line's start have their own line; none is left empty.
@@ -176,29 +172,44 @@ def _filled(path: Path, recipe: Recipe, parts: Parts, hopper: Hopper | None) -> 
     return re.sub(r"\n{4,}", "\n\n\n", text).rstrip("\n") + "\n"
 
 
-_CONDITIONAL = re.compile(r"^#if (?P<gemm>own|library)\n(?P<text>.*?)^#endif\n", re.S | re.M)
+_CONDITIONAL = re.compile(
+    r"^#if (?P<part>own|library|hopper|portable)\n(?P<text>.*?)^#endif\n", re.S | re.M
+)
+_MEANING: Mapping[Core, str] = {
+    "hopper": "compute capability 9.0, wgmma and TMA",
+    "portable": "compute capability 8.0 and newer, mma.sync",
+}
 
 
-def _hopper_values(recipe: Recipe, hopper: Hopper) -> dict[str, str]:
+def _own_values(recipe: Recipe, cores: Mapping[Core, Part], chains: Chains) -> dict[str, str]:
     m, k, n = recipe.m_k_n
     constants = tuple(c.value for c in recipe.constants if c.expression)
-    return {
-        "hopper_modes": ", ".join(hopper.modes),
-        "hopper_cuda": hopper.cuda,
-        "backward_cuda": hopper.backward_cuda,
+    parts = cores.values()
+    forward = {core: part.forward_cuda for core, part in cores.items()}
+    backward = {core: part.backward_cuda for core, part in cores.items()}
+    values = {
+        "kernels": kernel_files(*forward.values(), *backward.values()),
+        "chains": chains.text,
+        "cores": "".join(f"# {core!r}: {_MEANING[core]}.\n" for core in cores).rstrip("\n"),
+        "forward_cuda": _texts(forward),
+        "backward_cuda": _texts(backward),
+        "binding_forward": binding_text(recipe, "forward"),
         "binding_backward": binding_text(recipe, "backward"),
-        "bodies": hopper.bodies,
-        "backward_instances": hopper.backward,
-        "binding_hopper": binding_text(recipe, "hopper"),
-        "hopper_chains": hopper.chains,
-        "hopper_instances": hopper.instances,
-        "hopper_limits": hopper.limits,
-        "hopper_product": hopper.product,
+        "forward": "".join(part.forward for part in parts),
+        "backward": "".join(part.backward for part in parts),
+        "hopper_product": product_function(),
+        "tile_fields": "".join(f'    "{name}",\n' for name in TILE_FIELDS),
         "m_k_n": f"({m}, {k}, {n})",
         "channels": str(recipe.chain.channels_per_group(n)),
         "has": repr(recipe.has),
         "constants": repr(constants),
     }
+    extras: Mapping[Core, str] = {"hopper": "limits", "portable": "portable_tiles"}
+    return values | {extras[core]: part.extra for core, part in cores.items()}
+
+
+def _texts(of: Mapping[Core, str]) -> str:
+    return "".join(f'    {core!r}: r"""\n{text}""",\n' for core, text in of.items())
 
 
 def _dimensions(recipe: Recipe) -> str:
@@ -211,29 +222,6 @@ def _dimensions(recipe: Recipe) -> str:
         "if x.dim() == 0:\n"
         '    raise RuntimeError("both arguments to linear need to be at least 1D, but x is 0D")'
     )
-
-
-def _header(path: Path, recipe: Recipe, hopper: Hopper | None) -> str:
-    m, k, n = recipe.m_k_n
-    groups = recipe.chain.groups(n)
-    made = f" at commit {commit()}" if commit() else ""
-    lines = [
-        f"ModelNew for {path.name}: Linear → {str(recipe.chain).replace('|', ' → ')}.",
-        "",
-        f"Tuned for ({m}, {k}) → {n} in {groups} group{'s' if groups > 1 else ''} of {n // groups} "
-        "channels; other sizes, dtypes (float32, float64, bfloat16, float16) and constructor "
-        "arguments are served as well.",
-        "",
-        *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in _covered(hopper)),
-        "",
-        "fp32 products follow torch.set_float32_matmul_precision. Statistics belong to one row and "
-        "one group, in two passes. Gradients of first order, real kernels, in a fixed order of "
-        "additions. Compute capability 8.0 or newer. The first call builds the kernels with nvcc.",
-        "",
-        f"Written by epinorm{made}; the kernels are the library's own, whose tests compare them "
-        "with float64. `epinorm judge` compares this very file.",
-    ]
-    return "\n".join(textwrap.fill(line, 98) for line in lines)
 
 
 def _tiles(recipe: Recipe) -> str:

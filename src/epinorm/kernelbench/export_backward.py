@@ -8,7 +8,6 @@ from, dz is split for both products, and the range guard follows each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,19 +16,13 @@ from epinorm.cuda.gradient_planes import gradient_source
 from epinorm.cuda.hopper import ARCH, product_shared_bytes, product_source
 from epinorm.cuda.hopper_plan import fold_steps, planes_of
 from epinorm.cuda.hopper_product import BOX, THREADS, ProductShape, add_splits_source, choose
-from epinorm.cuda.planes import split_shape, split_source
+from epinorm.cuda.planes import split_source
 from epinorm.cuda.rescue_gradient import TILE as RESCUE_TILE
 from epinorm.cuda.rescue_gradient import rescue_gradient_source, splits_of
-from epinorm.cuda.source import read_kernel
-from epinorm.kernelbench.export_cuda import TEMPLATE_FOLDER, speakable
-from epinorm.kernelbench.export_text import ELEMENTS, SMS, entry, prelude_of, without_c_names
+from epinorm.kernelbench.export_text import ELEMENTS, SMS, entry, prelude_of
 from epinorm.plan import Problem
 
-__all__ = ["BODIES", "Products", "backward_cuda", "products_of"]
-
-BODIES = ("split.cu", "split_gradient.cu", "hopper_product.cu", "add_splits.cu",
-          "rescue_gradient.cu")  # fmt: skip
-"""Kernels whose text stands once in the file, for several namespaces or modules."""
+__all__ = ["Products", "products_of"]
 
 ROWS_MULTIPLE = 8
 """Of N: rows of dz's planes are whole units of 16 bytes."""
@@ -67,9 +60,6 @@ class _Product:
             "PARTS": parts,
             "BYTES": product_shared_bytes(tile, self.shape.planes),
         }
-        if self.scaled:
-            shape = self.shape
-            numbers["SPLITS"] = splits_of(shape.rows, shape.columns, shape.length, SMS)
         return {f"{self.name}_{name}": value for name, value in numbers.items()}
 
     def preludes(self) -> dict[str, str]:
@@ -112,12 +102,7 @@ def products_of(mode: str, problem: Problem) -> Products:
     preludes: dict[str, str] = {}
     if split:
         rows = -(-m // 16) * 16 + n
-        numbers |= {
-            "SPLIT_BLOCK_ROWS": split_shape(rows, k, SMS).block_rows,
-            "RESCUE_ROWS": RESCUE_TILE.rows,
-            "RESCUE_COLUMNS": RESCUE_TILE.columns,
-            "RESCUE_BYTES": RESCUE_TILE.shared_bytes,
-        }
+        numbers["RESCUE_BYTES"] = RESCUE_TILE.shared_bytes
         preludes["SPLIT"] = prelude_of(split_source(planes, k, True, ARCH, rows, SMS), "split.cu")
         preludes["GRADIENT"] = prelude_of(
             gradient_source(planes, True, True, ARCH), "split_gradient.cu"
@@ -127,39 +112,4 @@ def products_of(mode: str, problem: Problem) -> Products:
         product = _Product(name, shape, problem.dtype, split, name == "DX")
         numbers |= product.numbers()
         preludes |= product.preludes()
-    return Products(entry(repr(mode), numbers, preludes))
-
-
-def bodies() -> Mapping[str, str]:
-    """The text of each kernel of ``BODIES``, by its file's name without ending."""
-    return {
-        name.removesuffix(".cu"): speakable(without_c_names(read_kernel(name).strip("\n")))
-        for name in BODIES
-    }
-
-
-def backward_cuda() -> str:
-    """The namespaces of the kernels, with marks for preludes and bodies, and the launches."""
-
-    def kernel(namespace: str, mark: str, body: str) -> str:
-        return f"namespace {namespace} {{\n@{mark}@\n@BODY {body}@\n}}  // namespace {namespace}\n"
-
-    parts = [
-        "#if SPLIT\n",
-        kernel("split_rows", "SPLIT", "split"),
-        kernel("split_dz", "GRADIENT", "split_gradient"),
-        kernel("rescue_dx", "RESCUE_DX", "rescue_gradient"),
-        kernel("rescue_dw", "RESCUE_DW", "rescue_gradient"),
-        "#endif\n",
-    ]
-    for name in ("dx", "dw"):
-        upper = name.upper()
-        parts += [
-            kernel(f"product_{name}", upper, "hopper_product"),
-            f"#if {upper}_PARTS > 1\n",
-            kernel(f"add_{name}", f"ADD_{upper}", "add_splits"),
-            "#endif\n",
-        ]
-    for file in ("launch_common.cu.in", "launch_backward.cu.in"):
-        parts.append((TEMPLATE_FOLDER / file).read_text(encoding="utf-8"))
-    return speakable("".join(parts))
+    return Products(entry(repr(("hopper", mode)), numbers, preludes))

@@ -1,17 +1,44 @@
-"""Pieces of an exported file's text that its forward and backward Hopper kernels share."""
+"""Pieces of an exported file's text that its forward and backward kernels share.
+
+An exported file holds each kernel file of the library once, includes and all (``KERNELS``), and a
+prelude for each instance. Marks in both name what is put in their place when it builds:
+@KERNEL name@ a file with its headers, @CHAIN i@ a chain, @PRODUCT ...@ the instruction wgmma,
+@NAME@ the prelude NAME of the instance.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 
 import torch
 
 from epinorm.cuda.jit import KernelSource
-from epinorm.cuda.source import read_kernel
-from epinorm.kernelbench.export_cuda import speakable
+from epinorm.cuda.source import KERNEL_FOLDER, read_kernel
+from epinorm.kernelbench.export_cuda import TEMPLATE_FOLDER, speakable
+from epinorm.precision import Precision
 
-__all__ = ["ELEMENTS", "SMS", "entry", "prelude_of", "product_function", "without_c_names"]
+__all__ = [
+    "ELEMENTS",
+    "MODES",
+    "SMS",
+    "Chains",
+    "entry",
+    "kernel",
+    "kernel_files",
+    "prelude_of",
+    "product_function",
+    "templates",
+]
+
+MODES: Mapping[str, tuple[torch.dtype, Precision]] = {
+    "float32 highest": (torch.float32, "highest"),
+    "float32 high": (torch.float32, "high"),
+    "bfloat16": (torch.bfloat16, "native"),
+    "float16": (torch.float16, "native"),
+}
+"""dtype and precision by the name that an exported file has for them."""
 
 SMS = 132
 """Of an H100 and an H200; the number of blocks is asked of the GPU itself."""
@@ -28,6 +55,12 @@ _PRODUCT = re.compile(
     re.S | re.M,
 )
 _NOT_EXPORTED = "  # type: ignore[no-untyped-def]  # written into the exported file"
+_CHAIN = re.compile(
+    r"// What the generated text of a chain.*?^}  // namespace chain\n", re.S | re.M
+)
+_PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*\n?", re.M)
+_INCLUDE = re.compile(r'^#include "(?P<name>[\w.]+)"[^\n]*$', re.M)
+_MARK = re.compile(r"@KERNEL (?P<name>[\w.]+)@")
 
 
 def prelude_of(source: KernelSource, file: str) -> str:
@@ -61,9 +94,29 @@ def _product(columns, kind, flags):  # type: ignore[no-untyped-def]  # written i
 
 def product_function() -> str:
     """The Python text that makes the product instruction from its mark."""
-    import inspect
-
     return inspect.getsource(_product).replace(_NOT_EXPORTED, "")
+
+
+class Chains:
+    """The texts of chains, each once: they are long, and preludes name them."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def shortened(self, prelude: str) -> str:
+        """The prelude with a mark in the place of its chain."""
+
+        def mark(match: re.Match[str]) -> str:
+            if match.group() not in self._texts:
+                self._texts.append(match.group())
+            return f"@CHAIN {self._texts.index(match.group())}@\n"
+
+        return _CHAIN.sub(mark, prelude)
+
+    @property
+    def text(self) -> str:
+        """The items of a tuple, as Python text."""
+        return "".join(f'    r"""\n{speakable(chain)}""",\n' for chain in self._texts)
 
 
 def entry(key: str, numbers: Mapping[str, int | str], preludes: Mapping[str, str]) -> str:
@@ -75,6 +128,35 @@ def entry(key: str, numbers: Mapping[str, int | str], preludes: Mapping[str, str
     )
 
 
-def without_c_names(text: str) -> str:
-    """Kernels under their C++ names, so that two namespaces can have one each."""
-    return text.replace('extern "C" __global__', "__global__")
+def kernel(namespace: str, prelude: str, file: str) -> str:
+    """A kernel in a namespace of its own, as marks. Operands are macros that others define too."""
+    return (
+        f"namespace {namespace} {{\n@{prelude}@\n@KERNEL {file}@\n}}  // namespace {namespace}\n"
+        "#undef OPERAND_PARAMETERS\n#undef OPERAND_LIST\n#undef STRIDE_LIST\n"
+    )
+
+
+def templates(*names: str) -> str:
+    """The text of launch templates, one after the other."""
+    return "".join((TEMPLATE_FOLDER / name).read_text(encoding="utf-8") for name in names)
+
+
+def kernel_files(*texts: str) -> str:
+    """The kernel files that texts have marks for, and all that these include, as the entries
+    name → text of a dictionary, as Python text. Headers come before who includes them."""
+    found: dict[str, str] = {}
+
+    def add(name: str) -> None:
+        if name in found:
+            return
+        text = (KERNEL_FOLDER / name).read_text(encoding="utf-8")
+        for match in _INCLUDE.finditer(text):
+            add(match["name"])
+        # Under their C++ names, so that two namespaces can have one kernel each.
+        text = text.replace('extern "C" __global__', "__global__")
+        found[name] = speakable(_PRAGMA.sub("", text).strip("\n"))
+
+    for text in texts:
+        for match in _MARK.finditer(text):
+            add(match["name"])
+    return "".join(f'    "{name}": r"""\n{text}\n""",\n' for name, text in found.items())

@@ -1,0 +1,89 @@
+"""What one core, Hopper's or the portable one, contributes to an exported file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from epinorm.kernelbench.export_cuda import speakable
+from epinorm.kernelbench.export_recipe import Recipe
+from epinorm.kernelbench.export_text import MODES, kernel, templates
+from epinorm.plan import Core, Problem
+
+__all__ = ["Part", "backward_cuda", "forward_cuda", "problem_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One core's part of an exported file.
+
+    ``forward_cuda``, ``backward_cuda``: CUDA texts of marks and launches. Python text: ``forward``,
+    the entries (core, mode, keep) → (numbers, preludes); ``backward``, the entries (core, mode) →
+    (numbers, preludes); ``extra``, entries of ``LIMITS`` or ``PORTABLE_TILES``. ``left_out`` and
+    ``backward_left_out``: mode → why it is not there.
+    """
+
+    core: Core
+    forward_cuda: str
+    backward_cuda: str
+    forward: str
+    backward: str
+    extra: str
+    modes: tuple[str, ...]
+    left_out: Mapping[str, str]
+    backward_left_out: Mapping[str, str]
+
+
+def problem_of(recipe: Recipe, mode: str, keep: bool) -> Problem:
+    """The problem that a recipe is tuned for; keep: with what backward needs."""
+    dtype, precision = MODES[mode]
+    m, k, n = recipe.m_k_n
+    return Problem(
+        recipe.chain, m, k, n, dtype, dtype, dtype, *recipe.has, keep, torch.device("cuda"),
+        precision,
+    )  # fmt: skip
+
+
+def forward_cuda(core: Core, recipe: Recipe) -> str:
+    """The kernels of the forward chain, as marks, and the functions that launch them."""
+    own = ("launch_tma.cu.in",) if core == "hopper" else ()
+    launch = templates("launch_common.cu.in", *own, "launch_forward.cu.in")
+    multiply = templates(f"launch_forward_{core}.cu.in").strip("\n")
+    kinds = recipe.chain.operand_kinds
+    operands = "".join(f", static_cast<const Norm*>(call.operands[{i}])" for i in range(len(kinds)))
+    rescue = "".join(
+        f", static_cast<const float*>(call.operands[{i}]), "
+        + ("0ll" if kind == "channel" else "call.n")
+        for i, kind in enumerate(kinds)
+    )
+    launch = launch.replace("@multiply@", multiply).replace("@operands@", operands)
+    return speakable(
+        f"#if SPLIT\n{kernel('split_rows', 'SPLIT', 'split.cu')}#endif\n"
+        + kernel("multiply", "MULTIPLY", f"{core}_linear_norm.cu")
+        + f"#if SPLIT\n{kernel('rescue_rows', 'RESCUE', 'rescue.cu')}#endif\n"
+        + launch.replace("@rescue_operands@", rescue)
+    )
+
+
+def backward_cuda(core: Core) -> str:
+    """The kernels of the backward products, as marks, and the functions that launch them."""
+    parts = [
+        "#if SPLIT\n",
+        kernel("split_rows", "SPLIT", "split.cu"),
+        kernel("split_dz", "GRADIENT", "split_gradient.cu"),
+        kernel("rescue_dx", "RESCUE_DX", "rescue_gradient.cu"),
+        kernel("rescue_dw", "RESCUE_DW", "rescue_gradient.cu"),
+        "#endif\n",
+    ]
+    for name in ("dx", "dw"):
+        parts.append(kernel(f"product_{name}", name.upper(), f"{core}_product.cu"))
+        if core == "hopper":
+            add = kernel(f"add_{name}", f"ADD_{name.upper()}", "add_splits.cu")
+            parts.append(f"#if {name.upper()}_PARTS > 1\n{add}#endif\n")
+    own = ("launch_tma.cu.in",) if core == "hopper" else ()
+    parts.append(templates("launch_common.cu.in", *own, f"launch_backward_{core}.cu.in"))
+    parts.append(templates("launch_backward.cu.in"))
+    return re.sub(r"\n{3,}", "\n\n", speakable("".join(parts)))
