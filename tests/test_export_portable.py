@@ -76,6 +76,16 @@ def test_backward_compiles(kb62: ModuleType, mode: str, capability: tuple[int, i
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+def test_the_norm_kernels_compile(kb62: ModuleType, capability: tuple[int, int]) -> None:
+    """Forward, backward and the sum of its parts; dz of fp32 is split afterwards."""
+    for dtype, split_dz in ((torch.float32, True), (torch.bfloat16, False)):
+        constants = (1e-5, 0.01)
+        definitions = kb62._definitions(dtype, dtype, 16, (1, 1, 1), constants, split_dz)
+        assert check_kernels(definitions, kb62.CUDA, capability) == 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("multiples", [(1, 1), (2, 4)], ids=str)
 def test_odd_rows_compile(
