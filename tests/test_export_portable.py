@@ -250,6 +250,7 @@ def test_the_portable_core_can_be_forced(tmp_path: Path) -> None:
     assert exported._forward_core((9, 0), "bfloat16", True, 1024, 1024, 1024, 2) == "portable"
     assert exported._backward_core((9, 0), "bfloat16", 1024, 1024) == "portable"
     assert "hopper_linear_norm.cu" not in exported.KERNELS
+    assert all(f"@CHAIN {i}@" in text for i in range(len(exported.CHAINS)))
     assert "wgmma.mma_async" not in text
     assert "EPINORM_CORE" not in text
 

@@ -124,7 +124,8 @@ def export(
         Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the file.")
     ] = Path("model_new.py"),
     strategy: Annotated[
-        str, typer.Option(help="single (our product), epilogue (PyTorch's), auto: the faster.")
+        str,
+        typer.Option(help="single (our product), epilogue (PyTorch's), auto: ours where it can."),
     ] = "auto",
     gemm: Annotated[
         str | None, typer.Option(help="own or library; by default what the strategy says.")

@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -108,14 +108,16 @@ def _cores(recipe: Recipe, chains: Chains) -> tuple[dict[Core, Part], dict[Core,
     """The cores that serve a recipe in any dtype, and why the others do not."""
     cores: dict[Core, Part] = {}
     refusals: dict[Core, str] = {}
-    for make in (hopper_part, portable_part):
-        part = make(recipe, chains)
-        if wanted_core() not in ("auto", part.core):
+    makers: Mapping[Core, Callable[[Recipe, Chains], Part]]
+    makers = {"hopper": hopper_part, "portable": portable_part}
+    for core, make in makers.items():
+        if wanted_core() not in ("auto", core):
             continue
+        part = make(recipe, chains)
         if part.modes:
-            cores[part.core] = part
+            cores[core] = part
         else:
-            refusals[part.core] = next(iter(part.left_out.values()))
+            refusals[core] = next(iter(part.left_out.values()))
     return cores, refusals
 
 

@@ -26,7 +26,6 @@ class Part:
     ``backward_left_out``: mode → why it is not there.
     """
 
-    core: Core
     forward_cuda: str
     backward_cuda: str
     forward: str

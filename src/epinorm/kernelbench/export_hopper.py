@@ -40,7 +40,6 @@ def hopper_part(recipe: Recipe, chains: Chains) -> Part:
         if products.left_out is not None:
             without_products[mode] = products.left_out
     return Part(
-        core="hopper",
         forward_cuda=forward_cuda("hopper", recipe),
         backward_cuda=backward_cuda("hopper"),
         forward=forward,

@@ -78,7 +78,6 @@ def portable_part(recipe: Recipe, chains: Chains) -> Part:
         if problems[0].dtype == torch.float32 and n % _FIRST_CHANNELS:
             without_products[mode] = f"{n} output features are not a multiple of {_FIRST_CHANNELS}"
     return Part(
-        core="portable",
         forward_cuda=forward_cuda("portable", recipe),
         backward_cuda=backward_cuda("portable"),
         forward=forward,
