@@ -56,8 +56,14 @@ format: $(READY)  ## format and mend what ruff can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+# Side by side where pytest-xdist is there; then, one by one, those that measure time.
+GPU_WORKERS ?= 12
 test-gpu:  ## run tests/gpu with the Python that is there (nothing is installed)
-	@$(PYTHON_HERE) -m pytest tests/gpu $(ARGS)
+	@python=$${PYTHON:-python3}; workers=; failed=0; export PYTHONPATH=src; \
+	  if $$python -c 'import xdist' 2>/dev/null; then workers="-n $(GPU_WORKERS) --dist worksteal"; fi; \
+	  $$python -m pytest tests/gpu -m "not alone" $$workers $(ARGS) || failed=$$?; \
+	  $$python -m pytest tests/gpu -m alone $(ARGS) || failed=$$?; \
+	  exit $$failed
 
 sanitize-gpu:  ## run every kind of norm kernel and of the portable one under compute-sanitizer (nothing is installed)
 	@for tool in memcheck initcheck racecheck synccheck; do \

@@ -254,3 +254,12 @@ def test_equal_problems_get_equal_plans(kind, hopper):
         "single",
         "epilogue",
     )
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks"),
+    [(0, 1), (1, 1), (132, 132), (133, 132), (256, 128), (512, 128), (1024, 128), (1025, 129)],
+)
+def test_blocks_are_as_few_as_need_no_round_more(tiles, blocks):
+    """But for 133 tiles, where half of the multiprocessors would have nothing to do."""
+    assert hopper_plan.persistent_blocks(tiles, 132) == blocks

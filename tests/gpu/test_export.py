@@ -271,6 +271,7 @@ def test_gradients_of_what_planes_cannot_hold(
     assert relative_error(small[0], small[2]) <= max(1.1 * relative_error(*small[1:]), limit)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["own", "portable"])
 def test_a_first_build_and_later_starts_are_short(
     tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch

@@ -128,6 +128,20 @@ def test_widths_of_a_tile(width, out_dtype):
         make_product(200, 72, 8, 33, out_dtype=out_dtype, training=True).check()
 
 
+@pytest.mark.parametrize("k", [24, 128, 384])
+@pytest.mark.parametrize("kind", ["bfloat16", "high"])
+def test_every_tile_that_keeps_w_in_shared_memory(k, kind):
+    """Also where a tile of x has more steps than the ring has slots."""
+    case = make_product(4099, k, 8, 8, kind, training=True)
+    tiles = [t for t in hopper_plan.candidates(case.problem) if t.resident_steps]
+    assert {t.tf32 for t in tiles} == ({True, False} if kind == "high" else {False})
+    longer = [t for t in tiles if t.resident_steps > t.stages]
+    assert bool(longer) == (kind == "high" and k == 384)
+    for tile in tiles:
+        with forced_tile(tile):
+            case.check()
+
+
 # ---- tiles ----
 
 TILES = [

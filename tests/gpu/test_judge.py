@@ -15,6 +15,7 @@ def judged(name: str, **more: object) -> Verdict:
     return judge(ZOO / "problem.py", ZOO / f"{name}.py", options)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_right_solution_is_clean(dtype: str) -> None:
     verdict = judged("right", dtype=dtype)

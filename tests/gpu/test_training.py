@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import matmul_precision
+from product_case import forced_core, matmul_precision
 
 import epinorm
 from epinorm.accuracy import allowed_error, relative_error
@@ -34,6 +34,11 @@ def kind(request):
 def precision(request):
     with matmul_precision(request.param):
         yield request.param
+
+
+def takes_planes(precision):
+    """Whether dX and dW come from planes. PyTorch's TF32 is faster than the portable core's."""
+    return forced_core() == "hopper" or precision == "highest"
 
 
 def dtype_of(kind):
@@ -93,8 +98,8 @@ def test_the_sizes_above_take_planes_in_the_backward_pass(precision):
         gradients(fused, x, target)
         torch.cuda.synchronize()
     names = [event.key for event in profile.key_averages()]
-    assert "split_gradient" in names
-    assert "hopper_product" in names
+    assert ("split_gradient" in names) == takes_planes(precision)
+    assert (f"{forced_core()}_product" in names) == takes_planes(precision)
 
 
 def test_gradients_are_as_accurate_as_eagers_and_the_same_bits(kind):
@@ -176,7 +181,13 @@ def test_activation_checkpointing_gives_the_same_bits(kind, use_reentrant):
             return x
 
     found = gradients(Checkpointed(), x, target)
-    same_bits({name.removeprefix("inner."): g for name, g in found.items()}, expected)
+    found = {name.removeprefix("inner."): g for name, g in found.items()}
+    if use_reentrant and kind == "high" and not takes_planes(kind):
+        # The library's products, which on another thread of autograd may be others.
+        for name, gradient in expected.items():
+            assert relative_error(found[name], gradient.double()) <= 1e-3, name
+    else:
+        same_bits(found, expected)
 
 
 def test_gradients_accumulate(kind):
@@ -310,7 +321,8 @@ def test_planes_are_kept_for_the_backward_pass_and_given_back(precision):
     w_planes, x_planes = planes * 2 * N * K, planes * 2 * M * K
     # The first block's x needs no gradient: of W it keeps nothing. The second keeps both.
     kept = waiting(x.device) - before
-    assert w_planes + 2 * x_planes <= kept <= w_planes + 2 * x_planes + 1e6
+    expected = w_planes + 2 * x_planes if takes_planes(precision) else 0
+    assert expected <= kept <= expected + 1e6
     loss.backward()
     assert waiting(x.device) == before
     loss_of(model, x, target)  # never differentiated: gone with its graph
@@ -350,7 +362,7 @@ def test_a_changed_weight_is_an_error_also_with_kept_planes(precision):
         loss_of(model, x, target).backward()
     before = waiting(x.device)
     loss = loss_of(model, x, target)
-    assert waiting(x.device) > before
+    assert (waiting(x.device) > before) == takes_planes(precision)
     with torch.no_grad():
         model[0].fc.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

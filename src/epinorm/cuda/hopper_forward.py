@@ -16,7 +16,7 @@ from torch import Tensor
 from epinorm.chain import RMSNorm
 from epinorm.cuda.device import sm_count
 from epinorm.cuda.hopper import Tile, linear_norm_source, shared_bytes
-from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of
+from epinorm.cuda.hopper_plan import choose_tile, instance_for, persistent_blocks, planes_of
 from epinorm.cuda.jit import load
 from epinorm.cuda.kept_planes import KeptPlanes, room_for
 from epinorm.cuda.launch import tensor_map
@@ -177,7 +177,7 @@ class _Launch:
         rows = -(-problem.m // (tile.block_m * tile.cluster))
         tiles = rows * -(-problem.n // (tile.block_n * tile.group_blocks))
         together = tile.cluster_blocks
-        blocks = min(sm_count(problem.device) // together, max(tiles, 1)) * together
+        blocks = persistent_blocks(tiles, sm_count(problem.device) // together) * together
         return kernel.prepare(
             _SIGNATURE + "p" * len(problem.chain.operand_kinds),
             blocks,

@@ -26,6 +26,7 @@ __all__ = [
     "fold_steps",
     "instance_for",
     "microseconds",
+    "persistent_blocks",
     "planes_of",
     "why_not",
 ]
@@ -55,12 +56,26 @@ NOT_HIDDEN = 0.02
 """What the shorter of computing and memory traffic adds to the longer: it ranks equal ones."""
 
 MOST_STAGES = 12
+EVEN_SHARE = 0.9
+"""Of the multiprocessors, that must stay at work where tiles are shared out evenly."""
 LARGEST_RESIDENT_BYTES = 96 * 1024
 
 MEASURED: dict[tuple[int, int, int, int, int], Tile] = {
     (1, 32, 16384, 1024, 1024): Tile(64, 256, 0),  # 56.4 us for the model's choice of 58.1
 }
 """(planes, channels per group, m, k, n) to the tile that was fastest; stages as many as fit."""
+
+
+def persistent_blocks(tiles: int, most: int) -> int:
+    """How many blocks take the tiles in turn, where ``most`` run at once: as few as need no round
+    more, so that blocks which start together read the same rows from L2 together to the end.
+
+    But no fewer than `EVEN_SHARE`: with many blocks less the memory's latency would show.
+    """
+    if tiles <= most:
+        return max(tiles, 1)
+    even = math.ceil(tiles / math.ceil(tiles / most))
+    return even if even >= EVEN_SHARE * most else most
 
 
 def planes_of(problem: Problem) -> int:
@@ -152,10 +167,15 @@ def _may_share_loads(problem: Problem, tile: Tile) -> bool:
 
 
 def _fitted(problem: Problem, tile: Tile) -> Tile:
-    """The tile with as many stages as fit, where it does not say how many."""
+    """The tile with as many stages as fit, where it does not say how many.
+
+    With W resident, a tile of A for each consumer is enough: more takes longer to begin with.
+    """
     if tile.stages:
         return tile
     most = min(largest_stages(instance_for(problem, tile)), MOST_STAGES)
+    if tile.resident_steps:
+        most = min(most, max(tile.consumers * tile.resident_steps, 2))
     return dataclasses.replace(tile, stages=most)
 
 

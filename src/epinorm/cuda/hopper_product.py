@@ -23,7 +23,7 @@ from epinorm.cuda.hopper import (
     product_shared_bytes,
     product_source,
 )
-from epinorm.cuda.hopper_plan import fold_steps
+from epinorm.cuda.hopper_plan import fold_steps, persistent_blocks
 from epinorm.cuda.instance import TYPES
 from epinorm.cuda.jit import KernelSource, load
 from epinorm.cuda.launch import tensor_map
@@ -183,7 +183,7 @@ class Product:
         dynamic = product_shared_bytes(tile, planes)
         self.launch = load(source, device, dynamic).prepare(
             SIGNATURE,
-            min(sm_count(device), _tiles(shape, tile) * parts),
+            persistent_blocks(_tiles(shape, tile) * parts, sm_count(device)),
             THREADS,
             shared_bytes=dynamic,
             dependent=True,

@@ -1,7 +1,9 @@
 """Strategy `single` on any GPU since Ampere: the whole forward chain in the product's epilogue.
 
 fp32 takes three launches: x and W are split into planes (planes.py), multiplied, and what planes do
-not hold is computed again (rescue.py).
+not hold is computed again (rescue.py). In training the planes stay for the backward pass, where it
+reads planes too and there is room (kept_planes.py): W's then have a launch and a buffer to
+themselves.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from torch import Tensor
 from epinorm.chain import RMSNorm
 from epinorm.cuda.device import arch_of, gpu_of
 from epinorm.cuda.jit import load
+from epinorm.cuda.kept_planes import KeptPlanes, room_for
 from epinorm.cuda.norm_text import matrix_arguments, parameter_addresses
+from epinorm.cuda.plane_products import planes_taken
 from epinorm.cuda.planes import VECTOR_BYTES, Planes, Splitter, splitter
 from epinorm.cuda.portable import PortableTile, linear_norm_source, shared_bytes
 from epinorm.cuda.portable_plan import choose_tile, copy_bytes, instance_for, planes_of
 from epinorm.cuda.prepared import PreparedByProblem, starts_early
 from epinorm.cuda.rescue import LARGEST_GROUP, rescue_launch
-from epinorm.plan import Forward, Inputs, Problem
+from epinorm.plan import Forward, Inputs, Problem, StepForward
 from epinorm.prepack import marked
 
 __all__ = ["portable_forward"]
@@ -57,6 +61,7 @@ class _PreparedForward:
             self.split = splitter(count, problem.k, problem.m, problem.n, device)
             self.split_x = splitter(count, problem.k, problem.m, 0, device)
             self.split_weight = splitter(count, problem.k, problem.n, 0, device)
+        self.keeps = problem.training and planes_taken(problem, True, True, "portable")[0]
         # Wider groups come here in tests alone: plan.py leaves them to the library's product.
         channels = problem.chain.channels_per_group(problem.n)
         self.guarded = self.by_planes and channels <= LARGEST_GROUP
@@ -64,18 +69,38 @@ class _PreparedForward:
             width = 16 if self.by_planes else copy_bytes(problem.k * problem.dtype.itemsize)
             self._load(width)
             if self.by_planes:
-                self.split.launch(aligned=True)
+                for split in (self.split, self.split_x, self.split_weight):
+                    split.launch(aligned=True)
             if self.guarded:
                 rescue_launch(problem, True)
 
     def __call__(self, inputs: Inputs, weight: Planes | None) -> Forward:
         out = self._outputs()
-        if self.problem.m:
-            if self.by_planes:
-                self._multiply_planes(inputs, weight, out)
-            else:
-                self._multiply_numbers(inputs, out)
-        return out
+        if not self.problem.m:
+            return out
+        if not self.by_planes:
+            self._multiply_numbers(inputs, out)
+            return out
+        if weight is None and marked:
+            weight = self._prepacked(inputs.weight)
+        kept = self._split_to_keep(inputs.weight) if self.keeps and weight is None else None
+        if kept is not None:
+            weight = self.split_weight.planes_in(kept)
+        x = self._multiply_planes(inputs, weight, out)
+        if kept is None:
+            return out
+        more = StepForward._make(out)
+        more.left = KeptPlanes(x, kept)
+        return more
+
+    def _split_to_keep(self, weight: Tensor) -> Tensor | None:
+        """W's planes in a buffer of their own, where they may wait for the backward pass."""
+        device = self.problem.device
+        if not room_for(self.split_x.nbytes + self.split_weight.nbytes, device):
+            return None
+        buffer = torch.empty(self.split_weight.nbytes, dtype=torch.uint8, device=device)
+        self.split_weight(buffer.data_ptr(), weight)
+        return buffer
 
     def _outputs(self) -> Forward:
         problem, nothing, device = self.problem, self.nothing, self.problem.device
@@ -113,10 +138,8 @@ class _PreparedForward:
         width = copy_bytes(at[0], at[2], at[4] * size, at[5] * size, problem.k * size)
         self._launch(width, at, (0, 0), problem.k, inputs, out)
 
-    def _multiply_planes(self, inputs: Inputs, weight: Planes | None, out: Forward) -> None:
-        """fp32 x and W as planes; W's are made now, unless they are known or prepacked."""
-        if weight is None and marked:
-            weight = self._kept_weight(inputs.weight)
+    def _multiply_planes(self, inputs: Inputs, weight: Planes | None, out: Forward) -> Tensor:
+        """fp32 x and W as planes; W's are made now, unless they are known. The buffer of x's."""
         split = self.split if weight is None else self.split_x
         buffer = torch.empty(split.nbytes, dtype=torch.uint8, device=self.problem.device)
         split(buffer.data_ptr(), inputs.x, inputs.weight if weight is None else None)
@@ -134,6 +157,7 @@ class _PreparedForward:
         self._launch(16, (*at, *strides), scales, split.padded, inputs, out)
         if self.guarded:
             self._guard(inputs, flags, out)
+        return buffer
 
     def _guard(self, inputs: Inputs, flags: tuple[int, int], out: Forward) -> None:
         """What the planes do not hold, once more in plain fp32."""
@@ -148,7 +172,7 @@ class _PreparedForward:
             *(problem.m, problem.n, problem.k, *matrix_arguments(inputs.operands)[0]),
         )
 
-    def _kept_weight(self, weight: Tensor) -> Planes | None:
+    def _prepacked(self, weight: Tensor) -> Planes | None:
         entry = marked.get(id(weight))
         if entry is None:
             return None

@@ -139,6 +139,11 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
   const int turn = kPingPong ? consumer : 0;
   Slot slot;
   slot.skip(turn * k_steps);
+  if (kResident && kVectors > 0) {  // one column tile: its vectors stay
+    Fetched fetched;
+    fetch_vectors(fetched, e, share.first_column, thread);
+    share_vectors(fetched, vectors, consumer, thread);
+  }
   if (kResident) wait_for_resident(ring);
   const int first_index = first_tile + turn * tile_step, index_step = kTurns * tile_step;
   int count = 0;
@@ -149,14 +154,14 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
     next = order.tile_at(index + index_step, rank);  // its divisions hide behind the products
     const int first_column = tile.n + share.first_column;
     Fetched fetched;
-    fetch_vectors(fetched, e, first_column, thread);
+    if (!kResident) fetch_vectors(fetched, e, first_column, thread);
     Accumulators v;
     multiply_tile(v, ring, slot, share, k_steps, count);
-    if (kVectors > 0) share_vectors(fetched, vectors, consumer, thread);
+    if (!kResident && kVectors > 0) share_vectors(fetched, vectors, consumer, thread);
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
       const int warp_row = tile.m + (share.first_block + block) * kProductM + warp * 16;
-      finish_row_block(v[block], e, vectors, group_sum, buffer, warp_row, first_column);
+      finish_row_block(v[block], e, {vectors, 0}, group_sum, buffer, warp_row, first_column);
     }
   }
 }
@@ -176,20 +181,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int first_tile = blockIdx.x / kClusterBlocks, tile_step = gridDim.x / kClusterBlocks;
   const TileOrder order(m, n);
   const Tile first = order.tile_at(first_tile, rank);  // its divisions hide behind the barriers' start
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kExchanges; ++i)
-      barrier_init(ring.resident_barrier + (1 + i) * 8, 1);
-    ring_init(ring);
-  }
   if (threadIdx.x == kConsumerThreads) {
     tma_prefetch(&x_hi);
     tma_prefetch(&w_hi);
   }
-  if (kClusterBlocks == 1)
-    __syncthreads();
-  else
-    cluster_sync();
+  start_together<kExchanges>(ring);
   wait_for_previous_kernel();
+  let_next_kernel_start();
 
   const int k_steps = (k + kBlockK - 1) / kBlockK;
   if (warpgroup == kConsumers) {
@@ -207,10 +205,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     take_registers<kConsumerRegisters>();
+    wait_for_neighbours();
     const Epilogue e = {bias, gamma, beta, OPERAND_LIST, row_scale, column_scale,
                         y, z, mean, rstd, m, n};
     consume(ring, e, shared, warpgroup, first_tile, tile_step, rank, k_steps);
   }
-  // A block's shared memory must outlive what its neighbour still copies into it or arrives on.
-  if (kClusterBlocks > 1) cluster_sync();
+  end_together();
 }

@@ -140,16 +140,45 @@ struct TileOrder {
   }
 };
 
+// By one thread, at addresses that the compiler knows: lanes that share the work would take turns, since
+// the instruction takes its address from a uniform register. exchanges: barriers behind the resident B's.
+template <int kExchanges>
 __device__ __forceinline__ void ring_init(const Ring& ring) {
   constexpr int kConsumerWarps = kTileConsumers * kWarpgroupThreads / 32;
+#pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
     barrier_init(ring.full_barrier(stage), 1);
     barrier_init(ring.empty_barrier(stage), kConsumerWarps * kCluster);
   }
+#pragma unroll
   for (int consumer = 0; consumer < kConsumers; ++consumer)
     barrier_init(ring.turn_barrier(consumer), kWarpgroupThreads / 32);
-  barrier_init(ring.resident_barrier, 1);
+#pragma unroll
+  for (int i = 0; i <= kExchanges; ++i) barrier_init(ring.resident_barrier + i * 8, 1);
   barrier_init_fence();
+}
+
+// Every thread, once. The blocks of a cluster that load into each other must all be there before they
+// do; those that share groups alone wait for each other later, while their first loads are under way.
+template <int kExchanges>
+__device__ __forceinline__ void start_together(const Ring& ring) {
+  if (threadIdx.x == kConsumerThreads) ring_init<kExchanges>(ring);
+  if (kClusterBlocks > 1) cluster_arrive_relaxed();
+  if (kCluster > 1)
+    cluster_wait();
+  else
+    __syncthreads();
+}
+
+// Before a consumer writes into another block.
+__device__ __forceinline__ void wait_for_neighbours() {
+  if (kClusterBlocks > 1 && kCluster == 1) cluster_wait();
+}
+
+// What a neighbour still copies into this block's shared memory, or arrives on, must find it there.
+// Blocks that share groups alone have then received all that was sent to them.
+__device__ __forceinline__ void end_together() {
+  if (kCluster > 1) cluster_sync();
 }
 
 // ---- the producer: one thread ----
@@ -344,6 +373,50 @@ __device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators*
   release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
 }
 
+// A tile's product by TF32 with B resident and a ring that holds all of the tile's steps: these are
+// rounded in one go and multiplied in one go, so that each latency is paid once.
+template <class Arrived>
+__device__ __forceinline__ void multiply_at_once(Accumulators& result, const Ring& ring, Slot& slot,
+                                                 const Share& share, Arrived arrived) {
+  static_assert(!kResident || kLoadM == kBlockM, "all of A's rows are loaded");
+  constexpr int kStepUnits = kPlaneBytesA / kUnitBytes / kWarpgroupThreads;  // of a thread
+  constexpr int kUnits = kResidentSteps * kStepUnits, kAtOnce = kUnits < 16 ? kUnits : 16;
+  int stages[kResidentSteps];
+#pragma unroll
+  for (int step = 0; step < kResidentSteps; ++step, slot.next()) {
+    barrier_wait(ring.full_barrier(slot.stage), slot.parity);
+    stages[step] = slot.stage;
+  }
+  arrived();
+  const u32 own = threadIdx.x % kWarpgroupThreads * kUnitBytes;
+  const auto address = [&](int unit) {
+    return ring.a(stages[unit / kStepUnits], 0) + own +
+           unit % kStepUnits * kWarpgroupThreads * kUnitBytes;
+  };
+#pragma unroll
+  for (int first = 0; first < kUnits; first += kAtOnce) {
+    uint4 units[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i < kUnits) units[i] = load_unit(address(first + i));
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i < kUnits) store_unit(address(first + i), rounded(units[i]));
+  }
+  fence_for_async_reads();
+  named_barrier_sync(1 + share.consumer, kWarpgroupThreads);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kResidentSteps; ++step)
+    multiply_step(result, nullptr, ring, stages[step], step, share.first_block, share.first_column,
+                  step > 0, false);
+  wgmma_commit();
+  wgmma_wait<0>();
+  keep_after_wait(result);
+#pragma unroll
+  for (int step = 0; step < kResidentSteps; ++step) release(ring, stages[step]);
+}
+
 // One tile's product into `result`. Hopper's tensor cores cut sums toward zero at 25 bits (MMA-Sim,
 // arXiv 2511.10909): with two planes the running sum is added into full fp32 every kFoldSteps.
 //
@@ -357,7 +430,9 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
     if (kPingPong && last == k_steps - 1 && threadIdx.x % 32 == 0)
       barrier_arrive(ring.turn_barrier((consumer + 1) % kConsumers));
   };
-  if constexpr (kPlanes == 1) {
+  if constexpr (kElementBytes == 4 && kResident && kResidentSteps <= kStages) {
+    multiply_at_once(result, ring, slot, share, [&] { pass_turn(k_steps - 1); });
+  } else if constexpr (kPlanes == 1) {
     multiply_steps(result, nullptr, ring, slot, share, 0, k_steps - 1, pass_turn);
   } else {
     Accumulators part, cross;

@@ -53,11 +53,7 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Res
         for (int i = 0; i < 2; ++i) v[accumulator(chunk, lower, i)] *= scale;
     }
   }
-#pragma unroll
-  for (int part = 0; part < Store::kParts; ++part) {
-    if (first_column + part * Store::kPartColumns >= result.n) break;
-    Store::store(result.c, buffer, v, part, warp_row, first_column, result.m, result.n);
-  }
+  Store::store(result.c, buffer, v, warp_row, first_column, result.m, result.n, [](int) {});
 }
 
 __device__ __forceinline__ void consume(const Ring& ring, const Result& whole,
@@ -96,9 +92,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   const Ring ring(shared_address(shared), shared_address(shared + kBarrierOffset));
   const int warpgroup = threadIdx.x / kWarpgroupThreads;
-  if (threadIdx.x == 0) ring_init(ring);
-  __syncthreads();
+  start_together<0>(ring);
   wait_for_previous_kernel();
+  let_next_kernel_start();
 
   const int k_steps = (k + kBlockK - 1) / kBlockK;
   if (warpgroup == kConsumers) {

@@ -28,6 +28,18 @@ constexpr int kVectorLoads = (kVectorColumns + kVectorThreads - 1) / kVectorThre
 
 constexpr int kVectorBytes = kVectors * kVectorColumns * 4;
 
+// Where a column's number of a vector lies. Gamma and beta lie pair by pair, so that one load brings
+// both for two columns; not for y in fp32, whose kernels have no registers left for it.
+constexpr bool kPairedAffine =
+    kHasGamma && kHasBeta && sizeof(typename OutType::Storage) == 2;
+
+__device__ __forceinline__ constexpr u32 vector_place(u32 vector, u32 column) {
+  if (kPairedAffine && (vector == kGammaVector || vector == kBetaVector))
+    return kGammaVector * kVectorColumns + column / 2 * 4 + column % 2 +
+           (vector == kBetaVector ? 2 : 0);
+  return vector * kVectorColumns + column;
+}
+
 // A group wider than a warp's columns: all that share it add up their parts through shared memory.
 constexpr bool kSharedGroup = kGroupColumns > kWarpColumns;
 static_assert(!kSharedGroup || kGroupColumns == kParts * kWarpColumns, "a group is all parts");
@@ -43,6 +55,17 @@ struct Epilogue {
   typename KeptType::Storage* z;
   float *mean, *rstd;
   int m, n;
+};
+
+// The vectors as a warp sees them: from its first column on, of those that lie together.
+struct Vectors {
+  const float* all;
+  u32 first_column;
+
+  // Of an even column.
+  __device__ __forceinline__ u32 address(u32 vector, u32 column) const {
+    return shared_address(all + vector_place(vector, first_column + column));
+  }
 };
 
 // This thread's share of the tile's vectors as they lie in memory. Issued before the product and
@@ -82,26 +105,44 @@ __device__ __forceinline__ void store_vectors(const Fetched& fetched, float* vec
     for (int load = 0; load < kVectorLoads; ++load) {
       const int at = load * kVectorThreads + thread;
       if (at < kVectorColumns)
-        vectors[vector * kVectorColumns + at] = fetched_value(fetched[vector][load], vector);
+        vectors[vector_place(vector, at)] = fetched_value(fetched[vector][load], vector);
     }
 }
 
 // A vector's values at the two columns of a chunk that this lane holds. Volatile keeps the loads near
 // their use: hoisted, they would push accumulators out of the registers.
-__device__ __forceinline__ float2 pair_at(const float* vectors, int vector, int chunk, int quad_lane) {
-  const float* at = vectors + vector * kVectorColumns + chunk * kChunkColumns + quad_lane * 2;
+__device__ __forceinline__ float2 pair_at(const Vectors& vectors, int vector, int chunk,
+                                          int quad_lane) {
   float2 pair;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                : "=f"(pair.x), "=f"(pair.y)
-               : "r"(shared_address(at)));
+               : "r"(vectors.address(vector, chunk * kChunkColumns + quad_lane * 2)));
   return pair;
+}
+
+struct Affine {
+  float2 gamma, beta;
+};
+
+// Gamma and beta of the same two columns; what the norm has not is not used.
+__device__ __forceinline__ Affine affine_at(const Vectors& vectors, int chunk, int quad_lane) {
+  if constexpr (kPairedAffine) {
+    Affine affine;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(affine.gamma.x), "=f"(affine.gamma.y), "=f"(affine.beta.x),
+                   "=f"(affine.beta.y)
+                 : "r"(vectors.address(kGammaVector, chunk * kChunkColumns + quad_lane * 2)));
+    return affine;
+  }
+  return {kHasGamma ? pair_at(vectors, kGammaVector, chunk, quad_lane) : float2{},
+          kHasBeta ? pair_at(vectors, kBetaVector, chunk, quad_lane) : float2{}};
 }
 
 __device__ __forceinline__ float of(float2 pair, int i) { return i == 0 ? pair.x : pair.y; }
 
 // The chain's tensor operands at one element.
 __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const Epilogue& e,
-                                              const float* vectors, int chunk, int quad_lane, int i,
+                                              const Vectors& vectors, int chunk, int quad_lane, int i,
                                               int row, int first_column) {
   int slot = kOperandVector;
 #pragma unroll
@@ -118,7 +159,7 @@ __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const E
 
 // The linear's output from the scaled planes' product.
 __device__ __forceinline__ void undo_scales(float (&v)[kAccumulators], const float (&row_scale)[2],
-                                            const float* vectors, int quad_lane) {
+                                            const Vectors& vectors, int quad_lane) {
 #pragma unroll
   for (int chunk = 0; chunk < kWarpColumns / kChunkColumns; ++chunk) {
     const float2 scale = pair_at(vectors, kScaleVector, chunk, quad_lane);
@@ -176,7 +217,7 @@ __device__ __forceinline__ void store_statistics(const Epilogue& e, u32 buffer, 
 // From the linear's output without bias to its normalised value, in place, for one segment.
 template <class GroupSum>
 __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], const Epilogue& e,
-                                                  const float* vectors, GroupSum& group_sum,
+                                                  const Vectors& vectors, GroupSum& group_sum,
                                                   u32 buffer, int warp_row, int first_column,
                                                   int segment) {
   using Group = Segment;
@@ -216,11 +257,10 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
 
 // From the normalised value to y, in place, for one chunk.
 __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Epilogue& e,
-                                             const float* vectors, int row, int first_column,
+                                             const Vectors& vectors, int row, int first_column,
                                              int chunk) {
   const int quad_lane = threadIdx.x % 4;
-  const float2 gamma = kHasGamma ? pair_at(vectors, kGammaVector, chunk, quad_lane) : float2{};
-  const float2 beta = kHasBeta ? pair_at(vectors, kBetaVector, chunk, quad_lane) : float2{};
+  const Affine affine = affine_at(vectors, chunk, quad_lane);
   float t[chain::kSlots];
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower)
@@ -228,8 +268,8 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
     for (int i = 0; i < 2; ++i) {
       float& value = v[accumulator(chunk, lower, i)];
       float y = value;
-      if (kHasGamma) y *= of(gamma, i);
-      if (kHasBeta) y += of(beta, i);
+      if (kHasGamma) y *= of(affine.gamma, i);
+      if (kHasBeta) y += of(affine.beta, i);
       load_operands(t, e, vectors, chunk, quad_lane, i, row + lower * 8, first_column);
       value = chain::post_apply<float>(y, t);
     }
@@ -239,7 +279,7 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
 // overlap; the second computes each part of y just before it is written.
 template <class GroupSum>
 __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epilogue& e,
-                                            const float* vectors, GroupSum& group_sum, u32 buffer,
+                                            const Vectors& vectors, GroupSum& group_sum, u32 buffer,
                                             int warp_row, int first_column) {
   using Store = RowStore<OutType, kWarpColumns, kAlignedRows>;
   constexpr int kSegments = kWarpColumns / kChunkColumns / Segment::kGroupChunks;
@@ -248,31 +288,17 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
 #pragma unroll
   for (int segment = 0; segment < kSegments; ++segment)
     normalise_segment(v, e, vectors, group_sum, buffer, warp_row, first_column, segment);
-#pragma unroll
-  for (int part = 0; part < Store::kParts; ++part) {
-    // The branch also ends a block of the compiler's schedule, which else keeps too much at once.
-    if (first_column + part * Store::kPartColumns >= e.n) break;
+  Store::store(e.y, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
 #pragma unroll
     for (int chunk = part * kPartChunks; chunk < (part + 1) * kPartChunks; ++chunk)
       finish_chunk(v, e, vectors, row, first_column, chunk);
-    Store::store(e.y, buffer, v, part, warp_row, first_column, e.m, e.n);
-  }
-}
-
-__device__ __forceinline__ void keep_rows(const float (&v)[kAccumulators], const Epilogue& e,
-                                          u32 buffer, int warp_row, int first_column) {
-  using Store = RowStore<KeptType, kWarpColumns, kAlignedRows>;
-#pragma unroll
-  for (int part = 0; part < Store::kParts; ++part) {
-    if (first_column + part * Store::kPartColumns >= e.n) break;
-    Store::store(e.z, buffer, v, part, warp_row, first_column, e.m, e.n);
-  }
+  });
 }
 
 // From the product of 16 rows to y, and to z, mean and rstd where they are kept.
 template <class GroupSum>
 __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], const Epilogue& e,
-                                                 const float* vectors, GroupSum& group_sum,
+                                                 const Vectors& vectors, GroupSum& group_sum,
                                                  u32 buffer, int warp_row, int first_column) {
   const int lane = threadIdx.x % 32;
   if (kScaled) {
@@ -281,6 +307,8 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
                                 row + 8 < e.m ? e.row_scale[row + 8] : 0.f};
     undo_scales(v, row_scale, vectors, lane % 4);
   }
-  if (kKeep) keep_rows(v, e, buffer, warp_row, first_column);
+  if (kKeep)
+    RowStore<KeptType, kWarpColumns, kAlignedRows>::store(e.z, buffer, v, warp_row, first_column,
+                                                          e.m, e.n, [](int) {});
   finish_rows(v, e, vectors, group_sum, buffer, warp_row, first_column);
 }

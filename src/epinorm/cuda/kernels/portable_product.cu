@@ -45,8 +45,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
           for (int i = 0; i < 2; ++i) sum[block][accumulator(chunk, lower, i)] *= scale;
       }
     }
-#pragma unroll
-    for (int part = 0; part < Store::kParts; ++part)
-      Store::store(c, buffer, sum[block], part, first_row, first_column, m, n);
+    Store::store(c, buffer, sum[block], first_row, first_column, m, n, [](int) {});
   }
 }

@@ -113,6 +113,13 @@ __device__ __forceinline__ void fill_buffer(u32 buffer, const float (&v)[kCount]
   }
 }
 
+// st.global.v4. As an assignment the compiler takes every other one apart into four words.
+__device__ __forceinline__ void store_line_unit(void* to, const uint4& unit) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(unit.x), "r"(unit.y),
+               "r"(unit.z), "r"(unit.w)
+               : "memory");
+}
+
 // One number that lies in shared memory, to global memory as it is.
 __device__ __forceinline__ void copy_number(u16* to, u32 address) {
   u16 bits;
@@ -130,38 +137,63 @@ struct RowStore {
   static constexpr int kWidth = kWidthFor<kColumns * kSize>;
   static constexpr int kParts = kColumns * kSize / kWidth, kPartColumns = kWidth / kSize;
   static constexpr int kUnits = kWidth / kUnitBytes, kUnitColumns = kUnitBytes / kSize;
-  // One unit a row has lanes to spare: half of them.
   static constexpr int kRowsAtOnce = kUnits == 1 ? kStoreRows : 32 / kUnits;
+  static constexpr bool kSpareLanes = kRowsAtOnce * kUnits < 32;  // one unit a row: half of them
+
+  static constexpr int kPasses = kStoreRows / kRowsAtOnce;
+  // A part of 16-bit numbers is read back while the next one is computed; of fp32, with twice as many
+  // parts, that would need more registers than there are.
+  static constexpr bool kReadAhead = kSize == 2;
 
   // Writes the rows from `row` on of a contiguous matrix (m, n); `column` is the tile's first.
-  template <int kCount>
+  // prepare(part) computes the values of a part just before it is written.
+  template <int kCount, class Prepare>
   static __device__ __forceinline__ void store(Storage* matrix, u32 buffer,
-                                               const float (&values)[kCount], int part, int row,
-                                               int column, int m, int n) {
-    if constexpr (kAligned)
-      store_units(matrix, buffer, values, part, row, column, m, n);
-    else
-      store_numbers(matrix, buffer, values, part, row, column, m, n);
+                                               const float (&values)[kCount], int row, int column,
+                                               int m, int n, Prepare prepare) {
+    uint4 ahead[kPasses];  // this lane's units of the part before
+    Storage* to = nullptr;
+    int rows_left = 0;  // from the lane's first on; none for a lane that stores nothing
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      // The branch also ends a block of the compiler's schedule, which else keeps too much at once.
+      if (column + part * kPartColumns >= n) break;
+      prepare(part);
+      if constexpr (!kAligned) {
+        store_numbers(matrix, buffer, values, part, row, column, m, n);
+        continue;
+      }
+      if (kReadAhead && part > 0) write_units(to, ahead, rows_left, n);
+      const int lane = lane_here(), unit_row = row + lane / kUnits, unit = lane % kUnits;
+      const int unit_column = column + part * kPartColumns + unit * kUnitColumns;
+      const bool stores = unit_column < n && (!kSpareLanes || lane < kRowsAtOnce * kUnits);
+      rows_left = stores ? m - unit_row : 0;
+      to = matrix + static_cast<i64>(unit_row) * n + unit_column;
+      fill_buffer<kWidth>(buffer, values, part * kPartColumns / kChunkColumns, lane, Type{});
+      __syncwarp();
+      Storage* at = to;
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass, at += kRowsAtOnce * n) {
+        const int at_row = pass * kRowsAtOnce;
+        const uint4 bits =
+            load_unit(buffer + swizzled<kWidth, kSize>(at_row + lane / kUnits, unit));
+        if (kReadAhead)
+          ahead[pass] = bits;
+        else if (at_row < rows_left)
+          store_line_unit(at, bits);
+      }
+      __syncwarp();
+    }
+    if (kAligned && kReadAhead) write_units(to, ahead, rows_left, n);
   }
 
-  template <int kCount>
-  static __device__ __forceinline__ void store_units(Storage* matrix, u32 buffer,
-                                                     const float (&values)[kCount], int part,
-                                                     int row, int column, int m, int n) {
-    const int lane = lane_here(), unit_row = row + lane / kUnits, unit = lane % kUnits;
-    column += part * kPartColumns + unit * kUnitColumns;
-    fill_buffer<kWidth>(buffer, values, part * kPartColumns / kChunkColumns, lane, Type{});
-    __syncwarp();
-    Storage* at = matrix + static_cast<i64>(unit_row) * n + column;
+  static __device__ __forceinline__ void write_units(Storage* to, const uint4 (&units)[kPasses],
+                                                     int rows_left, int n) {
 #pragma unroll
-    for (int pass = 0; pass < kStoreRows / kRowsAtOnce; ++pass, at += kRowsAtOnce * n) {
-      const int at_row = pass * kRowsAtOnce;
-      const uint4 bits = load_unit(buffer + swizzled<kWidth, kSize>(at_row + lane / kUnits, unit));
-      const bool inside = column < n && unit_row + at_row < m;
-      if (inside && lane / kUnits < kRowsAtOnce) *reinterpret_cast<uint4*>(at) = bits;
-    }
-    __syncwarp();
+    for (int pass = 0; pass < kPasses; ++pass, to += kRowsAtOnce * n)
+      if (pass * kRowsAtOnce < rows_left) store_line_unit(to, units[pass]);
   }
+
   template <int kCount>
   static __device__ __forceinline__ void store_numbers(Storage* matrix, u32 buffer,
                                                        const float (&values)[kCount], int part,
