@@ -189,3 +189,11 @@ def test_planes_are_taken_where_they_pay(on):
         small = problem_of(32, 64, 8, 8, "highest", True)
         assert planes_taken(small, True, True, "portable") == (False, False)
     planes_taken.cache_clear()
+
+
+def test_a_single_row_is_not_rounded_to_tf32(on):
+    """PyTorch does not: the single kernel's error would be a thousand times eager's."""
+    on(H200)
+    assert cuda_plan.plan_cuda(problem_of(1, kind="high"), "auto").strategy == "epilogue"
+    assert cuda_plan.plan_cuda(problem_of(1, kind="high"), "single").strategy == "single"
+    assert cuda_plan.plan_cuda(problem_of(2, kind="high"), "auto").strategy == "single"

@@ -20,19 +20,18 @@ def test_compiles_without_spills(transposed, aligned, splits, arch):
     assert result.shared_bytes + TILE.shared_bytes <= 163 * 1024  # sm_80's largest block
 
 
-def test_results_that_fill_the_gpu_are_not_split():
-    assert splits_of(8192, 8192, 1024, H200) == 1
-    assert splits_of(1024, 8192, 8192, H200) == 1
-    assert splits_of(65536, 128, 65536, H200) == 1
+def test_rows_that_keep_half_of_the_gpu_at_work_are_not_split():
+    assert splits_of(8192, 8192, H200) == 1
+    assert splits_of(4352, 8192, H200) == 1
 
 
-def test_few_tiles_with_long_sums_are_split_as_far_as_blocks_are_left():
-    assert splits_of(1024, 1024, 16384, H200) == 2  # 64 tiles
-    assert splits_of(512, 512, 4096, H200) == 8
-    assert splits_of(128, 128, 65536, H200) == MOST_SPLITS
-    assert splits_of(1, 1, 65536, 4) == 4
+def test_short_rows_with_long_sums_are_split_as_far_as_blocks_are_left():
+    assert splits_of(4096, 8192, H200) == 2
+    assert splits_of(1024, 16384, H200) == MOST_SPLITS
+    assert splits_of(128, 65536, H200) == MOST_SPLITS
+    assert splits_of(1, 65536, 4) == 2
 
 
 @pytest.mark.parametrize("length, splits", [(0, 1), (1023, 1), (1024, 2), (4095, 4), (4096, 8)])
 def test_short_sums_are_not_split(length, splits):
-    assert splits_of(100, 100, length, H200) == splits
+    assert splits_of(100, length, H200) == splits

@@ -46,6 +46,12 @@ def plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
         return Plan("epilogue", "asked for by name: a library product, then one kernel")
     if core is None:
         return Plan("epilogue", f"a library product, then one kernel: {why_not_single}")
+    if problem.m == 1 and problem.precision == "high":
+        return Plan(
+            "epilogue",
+            "a library product, then one kernel: PyTorch computes a single row in full fp32 also "
+            "where TF32 is allowed",
+        )
     if problem.training and problem.precision == "highest" and problem.k <= SHORT_SUM:
         return Plan(
             "epilogue",

@@ -60,13 +60,16 @@ def rescue_gradient_source(
     return KernelSource("rescue_gradient", kernel_text("rescue_gradient.cu", text), arch)
 
 
-def splits_of(rows: int, columns: int, length: int, multiprocessors: int) -> int:
-    """How many blocks, 1, 2, 4 or 8, share each sum: more where the tiles do not fill the GPU."""
-    tiles = -(-rows // TILE.rows) * -(-columns // TILE.columns)
+def splits_of(columns: int, length: int, multiprocessors: int) -> int:
+    """How many blocks, 1, 2, 4 or 8, share each sum: until one row keeps half of the GPU at work.
+
+    One flagged row is what chance brings: by estimate in one of ten random dz of 16384 x 1024.
+    """
+    tiles = -(-columns // TILE.columns)
     splits = 1
     while (
         splits < MOST_SPLITS
-        and tiles * splits * 2 <= multiprocessors
+        and tiles * splits * 4 <= multiprocessors
         and length >= splits * 2 * SHORTEST_SPLIT
     ):
         splits *= 2
@@ -119,7 +122,7 @@ def _launcher(
 ) -> Callable[..., None]:
     early = starts_early(device)  # sm_90: clusters too
     count = sm_count(device)
-    splits = splits_of(rows, columns, length, count) if early else 1
+    splits = splits_of(columns, length, count) if early else 1
     tile = tile_of(max_shared_bytes(device))
     source = rescue_gradient_source(transposed_a, aligned, splits, arch_of(device), tile)
     kernel = load(source, device)
