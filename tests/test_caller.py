@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
+from epinorm import calls
 from epinorm.caller import MOST_KINDS, Caller, caller_of
+from epinorm.prepack import marked
 
 K, N, ROWS = 12, 16, 5
 OPERATOR = "linear_norm"
@@ -261,3 +263,33 @@ def test_a_fact_of_the_caller_is_no_fact_of_another(short: list[bool]) -> None:
         caller = caller_of(f"layer_norm|{activation.__name__}")
         y = caller(x, w, None, None, None, ())
         torch.testing.assert_close(y, activation(torch.nn.functional.layer_norm(x @ w.t(), (N,))))
+
+
+def test_a_weight_is_planned_anew_where_it_is_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this were a GPU: prepack changes which strategy is fastest, for that weight alone."""
+    monkeypatch.setattr("epinorm.calls.keeps", lambda weight: id(weight) in marked)
+    monkeypatch.setattr("epinorm.caller.follows_setting", lambda *_: True)
+    planned: list[bool] = []
+    monkeypatch.setattr(calls, "planned", [lambda problem, _: planned.append(problem.prepacked)])
+    calls.forget_plans()
+    caller = Caller("layer_norm")
+    x, one, other = torch.randn(ROWS, K), torch.randn(N, K), torch.randn(N, K)
+    expected = [torch.nn.functional.layer_norm(x @ w.t(), (N,)) for w in (one, other)]
+
+    def call() -> None:
+        for weight, right in zip((one, other), expected, strict=True):
+            for _ in range(2):
+                torch.testing.assert_close(caller(x, weight, None, None, None, ()), right)
+
+    call()
+    assert planned == [False]
+    marked[id(one)] = object()  # type: ignore[assignment]
+    try:
+        call()
+        assert planned == [False, True]
+        x.requires_grad_()  # what a step will have converted is not known
+        call()
+        assert planned == [False, True, False, False]
+    finally:
+        del marked[id(one)]
+        calls.forget_plans()

@@ -23,6 +23,7 @@ from epinorm.chain import Chain
 from epinorm.checks import check_leading_dimensions
 from epinorm.plan import Inputs, Run, Strategy
 from epinorm.precision import follows_setting, fp32_precision
+from epinorm.prepack import marked
 
 __all__ = ["Caller", "caller_of"]
 
@@ -163,7 +164,7 @@ class _Kind:
 
     def key(self, tensors: Sequence[Any], training: bool) -> tuple[Any, ...]:
         """What a run depends on beyond the kind."""
-        setting = fp32_precision() if self.has_setting else None
+        setting = (fp32_precision(), id(tensors[1]) in marked) if self.has_setting else None
         if len(tensors) == FIRST_OPERAND:
             return tensors[0].shape, training, setting
         return tensors[0].shape, training, setting, *[t.shape for t in tensors[FIRST_OPERAND:]]

@@ -30,6 +30,7 @@ from epinorm.plan import (
     plan_for,
 )
 from epinorm.precision import product_precision
+from epinorm.prepack import keeps, marked
 
 if TYPE_CHECKING:
     from epinorm.caller import Caller
@@ -86,7 +87,7 @@ def _prepare(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
     device = x.device
     precision = product_precision(x.dtype, device.type)
     key = (
-        *(facts, training, precision),
+        *(facts, training, precision, bool(marked) and keeps(weight)),
         *(x.shape, x.dtype, device, weight.shape, weight.dtype, weight.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         None if norm_weight is None else (norm_weight.shape, norm_weight.dtype, norm_weight.device),
@@ -121,6 +122,7 @@ def _plan(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
         training=training,
         device=x.device,
         precision=product_precision(x.dtype, x.device.type),
+        prepacked=not training and bool(marked) and keeps(inputs.weight),
     )
     for tell in planned:
         tell(problem, inputs)

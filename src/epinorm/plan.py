@@ -51,7 +51,8 @@ class Problem:
 
     ``dtype`` is that of x, weight and bias; ``norm_dtype`` that of the norm's parameters and of
     the chain's tensor operands; ``out_dtype`` that of y. They differ under autocast alone: 16 bit,
-    fp32 and fp32. ``training``: z, mean and rstd are kept for a backward pass.
+    fp32 and fp32. ``training``: z, mean and rstd are kept for a backward pass. ``prepacked``: the
+    weight is kept converted (``epinorm.prepack``), so that the plan need not count that.
     """
 
     chain: Chain
@@ -67,6 +68,7 @@ class Problem:
     training: bool
     device: torch.device
     precision: Precision
+    prepacked: bool = False
 
     @property
     def groups(self) -> int:

@@ -194,6 +194,17 @@ def test_planes_are_taken_where_they_pay(on):
 def test_a_single_row_is_not_rounded_to_tf32(on):
     """PyTorch does not: the single kernel's error would be a thousand times eager's."""
     on(H200)
-    assert cuda_plan.plan_cuda(problem_of(1, kind="high"), "auto").strategy == "epilogue"
-    assert cuda_plan.plan_cuda(problem_of(1, kind="high"), "single").strategy == "single"
-    assert cuda_plan.plan_cuda(problem_of(2, kind="high"), "auto").strategy == "single"
+    one, two = (dataclasses.replace(problem_of(m, kind="high"), prepacked=True) for m in (1, 2))
+    assert cuda_plan.plan_cuda(one, "auto").strategy == "epilogue"
+    assert cuda_plan.plan_cuda(one, "single").strategy == "single"
+    assert cuda_plan.plan_cuda(two, "auto").strategy == "single"
+
+
+@pytest.mark.parametrize("kind", ["high", "highest"])
+def test_few_rows_take_the_single_kernel_where_the_weight_is_prepacked(kind, on):
+    """Converting W in each call costs more than PyTorch's product; converted, W is half as long."""
+    on(H200)
+    problem = problem_of(16, kind=kind)
+    assert cuda_plan.plan_cuda(problem, "auto").strategy == "epilogue"
+    converted = dataclasses.replace(problem, prepacked=True)
+    assert cuda_plan.plan_cuda(converted, "auto").strategy == "single"

@@ -431,8 +431,8 @@ def test_a_launch_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
         print()
         for name, cost in measured.items():
             print(f"{name}: {cost:.2f} us")
-    # No more than PyTorch's own launch of a kernel, on whatever machine this is.
-    assert measured["ten arguments, prepared"] < measured["torch.add(x, x, out=x)"]
+    # About what PyTorch's own launch of a kernel costs, on whatever machine this is.
+    assert measured["ten arguments, prepared"] < 1.25 * measured["torch.add(x, x, out=x)"]
 
 
 # One thread copies one box in by TMA, as the kernels do; all write it to `seen` as it lies. These

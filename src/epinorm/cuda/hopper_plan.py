@@ -202,7 +202,7 @@ def _step_cycles(tile: Tile, planes: int) -> float:
     rows = tile.block_m + (0 if tile.resident_steps else tile.block_n)
     written = planes * rows * STEP_BYTES
     if tile.tf32:  # read, rounded and written once more
-        written *= 3
+        written *= 3 if tile.resident_steps else 5
     return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP)
 
 
@@ -267,10 +267,11 @@ def choose_tile(problem: Problem, sms: int, prepacked: bool = False) -> Tile | N
 
 def microseconds(problem: Problem, sms: int) -> float:
     """Estimated time of the whole forward pass by this kernel, conversions included."""
-    tile = choose_tile(problem, sms)
+    tile = choose_tile(problem, sms, problem.prepacked)
     if tile is None:
         return math.inf
-    return LAUNCH_MICROSECONDS + cycles(problem, tile, sms) / CYCLES_PER_MICROSECOND
+    estimate = cycles(problem, tile, sms, problem.prepacked)
+    return LAUNCH_MICROSECONDS + estimate / CYCLES_PER_MICROSECOND
 
 
 def instance_for(problem: Problem, tile: Tile) -> Instance[Tile]:

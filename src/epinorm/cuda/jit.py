@@ -248,19 +248,26 @@ def _option_value(text: str) -> object:
 
 @lru_cache(maxsize=1)
 def _versions() -> tuple[str, ...]:
-    """Versions of the compiler and of what sets its default options."""
-    from cuda.bindings import nvrtc
+    """Versions of the compiler and of what sets its default options.
 
-    _, major, minor = nvrtc.nvrtcVersion()
-    return (f"nvrtc {major}.{minor}", *map(_distribution, _DISTRIBUTIONS))
+    NVRTC's package says which build it is, where NVRTC itself, which takes most of a start from the
+    cache to load, says only major.minor.
+    """
+    packages = [f"{name} {v}" for name in _NVRTC if (v := _version(name)) is not None]
+    if not packages:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+        packages = [f"nvrtc {major}.{minor}"]
+    return (*packages, *(f"{name} {_version(name)}" for name in _WRAPPERS))
 
 
-# NVRTC itself says only major.minor; its package says which build.
-_DISTRIBUTIONS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "cuda-core", "cuda-bindings")
+_NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+_WRAPPERS = ("cuda-core", "cuda-bindings")
 
 
-def _distribution(name: str) -> str:
+def _version(name: str) -> str | None:
     try:
-        return f"{name} {importlib.metadata.version(name)}"
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return f"{name} -"
+        return None

@@ -99,7 +99,7 @@ def _why_not_hopper(problem: Problem) -> str | None:
     why_not = hopper_plan.why_not(problem)
     if why_not is not None:
         return why_not
-    tile = hopper_plan.choose_tile(problem, sm_count(problem.device))
+    tile = hopper_plan.choose_tile(problem, sm_count(problem.device), problem.prepacked)
     if tile is None:
         return "no tile of the single kernel fits the shared memory"
     return None if tile.tf32 else _why_not_guarded(problem)
@@ -140,7 +140,7 @@ def _tile_facts(problem: Problem, core: Core) -> tuple[str, int, int, bool]:
         portable = portable_plan.choose_tile(problem, gpu_of(problem.device))
         assert portable is not None
         return "the portable core (mma.sync)", portable.block_m, portable.block_n, False
-    tile = hopper_plan.choose_tile(problem, sm_count(problem.device))
+    tile = hopper_plan.choose_tile(problem, sm_count(problem.device), problem.prepacked)
     assert tile is not None
     kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
     return kind, tile.block_m, tile.block_n, tile.tf32

@@ -177,6 +177,7 @@ def _planned(analysis: Analysis, candidate: Candidate, x: Tensor, settings: Sett
         training=owner.training,
         device=weight.device,
         precision=product_precision(x.dtype, weight.device.type),
+        prepacked=keeps(weight) and not owner.training,
     )
     try:
         plan = plan_for(problem, settings.strategy)
