@@ -72,7 +72,7 @@ def persistent_blocks(tiles: int, most: int) -> int:
 
     But no fewer than `EVEN_SHARE`: with many blocks less the memory's latency would show.
     """
-    if tiles <= most:
+    if tiles <= most or most < 1:
         return max(tiles, 1)
     even = math.ceil(tiles / math.ceil(tiles / most))
     return even if even >= EVEN_SHARE * most else most

@@ -170,7 +170,8 @@ __device__ __forceinline__ void start_together(const Ring& ring) {
     __syncthreads();
 }
 
-// Before a consumer writes into another block.
+// Before a consumer writes into another block. For launches as a cluster alone: in any other, the wait
+// is a barrier of the whole block, which the producer does not join.
 __device__ __forceinline__ void wait_for_neighbours() {
   if (kClusterBlocks > 1 && kCluster == 1) cluster_wait();
 }
@@ -387,6 +388,7 @@ __device__ __forceinline__ void multiply_at_once(Accumulators& result, const Rin
     barrier_wait(ring.full_barrier(slot.stage), slot.parity);
     stages[step] = slot.stage;
   }
+  __syncwarp();  // no lane may still wait for its turn when the next but one is given
   arrived();
   const u32 own = threadIdx.x % kWarpgroupThreads * kUnitBytes;
   const auto address = [&](int unit) {

@@ -83,6 +83,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const Result& whole,
   }
 }
 
+static_assert(kClusterBlocks == 1, "blocks do not wait for each other at the end");
+
 // k: of a part; of the last one, less may be there.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_product(const __grid_constant__ TensorMap a_hi, const __grid_constant__ TensorMap a_lo,

@@ -25,11 +25,11 @@ EPINORM_FUNCTION bool any_flag_wide(const Flag* flags, int count) {
   u32 any = 0;
 #pragma unroll 8
   for (int i = threadIdx.x; i < whole; i += kThreads) {
-    const uint4 unit = units[i];
+    const uint4 unit = __ldcg(units + i);
     any |= unit.x | unit.y | unit.z | unit.w;
   }
   const int left = whole * kFlagBytes + threadIdx.x;
-  if (left < count) any |= flags[left];
+  if (left < count) any |= __ldcg(flags + left);
   return any != 0;
 }
 

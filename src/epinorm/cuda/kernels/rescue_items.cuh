@@ -37,13 +37,14 @@ struct ItemOrder {
   }
 };
 
-// The flags from `at`, a multiple of 4, to `at` + 3; none from `count` on.
+// The flags from `at`, a multiple of 4, to `at` + 3; none from `count` on. From L2: a kernel that started
+// early reads them before it has waited, when nothing says yet that L1 holds nothing older.
 EPINORM_FUNCTION u32 four_flags(const Flag* flags, int at, int count) {
-  if (at + 4 <= count) return *reinterpret_cast<const u32*>(flags + at);
+  if (at + 4 <= count) return __ldcg(reinterpret_cast<const u32*>(flags + at));
   u32 word = 0;
 #pragma unroll
   for (int i = 0; i < 3; ++i)
-    if (at + i < count) word |= u32{flags[at + i]} << (8 * i);
+    if (at + i < count) word |= u32{__ldcg(flags + at + i)} << (8 * i);
   return word;
 }
 
