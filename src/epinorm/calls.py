@@ -86,8 +86,9 @@ def _prepare(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
     x, weight, bias, norm_weight, norm_bias, operands = inputs
     device = x.device
     precision = product_precision(x.dtype, device.type)
+    prepacked = bool(marked) and keeps(weight)
     key = (
-        *(facts, training, precision, bool(marked) and keeps(weight)),
+        *(facts, training, precision, prepacked),
         *(x.shape, x.dtype, device, weight.shape, weight.dtype, weight.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         None if norm_weight is None else (norm_weight.shape, norm_weight.dtype, norm_weight.device),
@@ -99,11 +100,11 @@ def _prepare(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
         return found
     if len(_prepared) >= _MAX_PREPARED:
         _prepared.clear()
-    prepared = _prepared[key] = _plan(inputs, facts, training)
+    prepared = _prepared[key] = _plan(inputs, facts, training, prepacked)
     return prepared
 
 
-def _plan(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
+def _plan(inputs: Inputs, facts: Facts, training: bool, prepacked: bool) -> _Prepared:
     chain, strategy, strict, out_dtype = Chain.parse(facts[0]), *facts[1:]
     x = inputs.x
     out_dtype = out_dtype or x.dtype
@@ -122,7 +123,7 @@ def _plan(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
         training=training,
         device=x.device,
         precision=product_precision(x.dtype, x.device.type),
-        prepacked=not training and bool(marked) and keeps(inputs.weight),
+        prepacked=prepacked and not training,
     )
     for tell in planned:
         tell(problem, inputs)

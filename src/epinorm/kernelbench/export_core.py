@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from epinorm.cuda.rescue import rescue_tile
 from epinorm.kernelbench.export_cuda import speakable
 from epinorm.kernelbench.export_recipe import Recipe
 from epinorm.kernelbench.export_text import MODES, kernel, templates
 from epinorm.plan import Core, Problem
 
-__all__ = ["Part", "backward_cuda", "forward_cuda", "problem_of"]
+__all__ = ["Part", "backward_cuda", "forward_cuda", "problem_of", "why_not_guarded"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,15 @@ def problem_of(recipe: Recipe, mode: str, keep: bool) -> Problem:
         recipe.chain, m, k, n, dtype, dtype, dtype, *recipe.has, keep, torch.device("cuda"),
         precision,
     )  # fmt: skip
+
+
+def why_not_guarded(problem: Problem) -> str | None:
+    """Why fp32's range guard cannot serve the chain, in a sentence; None where it can."""
+    try:
+        rescue_tile(problem.chain.channels_per_group(problem.n))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def forward_cuda(core: Core, recipe: Recipe) -> str:

@@ -13,7 +13,13 @@ from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of, why_n
 from epinorm.cuda.planes import split_source
 from epinorm.cuda.rescue import rescue_source, rescue_tile
 from epinorm.kernelbench.export_backward import products_of
-from epinorm.kernelbench.export_core import Part, backward_cuda, forward_cuda, problem_of
+from epinorm.kernelbench.export_core import (
+    Part,
+    backward_cuda,
+    forward_cuda,
+    problem_of,
+    why_not_guarded,
+)
 from epinorm.kernelbench.export_recipe import Recipe
 from epinorm.kernelbench.export_text import ELEMENTS, MODES, SMS, Chains, entry, prelude_of
 from epinorm.plan import Problem
@@ -61,10 +67,7 @@ def _why_not(problem: Problem) -> str | None:
     if tile is None:
         return "no tile of the kernel fits the shared memory"
     if problem.dtype == torch.float32 and not tile.tf32:
-        try:
-            rescue_tile(problem.chain.channels_per_group(problem.n))
-        except ValueError as error:
-            return str(error)
+        return why_not_guarded(problem)
     return None
 
 

@@ -20,7 +20,13 @@ from epinorm.cuda.portable import PortableTile, linear_norm_source, product_sour
 from epinorm.cuda.portable_plan import choose_tile, instance_for, planes_of, why_not
 from epinorm.cuda.rescue import rescue_source, rescue_tile
 from epinorm.cuda.rescue_gradient import rescue_gradient_source, tile_of
-from epinorm.kernelbench.export_core import Part, backward_cuda, forward_cuda, problem_of
+from epinorm.kernelbench.export_core import (
+    Part,
+    backward_cuda,
+    forward_cuda,
+    problem_of,
+    why_not_guarded,
+)
 from epinorm.kernelbench.export_recipe import Recipe
 from epinorm.kernelbench.export_text import MODES, SMS, Chains, entry, prelude_of
 from epinorm.plan import Problem
@@ -98,10 +104,7 @@ def _why_not(problem: Problem) -> str | None:
     if any(choose_tile(problem, gpu) is None for gpu in GPUS.values()):
         return "no tile of the kernel fits the shared memory"
     if problem.dtype == torch.float32:
-        try:
-            rescue_tile(problem.chain.channels_per_group(problem.n))
-        except ValueError as error:
-            return str(error)
+        return why_not_guarded(problem)
     return None
 
 
