@@ -201,21 +201,23 @@ def test_auto_takes_one_kernel_for_the_benchmark(kind, hopper):
 
 
 @pytest.mark.parametrize(
-    ("facts", "strategy"),
+    ("facts", "for_accuracy"),
     [
-        (dict(k=128, kind="highest", training=True), "epilogue"),
-        (dict(k=136, kind="highest", training=True), "single"),
-        (dict(k=128, kind="highest"), "single"),
-        (dict(k=128, kind="high", training=True), "single"),
-        (dict(k=128, training=True), "single"),
+        (dict(k=128, kind="highest", training=True), True),
+        (dict(k=24, kind="highest", training=True), True),
+        (dict(k=136, kind="highest", training=True), False),
+        (dict(k=128, kind="highest"), False),
+        (dict(k=128, kind="high", training=True), False),
+        (dict(k=128, training=True), False),
     ],
 )
-def test_gradients_of_short_fp32_sums_are_left_to_the_library(facts, strategy, hopper):
-    problem = problem_of(m=65536, channels=4, groups=256, **facts)
-    plan = cuda_plan.plan_cuda(problem, "auto")
-    assert plan.strategy == strategy
-    assert ("sums as short as 128" in plan.reason) == (strategy == "epilogue")
-    assert cuda_plan.plan_cuda(problem, "single").strategy == "single"
+def test_training_on_short_fp32_sums_takes_what_is_more_accurate(
+    facts, for_accuracy, hopper, monkeypatch
+):
+    monkeypatch.setattr(cuda_plan, "_epilogue_microseconds", lambda problem: 0.0)
+    plan = cuda_plan.plan_cuda(problem_of(m=65536, channels=4, groups=32, **facts), "auto")
+    assert plan.strategy == ("single" if for_accuracy else "epilogue")
+    assert (f"sums as short as {facts['k']}" in plan.reason) == for_accuracy
 
 
 def test_epilogue_by_name_is_always_served(hopper):

@@ -318,6 +318,7 @@ extern "C" __global__ void second(long long* times, const int* value, int* resul
 """
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dependent", [False, True])
 def test_a_dependent_launch_starts_before_the_one_ahead_has_ended(dependent: bool) -> None:

@@ -13,6 +13,7 @@ constexpr int kWarpColumns = kConsumerN;
 constexpr int kVectorColumns = kConsumerN, kVectorThreads = kWarpgroupThreads;
 constexpr int kParts = kGroupBlocks * kColumnParts;
 constexpr bool kAlignedRows = true;
+constexpr bool kPacksAffine = !kPingPong;  // all warps are in the epilogue at once
 #define COMBINES_PARTS
 #include "norm_epilogue.cuh"
 
@@ -151,13 +152,19 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
   for (int index = first_index; index < order.count();
        index += index_step, slot.skip((kTurns - 1) * k_steps), ++count) {
     const Tile tile = next;
-    next = order.tile_at(index + index_step, rank);  // its divisions hide behind the products
     const int first_column = tile.n + share.first_column;
     Fetched fetched;
     if (!kResident) fetch_vectors(fetched, e, first_column, thread);
     Accumulators v;
-    multiply_tile(v, ring, slot, share, k_steps, count);
-    if (!kResident && kVectors > 0) share_vectors(fetched, vectors, consumer, thread);
+    const auto prepare = [&] {
+      if (!kResident && kVectors > 0) share_vectors(fetched, vectors, consumer, thread);
+      next = order.tile_at(index + index_step, rank);
+    };
+    // In turn, the tensor cores are the other's by then, and do not wait for this.
+    multiply_tile(v, ring, slot, share, k_steps, count, [&] {
+      if (!kPingPong) prepare();
+    });
+    if (kPingPong) prepare();
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
       const int warp_row = tile.m + (share.first_block + block) * kProductM + warp * 16;
@@ -193,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup == kConsumers) {
     give_registers<kProducerRegisters>();
     if (threadIdx.x == kConsumerThreads) {
-      const Operands16 operands = {{&x_hi, &x_lo}, {&w_hi, &w_lo}};
+      const Operands16 operands = {{&x_hi, &x_lo}, {&w_hi, &w_lo}, order.reads_b_once()};
       if (kResident) load_resident(ring, operands);
       Slot slot;
       Tile tile = first;

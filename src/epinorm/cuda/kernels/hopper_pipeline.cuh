@@ -117,6 +117,7 @@ struct Slot {
 
 struct Operands16 {
   const TensorMap *a[2], *b[2];  // plane hi, plane lo
+  bool b_once;                   // there is one row tile: no other reads the same of B
 };
 
 struct Tile {
@@ -132,6 +133,7 @@ struct TileOrder {
         column_tiles((n + kGroupBlocks * kBlockN - 1) / (kGroupBlocks * kBlockN)) {}
 
   __device__ __forceinline__ int count() const { return row_tiles * column_tiles; }
+  __device__ __forceinline__ bool reads_b_once() const { return row_tiles == 1; }
 
   __device__ __forceinline__ Tile tile_at(int index, int rank) const {
     const TilePlace place = grouped_tile<kTileGroup>(index, row_tiles, column_tiles);
@@ -188,11 +190,15 @@ constexpr int kLargestBox = 256;  // rows that one copy can have
 
 template <bool kMajorK, int kRows>
 __device__ __forceinline__ void load_operand(u32 to, const TensorMap* map, u32 barrier, int k,
-                                             int row) {
+                                             int row, bool once = false) {
   if (kMajorK) {
     constexpr int kBoxRows = kRows > kLargestBox ? kRows / 2 : kRows;
-    for (int first = 0; first < kRows; first += kBoxRows)
-      tma_load(to + first * kSwizzleRowBytes, map, barrier, k, row + first);
+    for (int first = 0; first < kRows; first += kBoxRows) {
+      if (once)
+        tma_load_once(to + first * kSwizzleRowBytes, map, barrier, k, row + first);
+      else
+        tma_load(to + first * kSwizzleRowBytes, map, barrier, k, row + first);
+    }
   } else {
     for (int box = 0; box < kRows / 64; ++box)
       tma_load(to + box * kBoxBytes, map, barrier, row + box * 64, k);
@@ -228,7 +234,7 @@ __device__ __forceinline__ void load_tile(const Ring& ring, Slot& slot, const Op
       if (kResident) continue;
       const u32 b = ring.b(slot.stage, step, plane);
       if (kCluster == 1)
-        load_operand<kMajorKB, kBlockN>(b, operands.b[plane], full, k, tile.n);
+        load_operand<kMajorKB, kBlockN>(b, operands.b[plane], full, k, tile.n, operands.b_once);
       else
         load_shared_operand<kMajorKB, kBlockN>(b, operands.b[plane], full, k, tile.n, rank);
     }
@@ -376,9 +382,10 @@ __device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators*
 
 // A tile's product by TF32 with B resident and a ring that holds all of the tile's steps: these are
 // rounded in one go and multiplied in one go, so that each latency is paid once.
-template <class Arrived>
+template <class Arrived, class Meanwhile>
 __device__ __forceinline__ void multiply_at_once(Accumulators& result, const Ring& ring, Slot& slot,
-                                                 const Share& share, Arrived arrived) {
+                                                 const Share& share, Arrived arrived,
+                                                 Meanwhile meanwhile) {
   static_assert(!kResident || kLoadM == kBlockM, "all of A's rows are loaded");
   constexpr int kStepUnits = kPlaneBytesA / kUnitBytes / kWarpgroupThreads;  // of a thread
   constexpr int kUnits = kResidentSteps * kStepUnits, kAtOnce = kUnits < 16 ? kUnits : 16;
@@ -413,6 +420,7 @@ __device__ __forceinline__ void multiply_at_once(Accumulators& result, const Rin
     multiply_step(result, nullptr, ring, stages[step], step, share.first_block, share.first_column,
                   step > 0, false);
   wgmma_commit();
+  meanwhile();
   wgmma_wait<0>();
   keep_after_wait(result);
 #pragma unroll
@@ -424,18 +432,27 @@ __device__ __forceinline__ void multiply_at_once(Accumulators& result, const Rin
 //
 // In ping-pong a consumer starts when the other has seen all steps of its tile arrive: a barrier's
 // parity tells a phase from the next one, not from the one after that.
+//
+// meanwhile(): what the consumer has to do once a tile beside; it runs behind the last step's products.
+template <class Meanwhile>
 __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& ring, Slot& slot,
-                                              const Share& share, int k_steps, int count) {
+                                              const Share& share, int k_steps, int count,
+                                              Meanwhile meanwhile) {
   const int consumer = share.consumer;
   if (kPingPong) barrier_wait(ring.turn_barrier(consumer), (count & 1) ^ (consumer == 0));
-  const auto pass_turn = [&](int last) {
-    if (kPingPong && last == k_steps - 1 && threadIdx.x % 32 == 0)
+  const auto pass_turn = [&] {
+    if (kPingPong && threadIdx.x % 32 == 0)
       barrier_arrive(ring.turn_barrier((consumer + 1) % kConsumers));
   };
+  const auto issued = [&](int last) {
+    if (last != k_steps - 1) return;
+    pass_turn();
+    meanwhile();
+  };
   if constexpr (kElementBytes == 4 && kResident && kResidentSteps <= kStages) {
-    multiply_at_once(result, ring, slot, share, [&] { pass_turn(k_steps - 1); });
+    multiply_at_once(result, ring, slot, share, pass_turn, meanwhile);
   } else if constexpr (kPlanes == 1) {
-    multiply_steps(result, nullptr, ring, slot, share, 0, k_steps - 1, pass_turn);
+    multiply_steps(result, nullptr, ring, slot, share, 0, k_steps - 1, issued);
   } else {
     Accumulators part, cross;
 #pragma unroll
@@ -444,7 +461,7 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
       for (int i = 0; i < kAccumulators; ++i) result[block][i] = 0.0f;
     for (int first = 0; first < k_steps; first += kFoldSteps) {
       const int last = min(first + kFoldSteps, k_steps) - 1;
-      multiply_steps(part, &cross, ring, slot, share, first, last, pass_turn);
+      multiply_steps(part, &cross, ring, slot, share, first, last, issued);
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block)
 #pragma unroll

@@ -72,7 +72,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Result& whole,
        index += kTurns * gridDim.x, slot.skip((kTurns - 1) * k_steps), ++count) {
     const Tile tile = work.tile_at(index);
     Accumulators v;
-    multiply_tile(v, ring, slot, share, k_steps, count);
+    multiply_tile(v, ring, slot, share, k_steps, count, [] {});
     Result result = whole;
     if (kSplit) result.c += static_cast<i64>(work.part_at(index)) * whole.m * whole.n;
 #pragma unroll
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup == kConsumers) {
     give_registers<kProducerRegisters>();
     if (threadIdx.x == kConsumerThreads) {
-      const Operands16 operands = {{&a_hi, &a_lo}, {&b_hi, &b_lo}};
       const Work work(m, n, parts);
+      const Operands16 operands = {{&a_hi, &a_lo}, {&b_hi, &b_lo}, work.order.reads_b_once()};
       Slot slot;
       for (int index = blockIdx.x; index < work.count(); index += gridDim.x)
         load_tile(ring, slot, operands, work.tile_at(index), k_steps, 0,

@@ -17,6 +17,18 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, u32 barri
       : "memory");
 }
 
+// The same of what nobody reads again: it leaves the L2 cache before what was there. The number is what
+// createpolicy.fractional.L2::evict_first.b64 gives.
+__device__ __forceinline__ void tma_load_once(u32 to, const TensorMap* map, u32 barrier, int column,
+                                              int row) {
+  constexpr u64 kEvictFirst = 0x12f0000000000000;
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(kEvictFirst)
+      : "memory");
+}
+
 // The same into every block of the cluster whose bit is set in `blocks`, at the same offsets.
 __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map, u32 barrier,
                                                    int column, int row, u16 blocks) {

@@ -10,6 +10,7 @@
 //                                  threads that put them there
 //   kParts                         that share a group wider than kWarpColumns, each with so many of it
 //   kAlignedRows                   rows of y and z start on 16 bytes
+//   kPacksAffine                   gamma and beta of 16 bits stay so in shared memory
 //   COMBINES_PARTS                 a macro, where group_sum.parts can combine the parts of a group
 #pragma once
 #include "group_stats.cuh"
@@ -28,17 +29,13 @@ constexpr int kVectorLoads = (kVectorColumns + kVectorThreads - 1) / kVectorThre
 
 constexpr int kVectorBytes = kVectors * kVectorColumns * 4;
 
-// Where a column's number of a vector lies. Gamma and beta lie pair by pair, so that one load brings
-// both for two columns; not for y in fp32, whose kernels have no registers left for it.
-constexpr bool kPairedAffine =
-    kHasGamma && kHasBeta && sizeof(typename OutType::Storage) == 2;
-
-__device__ __forceinline__ constexpr u32 vector_place(u32 vector, u32 column) {
-  if (kPairedAffine && (vector == kGammaVector || vector == kBetaVector))
-    return kGammaVector * kVectorColumns + column / 2 * 4 + column % 2 +
-           (vector == kBetaVector ? 2 : 0);
-  return vector * kVectorColumns + column;
-}
+// Those of two columns lie together then: one load of 8 bytes instead of two. That pays where shared
+// memory limits the store pass; elsewhere unpacking costs more.
+constexpr bool kPackedAffine = kPacksAffine && kHasGamma && kHasBeta &&
+                               sizeof(typename OutType::Storage) == 2 &&
+                               sizeof(typename NormType::Storage) == 2;
+constexpr u32 kPackedPairBytes = 8;
+constexpr bool kScaledWhenPacked = NormType::kRangeOfFloat;  // else the scale could overflow
 
 // A group wider than a warp's columns: all that share it add up their parts through shared memory.
 constexpr bool kSharedGroup = kGroupColumns > kWarpColumns;
@@ -62,9 +59,13 @@ struct Vectors {
   const float* all;
   u32 first_column;
 
-  // Of an even column.
   __device__ __forceinline__ u32 address(u32 vector, u32 column) const {
-    return shared_address(all + vector_place(vector, first_column + column));
+    return shared_address(all + vector * kVectorColumns + first_column + column);
+  }
+  // Of an even column's gamma, of the next one's and of both betas.
+  __device__ __forceinline__ u32 packed_affine(u32 column) const {
+    return shared_address(all + kGammaVector * kVectorColumns) +
+           (first_column + column) / 2 * kPackedPairBytes;
   }
 };
 
@@ -97,6 +98,13 @@ __device__ __forceinline__ float fetched_value(u32 bits, int vector) {
   return vector < kScaleVector ? value * kAffineScale : value;  // gamma, beta; an operand
 }
 
+__device__ __forceinline__ void store_packed(u32 bits, float* vectors, int vector, int column) {
+  const u32 at = Vectors{vectors, 0}.packed_affine(column - column % 2) +
+                 (vector == kBetaVector) * 4 + column % 2 * 2;
+  const u16 number = kScaledWhenPacked ? NormType::store(fetched_value(bits, vector)) : bits;
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(number) : "memory");
+}
+
 // Into shared memory, where nobody reads the last tile's any more.
 __device__ __forceinline__ void store_vectors(const Fetched& fetched, float* vectors, int thread) {
 #pragma unroll
@@ -104,8 +112,11 @@ __device__ __forceinline__ void store_vectors(const Fetched& fetched, float* vec
 #pragma unroll
     for (int load = 0; load < kVectorLoads; ++load) {
       const int at = load * kVectorThreads + thread;
-      if (at < kVectorColumns)
-        vectors[vector_place(vector, at)] = fetched_value(fetched[vector][load], vector);
+      if (at >= kVectorColumns) continue;
+      if (kPackedAffine && (vector == kGammaVector || vector == kBetaVector))
+        store_packed(fetched[vector][load], vectors, vector, at);
+      else
+        vectors[vector * kVectorColumns + at] = fetched_value(fetched[vector][load], vector);
     }
 }
 
@@ -124,16 +135,22 @@ struct Affine {
   float2 gamma, beta;
 };
 
+template <class Type>
+__device__ __forceinline__ Affine packed_affine_at(const Vectors& vectors, int chunk,
+                                                   int quad_lane) {
+  u32 gamma, beta;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(gamma), "=r"(beta)
+               : "r"(vectors.packed_affine(chunk * kChunkColumns + quad_lane * 2)));
+  constexpr float kScale = kScaledWhenPacked ? 1.0f : kAffineScale;
+  const float2 g = Type::load_pair(gamma), b = Type::load_pair(beta);
+  return {{g.x * kScale, g.y * kScale}, {b.x * kScale, b.y * kScale}};
+}
+
 // Gamma and beta of the same two columns; what the norm has not is not used.
+template <class Type>
 __device__ __forceinline__ Affine affine_at(const Vectors& vectors, int chunk, int quad_lane) {
-  if constexpr (kPairedAffine) {
-    Affine affine;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(affine.gamma.x), "=f"(affine.gamma.y), "=f"(affine.beta.x),
-                   "=f"(affine.beta.y)
-                 : "r"(vectors.address(kGammaVector, chunk * kChunkColumns + quad_lane * 2)));
-    return affine;
-  }
+  if constexpr (kPackedAffine) return packed_affine_at<Type>(vectors, chunk, quad_lane);
   return {kHasGamma ? pair_at(vectors, kGammaVector, chunk, quad_lane) : float2{},
           kHasBeta ? pair_at(vectors, kBetaVector, chunk, quad_lane) : float2{}};
 }
@@ -260,7 +277,7 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
                                              const Vectors& vectors, int row, int first_column,
                                              int chunk) {
   const int quad_lane = threadIdx.x % 4;
-  const Affine affine = affine_at(vectors, chunk, quad_lane);
+  const Affine affine = affine_at<NormType>(vectors, chunk, quad_lane);
   float t[chain::kSlots];
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower)

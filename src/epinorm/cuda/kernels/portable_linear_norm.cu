@@ -9,6 +9,7 @@
 
 constexpr int kWarpColumns = kWarpN;
 constexpr int kVectorColumns = kBlockN, kVectorThreads = kThreads;
+constexpr bool kPacksAffine = false;
 #include "norm_epilogue.cuh"
 
 static_assert(kWarpsN % kParts == 0, "a group's warps are in one block");

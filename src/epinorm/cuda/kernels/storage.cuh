@@ -5,12 +5,14 @@
 
 struct Float32 {
   using Storage = float;
+  static constexpr bool kRangeOfFloat = true;
   static __device__ __forceinline__ float load(float value) { return value; }
   static __device__ __forceinline__ float store(float value) { return value; }
 };
 
 struct Float16 {
   using Storage = u16;
+  static constexpr bool kRangeOfFloat = false;
   static __device__ __forceinline__ float load(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -26,10 +28,14 @@ struct Float16 {
     asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(bits) : "f"(first), "f"(second));
     return bits;
   }
+  static __device__ __forceinline__ float2 load_pair(u32 bits) {
+    return {load(static_cast<u16>(bits)), load(static_cast<u16>(bits >> 16))};
+  }
 };
 
 struct Bfloat16 {
   using Storage = u16;
+  static constexpr bool kRangeOfFloat = true;
   static __device__ __forceinline__ float load(u16 bits) {
     return __uint_as_float(static_cast<u32>(bits) << 16);
   }
@@ -42,6 +48,9 @@ struct Bfloat16 {
     u32 bits;
     asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(bits) : "f"(first), "f"(second));
     return bits;
+  }
+  static __device__ __forceinline__ float2 load_pair(u32 bits) {
+    return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
   }
 };
 
