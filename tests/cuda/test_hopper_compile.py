@@ -199,6 +199,18 @@ def test_products_stand_back_to_back(name, kind, tmp_path):
     assert not step
 
 
+@pytest.mark.parametrize(
+    "name, kind", [("kb62", BF16), ("mid", F16), ("layer_norm_512", BF16), ("kb62", HIGHEST)]
+)
+def test_rows_leave_by_16_bytes_a_lane(name, kind, tmp_path):
+    """The compiler once took every other one of these stores apart into four of 4 bytes."""
+    problem = problem_of(*SHAPES[name], kind)
+    code = machine_code(compiled(source_of(problem)).cubin, tmp_path)
+    stores = [line.split()[0] for line in code if line.startswith("STG")]
+    assert stores
+    assert all(".128" in store for store in stores), stores
+
+
 def test_instances_differ_only_where_their_text_must():
     """Rows and groups are arguments: other counts share the kernel if they share the tile."""
     first = problem_of(*(4096, 1024, 16, 64), BF16)
