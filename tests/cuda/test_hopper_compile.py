@@ -117,6 +117,8 @@ TILES = [
     (Tile(64, 128, 0, ping_pong=True, load_m=16, tf32=True), HIGH),
     (Tile(128, 128, 0, ping_pong=False, cluster=2), HIGHEST),
     (Tile(64, 64, 0, ping_pong=True, fold_steps=1), HIGHEST),
+    (Tile(64, 64, 0, ping_pong=True, fold_steps=0), HIGHEST),
+    (Tile(128, 128, 0, ping_pong=False, fold_steps=0), HIGHEST),
 ]
 
 

@@ -163,6 +163,8 @@ TILES = [
     (Tile(128, 96, 0, ping_pong=False, cluster=2), "highest"),
     (Tile(64, 64, 0), "highest"),
     (Tile(64, 64, 0, fold_steps=1), "highest"),
+    (Tile(64, 64, 0, fold_steps=0), "highest"),
+    (Tile(128, 64, 2, ping_pong=False, fold_steps=0), "highest"),
     (Tile(128, 64, 2, ping_pong=False, fold_steps=3), "highest"),
 ]
 

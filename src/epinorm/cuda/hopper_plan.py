@@ -20,6 +20,7 @@ from epinorm.plan import Problem
 
 __all__ = [
     "MEASURED",
+    "SHORT_SUM",
     "candidates",
     "choose_tile",
     "cycles",
@@ -34,6 +35,9 @@ __all__ = [
 LARGEST_GROUP = 2048
 """Channels of a group: a cluster of eight blocks of 256 columns."""
 LARGEST_CLUSTER = 8
+SHORT_SUM = 128
+"""Terms of an fp32 sum in which each product is folded. Training takes the single kernel for these
+(plan.py)."""
 
 # Cycles. A tile's first loads; what passes between two tiles of a warpgroup; a column of a row
 # block in the epilogue, with both warpgroups at it and with one alone.
@@ -113,8 +117,8 @@ def _widths(problem: Problem, most: int) -> Iterator[int]:
 
 def fold_steps(k: int) -> int:
     """Steps between two folds of a product of two planes over k: a short sum, whose error PyTorch's
-    product keeps small too, folds more often."""
-    return 1 if k <= 4096 else 4
+    product keeps small too, folds more often. 0: after each product of 16."""
+    return 0 if k <= SHORT_SUM else 1 if k <= 4096 else 4
 
 
 def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:

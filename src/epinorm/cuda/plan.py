@@ -23,12 +23,6 @@ _BYTES = 3.5e6
 # the GPU takes. One kernel; fp32 as planes, three kernels; PyTorch's product and a kernel.
 _HOST_ONE, _HOST_PLANES, _HOST_EPILOGUE = 13.0, 26.0, 28.0
 
-SHORT_SUM = 128
-"""Terms of an fp32 sum up to which training takes the single kernel for its accuracy, whatever the
-estimates say: groups of few channels whose variance is small by chance magnify the linear's error,
-and gradients had 0.6 times eager's error so, 1.0 to 1.06 times by a library product, in as much
-time (docs/training.md)."""
-
 
 def plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
     """The plan for ``strategy`` ("auto", "single", "epilogue") on the problem's GPU.
@@ -53,8 +47,10 @@ def plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
             "a library product, then one kernel: PyTorch computes a single row in full fp32 also "
             "where TF32 is allowed",
         )
-    short = problem.training and problem.precision == "highest" and problem.k <= SHORT_SUM
-    if short and core == "hopper":
+    # Groups of few channels whose variance is small by chance magnify the linear's error: gradients
+    # are more accurate so than by a library product, in as much time (docs/training.md).
+    short = problem.precision == "highest" and problem.k <= hopper_plan.SHORT_SUM
+    if short and problem.training and core == "hopper":
         return Plan(
             "single",
             f"{_tile_text(problem, core)}: gradients of fp32 sums as short as {problem.k} are more "

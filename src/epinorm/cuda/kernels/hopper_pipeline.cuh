@@ -14,7 +14,7 @@
 //   kLoadM                                 rows of A that are loaded: fewer than kBlockM if M is small
 //   kElementBytes                          2, or 4: fp32 multiplied as TF32
 //   kStages                                slots of the ring
-//   kPlanes, kFoldSteps                    2 planes: three products, see multiply_step()
+//   kPlanes, kFoldSteps                    2 planes: three products, see multiply_tile()
 //   kMajorKA, kMajorKB                     the operand's rows run along the summed index
 //   kCluster                               1, or 2: two blocks below each other share B's loads
 //   kGroupBlocks                           1, or blocks side by side that share a group's statistics
@@ -267,36 +267,46 @@ __device__ __forceinline__ void keep_after_wait(Accumulators& values) {
   for (int block = 0; block < kRowBlocks; ++block) keep_after_wait(values[block]);
 }
 
-// One step of 64 along k. With two planes, v = hi + lo 2^-11: the products lo hi and hi lo go into
+constexpr int kStepProducts = kBlockK / kProductK;
+
+// The i-th product of a step. With two planes, v = hi + lo 2^-11: the products lo hi and hi lo go into
 // accumulators of their own, which are 2^-11 of the result and so need no folding.
+__device__ __forceinline__ void multiply_product(Accumulators& main, Accumulators* cross,
+                                                 const Ring& ring, int stage, int step, int i,
+                                                 int first_block, int first_column,
+                                                 bool main_started, bool cross_started) {
+  constexpr u32 kRowBlockBytes = kMajorKA ? kProductM * kSwizzleRowBytes : kBoxBytes;
+  const u32 column_bytes = kMajorKB ? first_column * kSwizzleRowBytes : first_column / 64 * kBoxBytes;
+  const u64 at_a = i * (step_bytes<kMajorKA>() >> 4), at_b = i * (step_bytes<kMajorKB>() >> 4);
+  u64 b[kPlanes];
+#pragma unroll
+  for (int plane = 0; plane < kPlanes; ++plane)
+    b[plane] = descriptor<kMajorKB, kBoxBytes>(ring.b(stage, step, plane) + column_bytes) + at_b;
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) {
+    u64 a[kPlanes];
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane)
+      a[plane] = descriptor<kMajorKA, kBoxBytes>(ring.a(stage, plane) +
+                                                 (first_block + block) * kRowBlockBytes) +
+                 at_a;
+    if constexpr (kPlanes == 2) {
+      wgmma((*cross)[block], a[1], b[0], cross_started);
+      wgmma((*cross)[block], a[0], b[1], 1);
+    }
+    wgmma(main[block], a[0], b[0], main_started);
+  }
+}
+
+// One step of 128 bytes along k.
 __device__ __forceinline__ void multiply_step(Accumulators& main, Accumulators* cross,
                                               const Ring& ring, int stage, int step,
                                               int first_block, int first_column,
                                               bool main_started, bool cross_started) {
-  constexpr u32 kRowBlockBytes = kMajorKA ? kProductM * kSwizzleRowBytes : kBoxBytes;
-  const u32 column_bytes = kMajorKB ? first_column * kSwizzleRowBytes : first_column / 64 * kBoxBytes;
 #pragma unroll
-  for (int i = 0; i < kBlockK / kProductK; ++i) {
-    const u64 at_a = i * (step_bytes<kMajorKA>() >> 4), at_b = i * (step_bytes<kMajorKB>() >> 4);
-    u64 b[kPlanes];
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane)
-      b[plane] = descriptor<kMajorKB, kBoxBytes>(ring.b(stage, step, plane) + column_bytes) + at_b;
-#pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block) {
-      u64 a[kPlanes];
-#pragma unroll
-      for (int plane = 0; plane < kPlanes; ++plane)
-        a[plane] = descriptor<kMajorKA, kBoxBytes>(ring.a(stage, plane) +
-                                                   (first_block + block) * kRowBlockBytes) +
-                   at_a;
-      if constexpr (kPlanes == 2) {
-        wgmma((*cross)[block], a[1], b[0], cross_started || i > 0);
-        wgmma((*cross)[block], a[0], b[1], 1);
-      }
-      wgmma(main[block], a[0], b[0], main_started || i > 0);
-    }
-  }
+  for (int i = 0; i < kStepProducts; ++i)
+    multiply_product(main, cross, ring, stage, step, i, first_block, first_column,
+                     main_started || i > 0, cross_started || i > 0);
 }
 
 // Which part of a tile a consumer multiplies: its row blocks and its first column.
@@ -427,8 +437,40 @@ __device__ __forceinline__ void multiply_at_once(Accumulators& result, const Rin
   for (int step = 0; step < kResidentSteps; ++step) release(ring, stages[step]);
 }
 
+__device__ __forceinline__ void add_to(Accumulators& sum, const Accumulators& part, float factor) {
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block)
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) sum[block][i] += part[block][i] * factor;
+}
+
+// All of a short tile's steps, each product folded into `result` by itself: three in four of the cuts
+// are saved, and the pauses between the products cost a short sum little.
+template <class Issued>
+__device__ __forceinline__ void multiply_and_fold(Accumulators& result, Accumulators& part,
+                                                  Accumulators& cross, const Ring& ring, Slot& slot,
+                                                  const Share& share, int k_steps, Issued issued) {
+  for (int step = 0; step < k_steps; ++step, slot.next()) {
+    barrier_wait(ring.full_barrier(slot.stage), slot.parity);
+#pragma unroll
+    for (int i = 0; i < kStepProducts; ++i) {
+      wgmma_fence();
+      multiply_product(part, &cross, ring, slot.stage, step, i, share.first_block,
+                       share.first_column, false, step > 0 || i > 0);
+      wgmma_commit();
+      if (i == kStepProducts - 1) issued(step);
+      wgmma_wait<0>();
+      keep_after_wait(part);
+      keep_after_wait(cross);
+      add_to(result, part, 1.0f);
+    }
+    release(ring, slot.stage);
+  }
+}
+
 // One tile's product into `result`. Hopper's tensor cores cut sums toward zero at 25 bits (MMA-Sim,
-// arXiv 2511.10909): with two planes the running sum is added into full fp32 every kFoldSteps.
+// arXiv 2511.10909): with two planes the running sum is added into full fp32 every kFoldSteps, or after
+// each product if that is 0.
 //
 // In ping-pong a consumer starts when the other has seen all steps of its tile arrive: a barrier's
 // parity tells a phase from the next one, not from the one after that.
@@ -459,17 +501,15 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
     for (int block = 0; block < kRowBlocks; ++block)
 #pragma unroll
       for (int i = 0; i < kAccumulators; ++i) result[block][i] = 0.0f;
-    for (int first = 0; first < k_steps; first += kFoldSteps) {
-      const int last = min(first + kFoldSteps, k_steps) - 1;
-      multiply_steps(part, &cross, ring, slot, share, first, last, issued);
-#pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block)
-#pragma unroll
-        for (int i = 0; i < kAccumulators; ++i) result[block][i] += part[block][i];
+    if constexpr (kFoldSteps == 0) {
+      multiply_and_fold(result, part, cross, ring, slot, share, k_steps, issued);
+    } else {
+      for (int first = 0; first < k_steps; first += kFoldSteps) {
+        const int last = min(first + kFoldSteps, k_steps) - 1;
+        multiply_steps(part, &cross, ring, slot, share, first, last, issued);
+        add_to(result, part, 1.0f);
+      }
     }
-#pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block)
-#pragma unroll
-      for (int i = 0; i < kAccumulators; ++i) result[block][i] += cross[block][i] * kLowScale;
+    add_to(result, cross, kLowScale);
   }
 }
