@@ -48,10 +48,11 @@ class Tile:
     warpgroup has tiles of its own; split_columns: each has half of a tile's columns (else of its
     rows). load_m: rows of A that are loaded, fewer than block_m where m is small. cluster: blocks
     that share the loads of B. group: row tiles that share a column tile. fold_steps: steps of 64
-    between folds (two planes); 0: each product is folded. tf32: fp32 operands are multiplied as they are, as TF32.
-    group_blocks: blocks of a cluster side by side that share a group's statistics. resident_steps:
-    steps of B, where it is one column tile, that stay in shared memory; 0: B goes through the ring.
-    consumers: warpgroups that multiply; more than two take turns at small tiles.
+    between folds (two planes); 0: each product of 16 is folded. tf32: fp32 operands are multiplied
+    as they are, as TF32. group_blocks: blocks of a cluster side by side that share a group's
+    statistics. resident_steps: steps of B, where it is one column tile, that stay in shared memory;
+    0: B goes through the ring. consumers: warpgroups that multiply; more than two take turns at
+    small tiles.
     """
 
     block_m: int
