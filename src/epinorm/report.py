@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -103,15 +104,17 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
 
 
 SHORT_MICROSECONDS = 100.0
+WAITS_FOR_HOST = 1.25
+"""Times what the GPU needs, from which on a call is known to wait for the host."""
 
 
 def _short(row: Row, ours: float | None, other: float | None) -> str:
-    """What decides short calls: the GPU's share, or the time from call to call in a loop."""
-    if (
-        ours is None
-        or other is None
-        or min(row.ours_us or 0, row.linear_us or 0) > SHORT_MICROSECONDS
-    ):
+    """What decides short calls, and those that waited for a slow host: the GPU's share, or the time
+    from call to call in a loop."""
+    if ours is None or other is None:
+        return "–"
+    waited = (row.ours_us or 0) > WAITS_FOR_HOST * (row.ours_gpu_us or math.inf)
+    if not waited and min(row.ours_us or 0, row.linear_us or 0) > SHORT_MICROSECONDS:
         return "–"
     return f"{microseconds(ours, other)} / {microseconds(other)}"
 
