@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,9 @@ app = typer.Typer(
 )
 cache_app = typer.Typer(no_args_is_help=False, help="The compiled kernels kept on disk.")
 app.add_typer(cache_app, name="cache")
+
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended, as shells have it."""
 
 DTYPES = {
     "float32": "float32",
@@ -102,7 +106,7 @@ def _one_sentence() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise fail("out of GPU memory; try a larger --scale or a 16-bit --dtype", 2) from error
     except KeyboardInterrupt as error:
-        raise fail("interrupted; no result was written", 130) from error
+        raise fail("interrupted; no result was written", INTERRUPTED) from error
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         raise fail(
             f"{error} ({type(error).__name__}; EPINORM_TRACEBACK=1 shows where)", 2
@@ -411,7 +415,16 @@ def cache_clear() -> None:
 
 def main() -> None:
     """Run the command line and exit."""
-    app()
+    try:
+        app()
+    except SystemExit as done:
+        # Python ends by SIGINT itself, whatever we return, if the interrupt passed through code that
+        # an extension module runs (CPython's unhandled_keyboard_interrupt).
+        if done.code == INTERRUPTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise
 
 
 # Adds its commands to `app`, which it takes from here.
