@@ -418,8 +418,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as done:
-        # Python ends by SIGINT itself, whatever we return, if the interrupt passed through code that
-        # an extension module runs (CPython's unhandled_keyboard_interrupt).
+        # Python ends by SIGINT itself, whatever we return, if the interrupt passed through Python
+        # code that an extension module runs (CPython's unhandled_keyboard_interrupt).
         if done.code == INTERRUPTED:
             sys.stdout.flush()
             sys.stderr.flush()
