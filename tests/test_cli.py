@@ -1,5 +1,6 @@
 """The command line as a user calls it: output, files, exit codes, one-sentence errors."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from epinorm.cli import app
+from epinorm.console import interruptible, progress
 from epinorm.kernelbench import protocol
 
 ROOT = Path(__file__).parents[1]
@@ -133,6 +135,18 @@ def test_an_interrupted_bench_says_so(here: Path) -> None:
     assert process.wait() == 130
     assert "error: interrupted; no result was written\n" in said
     assert not any("Traceback" in line for line in said)
+
+
+def test_an_interrupt_that_the_interpreter_dropped_counts_at_the_next_stage() -> None:
+    with interruptible(), progress("here") as notify:
+        notify("first", 0.0)
+        with contextlib.suppress(KeyboardInterrupt):  # as in a weak reference's callback
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            notify("second", 0.5)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with interruptible(), progress("there") as notify:
+        notify("first", 0.0)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "float64", "bf16", "float16"])

@@ -85,7 +85,7 @@ def _one_sentence() -> Iterator[None]:
     """Turn whatever a command raises into one sentence on stderr and an exit code."""
     import torch
 
-    from epinorm.console import err
+    from epinorm.console import err, interruptible
     from epinorm.kernelbench.problem import ProblemError
     from epinorm.kernelbench.protocol import NoChainError
 
@@ -98,7 +98,8 @@ def _one_sentence() -> Iterator[None]:
         return typer.Exit(code)
 
     try:
-        yield
+        with interruptible():
+            yield
     except (UsageError, ProblemError) as error:
         raise fail(str(error), 2) from error
     except NoChainError as error:

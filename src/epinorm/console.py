@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -13,7 +16,7 @@ from epinorm.accuracy import Verification
 from epinorm.report import microseconds, over, setting, size, times
 from epinorm.results import Row
 
-__all__ = ["bench_table", "err", "out", "progress", "verification_table"]
+__all__ = ["bench_table", "err", "interruptible", "out", "progress", "verification_table"]
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(highlight=False, soft_wrap=True, stderr=True)
@@ -32,12 +35,44 @@ _PASSES = {"forward": "forward", "training": "forward + backward"}
 
 
 @contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C counts also where the interpreter drops it: the next stage of `progress` raises it.
+
+    It drops a KeyboardInterrupt that is raised in a callback of its own; imports have many of these.
+    """
+    main = threading.current_thread() is threading.main_thread()  # others may not set handlers
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        _interrupted.set()
+        signal.default_int_handler(number, frame)
+
+    _interrupted.clear()
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_interrupted = threading.Event()
+
+
+def _raise_if_interrupted() -> None:
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
 def progress(label: str) -> Iterator[Notify]:
     """A bar on stderr that moves with (stage, share done); on no terminal, a line a stage."""
     if not err.is_terminal:
         last = [""]
 
         def say(stage: str, share: float) -> None:
+            _raise_if_interrupted()
             if stage != last[0]:
                 last[0] = stage
                 err.print(f"{label}: {stage} ...")
@@ -52,9 +87,12 @@ def progress(label: str) -> Iterator[Notify]:
     )
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task(label, total=1.0)
-        yield lambda stage, share: bar.update(
-            task, completed=share, description=f"{label}: {stage}"
-        )
+
+        def move(stage: str, share: float) -> None:
+            _raise_if_interrupted()
+            bar.update(task, completed=share, description=f"{label}: {stage}")
+
+        yield move
 
 
 def bench_table(rows: Sequence[Row]) -> Table:
