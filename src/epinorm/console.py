@@ -38,7 +38,7 @@ _PASSES = {"forward": "forward", "training": "forward + backward"}
 def interruptible() -> Iterator[None]:
     """Ctrl-C counts also where the interpreter drops it: the next stage of `progress` raises it.
 
-    It drops a KeyboardInterrupt that is raised in a callback of its own; imports have many of these.
+    It drops what is raised in its own callbacks, of which imports have many.
     """
     main = threading.current_thread() is threading.main_thread()  # others may not set handlers
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
