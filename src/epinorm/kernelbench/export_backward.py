@@ -19,21 +19,14 @@ from epinorm.cuda.hopper_product import BOX, THREADS, ProductShape, add_splits_s
 from epinorm.cuda.planes import split_source
 from epinorm.cuda.rescue_gradient import TILE as RESCUE_TILE
 from epinorm.cuda.rescue_gradient import rescue_gradient_source, splits_of
+from epinorm.kernelbench.export_core import Products
 from epinorm.kernelbench.export_text import ELEMENTS, SMS, entry, prelude_of
 from epinorm.plan import Problem
 
-__all__ = ["Products", "products_of"]
+__all__ = ["products_of"]
 
 ROWS_MULTIPLE = 8
 """Of N: rows of dz's planes are whole units of 16 bytes."""
-
-
-@dataclass(frozen=True)
-class Products:
-    """One mode's entry in the exported file, as Python text; or why there is none."""
-
-    text: str
-    left_out: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,8 @@ def products_of(mode: str, problem: Problem) -> Products:
     """The products of a training problem that the Hopper kernel serves forward."""
     m, k, n = problem.m, problem.k, problem.n
     if n % ROWS_MULTIPLE or not m:
-        return Products("", f"rows of {n} output features are not a multiple of {ROWS_MULTIPLE}")
+        reason = f"rows of {n} output features are not a multiple of {ROWS_MULTIPLE}"
+        return Products("", left_out=reason)
     split = problem.dtype == torch.float32
     planes = (2 if problem.precision == "highest" else 1) if split else planes_of(problem)
     out_bytes = 4 if split else 2

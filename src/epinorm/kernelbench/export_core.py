@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from epinorm.kernelbench.export_recipe import Recipe
 from epinorm.kernelbench.export_text import MODES, kernel, templates
 from epinorm.plan import Core, Problem
 
-__all__ = ["Part", "backward_cuda", "forward_cuda", "problem_of", "why_not_guarded"]
+__all__ = ["Part", "Products", "part_of", "why_not_guarded"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,59 @@ class Part:
     backward_left_out: Mapping[str, str]
 
 
-def problem_of(recipe: Recipe, mode: str, keep: bool) -> Problem:
+@dataclass(frozen=True)
+class Products:
+    """One mode's backward products as Python text: an entry of ``backward``, some of ``extra``; or
+    why there are none."""
+
+    text: str
+    extra: str = ""
+    left_out: str | None = None
+
+
+def part_of(
+    core: Core,
+    recipe: Recipe,
+    why_not: Callable[[Problem], str | None],
+    forward: Callable[[str, Problem], tuple[str, str]],
+    products: Callable[[str, Problem], Products],
+) -> Part:
+    """The part of a core that serves the recipe's modes, but for those that ``why_not`` refuses.
+
+    forward(mode, problem): entries of ``forward`` and of ``extra``, for inference and for training;
+    products(mode, problem): what backward takes of a problem in training.
+    """
+    forward_text = backward_text = extra = ""
+    modes, left_out, without_products = [], {}, {}
+    for mode in MODES:
+        problems = [_problem_of(recipe, mode, keep) for keep in (False, True)]
+        reason = next((r for p in problems if (r := why_not(p))), None)
+        if reason is not None:
+            left_out[mode] = reason
+            continue
+        modes.append(mode)
+        for problem in problems:
+            text, more = forward(mode, problem)
+            forward_text += text
+            extra += more
+        found = products(mode, problems[1])
+        backward_text += found.text
+        extra += found.extra
+        if found.left_out is not None:
+            without_products[mode] = found.left_out
+    return Part(
+        forward_cuda=_forward_cuda(core, recipe),
+        backward_cuda=_backward_cuda(core),
+        forward=forward_text,
+        backward=backward_text,
+        extra=extra,
+        modes=tuple(modes),
+        left_out=left_out,
+        backward_left_out=without_products,
+    )
+
+
+def _problem_of(recipe: Recipe, mode: str, keep: bool) -> Problem:
     """The problem that a recipe is tuned for; keep: with what backward needs."""
     dtype, precision = MODES[mode]
     m, k, n = recipe.m_k_n
@@ -56,7 +108,7 @@ def why_not_guarded(problem: Problem) -> str | None:
     return None
 
 
-def forward_cuda(core: Core, recipe: Recipe) -> str:
+def _forward_cuda(core: Core, recipe: Recipe) -> str:
     """The kernels of the forward chain, as marks, and the functions that launch them."""
     own = ("launch_tma.cu.in",) if core == "hopper" else ()
     launch = templates("launch_common.cu.in", *own, "launch_forward.cu.in")
@@ -77,7 +129,7 @@ def forward_cuda(core: Core, recipe: Recipe) -> str:
     )
 
 
-def backward_cuda(core: Core) -> str:
+def _backward_cuda(core: Core) -> str:
     """The kernels of the backward products, as marks, and the functions that launch them."""
     parts = [
         "#if SPLIT\n",

@@ -13,15 +13,9 @@ from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of, why_n
 from epinorm.cuda.planes import split_source
 from epinorm.cuda.rescue import rescue_source, rescue_tile
 from epinorm.kernelbench.export_backward import products_of
-from epinorm.kernelbench.export_core import (
-    Part,
-    backward_cuda,
-    forward_cuda,
-    problem_of,
-    why_not_guarded,
-)
+from epinorm.kernelbench.export_core import Part, part_of, why_not_guarded
 from epinorm.kernelbench.export_recipe import Recipe
-from epinorm.kernelbench.export_text import ELEMENTS, MODES, SMS, Chains, entry, prelude_of
+from epinorm.kernelbench.export_text import ELEMENTS, SMS, Chains, entry, prelude_of
 from epinorm.plan import Problem
 
 __all__ = ["hopper_part"]
@@ -29,32 +23,11 @@ __all__ = ["hopper_part"]
 
 def hopper_part(recipe: Recipe, chains: Chains) -> Part:
     """What compute capability 9.0 takes where its copy engine and its tiles serve."""
-    forward = limits = backward = ""
-    modes, left_out, without_products = [], {}, {}
-    for mode in MODES:
-        problems = [problem_of(recipe, mode, keep) for keep in (False, True)]
-        reason = next((r for p in problems if (r := _why_not(p))), None)
-        if reason is not None:
-            left_out[mode] = reason
-            continue
-        modes.append(mode)
-        for problem in problems:
-            forward += _instance(mode, problem, chains)
-            limits += _limits(mode, problem)
-        products = products_of(mode, problems[1])
-        backward += products.text
-        if products.left_out is not None:
-            without_products[mode] = products.left_out
-    return Part(
-        forward_cuda=forward_cuda("hopper", recipe),
-        backward_cuda=backward_cuda("hopper"),
-        forward=forward,
-        backward=backward,
-        extra=limits,
-        modes=tuple(modes),
-        left_out=left_out,
-        backward_left_out=without_products,
-    )
+
+    def forward(mode: str, problem: Problem) -> tuple[str, str]:
+        return _instance(mode, problem, chains), _limits(mode, problem)
+
+    return part_of("hopper", recipe, _why_not, forward, products_of)
 
 
 def _why_not(problem: Problem) -> str | None:

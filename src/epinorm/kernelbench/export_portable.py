@@ -20,15 +20,9 @@ from epinorm.cuda.portable import PortableTile, linear_norm_source, product_sour
 from epinorm.cuda.portable_plan import choose_tile, instance_for, planes_of, why_not
 from epinorm.cuda.rescue import rescue_source, rescue_tile
 from epinorm.cuda.rescue_gradient import rescue_gradient_source, tile_of
-from epinorm.kernelbench.export_core import (
-    Part,
-    backward_cuda,
-    forward_cuda,
-    problem_of,
-    why_not_guarded,
-)
+from epinorm.kernelbench.export_core import Part, Products, part_of, why_not_guarded
 from epinorm.kernelbench.export_recipe import Recipe
-from epinorm.kernelbench.export_text import MODES, SMS, Chains, entry, prelude_of
+from epinorm.kernelbench.export_text import SMS, Chains, entry, prelude_of
 from epinorm.plan import Problem
 
 __all__ = ["GPUS", "TILE_FIELDS", "portable_part"]
@@ -66,33 +60,12 @@ _FIRST_CHANNELS = 8
 
 def portable_part(recipe: Recipe, chains: Chains) -> Part:
     """What every GPU since Ampere takes where it has no other core."""
-    forward = backward = tiles = ""
-    modes, left_out, without_products = [], {}, {}
-    for mode in MODES:
-        problems = [problem_of(recipe, mode, keep) for keep in (False, True)]
-        reason = _why_not(problems[0])
-        if reason is not None:
-            left_out[mode] = reason
-            continue
-        modes.append(mode)
-        for problem in problems:
-            forward += _instance(mode, problem, chains)
-            tiles += _tiles((mode, problem.training), _forward_tiles(problem))
-        backward += _products(mode, problems[1])
-        tiles += _tiles(mode, _product_tiles(planes_of(problems[1])))
-        n = recipe.m_k_n[2]
-        if problems[0].dtype == torch.float32 and n % _FIRST_CHANNELS:
-            without_products[mode] = f"{n} output features are not a multiple of {_FIRST_CHANNELS}"
-    return Part(
-        forward_cuda=forward_cuda("portable", recipe),
-        backward_cuda=backward_cuda("portable"),
-        forward=forward,
-        backward=backward,
-        extra=tiles,
-        modes=tuple(modes),
-        left_out=left_out,
-        backward_left_out=without_products,
-    )
+
+    def forward(mode: str, problem: Problem) -> tuple[str, str]:
+        tiles = _tiles((mode, problem.training), _forward_tiles(problem))
+        return _instance(mode, problem, chains), tiles
+
+    return part_of("portable", recipe, _why_not, forward, _products)
 
 
 def _why_not(problem: Problem) -> str | None:
@@ -163,7 +136,7 @@ def _split_prelude(problem: Problem) -> str:
     return _left_open(prelude_of(source, "split.cu"), _ALIGNED)
 
 
-def _products(mode: str, problem: Problem) -> str:
+def _products(mode: str, problem: Problem) -> Products:
     split, planes = problem.dtype == torch.float32, planes_of(problem)
     # A sum is never split over blocks.
     numbers: dict[str, int | str] = {
@@ -185,4 +158,8 @@ def _products(mode: str, problem: Problem) -> str:
         if split:
             rescue = rescue_gradient_source(not major_k_a, True, 1, _ARCH, guard)
             preludes[f"RESCUE_{name}"] = prelude_of(rescue, "rescue_gradient.cu")
-    return entry(repr(("portable", mode)), numbers, preludes)
+    left_out = None
+    if split and problem.n % _FIRST_CHANNELS:
+        left_out = f"{problem.n} output features are not a multiple of {_FIRST_CHANNELS}"
+    text = entry(repr(("portable", mode)), numbers, preludes)
+    return Products(text, _tiles(mode, _product_tiles(planes)), left_out)
