@@ -214,8 +214,11 @@ def test_auto_takes_one_kernel_for_the_benchmark(kind, hopper):
 def test_training_on_short_fp32_sums_takes_what_is_more_accurate(
     facts, for_accuracy, hopper, monkeypatch
 ):
+    problem = problem_of(m=65536, channels=4, groups=256, **facts)
+    assert cuda_plan.plan_cuda(problem, "auto").strategy == "single"
+    assert cuda_plan.plan_cuda(problem, "single").strategy == "single"
     monkeypatch.setattr(cuda_plan, "_epilogue_microseconds", lambda problem: 0.0)
-    plan = cuda_plan.plan_cuda(problem_of(m=65536, channels=4, groups=32, **facts), "auto")
+    plan = cuda_plan.plan_cuda(problem, "auto")
     assert plan.strategy == ("single" if for_accuracy else "epilogue")
     assert (f"sums as short as {facts['k']}" in plan.reason) == for_accuracy
 

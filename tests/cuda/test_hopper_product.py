@@ -20,9 +20,10 @@ from epinorm.plan import Problem
 SHARED_LIMIT = 227 * 1024
 SMS = 132
 INSTANCES = [
-    (planes, cost.tile, out_bytes, split)
+    (planes, dataclasses.replace(cost.tile, fold_steps=fold), out_bytes, split)
     for planes, costs in TILES.items()
     for cost in costs
+    for fold in ((0, 1, 4) if planes == 2 else (4,))
     for out_bytes in cost.epilogue
     for split in (False, True)
     if not split or (cost.splits and out_bytes == 4)
@@ -80,7 +81,7 @@ def test_parts_cover_the_sum_and_none_is_empty() -> None:
 
 
 def test_short_sums_fold_more_often() -> None:
-    assert [fold_steps(k) for k in (64, 128, 129, 4096, 4097)] == [0, 0, 1, 1, 4]
+    assert [fold_steps(k) for k in (64, 128, 129, 4096, 4097, 8192)] == [0, 0, 1, 1, 4, 4]
 
 
 def problem(m: int, k: int, n: int, precision: str) -> Problem:

@@ -19,14 +19,11 @@ from epinorm.cuda.hopper_product import BOX, THREADS, ProductShape, add_splits_s
 from epinorm.cuda.planes import split_source
 from epinorm.cuda.rescue_gradient import TILE as RESCUE_TILE
 from epinorm.cuda.rescue_gradient import rescue_gradient_source, splits_of
-from epinorm.kernelbench.export_core import Products
+from epinorm.kernelbench.export_core import ROWS_MULTIPLE, Products
 from epinorm.kernelbench.export_text import ELEMENTS, SMS, entry, prelude_of
 from epinorm.plan import Problem
 
 __all__ = ["products_of"]
-
-ROWS_MULTIPLE = 8
-"""Of N: rows of dz's planes are whole units of 16 bytes."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,10 @@ from epinorm.kernelbench.export_recipe import Recipe
 from epinorm.kernelbench.export_text import MODES, kernel, templates
 from epinorm.plan import Core, Problem
 
-__all__ = ["Part", "Products", "part_of", "why_not_guarded"]
+__all__ = ["ROWS_MULTIPLE", "Part", "Products", "part_of", "why_not_guarded"]
+
+ROWS_MULTIPLE = 8
+"""Of N, for fp32's backward products: rows of dz's planes are whole units of 16 bytes."""
 
 
 @dataclass(frozen=True)

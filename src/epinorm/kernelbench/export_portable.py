@@ -20,7 +20,13 @@ from epinorm.cuda.portable import PortableTile, linear_norm_source, product_sour
 from epinorm.cuda.portable_plan import choose_tile, instance_for, planes_of, why_not
 from epinorm.cuda.rescue import rescue_source, rescue_tile
 from epinorm.cuda.rescue_gradient import rescue_gradient_source, tile_of
-from epinorm.kernelbench.export_core import Part, Products, part_of, why_not_guarded
+from epinorm.kernelbench.export_core import (
+    ROWS_MULTIPLE,
+    Part,
+    Products,
+    part_of,
+    why_not_guarded,
+)
 from epinorm.kernelbench.export_recipe import Recipe
 from epinorm.kernelbench.export_text import SMS, Chains, entry, prelude_of
 from epinorm.plan import Problem
@@ -54,8 +60,6 @@ TILE_FIELDS = {
 
 _WIDTHS = {"COPY_BYTES": "kCopyBytes", "ALIGNED_ROWS": "kAlignedRows"}
 _ARCH = arch_of_capability(8, 0)  # preludes are the same for all
-_FIRST_CHANNELS = 8
-"""Of which fp32's backward products need N to be a multiple: rows of dz's planes."""
 
 
 def portable_part(recipe: Recipe, chains: Chains) -> Part:
@@ -159,7 +163,7 @@ def _products(mode: str, problem: Problem) -> Products:
             rescue = rescue_gradient_source(not major_k_a, True, 1, _ARCH, guard)
             preludes[f"RESCUE_{name}"] = prelude_of(rescue, "rescue_gradient.cu")
     left_out = None
-    if split and problem.n % _FIRST_CHANNELS:
-        left_out = f"{problem.n} output features are not a multiple of {_FIRST_CHANNELS}"
+    if split and problem.n % ROWS_MULTIPLE:
+        left_out = f"{problem.n} output features are not a multiple of {ROWS_MULTIPLE}"
     text = entry(repr(("portable", mode)), numbers, preludes)
     return Products(text, _tiles(mode, _product_tiles(planes)), left_out)

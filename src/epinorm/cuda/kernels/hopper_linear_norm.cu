@@ -156,15 +156,10 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
     Fetched fetched;
     if (!kResident) fetch_vectors(fetched, e, first_column, thread);
     Accumulators v;
-    const auto prepare = [&] {
+    multiply_tile(v, ring, slot, share, k_steps, count, [&] {
       if (!kResident && kVectors > 0) share_vectors(fetched, vectors, consumer, thread);
       next = order.tile_at(index + index_step, rank);
-    };
-    // In turn, the tensor cores are the other's by then, and do not wait for this.
-    multiply_tile(v, ring, slot, share, k_steps, count, [&] {
-      if (!kPingPong) prepare();
     });
-    if (kPingPong) prepare();
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
       const int warp_row = tile.m + (share.first_block + block) * kProductM + warp * 16;
@@ -200,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup == kConsumers) {
     give_registers<kProducerRegisters>();
     if (threadIdx.x == kConsumerThreads) {
-      const Operands16 operands = {{&x_hi, &x_lo}, {&w_hi, &w_lo}, order.reads_b_once()};
+      const Operands16 operands = {{&x_hi, &x_lo}, {&w_hi, &w_lo}, order.row_tiles == 1};
       if (kResident) load_resident(ring, operands);
       Slot slot;
       Tile tile = first;

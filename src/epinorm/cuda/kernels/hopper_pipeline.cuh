@@ -117,7 +117,7 @@ struct Slot {
 
 struct Operands16 {
   const TensorMap *a[2], *b[2];  // plane hi, plane lo
-  bool b_once;                   // there is one row tile: no other reads the same of B
+  bool b_once;                   // nobody else reads the same of B, whose rows run along k
 };
 
 struct Tile {
@@ -133,7 +133,6 @@ struct TileOrder {
         column_tiles((n + kGroupBlocks * kBlockN - 1) / (kGroupBlocks * kBlockN)) {}
 
   __device__ __forceinline__ int count() const { return row_tiles * column_tiles; }
-  __device__ __forceinline__ bool reads_b_once() const { return row_tiles == 1; }
 
   __device__ __forceinline__ Tile tile_at(int index, int rank) const {
     const TilePlace place = grouped_tile<kTileGroup>(index, row_tiles, column_tiles);
@@ -392,10 +391,9 @@ __device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators*
 
 // A tile's product by TF32 with B resident and a ring that holds all of the tile's steps: these are
 // rounded in one go and multiplied in one go, so that each latency is paid once.
-template <class Arrived, class Meanwhile>
+template <class Arrived>
 __device__ __forceinline__ void multiply_at_once(Accumulators& result, const Ring& ring, Slot& slot,
-                                                 const Share& share, Arrived arrived,
-                                                 Meanwhile meanwhile) {
+                                                 const Share& share, Arrived arrived) {
   static_assert(!kResident || kLoadM == kBlockM, "all of A's rows are loaded");
   constexpr int kStepUnits = kPlaneBytesA / kUnitBytes / kWarpgroupThreads;  // of a thread
   constexpr int kUnits = kResidentSteps * kStepUnits, kAtOnce = kUnits < 16 ? kUnits : 16;
@@ -430,7 +428,6 @@ __device__ __forceinline__ void multiply_at_once(Accumulators& result, const Rin
     multiply_step(result, nullptr, ring, stages[step], step, share.first_block, share.first_column,
                   step > 0, false);
   wgmma_commit();
-  meanwhile();
   wgmma_wait<0>();
   keep_after_wait(result);
 #pragma unroll
@@ -475,7 +472,8 @@ __device__ __forceinline__ void multiply_and_fold(Accumulators& result, Accumula
 // In ping-pong a consumer starts when the other has seen all steps of its tile arrive: a barrier's
 // parity tells a phase from the next one, not from the one after that.
 //
-// meanwhile(): what the consumer has to do once a tile beside; it runs behind the last step's products.
+// meanwhile(): what the consumer has to do once a tile beside. It runs behind the last step's products;
+// in ping-pong after them, where the tensor cores are the other's by then and do not wait for it.
 template <class Meanwhile>
 __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& ring, Slot& slot,
                                               const Share& share, int k_steps, int count,
@@ -483,16 +481,17 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
   const int consumer = share.consumer;
   if (kPingPong) barrier_wait(ring.turn_barrier(consumer), (count & 1) ^ (consumer == 0));
   const auto pass_turn = [&] {
-    if (kPingPong && threadIdx.x % 32 == 0)
-      barrier_arrive(ring.turn_barrier((consumer + 1) % kConsumers));
+    if (threadIdx.x % 32 == 0) barrier_arrive(ring.turn_barrier((consumer + 1) % kConsumers));
   };
   const auto issued = [&](int last) {
     if (last != k_steps - 1) return;
-    pass_turn();
-    meanwhile();
+    if (kPingPong)
+      pass_turn();
+    else
+      meanwhile();
   };
   if constexpr (kElementBytes == 4 && kResident && kResidentSteps <= kStages) {
-    multiply_at_once(result, ring, slot, share, pass_turn, meanwhile);
+    multiply_at_once(result, ring, slot, share, pass_turn);
   } else if constexpr (kPlanes == 1) {
     multiply_steps(result, nullptr, ring, slot, share, 0, k_steps - 1, issued);
   } else {
@@ -512,4 +511,5 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
     }
     add_to(result, cross, kLowScale);
   }
+  if (kPingPong) meanwhile();
 }

@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup == kConsumers) {
     give_registers<kProducerRegisters>();
     if (threadIdx.x == kConsumerThreads) {
+      const Operands16 operands = {{&a_hi, &a_lo}, {&b_hi, &b_lo}, false};
       const Work work(m, n, parts);
-      const Operands16 operands = {{&a_hi, &a_lo}, {&b_hi, &b_lo}, work.order.reads_b_once()};
       Slot slot;
       for (int index = blockIdx.x; index < work.count(); index += gridDim.x)
         load_tile(ring, slot, operands, work.tile_at(index), k_steps, 0,
