@@ -1,6 +1,7 @@
-"""Every kind of norm kernel and of the portable kernel once, small, for compute-sanitizer.
+"""Every kind of norm kernel, of the portable kernel and of Hopper's once, small, for
+compute-sanitizer.
 
-`make sanitize-gpu` runs this file; ARGS=norm or ARGS=portable leaves out the others.
+`make sanitize-gpu` runs this file; ARGS=norm, ARGS=portable or ARGS=hopper leaves out the others.
 
 PyTorch's caching allocator must be off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): it hands out parts of
 large blocks, in which an access beyond a tensor's end is still inside an allocation.
@@ -8,7 +9,9 @@ large blocks, in which an access beyond a tensor's end is still inside an alloca
 
 import dataclasses
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import make_product
 
 from conftest import CHAIN, make_case
+from epinorm.cuda import hopper_product, portable_product
 from epinorm.cuda.hopper_product import ProductShape
-from epinorm.cuda.portable_product import prepare_product
 
 HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
 
@@ -48,6 +51,21 @@ PORTABLE = (
     (65, 33, 40, 3, "high", False),
 )
 
+# As above, for Hopper's kernel: tiles in turn and together, W resident, groups shared by warpgroups
+# and by the blocks of a cluster, ragged rows and columns, planes and TF32.
+HOPPER = (
+    (130, 136, 16, 17, "bfloat16", True),
+    (300, 1024, 16, 32, "bfloat16", False),
+    (200, 64, 4, 32, "float16", True),
+    (70, 200, 512, 1, "bfloat16", True),
+    (70, 200, 1024, 1, "bfloat16", False),
+    (5, 520, 8, 9, "bfloat16", False),
+    (130, 70, 16, 17, "highest", True),
+    (130, 72, 16, 17, "high", True),
+)
+# Rows, columns, length of a product of the backward pass; the last one's sum is split over blocks.
+PRODUCTS = ((136, 72, 200), (64, 64, 4096))
+
 
 def norm_kernels() -> None:
     for channels, groups, m, dtype, chain, extra in CASES:
@@ -67,17 +85,32 @@ def portable_kernels() -> None:
         torch.cuda.synchronize()
         assert all(bool(t.isfinite().all()) for t in found), (m, k, channels, kind)
         print(f"{m} x {k}, {channels} channels, {kind}: done", flush=True)
-    dz, weight, x = (torch.randn(s, device="cuda") for s in ((65, 136), (136, 72), (65, 72)))
-    for major_k_a, b in ((True, weight), (False, x)):
-        a, b = dz.half(), b.half()
-        rows, length = a.shape if major_k_a else a.shape[::-1]
-        shape = ProductShape(rows, 72, length, 1, 4)
-        multiply = prepare_product(shape, a.dtype, torch.float32, False, major_k_a, a.device)
-        assert bool(multiply(0, lambda a=a, b=b: (a, a, b, b), 0).isfinite().all())
-        print(f"product, a {tuple(a.shape)}: done", flush=True)
+    products(portable_product.prepare_product, ((65, 72, 136),))
 
 
-KERNELS = {"norm": norm_kernels, "portable": portable_kernels}
+def hopper_kernels() -> None:
+    for m, k, channels, groups, kind, training in HOPPER:
+        found = make_product(m, k, channels, groups, kind, training=training).run()
+        torch.cuda.synchronize()
+        assert all(bool(t.isfinite().all()) for t in found), (m, k, channels, kind)
+        print(f"{m} x {k}, {channels} channels, {kind}: done", flush=True)
+    products(hopper_product.prepare_product, PRODUCTS)
+
+
+def products(prepare: Callable[..., Any], shapes: Iterable[tuple[int, int, int]]) -> None:
+    """Both products of a backward pass, in fp16 with fp32 results; a may lie across the sum."""
+    for rows, columns, length in shapes:
+        a, b = (torch.randn(s, device="cuda").half() for s in ((rows, length), (length, columns)))
+        for major_k_a in (True, False):
+            a = a if major_k_a else a.t().contiguous()
+            shape = ProductShape(rows, columns, length, 1, 4)
+            multiply = prepare(shape, a.dtype, torch.float32, False, major_k_a, a.device)
+            result = multiply(a.data_ptr(), lambda a=a, b=b: (a, a, b, b), 0)
+            assert bool(result.isfinite().all()), shape
+            print(f"product {shape}, {major_k_a=}: done", flush=True)
+
+
+KERNELS = {"norm": norm_kernels, "portable": portable_kernels, "hopper": hopper_kernels}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or KERNELS:
