@@ -65,7 +65,7 @@ test-gpu:  ## run tests/gpu with the Python that is there (nothing is installed)
 	  $$python -m pytest tests/gpu -m alone $(ARGS) || failed=$$?; \
 	  exit $$failed
 
-sanitize-gpu:  ## run every kind of norm kernel and of the portable one under compute-sanitizer (nothing is installed)
+sanitize-gpu:  ## run every kind of kernel under compute-sanitizer (nothing is installed)
 	@for tool in memcheck initcheck racecheck synccheck; do \
 	  echo "compute-sanitizer --tool $$tool"; \
 	  : "Our launches and PyTorch's ask the driver for things that it may not have: not an error."; \

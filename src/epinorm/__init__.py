@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from epinorm.accumulation import accumulate_in_place
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm
 from epinorm.functional import linear_norm
 from epinorm.modules import LinearNorm
@@ -12,7 +13,8 @@ from epinorm.prepack import prepack, prepacked, unprepack
 __version__ = "0.1.0"
 
 __all__ = ["Chain", "GroupNorm", "LayerNorm", "LinearNorm", "RMSNorm", "__version__"]
-__all__ += ["explain", "fuse", "linear_norm", "prepack", "prepacked", "unprepack"]
+__all__ += ["accumulate_in_place", "explain", "fuse", "linear_norm"]
+__all__ += ["prepack", "prepacked", "unprepack"]
 
 
 def __getattr__(name: str) -> Any:

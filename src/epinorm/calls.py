@@ -194,12 +194,14 @@ def run_backward(
     wanted: Sequence[bool],
     run: Run | None = None,
     left: StepLeftovers | None = None,
+    into: Tensor | None = None,
 ) -> list[Tensor]:
     """Compute the wanted gradients, in the order of ``Inputs``; kept: z, mean and rstd, which a
     backend lets go of when it has read them if this is the only list of them.
 
     run: what ``bind`` made and the forward pass was computed by; left: what it left, see
-    ``StepForward``.
+    ``StepForward``. into: a tensor like the weight that dW may be added to; where it was, it stands
+    in dW's place.
     """
     prepared = None if run is None else _prepared_of.get(run)
     if prepared is not None and _has_the_set_precision(prepared.problem):
@@ -215,7 +217,7 @@ def run_backward(
         kept.clear()
     problem, plan, dy = prepared.problem, prepared.plan, _dense(dy)
     if plan.strategy in ("epilogue", "single"):
-        found = prepared.backward(problem, plan, inputs, forward, dy, want, left)
+        found = prepared.backward(problem, plan, inputs, forward, dy, want, left, into)
     else:
         found = prepared.backward(problem, plan, inputs, forward.pop(), dy, want)
     return [g for g in (*found[:5], *found.operands) if g is not None]

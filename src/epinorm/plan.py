@@ -187,8 +187,8 @@ class BackwardFunction(Protocol):
     """Computes the wanted gradients from what the same backend's forward kept.
 
     kept: a ``Forward``; epinorm.cuda also takes it out of a list of one, so that nobody else holds
-    z when its memory could be used again. left: what the forward left besides (``StepForward``),
-    for epinorm.cuda alone.
+    z when its memory could be used again. For epinorm.cuda alone: what the forward left besides
+    (``StepForward``), and the tensor that dW may be added to, which is then the weight's gradient.
     """
 
     def __call__(
@@ -199,7 +199,7 @@ class BackwardFunction(Protocol):
         kept: Any,
         dy: Tensor,
         want: Wanted,
-        *left: Any,
+        *more: Any,
     ) -> Gradients: ...
 
 

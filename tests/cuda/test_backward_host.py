@@ -3,6 +3,7 @@
 Kernels are stand-ins that compute nothing; each launch's arguments must fit its signature.
 """
 
+import dataclasses
 import weakref
 
 import pytest
@@ -98,7 +99,7 @@ def planes_of(problem, want_x, want_weight):
     return fp32 and want_x, fp32 and want_weight
 
 
-def run(dtype, wanted=ALL, left=None):
+def run(dtype, wanted=ALL, left=None, into=None):
     """Yields a weak reference to z, then the gradients."""
     shapes = [(M, K), (N, K), (N,), (N,), (N,)]
     tensors = (*[torch.randn(shape).to(dtype) for shape in shapes], ())
@@ -106,7 +107,7 @@ def run(dtype, wanted=ALL, left=None):
     alive = weakref.ref(kept[0])
     dy = torch.randn(M, N).to(dtype)
     yield alive
-    yield calls.run_backward(tensors, FACTS, kept, dy, wanted, None, left)
+    yield calls.run_backward(tensors, FACTS, kept, dy, wanted, None, left, into)
 
 
 NORM = ["norm_backward", "norm_column_sums"]
@@ -140,6 +141,31 @@ def test_16_bit_takes_dz_as_it_is(launched, dtype):
     assert launched[:2] == NORM
     assert set(launched[2:]) <= {"hopper_product", "add_splits"}
     assert {g.dtype for g in found} == {dtype}
+
+
+def test_fp32_adds_dw_to_what_is_there(launched):
+    into = torch.zeros(N, K)
+    _, found = run(torch.float32, into=into)
+    products = ["hopper_product", "rescue_gradient", "hopper_product_into", "rescue_gradient"]
+    assert launched == ["split", "split", *NORM, "split_gradient", *products]
+    assert found[1] is into
+
+
+def test_16_bit_adds_dw_by_the_library(launched):
+    into = torch.ones(N, K, dtype=torch.bfloat16)
+    _, found = run(torch.bfloat16, into=into)
+    assert "hopper_product_into" not in launched
+    assert found[1] is into
+
+
+def test_sums_in_parts_go_to_a_tensor_of_their_own(launched, monkeypatch):
+    chosen = hopper_product.choose
+    in_parts = lambda *given: dataclasses.replace(chosen(*given), parts=2)  # noqa: E731
+    monkeypatch.setattr(hopper_product, "choose", in_parts)
+    into = torch.zeros(N, K)
+    _, found = run(torch.float32, into=into)
+    assert found[1] is not into
+    assert "hopper_product_into" not in launched
 
 
 def test_z_is_gone_before_the_products(launched):

@@ -10,7 +10,12 @@ import torch
 from epinorm.chain import Chain
 from epinorm.cuda.device import Gpu
 from epinorm.cuda.gradient_planes import gradient_source
-from epinorm.cuda.hopper import Tile, product_shared_bytes, product_source
+from epinorm.cuda.hopper import (
+    Tile,
+    product_into_source,
+    product_shared_bytes,
+    product_source,
+)
 from epinorm.cuda.hopper_plan import fold_steps
 from epinorm.cuda.hopper_product import TILES, ProductShape, add_splits_source, choose
 from epinorm.cuda.jit import compiled
@@ -43,6 +48,24 @@ def test_the_product_compiles_without_spills(
     assert result.spill_bytes == 0
     assert "C75" not in result.log
     assert product_shared_bytes(tile, planes) <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("planes", "tile"),
+    [
+        (planes, tile)
+        for planes, tile, out_bytes, split in INSTANCES
+        if out_bytes == 4 and not split
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("major_k_a", [True, False])
+def test_the_product_that_adds_compiles_without_spills(
+    planes: int, tile: Tile, major_k_a: bool
+) -> None:
+    result = compiled(product_into_source(tile, planes, major_k_a))
+    assert result.spill_bytes == 0
+    assert "C75" not in result.log
 
 
 @pytest.mark.parametrize("planes", [1, 2])

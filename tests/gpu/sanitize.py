@@ -21,7 +21,8 @@ from product_case import make_product
 
 from conftest import CHAIN, make_case
 from epinorm.cuda import hopper_product, portable_product
-from epinorm.cuda.hopper_product import ProductShape
+from epinorm.cuda.hopper_product import ProductShape, prepare_adding
+from epinorm.cuda.rescue_gradient import rescue_gradient
 
 HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
 
@@ -63,8 +64,10 @@ HOPPER = (
     (130, 70, 16, 17, "highest", True),
     (130, 72, 16, 17, "high", True),
 )
-# Rows, columns, length of a product of the backward pass; the last one's sum is split over blocks.
-PRODUCTS = ((136, 72, 200), (64, 64, 4096))
+# Of a product of the backward pass: rows, columns, length, whether a runs along the sum; its rows
+# in memory are whole 16-byte units. The sums of the last two are split over blocks.
+PRODUCTS = ((65, 72, 136, True), (136, 72, 65, False))
+SPLIT_PRODUCTS = ((64, 64, 4096, True), (64, 64, 4096, False))
 
 
 def norm_kernels() -> None:
@@ -85,7 +88,7 @@ def portable_kernels() -> None:
         torch.cuda.synchronize()
         assert all(bool(t.isfinite().all()) for t in found), (m, k, channels, kind)
         print(f"{m} x {k}, {channels} channels, {kind}: done", flush=True)
-    products(portable_product.prepare_product, ((65, 72, 136),))
+    products(portable_product.prepare_product, PRODUCTS)
 
 
 def hopper_kernels() -> None:
@@ -94,20 +97,42 @@ def hopper_kernels() -> None:
         torch.cuda.synchronize()
         assert all(bool(t.isfinite().all()) for t in found), (m, k, channels, kind)
         print(f"{m} x {k}, {channels} channels, {kind}: done", flush=True)
-    products(hopper_product.prepare_product, PRODUCTS)
+    products(hopper_product.prepare_product, PRODUCTS + SPLIT_PRODUCTS)
+    adding_products()
 
 
-def products(prepare: Callable[..., Any], shapes: Iterable[tuple[int, int, int]]) -> None:
-    """Both products of a backward pass, in fp16 with fp32 results; a may lie across the sum."""
-    for rows, columns, length in shapes:
-        a, b = (torch.randn(s, device="cuda").half() for s in ((rows, length), (length, columns)))
-        for major_k_a in (True, False):
-            a = a if major_k_a else a.t().contiguous()
-            shape = ProductShape(rows, columns, length, 1, 4)
-            multiply = prepare(shape, a.dtype, torch.float32, False, major_k_a, a.device)
-            result = multiply(a.data_ptr(), lambda a=a, b=b: (a, a, b, b), 0)
-            assert bool(result.isfinite().all()), shape
-            print(f"product {shape}, {major_k_a=}: done", flush=True)
+def products(prepare: Callable[..., Any], cases: Iterable[tuple[int, int, int, bool]]) -> None:
+    """c = a · b in fp16 with fp32 results."""
+    for rows, columns, length, major_k_a in cases:
+        size = (rows, length) if major_k_a else (length, rows)
+        a, b = (torch.randn(s, device="cuda").half() for s in (size, (length, columns)))
+        shape = ProductShape(rows, columns, length, 1, 4)
+        multiply = prepare(shape, a.dtype, torch.float32, False, major_k_a, a.device)
+        result = multiply(a.data_ptr(), lambda a=a, b=b: (a, a, b, b), 0)
+        assert bool(result.isfinite().all()), shape
+        print(f"product {size} x {tuple(b.shape)}: done", flush=True)
+
+
+def adding_products() -> None:
+    """Into what is there, with a row and an index of the sum flagged and without; and the guard."""
+    for rows, columns, length, major_k_a in PRODUCTS:
+        size = (rows, length) if major_k_a else (length, rows)
+        a, b = (torch.randn(s, device="cuda") for s in (size, (length, columns)))
+        planes = (a.half(), a.half(), b.half(), b.half())
+        row_flags, sum_flags = (
+            torch.zeros(count, dtype=torch.uint8, device="cuda") for count in (rows, length)
+        )
+        row_flags[rows // 2] = 1
+        scale, result = torch.ones(rows, device="cuda"), torch.zeros(rows, columns, device="cuda")
+        add = prepare_adding(ProductShape(rows, columns, length, 1, 4), major_k_a, a.device)
+        assert add is not None
+        flags = row_flags.data_ptr(), sum_flags.data_ptr()
+        for flagged in (0, 1):
+            sum_flags[3] = flagged
+            add(0, lambda planes=planes: planes, scale.data_ptr(), result, *flags)
+            rescue_gradient(result, a, b, not major_k_a, *flags, adds=True)
+        assert bool(result.isfinite().all())
+        print(f"added product {size} x {tuple(b.shape)}: done", flush=True)
 
 
 KERNELS = {"norm": norm_kernels, "portable": portable_kernels, "hopper": hopper_kernels}

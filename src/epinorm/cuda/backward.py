@@ -41,11 +41,13 @@ def backward(
     dy: Tensor,
     want: Wanted,
     planes: KeptPlanes | None = None,
+    into: Tensor | None = None,
 ) -> Gradients:
     """The wanted gradients from dy (M, N) in ``out_dtype``, on its GPU and current stream.
 
     kept: what forward returned, or a list of it, which is emptied. planes: those of x and W, where
-    the forward pass left them; they are used up.
+    the forward pass left them; they are used up. into: a tensor like the weight, contiguous, that
+    dW may be added to: where that is as fast, it is returned in dW's place.
     Raises ``ValueError`` for a strategy that this backend does not have.
     """
     if plan.strategy not in ("epilogue", "single"):
@@ -56,7 +58,7 @@ def backward(
     if dy.stride(1) != 1 and problem.n > 1:
         dy = dy.contiguous()
     holder = kept if isinstance(kept, list) else [kept]
-    return _prepared(problem)(_core_of(plan), inputs, holder, dy, want, planes)
+    return _prepared(problem)(_core_of(plan), inputs, holder, dy, want, planes, into)
 
 
 def _core_of(plan: Plan) -> Core | None:
@@ -79,6 +81,7 @@ class _Backward:
         dy: Tensor,
         want: Wanted,
         planes: KeptPlanes | None,
+        into: Tensor | None,
     ) -> Gradients:
         """The norm kernel, then dX = dZ W and dW = dZᵀ X; by then, ``kept`` is let go of."""
         products = self.found.get((core, want))
@@ -95,12 +98,17 @@ class _Backward:
             kept.clear()
             assert norm.dz is not None
             assert norm.largest is not None
-            dx, dw = by_planes.multiply(inputs, operands, norm.dz, norm.largest)
+            dx, dw = by_planes.multiply(inputs, operands, norm.dz, norm.largest, into)
         if norm.dz is not None:
             if products.dx is not None:
                 dx = products.dx(norm.dz, inputs.weight)
             if products.dw is not None:
-                dw = products.dw(norm.dz, inputs.x)
+                # The library's product adds as fast as it stores, whoever is the faster to store.
+                dw = (
+                    products.dw(norm.dz, inputs.x)
+                    if into is None
+                    else _add(norm.dz, inputs.x, into)
+                )
         return Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
 
 
@@ -121,6 +129,10 @@ class _Products:
             self.dx = _InSixteenBits.where_faster(problem, core, m, n, True) or torch.mm
         if want.weight and not weight:
             self.dw = _InSixteenBits.where_faster(problem, core, n, m, False) or _transposed_mm
+
+
+def _add(dz: Tensor, x: Tensor, into: Tensor) -> Tensor:
+    return into.addmm_(dz.t(), x)
 
 
 def _transposed_mm(dz: Tensor, x: Tensor) -> Tensor:

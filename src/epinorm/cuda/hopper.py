@@ -22,6 +22,7 @@ __all__ = [
     "Tile",
     "largest_stages",
     "linear_norm_source",
+    "product_into_source",
     "product_shared_bytes",
     "product_source",
     "shared_bytes",
@@ -191,10 +192,20 @@ def product_source(
     split: blocks share a sum, and each writes its part.
     """
     prelude = product_prelude(tile, planes, dtype, major_k_a, major_k_b)
-    prelude += (
-        constants({"kScaled": scaled, "kSplit": split}) + f"#define OutType {TYPES[out_dtype]}\n"
-    )
+    prelude += _result_prelude(scaled, split, out_dtype)
     return KernelSource("hopper_product", kernel_text("hopper_product.cu", prelude), ARCH)
+
+
+def product_into_source(tile: Tile, planes: int, major_k_a: bool) -> KernelSource:
+    """The same of fp16 planes, b not along the sum, added to what the fp32 result holds already."""
+    prelude = product_prelude(tile, planes, torch.float16, major_k_a, False)
+    prelude += _result_prelude(True, False, torch.float32)
+    return KernelSource("hopper_product_into", kernel_text("hopper_product_into.cu", prelude), ARCH)
+
+
+def _result_prelude(scaled: bool, split: bool, out_dtype: torch.dtype) -> str:
+    numbers = constants({"kScaled": scaled, "kSplit": split})
+    return numbers + f"#define OutType {TYPES[out_dtype]}\n"
 
 
 def largest_stages(instance: Instance[Tile]) -> int:

@@ -20,6 +20,7 @@ from epinorm.cuda.hopper import (
     ARCH,
     STEP_BYTES,
     Tile,
+    product_into_source,
     product_shared_bytes,
     product_source,
 )
@@ -32,12 +33,15 @@ from epinorm.cuda.source import kernel_text
 
 __all__ = [
     "TILES",
+    "AddingProduct",
     "Choice",
+    "Planes",
     "Product",
     "ProductShape",
     "add_splits_source",
     "choose",
     "library_like",
+    "prepare_adding",
     "prepare_product",
 ]
 
@@ -48,6 +52,12 @@ BOX = 64
 BLOCK_K = STEP_BYTES // 2
 SIGNATURE = "mmmm" + "pp" + "iiii"
 """a hi and lo, b hi and lo; c, row scale; rows, columns, length of a part, parts."""
+ADDING_SIGNATURE = "mmmm" + "pppp" + "iii"
+"""a hi and lo, b hi and lo; c, row scale, flags of rows and of the sum; rows, columns, length."""
+
+Planes = tuple[Tensor, Tensor, Tensor, Tensor]
+"""a's planes hi and lo, then b's."""
+
 MOST_PARTS = 32
 MOST_MAPS = 256
 ADD_THREADS, ADD_VALUES = 256, 4
@@ -150,6 +160,25 @@ def add_splits_source(parts: int, out_dtype: torch.dtype) -> KernelSource:
     return KernelSource("add_splits", kernel_text("add_splits.cu", prelude), ARCH)
 
 
+class _Operands:
+    """The tensor maps of a's and b's planes, as they were asked for so far."""
+
+    def __init__(self, rows_of_a: int) -> None:
+        self.boxes = (rows_of_a, rows_of_a, BOX, BOX)
+        self.maps: dict[Any, tuple[bytes, ...]] = {}
+
+    def __call__(self, key: Any, operands: Callable[[], Planes]) -> tuple[bytes, ...]:
+        maps = self.maps.get(key)
+        if maps is None:
+            if len(self.maps) >= MOST_MAPS:
+                self.maps.clear()
+            maps = self.maps[key] = tuple(
+                tensor_map(plane, rows, BOX).data
+                for plane, rows in zip(operands(), self.boxes, strict=True)
+            )
+        return maps
+
+
 class Product:
     """c (rows, columns) = a · b, ready to launch.
 
@@ -172,10 +201,9 @@ class Product:
         if planes == 2:
             tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
         self.shape, self.parts = shape, parts
-        self.box_a = tile.block_m if major_k_a else BOX
+        self.maps = _Operands(tile.block_m if major_k_a else BOX)
         self.new = new_tensor((shape.rows, shape.columns), out_dtype, device)
         self.numbers = (shape.rows, shape.columns, -(-shape.steps // parts) * BLOCK_K, parts)
-        self.maps: dict[Any, tuple[bytes, ...]] = {}
         product_dtype = torch.float32 if parts > 1 else out_dtype
         source = product_source(
             tile, planes, dtype, product_dtype, scaled, major_k_a, False, parts > 1
@@ -196,12 +224,10 @@ class Product:
             add = load(add_splits_source(parts, out_dtype), device)
             self.add = add.prepare("ppl", blocks, ADD_THREADS, dependent=True)
 
-    def __call__(
-        self, key: Any, operands: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]], scale: int
-    ) -> Tensor:
+    def __call__(self, key: Any, operands: Callable[[], Planes], scale: int) -> Tensor:
         """Multiply; operands: a's planes hi and lo, then b's, asked for where ``key``, all that
         their tensor maps depend on, is new."""
-        maps = self.maps.get(key) or self._keep_maps(key, *operands())
+        maps = self.maps(key, operands)
         result = self.new()
         if self.add is None:
             self.launch(*maps, result.data_ptr(), scale, *self.numbers)
@@ -211,14 +237,41 @@ class Product:
         self.add(parts.data_ptr(), result.data_ptr(), self.count)
         return result
 
-    def _keep_maps(self, key: Any, *planes: Tensor) -> tuple[bytes, ...]:
-        if len(self.maps) >= MOST_MAPS:
-            self.maps.clear()
-        boxes = (self.box_a, self.box_a, BOX, BOX)
-        maps = self.maps[key] = tuple(
-            tensor_map(plane, rows, BOX).data for plane, rows in zip(planes, boxes, strict=True)
+
+class AddingProduct:
+    """c += a · b of fp16 planes into an fp32 c; otherwise as `Product`, with a's rows scaled."""
+
+    def __init__(
+        self, shape: ProductShape, tile: Tile, major_k_a: bool, device: torch.device
+    ) -> None:
+        if shape.planes == 2:
+            tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
+        self.maps = _Operands(tile.block_m if major_k_a else BOX)
+        self.sizes = (shape.rows, shape.columns, shape.length)
+        dynamic = product_shared_bytes(tile, shape.planes)
+        source = product_into_source(tile, shape.planes, major_k_a)
+        self.launch = load(source, device, dynamic).prepare(
+            ADDING_SIGNATURE,
+            persistent_blocks(_tiles(shape, tile), sm_count(device)),
+            THREADS,
+            shared_bytes=dynamic,
+            dependent=True,
         )
-        return maps
+
+    def __call__(
+        self,
+        key: Any,
+        operands: Callable[[], Planes],
+        scale: int,
+        result: Tensor,
+        row_flags: int,
+        summed_flags: int,
+    ) -> None:
+        """Add to ``result`` (rows, columns), contiguous, from a 16-byte address; the rest as for
+        `Product`. Not to rows that are flagged, nor to any if an index of the sum is; the addresses
+        of (rows,) and (length,) uint8, multiples of 4."""
+        addresses = (result.data_ptr(), scale, row_flags, summed_flags)
+        self.launch(*self.maps(key, operands), *addresses, *self.sizes)
 
 
 @lru_cache(maxsize=1024)
@@ -233,3 +286,13 @@ def prepare_product(
     """The product of this shape by the tile that `choose` takes."""
     choice = choose(shape, sm_count(device))
     return Product(shape, choice, dtype, out_dtype, scaled, major_k_a, device)
+
+
+@lru_cache(maxsize=1024)
+def prepare_adding(
+    shape: ProductShape, major_k_a: bool, device: torch.device
+) -> AddingProduct | None:
+    """The product of this shape into a result that is there already; None where sums are better
+    split, since a kernel of its own then adds up their parts."""
+    choice = choose(shape, sm_count(device))
+    return AddingProduct(shape, choice.tile, major_k_a, device) if choice.parts == 1 else None

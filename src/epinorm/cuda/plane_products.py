@@ -7,8 +7,9 @@ products; each is followed by the range guard, which computes flagged rows again
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from epinorm.cuda import hopper_product, portable_plan, portable_product
 from epinorm.cuda.device import gpu_of
 from epinorm.cuda.gradient_planes import GradientPlanes, GradientSplitter
-from epinorm.cuda.hopper_product import ProductShape
+from epinorm.cuda.hopper_product import AddingProduct, Planes, ProductShape, prepare_adding
 from epinorm.cuda.kept_planes import KeptPlanes
 from epinorm.cuda.norm_backward import Factors, Largest
 from epinorm.cuda.planes import Splitter, splitter
@@ -99,7 +100,7 @@ class PlaneProducts:
         self.split_weight = splitter(self.planes, k, n, 0, device)
         self.split_x = splitter(self.planes, k, m, 0, device)
         self.split_gradient = GradientSplitter(self.planes, m, n, by_x, by_weight, device)
-        self.shape = (m, n)
+        self.shape, self.k, self.core, self.device = (m, n), k, core, device
 
         def product(rows: int, length: int, major_k_a: bool) -> Product:
             shape = ProductShape(rows, k, length, self.planes, 4)
@@ -130,35 +131,59 @@ class PlaneProducts:
         return _Operands(weight, x, Factors(columns, rows))
 
     def multiply(
-        self, inputs: Inputs, operands: list[_Operands], dz: Tensor, largest: Largest
+        self,
+        inputs: Inputs,
+        operands: list[_Operands],
+        dz: Tensor,
+        largest: Largest,
+        into: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """dX (m, k) and dW (n, k), fp32, where they are computed here.
 
         operands: one, taken out of the list, so that W's planes are free before dW is allocated.
+        into: (n, k) fp32, contiguous, that dW may be added to; where it was, it is returned for dW.
         """
         weight, x, factors = operands.pop()
         by_row, by_column = self.split_gradient(dz, factors, largest)
         dx = dw = None
         if self.dx is not None and weight is not None and by_row is not None:
-            dx = self._product(self.dx, by_row, weight, self.split_weight)
-            flags = weight.data_ptr() + self.split_weight.flags
-            rescue_gradient(dx, dz, inputs.weight, False, by_row.flags, flags)
+            dx = self.dx(*self._given(by_row, weight, self.split_weight))
+            flags = by_row.flags, weight.data_ptr() + self.split_weight.flags
+            rescue_gradient(dx, dz, inputs.weight, False, *flags)
         weight = by_row = None
         if self.dw is not None and x is not None and by_column is not None:
-            dw = self._product(self.dw, by_column, x, self.split_x)
-            flags = x.data_ptr() + self.split_x.flags
-            rescue_gradient(dw, dz, inputs.x, True, by_column.flags, flags)
+            given = self._given(by_column, x, self.split_x)
+            flags = by_column.flags, x.data_ptr() + self.split_x.flags
+            adding = None if into is None else self._adding()
+            if into is None or adding is None:
+                dw = self.dw(*given)
+            else:
+                dw = into
+                adding(*given, dw, *flags)
+            rescue_gradient(dw, dz, inputs.x, True, *flags, adds=adding is not None)
         return dx, dw
 
-    def _product(self, product: Product, a: GradientPlanes, b: Tensor, of_b: Splitter) -> Tensor:
-        def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _adding(self) -> AddingProduct | None:
+        """What adds dW to a gradient that is there already, where our core can."""
+        if self.core != "hopper":
+            return None
+        m, n = self.shape
+        return prepare_adding(ProductShape(n, self.k, m, self.planes, 4), False, self.device)
+
+    def _given(
+        self, a: GradientPlanes, b: Tensor, of_b: Splitter
+    ) -> tuple[Any, Callable[[], Planes], int]:
+        """A product's arguments: what its operands' maps are kept under, the operands, the scales
+        of a's rows."""
+
+        def operands() -> Planes:
             m, n = self.shape
             bytes_of_planes = a.buffer[: self.planes * 2 * m * n]
             stored = bytes_of_planes.view(torch.float16).view(self.planes, m, n)
             planes = of_b.planes_in(b)
             return stored[0], stored[self.planes - 1], planes.hi, planes.lo
 
-        return product((a.buffer.data_ptr(), b.data_ptr()), operands, a.scale)
+        return (a.buffer.data_ptr(), b.data_ptr()), operands, a.scale
 
 
 def _split(split: Splitter, matrix: Tensor) -> Tensor:

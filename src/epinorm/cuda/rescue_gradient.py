@@ -39,12 +39,17 @@ def tile_of(limit: int) -> RescueTile:
 
 
 def rescue_gradient_source(
-    transposed_a: bool, aligned: bool, splits: int, arch: str, tile: RescueTile = TILE
+    transposed_a: bool,
+    aligned: bool,
+    splits: int,
+    arch: str,
+    tile: RescueTile = TILE,
+    adds: bool = False,
 ) -> KernelSource:
     """The kernel's text; compiles without a GPU.
 
     aligned: each row of an ``a`` that is not transposed begins at a multiple of 16 bytes. splits:
-    blocks that share a sum, 1 before sm_90. tile: as ``tile_of`` gives it.
+    blocks that share a sum, 1 before sm_90. tile: as ``tile_of`` gives it. adds: to what is there.
     """
     prelude = {
         "kRows": TILE.rows,
@@ -54,6 +59,7 @@ def rescue_gradient_source(
         "kStages": tile.stages,
         "kTransposedA": transposed_a,
         "kAligned": aligned,
+        "kAdds": adds,
         "kSplits": splits,
     }
     text = "".join(f"constexpr int {name} = {int(value)};\n" for name, value in prelude.items())
@@ -83,9 +89,11 @@ def rescue_gradient(
     transposed_a: bool,
     row_flags: int,
     summed_flags: int,
+    adds: bool = False,
 ) -> None:
     """Overwrite the flagged rows of result = a @ b, or aᵀ @ b; all of them for a flag of the sum.
 
+    adds: add to them instead; the kernel before has left them as they were.
     result: (R, S) fp32 contiguous, written by the kernel before. a: (R, L), or (L, R) if
     ``transposed_a``; b: (L, S); both fp32 with contiguous rows, at any stride. row_flags and
     summed_flags: the addresses, multiples of 4, of (R,) and (L,) uint8, any value but zero a flag;
@@ -109,7 +117,7 @@ def rescue_gradient(
             f"{row_flags:#x} and {summed_flags:#x}"
         )
     aligned = transposed_a or (a_at | a_stride * 4) % VECTOR_BYTES == 0
-    _launcher(rows, columns, length, transposed_a, aligned, result.device)(
+    _launcher(rows, columns, length, transposed_a, aligned, adds, result.device)(
         *(a_at, a_stride, b.data_ptr(), b.stride(0)),
         *(row_flags, summed_flags, result.data_ptr()),
         *(rows, columns, length),
@@ -118,13 +126,19 @@ def rescue_gradient(
 
 @lru_cache(maxsize=1024)
 def _launcher(
-    rows: int, columns: int, length: int, transposed_a: bool, aligned: bool, device: torch.device
+    rows: int,
+    columns: int,
+    length: int,
+    transposed_a: bool,
+    aligned: bool,
+    adds: bool,
+    device: torch.device,
 ) -> Callable[..., None]:
     early = starts_early(device)  # sm_90: clusters too
     count = sm_count(device)
     splits = splits_of(columns, length, count) if early else 1
     tile = tile_of(max_shared_bytes(device))
-    source = rescue_gradient_source(transposed_a, aligned, splits, arch_of(device), tile)
+    source = rescue_gradient_source(transposed_a, aligned, splits, arch_of(device), tile, adds)
     kernel = load(source, device)
     return kernel.prepare(
         SIGNATURE,

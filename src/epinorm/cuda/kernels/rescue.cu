@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __shared__ GroupSelection selection;
   __shared__ Flag near[kLooks * kWarps];
   if (m <= kFewFlags && n <= kFewFlags) {
-    const bool any = any_flag(row_flags, m) | any_flag(column_flags, n);
+    const bool any = any_flag(row_flags, m, kThreads) | any_flag(column_flags, n, kThreads);
     if (!__syncthreads_or(any)) {
       wait_for_previous_kernel();  // the next kernel must not run beside the previous one
       return;

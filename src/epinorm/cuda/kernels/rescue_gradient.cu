@@ -3,11 +3,11 @@
 //
 // The kernel before this one multiplied planes of fp16 that cannot hold what is flagged. A flagged row
 // of A spoils just that row of the result; a flagged index of the sum, everything. Nothing else is
-// written. Nothing flagged is the ordinary case: every block then reads the flags and ends.
+// written. With kAdds it left these rows as they were, and they are added to. Nothing flagged is the ordinary case: every block then reads the flags and ends.
 //
 // The prelude defines kRows, kColumns = kWidth of a tile; kBlockK and kStages of the ring;
 // kTransposedA (`a` is (k, m)); kAligned (every row of an `a` that is (m, k) begins at a multiple of
-// 16 bytes); kSplits, the blocks of a cluster, which share the sum over k of each item.
+// 16 bytes); kAdds; kSplits, the blocks of a cluster, which share the sum over k of each item.
 #include "dependent.cuh"
 #include "hopper_barrier.cuh"
 #include "rescue_product.cuh"
@@ -19,7 +19,7 @@ constexpr int kFewFlags = 32 * 1024;  // of rows: up to here a block reads them 
 
 // This thread's part of the question whether any of `count` flags is set, 16 at a time.
 EPINORM_FUNCTION bool any_flag_wide(const Flag* flags, int count) {
-  if (reinterpret_cast<u64>(flags) % kFlagBytes != 0) return any_flag(flags, count);
+  if (reinterpret_cast<u64>(flags) % kFlagBytes != 0) return any_flag(flags, count, kThreads);
   const int whole = count / kFlagBytes;
   const uint4* units = reinterpret_cast<const uint4*>(flags);
   u32 any = 0;
@@ -71,7 +71,8 @@ EPINORM_FUNCTION void store(const float* tile, const Selection& selection, int r
 #pragma unroll
       for (u32 other = 0; other < kSplits; ++other) value += read_remote(local + at * 4, other);
     }
-    result[static_cast<i64>(selection.rows[row]) * n + first_column + column] = value;
+    float& target = result[static_cast<i64>(selection.rows[row]) * n + first_column + column];
+    target = kAdds ? target + value : value;
   }
   if constexpr (kSplits > 1) cluster_sync();  // no tile is read any more
 }

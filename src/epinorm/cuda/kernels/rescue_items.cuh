@@ -5,9 +5,7 @@
 // of a chunk makes the work follow their number, not the number of tiles that they lie in.
 #pragma once
 #include "chain.cuh"
-#include "integers.cuh"
-
-using Flag = unsigned char;
+#include "flags.cuh"
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kThreads = 256;
@@ -36,25 +34,6 @@ struct ItemOrder {
     return {pair / strips * kChunk, pair % strips * kColumns, index / pairs};
   }
 };
-
-// The flags from `at`, a multiple of 4, to `at` + 3; none from `count` on. From L2: a kernel that started
-// early reads them before it has waited, when nothing says yet that L1 holds nothing older.
-EPINORM_FUNCTION u32 four_flags(const Flag* flags, int at, int count) {
-  if (at + 4 <= count) return __ldcg(reinterpret_cast<const u32*>(flags + at));
-  u32 word = 0;
-#pragma unroll
-  for (int i = 0; i < 3; ++i)
-    if (at + i < count) word |= u32{__ldcg(flags + at + i)} << (8 * i);
-  return word;
-}
-
-// This thread's part of the question whether any of `count` flags is set.
-EPINORM_FUNCTION bool any_flag(const Flag* flags, int count) {
-  u32 any = 0;
-#pragma unroll 8
-  for (int at = threadIdx.x * 4; at < count; at += kThreads * 4) any |= four_flags(flags, at, count);
-  return any != 0;
-}
 
 // This lane's part of the question whether anything near an item is flagged: columns up to kWidth
 // are looked at, which may be the next strip's.

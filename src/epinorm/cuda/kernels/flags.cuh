@@ -1,0 +1,24 @@
+// A byte for each row that planes cannot hold (split.cu, split_gradient.cu): any value but 0 is a flag.
+#pragma once
+#include "integers.cuh"
+
+using Flag = unsigned char;
+
+// The flags from `at`, a multiple of 4, to `at` + 3; none from `count` on. From L2: a kernel that started
+// early reads them before it has waited, when nothing says yet that L1 holds nothing older.
+__device__ __forceinline__ u32 four_flags(const Flag* flags, int at, int count) {
+  if (at + 4 <= count) return __ldcg(reinterpret_cast<const u32*>(flags + at));
+  u32 word = 0;
+#pragma unroll
+  for (int i = 0; i < 3; ++i)
+    if (at + i < count) word |= u32{__ldcg(flags + at + i)} << (8 * i);
+  return word;
+}
+
+// This thread's part, of a block of `threads`, of the question whether any of `count` flags is set.
+__device__ __forceinline__ bool any_flag(const Flag* flags, int count, int threads) {
+  u32 any = 0;
+#pragma unroll 8
+  for (int at = threadIdx.x * 4; at < count; at += threads * 4) any |= four_flags(flags, at, count);
+  return any != 0;
+}

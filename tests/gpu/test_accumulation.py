@@ -1,0 +1,331 @@
+"""Gradients added into the ones that are there: the same as autograd's own addition."""
+
+import contextlib
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from product_case import forced_core, matmul_precision
+
+import epinorm
+from epinorm.accuracy import allowed_error, relative_error
+from epinorm.cuda.hopper_product import TILES, AddingProduct, Product, ProductShape
+from epinorm.cuda.hopper_product import Choice as TileChoice
+
+M, K, N, GROUPS = 2048, 4096, 4096, 256
+"""Large enough that fp32 takes planes for dW, in sums that are not split."""
+KINDS = ("highest", "high", "bfloat16", "float16")
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    with matmul_precision("high" if request.param == "high" else "highest"):
+        yield request.param
+
+
+@pytest.fixture(params=["highest", "high"])
+def precision(request):
+    with matmul_precision(request.param):
+        yield request.param
+
+
+def dtype_of(kind):
+    return torch.float32 if kind in ("highest", "high") else getattr(torch, kind)
+
+
+def block(dtype=torch.float32, k=K, n=N, groups=GROUPS):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(k, n), nn.GroupNorm(groups, n), nn.SiLU())
+    nn.init.normal_(model[1].weight, 1.0, 0.2)
+    return epinorm.fuse(model.to("cuda", dtype), strict=True)
+
+
+def batch(dtype=torch.float32, seed=0, m=M, k=K, n=N):
+    torch.manual_seed(seed)
+    x, dy = torch.randn(m, k, device="cuda"), torch.randn(m, n, device="cuda")
+    return x.to(dtype), dy.to(dtype)
+
+
+def weight_of(model):
+    return next(p for p in model.parameters() if p.dim() == 2)
+
+
+def step(model, x, dy, **options):
+    model(x).backward(dy, **options)
+
+
+def two_steps(model, batches, inside):
+    """The gradients after two micro-batches, the second one within accumulate_in_place or not."""
+    model.zero_grad(set_to_none=True)
+    step(model, *batches[0])
+    kept = weight_of(model).grad
+    with epinorm.accumulate_in_place() if inside else contextlib.nullcontext():
+        step(model, *batches[1])
+    assert weight_of(model).grad is kept
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def kernels_of(run):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return [event.key for event in profile.key_averages()]
+
+
+def test_the_sum_is_what_autograd_adds_up_to(kind):
+    """fp32: bit for bit. In 16 bit it is rounded once instead of twice."""
+    dtype = dtype_of(kind)
+    model = block(dtype)
+    batches = [batch(dtype, seed) for seed in (1, 2)]
+    usual, ours = (two_steps(model, batches, inside) for inside in (False, True))
+    exact = copy.deepcopy(model).double()
+    truth = two_steps(exact, [(x.double(), dy.double()) for x, dy in batches], False)
+    by_library = forced_core() != "hopper"
+    for name, right in truth.items():
+        if dtype == torch.float32 and not by_library:
+            assert torch.equal(ours[name], usual[name]), name
+        allowed = allowed_error(relative_error(usual[name], right), dtype)
+        assert relative_error(ours[name], right) <= allowed, name
+
+
+@pytest.mark.skipif("forced_core() != 'hopper'")
+def test_one_kernel_multiplies_and_adds(precision):
+    model, given = block(), batch()
+    step(model, *given)
+
+    def again():
+        step(model, *given)
+
+    with epinorm.accumulate_in_place():
+        names = kernels_of(again)
+    assert "hopper_product_into" in names
+    assert not any("add" in name.lower() and f"{N}" in name for name in names)
+    assert "hopper_product_into" not in kernels_of(again)
+
+
+def test_memory_for_one_gradient_is_saved(kind):
+    dtype = dtype_of(kind)
+    if dtype == torch.float32 and forced_core() != "hopper":
+        pytest.skip("the portable core adds as autograd does")
+    model, given = block(dtype), batch(dtype)
+    peaks = []
+    for inside in (False, True):
+        two_steps(model, [given, given], inside)  # compile
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with epinorm.accumulate_in_place() if inside else contextlib.nullcontext():
+            step(model, *given)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    # What else the step needs may be the more by then: half is what is certain.
+    assert peaks[1] <= peaks[0] - weight_of(model).nbytes // 2, peaks
+
+
+def test_what_planes_cannot_hold_is_added_in_fp32(precision):
+    model = block()
+    first, second = batch(seed=1), batch(seed=2)
+    dy = second[1]
+    dy[:, 7] *= 1e-30  # a flagged column of dz, but for what the norm mixes in
+    for spoil in (lambda x: x, lambda x: x.index_fill(0, torch.tensor([13], device="cuda"), 1e-35)):
+        batches = [first, (spoil(second[0]), dy)]
+        usual, ours = (two_steps(model, batches, inside) for inside in (False, True))
+        for name, gradient in usual.items():
+            assert torch.equal(ours[name], gradient), name
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_inf_and_nan_come_out_where_autograd_has_them(value, precision):
+    model = block()
+    first, (x, dy) = batch(seed=1), batch(seed=2)
+    x[5, 9] = value
+    usual, ours = (two_steps(model, [first, (x, dy)], inside) for inside in (False, True))
+    for name, gradient in usual.items():
+        assert torch.equal(ours[name].isfinite(), gradient.isfinite()), name
+
+
+def test_small_problems_whose_sums_are_split_add_up_too(kind):
+    """dW of 512 x 256 from 16384 rows: its sums are split over blocks."""
+    dtype, sizes = dtype_of(kind), {"k": 256, "n": 512}
+    model = block(dtype, **sizes, groups=16)
+    batches = [batch(dtype, seed, m=16384, **sizes) for seed in (1, 2)]
+    usual, ours = (two_steps(model, batches, inside) for inside in (False, True))
+    limit = 1e-5 if dtype == torch.float32 else 1e-2
+    for name, gradient in usual.items():
+        assert relative_error(ours[name], gradient.double()) <= limit, name
+
+
+def test_a_weight_used_twice_in_one_graph(precision):
+    model, (x, dy) = block(), batch()
+
+    def run(inside):
+        model.zero_grad(set_to_none=True)
+        step(model, x, dy)
+        with epinorm.accumulate_in_place() if inside else contextlib.nullcontext():
+            (model(x) * dy + model(x * 0.5) * dy).sum().backward()
+        return weight_of(model).grad.clone()
+
+    usual, ours = run(False), run(True)
+    assert relative_error(ours, usual.double()) <= 1e-6
+
+
+def test_the_gradient_is_known_to_have_changed():
+    """What saved ``.grad`` for a backward pass of its own must not go on with other values."""
+    model, given = block(), batch()
+    step(model, *given)
+    factor = torch.ones(N, K, device="cuda", requires_grad=True)
+    product = (factor * weight_of(model).grad).sum()
+    with epinorm.accumulate_in_place():
+        step(model, *given)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+# ---- where autograd must add as usual ----
+
+
+def usual_way(model, given, **options):
+    """Within, the kernel that adds does not run, and .grad becomes what it would outside."""
+    with epinorm.accumulate_in_place():
+        names = kernels_of(lambda: step(model, *given, **options))
+    assert "hopper_product_into" not in names
+
+
+def test_hooks_see_their_gradient():
+    seen = []
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model, given = block(), batch()
+        step(model, *given)
+        getattr(weight_of(model), register)(lambda t: seen.append(t.shape) and None)
+        usual_way(model, given)
+    assert seen == [(N, K)] * 2
+
+
+def test_autograd_grad_leaves_the_existing_one_alone():
+    model, (x, dy) = block(), batch()
+    step(model, x, dy)
+    weight = weight_of(model)
+    before = weight.grad.clone()
+    with epinorm.accumulate_in_place():
+        (found,) = torch.autograd.grad(model(x), weight, dy)
+    assert torch.equal(weight.grad, before)
+    assert torch.equal(found, before)
+
+
+def test_backward_with_other_inputs_leaves_it_alone():
+    model, (x, dy) = block(), batch()
+    step(model, x, dy)
+    weight = weight_of(model)
+    before = weight.grad.clone()
+    leaf = x.clone().requires_grad_()
+    with epinorm.accumulate_in_place():
+        step(model, leaf, dy, inputs=[leaf])
+        assert torch.equal(weight.grad, before)
+        assert leaf.grad is not None
+        step(model, leaf, dy, inputs=[weight])
+    assert torch.equal(weight.grad, before + before)
+
+
+def test_a_graph_of_the_gradient():
+    model, given = block(), batch()
+    step(model, *given)
+    usual_way(model, given, create_graph=True)
+
+
+def test_a_gradient_of_another_layout():
+    model, given = block(), batch()
+    weight_of(model).grad = torch.zeros(K, N, device="cuda").t()
+    usual_way(model, given)
+
+
+def test_another_stream():
+    model, (x, dy) = block(), batch()
+    step(model, x, dy)
+    expected = weight_of(model).grad * 2
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with epinorm.accumulate_in_place(), torch.cuda.stream(side):
+        names = kernels_of(lambda: step(model, x, dy))
+    torch.cuda.current_stream().wait_stream(side)
+    assert "hopper_product_into" not in names
+    assert torch.equal(weight_of(model).grad, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    model, (x, dy) = block(), batch()
+    step(model, x, dy)
+    expected = weight_of(model).grad * 2
+    leaf = x.clone().requires_grad_()
+    with epinorm.accumulate_in_place():
+        checkpoint(model, leaf, use_reentrant=use_reentrant).backward(dy)
+    assert torch.equal(weight_of(model).grad, expected)
+
+
+def test_a_compiled_model():
+    model, (x, dy) = block(), batch()
+    compiled = torch.compile(model, fullgraph=True)
+    step(model, x, dy)
+    expected = weight_of(model).grad * 2
+    with epinorm.accumulate_in_place():
+        compiled(x).backward(dy)
+    assert relative_error(weight_of(model).grad, expected.double()) <= 1e-6
+
+
+def test_a_captured_micro_batch(precision):
+    """Replays add up: the context is entered within the capture, on its stream."""
+    model, (x, dy) = block(), batch()
+    two_steps(model, [(x, dy)] * 2, True)
+    step_gradient = weight_of(model).grad / 2
+    weight_of(model).grad.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), epinorm.accumulate_in_place():
+        step(model, x, dy)
+    for _ in range(4):
+        graph.replay()
+    assert relative_error(weight_of(model).grad, 4 * step_gradient.double()) <= 1e-6
+
+
+# ---- the kernel itself ----
+
+
+@pytest.mark.skipif("torch.cuda.get_device_capability() != (9, 0)")
+@pytest.mark.parametrize("major_k_a", [True, False])
+@pytest.mark.parametrize(
+    ("planes", "tile"), [(p, cost.tile) for p, costs in TILES.items() for cost in costs], ids=str
+)
+def test_every_tile_adds_what_it_would_store(planes, tile, major_k_a):
+    """Ragged sizes; rows that are flagged stay, and all rows if an index of the sum is flagged."""
+    rows, columns, length = 328, 520, 64 * 7 + 24
+    size = (rows, length) if major_k_a else (length, rows)
+    a, b, low_a, low_b = (
+        torch.randn(s, device="cuda").half() for s in (size, (length, columns)) * 2
+    )
+    operands = (a, low_a, b, low_b)
+    scale = torch.exp2(torch.randint(-9, 9, (rows,), device="cuda").float())
+    shape = ProductShape(rows, columns, length, planes, 4)
+    store = Product(
+        shape, TileChoice(tile, 1, 0.0), a.dtype, torch.float32, True, major_k_a, a.device
+    )
+    fresh = store(0, lambda: operands, scale.data_ptr())
+    add = AddingProduct(shape, tile, major_k_a, a.device)
+    before = torch.randn(rows, columns, device="cuda")
+    row_flags = (torch.rand(rows, device="cuda") < 0.2).to(torch.uint8)
+    sum_flags = torch.zeros(length, dtype=torch.uint8, device="cuda")
+    for flagged in (None, 0, length - 1):
+        if flagged is not None:
+            sum_flags.zero_()
+            sum_flags[flagged] = 1
+        result = before.clone()
+        flags = row_flags.data_ptr(), sum_flags.data_ptr()
+        add(0, lambda: operands, scale.data_ptr(), result, *flags)
+        expected = before + fresh if flagged is None else before
+        expected = torch.where(row_flags.bool()[:, None], before, expected)
+        assert torch.equal(result, expected)
