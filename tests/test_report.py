@@ -188,6 +188,25 @@ def test_nothing_verified_is_nothing_to_draw() -> None:
         draw([FAILED], "png")
 
 
+def test_accumulation_table(tmp_path: Path) -> None:
+    assert report.accumulation_table(tmp_path) == "Not measured yet."
+    row = {"shape": "kb62", "dtype": "float32", "precision": "high", "verified": True}
+    row |= {"gpu": "G", "torch": "2.11", "commit": "abc", "date": "2026-11-22"}
+    for name, us, peak in (("in_place", 800, 286), ("ours", 950, 404), ("eager", 2400, 436)):
+        row |= {f"{name}_us": us, f"{name}_peak_mb": peak}
+    row["compile_us"] = 1600
+    refused = {**row, "precision": "native", "dtype": "bfloat16", "verified": False}
+    (tmp_path / "g.json").write_text(json.dumps([row, refused]))
+    lines = report.accumulation_table(tmp_path).splitlines()
+    assert lines[2] == (
+        "| kb62 | float32 `high` | 800 µs | 950 µs | 2400 µs | 1600 µs | 3.00× | 2.00× "
+        "| 286 / 404 / 436 |"
+    )
+    assert lines[3].startswith("| kb62 | bfloat16 | not verified |")
+    assert lines[2].count("|") == lines[3].count("|") == lines[0].count("|")
+    assert "commit abc" in lines[-1]
+
+
 def test_judged_table(tmp_path: Path) -> None:
     verdict = {
         "problem": "p.py", "dtype": "float32", "precision": "high", "clean": True, "gpu": "G",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ __all__ = ["accumulate_in_place", "existing_gradient"]
 ALIGNMENT = 16
 """Bytes at which a gradient must begin."""
 
-# Whether a node runs in the backward pass under way; PyTorch does not promise it.
+# Whether a node runs in the backward pass under way, and a device's current stream as a number;
+# PyTorch promises neither.
 _will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-_streams: list[frozenset[tuple[int, int]]] = []
+_streams: list[tuple[int, ...]] = []
 """For each block that was entered: the devices' current streams at that time."""
 
 
@@ -45,15 +48,23 @@ def accumulate_in_place() -> Iterator[None]:
     at the beginning, autograd adds as usual; so it does for 16-bit copies under autocast, compiled
     graphs, and whatever is not computed on a CUDA GPU.
     """
-    streams = frozenset(
-        (i, torch.cuda.current_stream(i).cuda_stream)
-        for i in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    )
+    streams = _streams_now()
     _streams.append(streams)
     try:
         yield
     finally:
         _streams.remove(streams)
+
+
+def _streams_now() -> tuple[int, ...]:
+    if _current_stream is None or not torch.cuda.is_initialized():
+        return ()
+    return tuple([_current_stream(device) for device in range(_device_count())])
+
+
+@cache
+def _device_count() -> int:
+    return torch.cuda.device_count()
 
 
 def existing_gradient(weight: Any) -> Tensor | None:
@@ -67,8 +78,9 @@ def existing_gradient(weight: Any) -> Tensor | None:
         return None
     if grad.data_ptr() % ALIGNMENT or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
-    here = (weight.device.index, torch.cuda.current_stream(weight.device).cuda_stream)
-    if not all(here in streams for streams in _streams):
+    device = weight.device.index
+    here = _streams_now()[device : device + 1]
+    if not here or any(streams[device : device + 1] != here for streams in _streams):
         return None
     try:
         # torch.autograd.grad leaves .grad alone; so does backward(inputs=...) of other tensors.

@@ -5,7 +5,8 @@
 
 A marked place is ``<!-- begin:NAME -->`` ... ``<!-- end:NAME -->``, where NAME is a results file
 and a pass: ``nvidia-h200-forward`` is the forward rows of ``benchmarks/results/nvidia-h200.json``.
-``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``.
+``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``;
+``accumulation`` the rows of ``benchmarks/accumulation.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from epinorm.plots import draw, svg_text
 from epinorm.results import Row, read_rows, write_atomic
@@ -267,6 +269,8 @@ def marked_table(name: str, results: Path) -> str:
     """The table that a marker's NAME stands for, or that it is not measured yet."""
     if name == "judged":
         return judged_table(results / "judged")
+    if name == "accumulation":
+        return accumulation_table(results / "accumulation")
     slug, _, pass_ = name.rpartition("-")
     if pass_ == "micro":
         keep = [r for r in _rows_of(slug, results) if r.pass_ not in ("forward", "training")]
@@ -275,7 +279,7 @@ def marked_table(name: str, results: Path) -> str:
     else:
         raise ValueError(
             f"marker {name!r} must end in -forward, -training or -micro, after the name of a "
-            "results file, or be 'judged'"
+            "results file, or be 'judged' or 'accumulation'"
         )
     return markdown_table(keep)
 
@@ -298,11 +302,40 @@ def judged_table(folder: Path) -> str:
             cells = [verdict["problem"], dtype, timing["pass"] or "–", microseconds(ours)]
             cells += [microseconds(eager, ours), times(over(eager, ours)), said]
             lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _provenance_of(verdicts)])
+
+
+def _provenance_of(measured: Sequence[dict[str, Any]]) -> str:
     parts = [
-        label + " and ".join(sorted({verdict[key] or "unknown" for verdict in verdicts}))
+        label + " and ".join(sorted({one[key] or "unknown" for one in measured}))
         for label, key in (("", "gpu"), ("PyTorch ", "torch"), ("commit ", "commit"), ("", "date"))
     ]
-    return "\n".join([*lines, "", ", ".join(parts) + ". Medians of interleaved runs."])
+    return ", ".join(parts) + ". Medians of interleaved runs."
+
+
+def accumulation_table(folder: Path) -> str:
+    """A line for each row of ``benchmarks/accumulation.py``."""
+    files = sorted(folder.glob("*.json"))
+    measured = [row for path in files for row in json.loads(path.read_text())]
+    if not measured:
+        return "Not measured yet."
+    heads = (
+        *("shape", "dtype", "in place", "added by autograd", "eager", "compile"),
+        *("over eager", "over compile", "peak MB, in place / added / eager"),
+    )
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for row in measured:
+        native = row["precision"] == "native"
+        cells = [row["shape"], row["dtype"] + ("" if native else f" `{row['precision']}`")]
+        if not row["verified"]:
+            lines.append("| " + " | ".join([*cells, "not verified", *["–"] * 6]) + " |")
+            continue
+        names = ("in_place", "ours", "eager", "compile")
+        cells += [microseconds(row[f"{name}_us"]) for name in names]
+        cells += [times(over(row[f"{name}_us"], row["in_place_us"])) for name in names[2:]]
+        cells.append(" / ".join(f"{row[f'{name}_peak_mb']:.0f}" for name in names[:3]))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _provenance_of(measured)])
 
 
 def _rows_of(slug: str, results: Path) -> list[Row]:

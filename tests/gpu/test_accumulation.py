@@ -146,8 +146,10 @@ def test_memory_for_one_gradient_is_saved(kind):
         with epinorm.accumulate_in_place() if inside else contextlib.nullcontext():
             step(model, *given)
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # What else the step needs may be the more by then: half is what is certain.
-    assert peaks[1] <= peaks[0] - N * K * dtype.itemsize // 2
+    # At highest W's planes, as large as dW, are there until dW is allocated: nothing is gained.
+    # Elsewhere what else the step needs may be the more by then: half of dW is what is certain.
+    saved = 0 if kind == "highest" else N * K * dtype.itemsize // 2
+    assert peaks[1] <= peaks[0] - saved
 
 
 def test_what_planes_cannot_hold_is_added_in_fp32(precision):

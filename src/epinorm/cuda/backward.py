@@ -103,12 +103,10 @@ class _Backward:
             if products.dx is not None:
                 dx = products.dx(norm.dz, inputs.weight)
             if products.dw is not None:
-                # The library's product adds as fast as it stores, whoever is the faster to store.
-                dw = (
-                    products.dw(norm.dz, inputs.x)
-                    if into is None
-                    else _add(norm.dz, inputs.x, into)
-                )
+                if into is not None and products.library_adds:
+                    dw = into.addmm_(norm.dz.t(), inputs.x)
+                else:
+                    dw = products.dw(norm.dz, inputs.x)
         return Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
 
 
@@ -125,14 +123,15 @@ class _Products:
                 self.by_planes = PlaneProducts(problem, x, weight, core)
         self.dx: MatrixProduct | None = None
         self.dw: MatrixProduct | None = None
+        self.library_adds = False
         if want.x and not x:
             self.dx = _InSixteenBits.where_faster(problem, core, m, n, True) or torch.mm
         if want.weight and not weight:
-            self.dw = _InSixteenBits.where_faster(problem, core, n, m, False) or _transposed_mm
-
-
-def _add(dz: Tensor, x: Tensor, into: Tensor) -> Tensor:
-    return into.addmm_(dz.t(), x)
+            own = _InSixteenBits.where_faster(problem, core, n, m, False)
+            self.dw = own or _transposed_mm
+            # It adds as fast as it stores; where sums are better split, dW is small, and so is what
+            # adding it costs.
+            self.library_adds = own is None or own.product.parts == 1
 
 
 def _transposed_mm(dz: Tensor, x: Tensor) -> Tensor:
