@@ -297,6 +297,22 @@ def test_checkpointing(use_reentrant):
     assert torch.equal(weight_of(model).grad, expected)
 
 
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_autocast(low, added):
+    """What multiplies is a copy of the weight in 16 bit, whose gradient is cast."""
+    model, (x, dy) = block(), batch()
+    found = []
+    for inside in (False, True):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", low):
+            for _ in range(2):
+                with epinorm.accumulate_in_place() if inside else contextlib.nullcontext():
+                    model(x).backward(dy)
+        found.append(weight_of(model).grad)
+    assert added == []
+    assert torch.equal(*found)
+
+
 def test_a_compiled_model():
     model, (x, dy) = block(), batch()
     compiled = torch.compile(model, fullgraph=True)
