@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import sys
 from pathlib import Path
 
@@ -108,8 +109,8 @@ def test_the_sum_is_what_autograd_adds_up_to(kind):
 
 
 def adds_itself(kind):
-    """The portable core leaves fp32 to autograd."""
-    return dtype_of(kind) != torch.float32 or forced_core() == "hopper"
+    """The portable core leaves its products of planes to autograd: at high PyTorch's is faster."""
+    return kind != "highest" or forced_core() == "hopper"
 
 
 def test_it_is_done_within_and_only_there(kind, added):
@@ -141,6 +142,7 @@ def test_memory_for_one_gradient_is_saved(kind):
     peaks = []
     for inside in (False, True):
         two_steps(model, [given, given], inside)  # compile
+        gc.collect()  # what other tests have left would be given back meanwhile
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         with epinorm.accumulate_in_place() if inside else contextlib.nullcontext():
