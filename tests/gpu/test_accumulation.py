@@ -339,6 +339,19 @@ def test_a_captured_micro_batch(precision):
     assert relative_error(weight_of(model).grad, 4 * step_gradient.double()) <= 1e-6
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_steps_on_the_second_gpu_have_the_bits_of_the_first(kind, added):
+    """Forward, backward and addition, with the first one current."""
+    dtype = dtype_of(kind)
+    model, batches = block(dtype), [batch(dtype, seed) for seed in (1, 2)]
+    first = two_steps(model, batches, True)
+    elsewhere = [(x.to("cuda:1"), dy.to("cuda:1")) for x, dy in batches]
+    second = two_steps(copy.deepcopy(model).to("cuda:1"), elsewhere, True)
+    assert added == ["in place"] * 2 * adds_itself(kind)
+    for name, gradient in first.items():
+        assert torch.equal(gradient.cpu(), second[name].cpu()), name
+
+
 # ---- the kernel itself ----
 
 
