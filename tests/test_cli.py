@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,15 @@ def test_a_killed_bench_leaves_no_half_written_file(here: Path) -> None:
     assert not (here / "epinorm-results").exists()
 
 
+@pytest.fixture
+def hears_interrupts() -> Iterator[None]:
+    """A suite that was started in the background ignores them, and so would its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupted_bench_says_so(here: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "epinorm", "bench", *SMALL, "--no-compile"]
@@ -137,6 +147,7 @@ def test_an_interrupted_bench_says_so(here: Path) -> None:
     assert not any("Traceback" in line for line in said)
 
 
+@pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupt_that_the_interpreter_dropped_counts_at_the_next_stage() -> None:
     with interruptible(), progress("here") as notify:
         notify("first", 0.0)
