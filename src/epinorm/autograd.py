@@ -13,9 +13,8 @@ from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch.autograd.graph import increment_version
 
-from epinorm.accumulation import existing_gradient
+from epinorm.accumulation import added, existing_gradient
 from epinorm.calls import Facts, run_backward
 from epinorm.chain import Chain
 from epinorm.library import library, linear_norm, linear_norm_backward, linear_norm_forward
@@ -69,13 +68,6 @@ def _in_reference(tensors: Sequence[Any], facts: Facts) -> Tensor:
     x, weight, bias, norm_weight, norm_bias, *operands = tensors
     z = F.linear(x, weight, bias).to(facts[3] or x.dtype)
     return epilogue(z, Chain.parse(facts[0]), norm_weight, norm_bias, operands)
-
-
-def _without(into: Tensor, found: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients that autograd has still to hand on: not the one that was added to ``into``."""
-    if any(gradient is into for gradient in found):
-        increment_version(into)
-    return [None if gradient is into else gradient for gradient in found]
 
 
 def _scatter(found: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -150,9 +142,12 @@ class _LinearNorm(_SingleLevel):
             # Without a retained graph, z is free once the norm kernel has read it: before dW, whose
             # product is where memory peaks.
             ctx.maybe_clear_saved_tensors()
-            into = existing_gradient(tensors[WEIGHT]) if wanted[WEIGHT] else None
-            computed = run_backward(inputs, ctx.facts, kept, dy, wanted, ctx.run, left, into)
-            found = computed if into is None else _without(into, computed)
+            x, weight = tensors[:2]
+            into = existing_gradient(weight, x) if wanted[WEIGHT] else None
+            found = run_backward(inputs, ctx.facts, kept, dy, wanted, ctx.run, left, into)
+            if into is not None and any(gradient is into for gradient in found):
+                added(weight, into)
+                found = [None if gradient is into else gradient for gradient in found]
         else:
             found = linear_norm_backward(dy, *inputs, *kept, *ctx.facts, wanted)
         return None, None, *_scatter(found, wanted)

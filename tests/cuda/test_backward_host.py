@@ -62,6 +62,7 @@ class Launched(list):
 @pytest.fixture
 def launched(monkeypatch):
     found = Launched()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     stands = {
         "load": lambda source, device, dynamic=0: Stand(source.entry, found),
         "sm_count": lambda device: 132,
@@ -151,11 +152,36 @@ def test_fp32_adds_dw_to_what_is_there(launched):
     assert found[1] is into
 
 
+def test_a_graph_under_capture_adds_only_by_kernels_that_are_there(launched, monkeypatch):
+    """They cannot be loaded meanwhile; a micro-batch before the capture has loaded them."""
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    into = torch.zeros(N, K)
+    _, found = run(torch.float32, into=into)
+    assert found[1] is not into
+    capturing = False
+    assert list(run(torch.float32, into=into))[1][1] is into
+    capturing = True
+    assert list(run(torch.float32, into=into))[1][1] is into
+
+
+def test_nothing_is_added_where_the_guard_cannot_be_had(launched, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(plane_products, "rescue_into", broken)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        list(run(torch.float32, into=torch.zeros(N, K)))
+    assert "hopper_product_into" not in launched
+
+
 def test_16_bit_adds_dw_by_the_library(launched):
+    """dz, which no kernel computes here, is whatever its memory held: only what is new is known."""
     into = torch.ones(N, K, dtype=torch.bfloat16)
     _, found = run(torch.bfloat16, into=into)
     assert "hopper_product_into" not in launched
     assert found[1] is into
+    assert into._version == 1
 
 
 def test_sums_in_parts_go_to_a_tensor_of_their_own(launched, monkeypatch):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epinorm.accuracy import allowed_error, relative_error
-from epinorm.cuda.rescue_gradient import rescue_gradient
+from epinorm.cuda.rescue_gradient import rescue_gradient, rescue_into
 
 ULP = torch.finfo(torch.float32).eps
 NAN = float("nan")
@@ -165,6 +165,20 @@ def test_flags_at_addresses_that_are_multiples_of_four_only(transposed):
 @pytest.mark.parametrize("summed", [0.0, 0.01, 1.0])
 def test_random_flags(transposed, flagged, summed):
     make_case(1300, 650, 1500, transposed, flagged=flagged, summed=summed).check()
+
+
+@ORDERS
+@pytest.mark.parametrize("flagged, summed", [(0.0, 0.0), (0.03, 0.0), (0.3, 0.0), (0.03, 0.01)])
+@pytest.mark.parametrize("sizes", [(1300, 650, 1500), (1024, 512, 8192)], ids=str)
+def test_added_to_what_is_there(transposed, flagged, summed, sizes):
+    """The second size's sums are shared by several blocks."""
+    case = make_case(*sizes, transposed, flagged=flagged, summed=summed)
+    before = torch.randn(*sizes[:2], device="cuda")
+    result = before.clone()
+    flags = case.row_flags.data_ptr(), case.summed_flags.data_ptr()
+    rescue_into(result, case.a, case.b, transposed, *flags)()
+    expected = torch.where(case.flagged[:, None], before + case.compute(), before)
+    assert torch.equal(result, expected)
 
 
 @ORDERS

@@ -21,7 +21,7 @@ from epinorm.cuda.hopper_product import AddingProduct, Planes, ProductShape, pre
 from epinorm.cuda.kept_planes import KeptPlanes
 from epinorm.cuda.norm_backward import Factors, Largest
 from epinorm.cuda.planes import Splitter, splitter
-from epinorm.cuda.rescue_gradient import rescue_gradient
+from epinorm.cuda.rescue_gradient import rescue_gradient, rescue_into
 from epinorm.plan import Core, Inputs, Problem
 
 __all__ = ["PlaneProducts", "planes_taken"]
@@ -101,6 +101,7 @@ class PlaneProducts:
         self.split_x = splitter(self.planes, k, m, 0, device)
         self.split_gradient = GradientSplitter(self.planes, m, n, by_x, by_weight, device)
         self.shape, self.k, self.core, self.device = (m, n), k, core, device
+        self.adds_loaded = False
 
         def product(rows: int, length: int, major_k_a: bool) -> Product:
             shape = ProductShape(rows, k, length, self.planes, 4)
@@ -157,15 +158,23 @@ class PlaneProducts:
             adding = None if into is None else self._adding()
             if into is None or adding is None:
                 dw = self.dw(*given)
+                rescue_gradient(dw, dz, inputs.x, True, *flags)
             else:
                 dw = into
+                rescue = rescue_into(dw, dz, inputs.x, True, *flags)
+                self.adds_loaded = True
                 adding(*given, dw, *flags)
-            rescue_gradient(dw, dz, inputs.x, True, *flags, adds=adding is not None)
+                rescue()
         return dx, dw
 
     def _adding(self) -> AddingProduct | None:
-        """What adds dW to a gradient that is there already, where our core can."""
+        """What adds dW to a gradient that is there already, where our core can.
+
+        Its kernels are loaded when first used, which a CUDA graph that is being captured forbids.
+        """
         if self.core != "hopper":
+            return None
+        if not self.adds_loaded and torch.cuda.is_current_stream_capturing():
             return None
         m, n = self.shape
         return prepare_adding(ProductShape(n, self.k, m, self.planes, 4), False, self.device)

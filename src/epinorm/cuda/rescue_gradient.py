@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -19,7 +19,14 @@ from epinorm.cuda.prepared import starts_early
 from epinorm.cuda.rescue import THREADS, VECTOR_BYTES, RescueTile
 from epinorm.cuda.source import kernel_text
 
-__all__ = ["TILE", "rescue_gradient", "rescue_gradient_source", "splits_of", "tile_of"]
+__all__ = [
+    "TILE",
+    "rescue_gradient",
+    "rescue_gradient_source",
+    "rescue_into",
+    "splits_of",
+    "tile_of",
+]
 
 SIGNATURE = "plpl" + "pp" + "p" + "iii"
 """a, b and their row strides; the flags of rows and of the sum's indices; result; m, n, k."""
@@ -89,11 +96,9 @@ def rescue_gradient(
     transposed_a: bool,
     row_flags: int,
     summed_flags: int,
-    adds: bool = False,
 ) -> None:
     """Overwrite the flagged rows of result = a @ b, or aᵀ @ b; all of them for a flag of the sum.
 
-    adds: add to them instead; the kernel before has left them as they were.
     result: (R, S) fp32 contiguous, written by the kernel before. a: (R, L), or (L, R) if
     ``transposed_a``; b: (L, S); both fp32 with contiguous rows, at any stride. row_flags and
     summed_flags: the addresses, multiples of 4, of (R,) and (L,) uint8, any value but zero a flag;
@@ -101,6 +106,34 @@ def rescue_gradient(
     bits, and every launch of the same values gives the same bits. Raises `ValueError` for shapes or
     addresses that do not fit.
     """
+    _checked(result, a, b, transposed_a, row_flags, summed_flags, adds=False)()
+
+
+def rescue_into(
+    result: Tensor,
+    a: Tensor,
+    b: Tensor,
+    transposed_a: bool,
+    row_flags: int,
+    summed_flags: int,
+) -> Callable[[], None]:
+    """A function that adds the flagged rows of a @ b, or aᵀ @ b, to result.
+
+    The kernel before it has left these rows as they were, and added the others. Everything else is
+    as for `rescue_gradient`; what could fail fails here, before anything is added.
+    """
+    return _checked(result, a, b, transposed_a, row_flags, summed_flags, adds=True)
+
+
+def _checked(
+    result: Tensor,
+    a: Tensor,
+    b: Tensor,
+    transposed_a: bool,
+    row_flags: int,
+    summed_flags: int,
+    adds: bool,
+) -> Callable[[], None]:
     rows, columns = result.shape
     length = b.shape[0]
     if a.shape != ((length, rows) if transposed_a else (rows, length)) or b.shape[1] != columns:
@@ -109,7 +142,7 @@ def rescue_gradient(
             f"{tuple(result.shape)}, but got a {tuple(a.shape)} and b {tuple(b.shape)}"
         )
     if rows == 0 or columns == 0:
-        return
+        return lambda: None
     a_at, a_stride = a.data_ptr(), a.stride(0)
     if (row_flags | summed_flags) % FLAG_BYTES:
         raise ValueError(
@@ -117,7 +150,9 @@ def rescue_gradient(
             f"{row_flags:#x} and {summed_flags:#x}"
         )
     aligned = transposed_a or (a_at | a_stride * 4) % VECTOR_BYTES == 0
-    _launcher(rows, columns, length, transposed_a, aligned, adds, result.device)(
+    launch = _launcher(rows, columns, length, transposed_a, aligned, adds, result.device)
+    return partial(
+        launch,
         *(a_at, a_stride, b.data_ptr(), b.stride(0)),
         *(row_flags, summed_flags, result.data_ptr()),
         *(rows, columns, length),

@@ -3,7 +3,9 @@
 //
 // The kernel before this one multiplied planes of fp16 that cannot hold what is flagged. A flagged row
 // of A spoils just that row of the result; a flagged index of the sum, everything. Nothing else is
-// written. With kAdds it left these rows as they were, and they are added to. Nothing flagged is the ordinary case: every block then reads the flags and ends.
+// written. Nothing flagged is the ordinary case: every block then reads the flags and ends.
+//
+// With kAdds that kernel added to a result that was there, but for these rows, and they are added here.
 //
 // The prelude defines kRows, kColumns = kWidth of a tile; kBlockK and kStages of the ring;
 // kTransposedA (`a` is (k, m)); kAligned (every row of an `a` that is (m, k) begins at a multiple of
@@ -79,7 +81,7 @@ EPINORM_FUNCTION void store(const float* tile, const Selection& selection, int r
 
 // a: (m, k), or (k, m) with kTransposedA, rows a_stride apart. b: (k, n), b_stride. row_flags: (m,),
 // sum_flags: (k,), both at multiples of 4 bytes and written before the previous kernel began.
-// result: (m, n), written by the previous kernel.
+// result: (m, n), of which the previous kernel wrote the rows that are not flagged.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rescue_gradient(const float* a, i64 a_stride, const float* b, i64 b_stride,
                     const Flag* row_flags, const Flag* sum_flags, float* result, int m, int n,
