@@ -63,8 +63,8 @@ HOPPER = (
     (130, 72, 16, 17, "high", True),
 )
 # Groups shared by the blocks of a cluster. Not under racecheck, where in two of six runs one of
-# these came to no end within 25 s, else within 2 (H200, compute-sanitizer of CUDA 13.0). Without the
-# tool 40000 launches of four such problems beside other products took a second: the same bits.
+# these came to no end within 25 s, else within 2 (H200, compute-sanitizer of CUDA 13.0). Without
+# it 40000 launches of four such problems beside other products took a second: the same bits.
 CLUSTERS = (
     (70, 200, 512, 1, "bfloat16", True),
     (70, 200, 1024, 1, "bfloat16", False),
