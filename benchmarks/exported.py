@@ -38,7 +38,7 @@ from epinorm.cuda.core import wanted_core
 from epinorm.kernelbench.export import export
 from epinorm.kernelbench.problem import ProblemFile, load_problem
 from epinorm.kernelbench.protocol import Precision, fused_copy
-from epinorm.results import commit, device_name, today, write_atomic
+from epinorm.results import commit, device_name, put_values, today
 from epinorm.timing import Settings, gpu_times, time_interleaved
 from epinorm.verify import verify
 
@@ -267,9 +267,7 @@ def rounded(value: Any) -> Any:
 def put(path: Path, row: dict[str, Any]) -> None:
     """Add a row to the file, in place of the one with the same key; print it."""
     row = rounded(row)
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    rows = [old for old in rows if [old[k] for k in KEY] != [row[k] for k in KEY]]
-    write_atomic(path, json.dumps([*rows, row], indent=1, allow_nan=False) + "\n")
+    put_values(path, row, KEY)
     facts = {*KEY, "torch", "commit", "date"}
     said = {key: value for key, value in row.items() if key not in facts and value is not None}
     print(f"{row['dtype']} {row['precision']}, {row['pass']}: {said}", flush=True)

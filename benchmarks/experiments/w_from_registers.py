@@ -116,6 +116,15 @@ def mixed_source(checked: bool, bounded: bool = False) -> KernelSource:
     return KernelSource("w_from_registers", kernel_text(own, prelude + wgmma_text()), ARCH)
 
 
+def prepare(
+    source: KernelSource, signature: str, tiles: int, dynamic: int, device: torch.device
+) -> Callable[..., None]:
+    """The launch of a kernel of persistent blocks."""
+    blocks = persistent_blocks(tiles, sm_count(device))
+    kernel = load(source, device, dynamic)
+    return kernel.prepare(signature, blocks, THREADS, shared_bytes=dynamic, dependent=True)
+
+
 def mixed(
     w: Tensor, x_plane: Tensor, scale: Tensor, checked: bool, bounded: bool
 ) -> Callable[[], Tensor]:
@@ -123,15 +132,8 @@ def mixed(
     (n, k), m = w.shape, x_plane.shape[0]
     order = torch.tensor(order_along_k(), device=device)
     x = x_plane.view(m, k // 32, 32)[:, :, order].reshape(m, k).contiguous()
-    kernel = load(mixed_source(checked, bounded), device, SHARED_BYTES)
     tiles = n // BLOCK_N * -(-m // BLOCK_M)
-    launch = kernel.prepare(
-        SIGNATURE,
-        persistent_blocks(tiles, sm_count(device)),
-        THREADS,
-        shared_bytes=SHARED_BYTES,
-        dependent=True,
-    )
+    launch = prepare(mixed_source(checked, bounded), SIGNATURE, tiles, SHARED_BYTES, device)
     out = torch.empty(n, m, device=device)
     maps = tensor_map(w, BLOCK_N, 32).data, tensor_map(x, BLOCK_M, 64).data
 
@@ -146,18 +148,9 @@ def product(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
     """The library's plain product of one plane, a (m, k) times b (n, k)."""
     device, tile = a.device, Tile(128, 256, 4, ping_pong=False)
     (m, k), n = a.shape, b.shape[0]
-    dynamic = product_shared_bytes(tile, 1)
-    kernel = load(
-        product_source(tile, 1, a.dtype, torch.float32, True, True, True), device, dynamic
-    )
+    source = product_source(tile, 1, a.dtype, torch.float32, True, True, True)
     tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
-    launch = kernel.prepare(
-        PRODUCT_SIGNATURE,
-        persistent_blocks(tiles, sm_count(device)),
-        THREADS,
-        shared_bytes=dynamic,
-        dependent=True,
-    )
+    launch = prepare(source, PRODUCT_SIGNATURE, tiles, product_shared_bytes(tile, 1), device)
     out, factors = torch.empty(m, n, device=device), torch.full((m,), FACTOR, device=device)
     a_map, b_map = (tensor_map(t, rows, 64).data for t, rows in ((a, 128), (b, 256)))
 

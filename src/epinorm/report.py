@@ -17,7 +17,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +146,14 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 def provenance(rows: Sequence[Row]) -> str:
     """Where, with what and when the rows were measured, in a line."""
-    parts = []
-    for label, values in (
-        ("", {r.gpu for r in rows}),
-        ("PyTorch ", {r.torch for r in rows}),
-        ("commit ", {r.commit or "unknown" for r in rows}),
-        ("", {r.date for r in rows}),
-    ):
-        parts.append(label + " and ".join(sorted(values)))
+    return _provenance_of([vars(row) for row in rows])
+
+
+def _provenance_of(measured: Sequence[Mapping[str, Any]]) -> str:
+    parts = [
+        label + " and ".join(sorted({one[key] or "unknown" for one in measured}))
+        for label, key in (("", "gpu"), ("PyTorch ", "torch"), ("commit ", "commit"), ("", "date"))
+    ]
     return ", ".join(parts) + ". Medians of interleaved runs."
 
 
@@ -303,14 +303,6 @@ def judged_table(folder: Path) -> str:
             cells += [microseconds(eager, ours), times(over(eager, ours)), said]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", _provenance_of(verdicts)])
-
-
-def _provenance_of(measured: Sequence[dict[str, Any]]) -> str:
-    parts = [
-        label + " and ".join(sorted({one[key] or "unknown" for one in measured}))
-        for label, key in (("", "gpu"), ("PyTorch ", "torch"), ("commit ", "commit"), ("", "date"))
-    ]
-    return ", ".join(parts) + ". Medians of interleaved runs."
 
 
 def accumulation_table(folder: Path) -> str:

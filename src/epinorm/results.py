@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Row", "commit", "device_name", "device_slug", "merge_rows", "read_rows", "write_atomic"]
+__all__ = [
+    "Row",
+    "commit",
+    "device_name",
+    "device_slug",
+    "merge_rows",
+    "put_values",
+    "read_rows",
+    "write_atomic",
+]
 
 KEY = ("shape", "dtype", "precision", "pass", "strategy", "gpu")
 """Two rows with the same values here measure the same thing: the newer one replaces the older."""
@@ -204,3 +213,11 @@ def merge_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
     text = json.dumps([row.as_json() for row in everything], indent=1, allow_nan=False)
     write_atomic(path, text + "\n")
     return everything
+
+
+def put_values(path: Path, values: Mapping[str, Any], key: Sequence[str]) -> None:
+    """Put one measurement that is no ``Row`` into a file of them, in place of those that have the
+    same values under ``key``."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    kept = [old for old in kept if any(old[name] != values[name] for name in key)]
+    write_atomic(path, json.dumps([*kept, dict(values)], indent=1, allow_nan=False) + "\n")

@@ -166,10 +166,14 @@ def test_a_graph_under_capture_adds_only_by_kernels_that_are_there(launched, mon
 
 
 def test_nothing_is_added_where_the_guard_cannot_be_had(launched, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("no compiler")
+    real = plane_products.prepare_rescue
 
-    monkeypatch.setattr(plane_products, "rescue_into", broken)
+    def broken(*given, adds=False):
+        if adds:
+            raise RuntimeError("no compiler")
+        return real(*given)
+
+    monkeypatch.setattr(plane_products, "prepare_rescue", broken)
     with pytest.raises(RuntimeError, match="no compiler"):
         list(run(torch.float32, into=torch.zeros(N, K)))
     assert "hopper_product_into" not in launched

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,10 @@ from epinorm.cuda.norm_forward import norm_forward
 from epinorm.plan import Forward, Inputs, Problem, Wanted
 from epinorm.reference import epilogue
 from epinorm.verify import poisoned_memory
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from product_case import matmul_precision
 
 CHAIN = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
 
@@ -209,3 +215,17 @@ def make_case(
 def norm_case() -> Callable[..., NormCase]:
     """``make_case``, as a fixture: test files cannot import one another."""
     return make_case
+
+
+@pytest.fixture(params=["highest", "high", "bfloat16", "float16"])
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A dtype (``dtype_of``), or a precision of fp32, which PyTorch is set to within."""
+    with matmul_precision("high" if request.param == "high" else "highest"):
+        yield request.param
+
+
+@pytest.fixture(params=["highest", "high"])
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A precision of fp32, which PyTorch is set to within."""
+    with matmul_precision(request.param):
+        yield request.param

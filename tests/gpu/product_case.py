@@ -36,6 +36,11 @@ KINDS = {
 }
 
 
+def dtype_of(kind: str) -> torch.dtype:
+    """The dtype of one of ``KINDS``."""
+    return KINDS[kind][0]
+
+
 def forced_core() -> Core:
     """The core that the environment forces, else Hopper's."""
     return "portable" if wanted_core() == "portable" else "hopper"

@@ -22,7 +22,7 @@ from product_case import make_product
 from conftest import CHAIN, make_case
 from epinorm.cuda import hopper_product, portable_product
 from epinorm.cuda.hopper_product import ProductShape, prepare_adding
-from epinorm.cuda.rescue_gradient import rescue_into
+from epinorm.cuda.rescue_gradient import prepare_rescue
 
 HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
 
@@ -144,7 +144,7 @@ def adding_products() -> None:
         for flagged in (0, 1):
             sum_flags[3] = flagged
             add(0, lambda planes=planes: planes, scale.data_ptr(), result, *flags)
-            rescue_into(result, a, b, not major_k_a, *flags)()
+            prepare_rescue(result, a, b, not major_k_a, *flags, adds=True)()
         assert bool(result.isfinite().all())
         print(f"added product {size} x {tuple(b.shape)}: done", flush=True)
 

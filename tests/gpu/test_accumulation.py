@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import forced_core, matmul_precision
+from product_case import dtype_of, forced_core
 
 import epinorm
 from epinorm import autograd
@@ -24,25 +24,8 @@ from epinorm.cuda.hopper_product import Choice as TileChoice
 
 M, K, N, GROUPS = 2048, 4096, 4096, 256
 """Large enough that fp32 takes planes for dW, in sums that are not split."""
-KINDS = ("highest", "high", "bfloat16", "float16")
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(params=KINDS)
-def kind(request):
-    with matmul_precision("high" if request.param == "high" else "highest"):
-        yield request.param
-
-
-@pytest.fixture(params=["highest", "high"])
-def precision(request):
-    with matmul_precision(request.param):
-        yield request.param
-
-
-def dtype_of(kind):
-    return torch.float32 if kind in ("highest", "high") else getattr(torch, kind)
 
 
 def block(dtype=torch.float32, k=K, n=N, groups=GROUPS):

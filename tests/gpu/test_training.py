@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import forced_core, matmul_precision
+from product_case import dtype_of, forced_core
 
 import epinorm
 from epinorm.accuracy import allowed_error, relative_error
@@ -21,28 +21,11 @@ from epinorm.cuda import kept_planes
 
 M, K, N, GROUPS = 2048, 4096, 4096, 256
 """Large enough that fp32 takes planes, in its backward pass too (asserted below)."""
-KINDS = ("highest", "high", "bfloat16", "float16")
-
-
-@pytest.fixture(params=KINDS)
-def kind(request):
-    with matmul_precision("high" if request.param == "high" else "highest"):
-        yield request.param
-
-
-@pytest.fixture(params=["highest", "high"])
-def precision(request):
-    with matmul_precision(request.param):
-        yield request.param
 
 
 def takes_planes(precision):
     """Whether dX and dW come from planes. PyTorch's TF32 is faster than the portable core's."""
     return forced_core() == "hopper" or precision == "highest"
-
-
-def dtype_of(kind):
-    return torch.float32 if kind in ("highest", "high") else getattr(torch, kind)
 
 
 class Block(nn.Module):

@@ -123,7 +123,10 @@ def _tiles(shape: ProductShape, tile: Tile) -> int:
 
 def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
     for cost in TILES[shape.planes]:
-        tiles = _tiles(shape, cost.tile)
+        tile = cost.tile
+        if shape.planes == 2:
+            tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
+        tiles = _tiles(shape, tile)
         tried = set()
         most = min(MOST_PARTS, shape.steps // 4, 2 * sms // tiles) if cost.splits else 1
         for wanted in (1, *range(2, most + 1)):
@@ -139,7 +142,7 @@ def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
             if parts > 1:
                 moved = shape.rows * shape.columns * (4 * parts + shape.out_bytes)
                 microseconds += ADD_LAUNCH + moved / ADD_BYTES
-            yield Choice(cost.tile, parts, microseconds)
+            yield Choice(tile, parts, microseconds)
 
 
 @lru_cache(maxsize=1024)
@@ -198,8 +201,6 @@ class Product:
     ) -> None:
         parts, planes = choice.parts, shape.planes
         tile = choice.tile
-        if planes == 2:
-            tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
         self.shape, self.parts = shape, parts
         self.maps = _Operands(tile.block_m if major_k_a else BOX)
         self.new = new_tensor((shape.rows, shape.columns), out_dtype, device)
@@ -244,8 +245,6 @@ class AddingProduct:
     def __init__(
         self, shape: ProductShape, tile: Tile, major_k_a: bool, device: torch.device
     ) -> None:
-        if shape.planes == 2:
-            tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
         self.maps = _Operands(tile.block_m if major_k_a else BOX)
         self.sizes = (shape.rows, shape.columns, shape.length)
         dynamic = product_shared_bytes(tile, shape.planes)

@@ -21,7 +21,7 @@ from epinorm.cuda.hopper_product import AddingProduct, Planes, ProductShape, pre
 from epinorm.cuda.kept_planes import KeptPlanes
 from epinorm.cuda.norm_backward import Factors, Largest
 from epinorm.cuda.planes import Splitter, splitter
-from epinorm.cuda.rescue_gradient import rescue_gradient, rescue_into
+from epinorm.cuda.rescue_gradient import prepare_rescue
 from epinorm.plan import Core, Inputs, Problem
 
 __all__ = ["PlaneProducts", "planes_taken"]
@@ -150,7 +150,7 @@ class PlaneProducts:
         if self.dx is not None and weight is not None and by_row is not None:
             dx = self.dx(*self._given(by_row, weight, self.split_weight))
             flags = by_row.flags, weight.data_ptr() + self.split_weight.flags
-            rescue_gradient(dx, dz, inputs.weight, False, *flags)
+            prepare_rescue(dx, dz, inputs.weight, False, *flags)()
         weight = by_row = None
         if self.dw is not None and x is not None and by_column is not None:
             given = self._given(by_column, x, self.split_x)
@@ -158,10 +158,10 @@ class PlaneProducts:
             adding = None if into is None else self._adding()
             if into is None or adding is None:
                 dw = self.dw(*given)
-                rescue_gradient(dw, dz, inputs.x, True, *flags)
+                prepare_rescue(dw, dz, inputs.x, True, *flags)()
             else:
                 dw = into
-                rescue = rescue_into(dw, dz, inputs.x, True, *flags)
+                rescue = prepare_rescue(dw, dz, inputs.x, True, *flags, adds=True)
                 self.adds_loaded = True
                 adding(*given, dw, *flags)
                 rescue()

@@ -21,9 +21,8 @@ from epinorm.cuda.source import kernel_text
 
 __all__ = [
     "TILE",
-    "rescue_gradient",
+    "prepare_rescue",
     "rescue_gradient_source",
-    "rescue_into",
     "splits_of",
     "tile_of",
 ]
@@ -89,51 +88,27 @@ def splits_of(columns: int, length: int, multiprocessors: int) -> int:
     return splits
 
 
-def rescue_gradient(
+def prepare_rescue(
     result: Tensor,
     a: Tensor,
     b: Tensor,
     transposed_a: bool,
     row_flags: int,
     summed_flags: int,
-) -> None:
-    """Overwrite the flagged rows of result = a @ b, or aᵀ @ b; all of them for a flag of the sum.
-
-    result: (R, S) fp32 contiguous, written by the kernel before. a: (R, L), or (L, R) if
-    ``transposed_a``; b: (L, S); both fp32 with contiguous rows, at any stride. row_flags and
-    summed_flags: the addresses, multiples of 4, of (R,) and (L,) uint8, any value but zero a flag;
-    complete before the last kernel of the stream begins. Rows without a flag keep their
-    bits, and every launch of the same values gives the same bits. Raises `ValueError` for shapes or
-    addresses that do not fit.
-    """
-    _checked(result, a, b, transposed_a, row_flags, summed_flags, adds=False)()
-
-
-def rescue_into(
-    result: Tensor,
-    a: Tensor,
-    b: Tensor,
-    transposed_a: bool,
-    row_flags: int,
-    summed_flags: int,
+    *,
+    adds: bool = False,
 ) -> Callable[[], None]:
-    """A function that adds the flagged rows of a @ b, or aᵀ @ b, to result.
+    """A function that overwrites the flagged rows of result = a @ b, or aᵀ @ b; all of them for a
+    flag of the sum.
 
-    The kernel before it has left these rows as they were, and added the others. Everything else is
-    as for `rescue_gradient`; what could fail fails here, before anything is added.
+    adds: that adds to them instead; the kernel before it has added the others, and left these as
+    they were. result: (R, S) fp32 contiguous. a: (R, L), or (L, R) if ``transposed_a``; b: (L, S);
+    both fp32 with contiguous rows, at any stride. row_flags and summed_flags: the addresses,
+    multiples of 4, of (R,) and (L,) uint8, any value but zero a flag; complete before the last
+    kernel of the stream begins. Rows without a flag keep their bits, and every launch of the same
+    values gives the same bits. What can fail fails here, before anything is written: raises
+    `ValueError` for shapes or addresses that do not fit.
     """
-    return _checked(result, a, b, transposed_a, row_flags, summed_flags, adds=True)
-
-
-def _checked(
-    result: Tensor,
-    a: Tensor,
-    b: Tensor,
-    transposed_a: bool,
-    row_flags: int,
-    summed_flags: int,
-    adds: bool,
-) -> Callable[[], None]:
     rows, columns = result.shape
     length = b.shape[0]
     if a.shape != ((length, rows) if transposed_a else (rows, length)) or b.shape[1] != columns:

@@ -7,14 +7,13 @@ from, dz is split for both products, and the range guard follows each.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 from epinorm.cuda.gradient_planes import gradient_source
 from epinorm.cuda.hopper import ARCH, product_shared_bytes, product_source
-from epinorm.cuda.hopper_plan import fold_steps, planes_of
+from epinorm.cuda.hopper_plan import planes_of
 from epinorm.cuda.hopper_product import BOX, THREADS, ProductShape, add_splits_source, choose
 from epinorm.cuda.planes import split_source
 from epinorm.cuda.rescue_gradient import TILE as RESCUE_TILE
@@ -54,12 +53,14 @@ class _Product:
 
     def preludes(self) -> dict[str, str]:
         choice, shape = choose(self.shape, SMS), self.shape
-        tile = choice.tile
-        if shape.planes == 2:
-            tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
         dtype = torch.float16 if self.scaled else self.dtype
         source = product_source(
-            *(tile, shape.planes, dtype, torch.float32 if choice.parts > 1 else self.out_dtype),
+            *(
+                choice.tile,
+                shape.planes,
+                dtype,
+                torch.float32 if choice.parts > 1 else self.out_dtype,
+            ),
             *(self.scaled, self.major_k_a, False, choice.parts > 1),
         )
         found = {self.name: prelude_of(source, "hopper_product.cu")}
