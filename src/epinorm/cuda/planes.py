@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ COLUMN_MULTIPLE = 8
 """Rows of 16-bit numbers must start on 16 bytes for the copy engine."""
 ROW_MULTIPLE = 16
 """Where the second matrix's rows begin, so that its flags begin on 16 bytes too."""
+ORDERED_MULTIPLE = 32
+"""Columns among which weight_fragments.cuh changes places."""
 VECTOR_BYTES = 16
 
 SIGNATURE = "plpl" + "pppp" + "iiiii"
@@ -36,6 +39,10 @@ SIGNATURE = "plpl" + "pppp" + "iiiii"
 # own error. One: 2^-11 is what TF32 keeps; a little more is let through for values 2^-28 of their
 # row's largest, of which every row of a large random matrix has some.
 TOLERANCE = {2: "0x1p-20f", 1: "0x1p-8f"}
+
+
+Order = Literal["plain", "ordered", "both"]
+"""Of a plane's columns: as they are, as weight_fragments.cuh wants them, or a plane of each."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +86,24 @@ def split_shape(rows: int, columns: int, sms: int) -> SplitShape:
 
 
 def split_source(
-    planes: int, columns: int, aligned: bool, arch: str, rows: int = 1 << 20, sms: int = 132
+    planes: int,
+    columns: int,
+    aligned: bool,
+    arch: str,
+    rows: int = 1 << 20,
+    sms: int = 132,
+    order: Order = "plain",
 ) -> KernelSource:
-    """The kernel that splits ``rows`` rows in all; `aligned`: each starts on 16 bytes."""
+    """The kernel that splits ``rows`` rows in all; `aligned`: each starts on 16 bytes. order: in
+    which one plane is written, to hi, to lo, or both."""
     shape = split_shape(rows, columns, sms)
     prelude = (
         f"constexpr int kPlanes = {planes}, kRowThreads = {shape.threads};\n"
         f"constexpr int kRowVectors = {shape.vectors};\n"
         f"constexpr float kTolerance = {TOLERANCE[planes]};\n"
         f"constexpr bool kAligned = {str(aligned).lower()};\n"
+        f"constexpr bool kPlain = {str(order != 'ordered').lower()};\n"
+        f"constexpr bool kOrdered = {str(order != 'plain').lower()};\n"
     )
     return KernelSource("split", kernel_text("split.cu", prelude), arch)
 
@@ -98,14 +114,24 @@ class Splitter:
     In the buffer, each for the rows of both matrices: hi, lo (where there are two planes), scale,
     flags. The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``,
     ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's beginning.
+
+    order: of one plane's columns. "ordered" puts it where hi is, in rows of whole 32; for "both" who
+    launches gives lo an address of its own.
     """
 
     def __init__(
-        self, planes: int, columns: int, rows: int, more_rows: int, device: torch.device
+        self,
+        planes: int,
+        columns: int,
+        rows: int,
+        more_rows: int,
+        device: torch.device,
+        order: Order = "plain",
     ) -> None:
         self.planes, self.columns, self.rows, self.more_rows = planes, columns, rows, more_rows
-        self.device = device
-        self.padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        self.device, self.order = device, order
+        multiple = ORDERED_MULTIPLE if order == "ordered" else COLUMN_MULTIPLE
+        self.padded = -(-columns // multiple) * multiple
         self.second = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if more_rows else rows
         self.all_rows = self.second + more_rows
         plane_bytes = self.all_rows * self.padded * 2
@@ -156,7 +182,8 @@ class Splitter:
     def _prepare(self, aligned: bool) -> Callable[..., None]:
         device, columns, rows = self.device, self.columns, self.all_rows
         sms = sm_count(device)
-        source = split_source(self.planes, columns, aligned, arch_of(device), rows, sms)
+        arch = arch_of(device)
+        source = split_source(self.planes, columns, aligned, arch, rows, sms, self.order)
         blocks = -(-rows // split_shape(rows, columns, sms).block_rows)
         kernel = load(source, device)
         launch = kernel.prepare(SIGNATURE, blocks, THREADS, dependent=starts_early(device))
@@ -166,10 +193,15 @@ class Splitter:
 
 @lru_cache(maxsize=1024)
 def splitter(
-    planes: int, columns: int, rows: int, more_rows: int, device: torch.device
+    planes: int,
+    columns: int,
+    rows: int,
+    more_rows: int,
+    device: torch.device,
+    order: Order = "plain",
 ) -> Splitter:
     """The splitter of these sizes; to be kept by who calls it often."""
-    return Splitter(planes, columns, rows, more_rows, device)
+    return Splitter(planes, columns, rows, more_rows, device, order)
 
 
 def split(values: Tensor, planes: int) -> Planes:

@@ -8,7 +8,9 @@
 //
 // The prelude defines kPlanes, kRowThreads (8 to 256, the team of a row), kRowVectors (float4 that a
 // thread keeps in registers; rows longer than kRowThreads * kRowVectors * 4 are read twice),
-// kTolerance and kAligned (every row of both matrices starts at a multiple of 16 bytes).
+// kTolerance; kAligned (every row of both matrices starts at a multiple of 16 bytes); kPlain and kOrdered:
+// whether the planes are written as said, and whether a single one (also) goes to `lo` in the order of
+// weight_fragments.cuh, in rows of whole 32 columns.
 #include "dependent.cuh"
 #include "integers.cuh"
 #include "storage.cuh"
@@ -67,9 +69,20 @@ __device__ __forceinline__ Vector load_vector(const float* row, int at, int k) {
   return loaded;
 }
 
-// Splits four values and stores them; says whether all were held to kTolerance.
+static_assert(!kOrdered || kPlanes == 1, "lo has another use");
+constexpr int kOrderedColumns = 32;
+
+// Four halves of columns `at` to `at` + 3, in the order of weight_fragments.cuh: chunk 2 q + j of four.
+__device__ __forceinline__ void store_ordered(u16* row, int at, u32 first, u32 second) {
+  const int chunk = at / 4 % 8, place = at - at % kOrderedColumns + chunk % 2 * 16 + chunk / 2 * 2;
+  *reinterpret_cast<u32*>(row + place) = first;
+  *reinterpret_cast<u32*>(row + place + 8) = second;
+}
+
+// Splits four values and stores them; says whether all were held to kTolerance. padded: the planes'
+// columns.
 __device__ __forceinline__ bool split_vector(const Vector& vector, float factor, u16* hi_row,
-                                             u16* lo_row, int at) {
+                                             u16* lo_row, int at, int padded) {
   u16 hi[4], lo[4];
   bool held = true;
 #pragma unroll
@@ -84,7 +97,9 @@ __device__ __forceinline__ bool split_vector(const Vector& vector, float factor,
     // Scaled down, a value below the smallest fp32 is lost without a rest.
     held &= fabsf(rest) <= fabsf(v) * kTolerance && (v != 0.0f || vector.v[i] == 0.0f);
   }
-  *reinterpret_cast<HalfVector*>(hi_row + at) = {{hi[0] | u32{hi[1]} << 16, hi[2] | u32{hi[3]} << 16}};
+  const HalfVector both = {{hi[0] | u32{hi[1]} << 16, hi[2] | u32{hi[3]} << 16}};
+  if (kOrdered) store_ordered(lo_row, at, both.pairs[0], both.pairs[1]);
+  if (kPlain && (!kOrdered || at < padded)) *reinterpret_cast<HalfVector*>(hi_row + at) = both;
   if (kPlanes == 2)
     *reinterpret_cast<HalfVector*>(lo_row + at) = {
         {lo[0] | u32{lo[1]} << 16, lo[2] | u32{lo[3]} << 16}};
@@ -108,7 +123,7 @@ struct Rows {
 };
 
 // first: (first_rows, k), rows first_stride apart; second: (rows - second_begin, k). hi, lo: (rows,
-// k_padded), the padding of zeros; k_padded is a multiple of 4. scale: (rows,). flag: (rows,), 1
+// k_padded), the padding of zeros; k_padded is a multiple of 4, at most what kOrdered pads to. scale: (rows,). flag: (rows,), 1
 // where the planes do not hold the row.
 extern "C" __global__ void __launch_bounds__(kThreads)
     split(const float* first, i64 first_stride, const float* second, i64 second_stride, u16* hi,
@@ -140,14 +155,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const float factor = power_of_two(shift);
   bool held = in_range || largest == 0;
   u16* hi_row = hi + static_cast<i64>(row) * k_padded;
-  u16* lo_row = lo + static_cast<i64>(row) * k_padded;
+  const int ordered = (k + kOrderedColumns - 1) / kOrderedColumns * kOrderedColumns;
+  const int lo_columns = kOrdered ? ordered : k_padded;  // never fewer than hi's
+  u16* lo_row = lo + static_cast<i64>(row) * lo_columns;
 #pragma unroll
   for (int i = 0; i < kRowVectors; ++i) {
     const int at = i * kStep + thread * 4;
-    if (inside && at < k_padded) held &= split_vector(kept[i], factor, hi_row, lo_row, at);
+    if (inside && at < lo_columns) held &= split_vector(kept[i], factor, hi_row, lo_row, at, k_padded);
   }
-  for (int at = kKept + thread * 4; inside && at < k_padded; at += kStep)
-    held &= split_vector(load_vector(from, at, k), factor, hi_row, lo_row, at);
+  for (int at = kKept + thread * 4; inside && at < lo_columns; at += kStep)
+    held &= split_vector(load_vector(from, at, k), factor, hi_row, lo_row, at, k_padded);
   const bool flagged = row_max(!held, shared[1]) != 0;
   if (inside && thread == 0) {
     scale[row] = power_of_two(-shift);
