@@ -28,9 +28,11 @@ COLUMN_MULTIPLE = 8
 ROW_MULTIPLE = 16
 """Where the second matrix's rows begin, so that its flags begin on 16 bytes too."""
 VECTOR_BYTES = 16
+LISTED = 4
+"""Columns of a row that are remembered where the planes do not hold them."""
 
-SIGNATURE = "plpl" + "pppp" + "iiiii"
-"""Both matrices and their row strides; hi, lo, scale, flags; ``Splitter.numbers``."""
+SIGNATURE = "plpl" + "ppppp" + "iiiii"
+"""Both matrices and their row strides; hi, lo, scale, flags, spoilt; ``Splitter.numbers``."""
 
 # What a plane pair and a single plane must hold of each element, relatively. Two: an fp32 product's
 # own error. One: 2^-11 is what TF32 keeps; a little more is let through for values 2^-28 of their
@@ -43,13 +45,16 @@ class Planes:
     """The planes of a (rows, columns) fp32 matrix.
 
     hi, lo: (rows, columns rounded up to 8) fp16; lo is hi again where there is one plane. scale:
-    (rows,) fp32. flags: (rows,) uint8, 1 where the planes do not hold the row.
+    (rows,) fp32. flags: (rows,) uint8, 0 where the planes hold the row, 1 where they hold all of it
+    but the columns in spoilt, 2 where they do not. spoilt: (rows, 4) int32, in any order, -1 where
+    there are fewer; not written but where the flag is 1.
     """
 
     hi: Tensor
     lo: Tensor
     scale: Tensor
     flags: Tensor
+    spoilt: Tensor
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,10 @@ def split_source(
 class Splitter:
     """Splits one matrix, or two with as many columns, into one buffer of ``nbytes`` bytes.
 
-    In the buffer, each for the rows of both matrices: hi, lo (where there are two planes), scale,
-    flags. The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``,
-    ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's beginning.
+    In the buffer, each for the rows of both matrices: hi, lo (where there are two planes), spoilt,
+    scale, flags. The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``,
+    ``spoilt``, ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's
+    beginning.
     """
 
     def __init__(
@@ -111,7 +117,8 @@ class Splitter:
         plane_bytes = self.all_rows * self.padded * 2
         self.hi, self.lo = 0, (planes - 1) * plane_bytes
         self.second_plane = self.second * self.padded * 2
-        self.scale = planes * plane_bytes
+        self.spoilt = planes * plane_bytes
+        self.scale = self.spoilt + 4 * LISTED * self.all_rows
         self.flags = self.scale + 4 * self.all_rows
         self.nbytes = self.flags + self.all_rows
         self.numbers = (rows, self.second, self.all_rows, columns, self.padded)
@@ -125,7 +132,8 @@ class Splitter:
         aligned = (address | more | 4 * (stride | more_stride)) % VECTOR_BYTES == 0
         self.launch(aligned)(
             *(address, stride, more, more_stride),
-            *(buffer, buffer + self.lo, buffer + self.scale, buffer + self.flags),
+            *(buffer, buffer + self.lo),
+            *(buffer + self.scale, buffer + self.flags, buffer + self.spoilt),
             *self.numbers,
         )
 
@@ -151,6 +159,7 @@ class Splitter:
             rows_of(self.lo, self.padded, torch.float16),
             rows_of(self.scale, 1, torch.float32),
             rows_of(self.flags, 1, torch.uint8),
+            rows_of(self.spoilt, LISTED, torch.int32),
         )
 
     def _prepare(self, aligned: bool) -> Callable[..., None]:

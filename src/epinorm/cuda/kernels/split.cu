@@ -3,14 +3,15 @@
 //
 // The scale brings a row's largest magnitude into [2^14, 2^15). hi is v / scale rounded to fp16's 11
 // bits, lo the rest times 2^11 rounded to 11 bits more; both steps are exact but for the last
-// rounding. Rows that this cannot hold to kTolerance for every element, or whose scale could leave
-// fp32's range once two are multiplied, or that hold Inf or NaN, are flagged: they take another path.
+// rounding. A row is flagged by kSomeColumns where this does not hold some of its elements to
+// kTolerance, and the columns of these are listed; by kWhole where they are more than a list holds,
+// where the scale could leave fp32's range once two are multiplied, and where it holds Inf or NaN.
 //
 // The prelude defines kPlanes, kRowThreads (8 to 256, the team of a row), kRowVectors (float4 that a
 // thread keeps in registers; rows longer than kRowThreads * kRowVectors * 4 are read twice),
 // kTolerance and kAligned (every row of both matrices starts at a multiple of 16 bytes).
 #include "dependent.cuh"
-#include "integers.cuh"
+#include "flags.cuh"
 #include "storage.cuh"
 
 constexpr int kThreads = 256;
@@ -30,12 +31,16 @@ __device__ __forceinline__ float power_of_two(int exponent) {
   return __int_as_float((exponent + 127) << 23);
 }
 
-// The largest over a row's threads. `shared` holds a number a warp, and is used once.
+// The largest over a row's threads, who then see what any of them wrote to shared memory before.
+// `shared` holds a number a warp, and is used once.
 __device__ __forceinline__ u32 row_max(u32 value, u32* shared) {
 #pragma unroll
   for (int offset = (kRowThreads < 32 ? kRowThreads : 32) / 2; offset > 0; offset /= 2)
     value = max(value, __shfl_xor_sync(0xffffffffu, value, offset));
-  if (kRowThreads <= 32) return value;
+  if (kRowThreads <= 32) {
+    __syncwarp();
+    return value;
+  }
   const int warp = threadIdx.x / 32;
   if (threadIdx.x % 32 == 0) shared[warp] = value;
   __syncthreads();
@@ -67,28 +72,54 @@ __device__ __forceinline__ Vector load_vector(const float* row, int at, int k) {
   return loaded;
 }
 
-// Splits four values and stores them; says whether all were held to kTolerance.
+// Splits a value; says whether it was held to kTolerance.
+__device__ __forceinline__ bool split_value(float value, float factor, u16& hi, u16& lo) {
+  const float v = value * factor;
+  hi = Float16::store(v);
+  float rest = v - Float16::load(hi);
+  if (kPlanes == 2) {
+    lo = Float16::store(rest * kLowFactor);
+    rest -= Float16::load(lo) * (1.0f / kLowFactor);
+  }
+  // Scaled down, a value below the smallest fp32 is lost without a rest.
+  return fabsf(rest) <= fabsf(v) * kTolerance && (v != 0.0f || value == 0.0f);
+}
+
+// Splits four values and stores them; says whether all were held.
 __device__ __forceinline__ bool split_vector(const Vector& vector, float factor, u16* hi_row,
                                              u16* lo_row, int at) {
   u16 hi[4], lo[4];
   bool held = true;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float v = vector.v[i] * factor;
-    hi[i] = Float16::store(v);
-    float rest = v - Float16::load(hi[i]);
-    if (kPlanes == 2) {
-      lo[i] = Float16::store(rest * kLowFactor);
-      rest -= Float16::load(lo[i]) * (1.0f / kLowFactor);
-    }
-    // Scaled down, a value below the smallest fp32 is lost without a rest.
-    held &= fabsf(rest) <= fabsf(v) * kTolerance && (v != 0.0f || vector.v[i] == 0.0f);
-  }
+  for (int i = 0; i < 4; ++i) held &= split_value(vector.v[i], factor, hi[i], lo[i]);
   *reinterpret_cast<HalfVector*>(hi_row + at) = {{hi[0] | u32{hi[1]} << 16, hi[2] | u32{hi[3]} << 16}};
   if (kPlanes == 2)
     *reinterpret_cast<HalfVector*>(lo_row + at) = {
         {lo[0] | u32{lo[1]} << 16, lo[2] | u32{lo[3]} << 16}};
   return held;
+}
+
+// The columns of a row's elements that are not held, in any order; -1 from `count` on.
+struct Spoilt {
+  int count;
+  int columns[kListed];
+};
+
+// Adds to the list what this thread holds of a row. It reads the row again: to remember what was not
+// held would cost every row registers, for the sake of very few.
+__device__ void list_spoilt(Spoilt& spoilt, const float* row, int first, int step, int k,
+                            float factor) {
+  for (int at = first; at < k; at += step) {
+    const Vector vector = load_vector(row, at, k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      u16 hi, lo;
+      if (split_value(vector.v[i], factor, hi, lo)) continue;
+      const int place = atomicAdd(&spoilt.count, 1);
+      if (place >= kListed) return;  // too many: the others of this thread need not be counted
+      spoilt.columns[place] = at + i;
+    }
+  }
 }
 
 // Two matrices one below the other: the rows [0, first_rows) of the first and, from second_begin on,
@@ -108,18 +139,21 @@ struct Rows {
 };
 
 // first: (first_rows, k), rows first_stride apart; second: (rows - second_begin, k). hi, lo: (rows,
-// k_padded), the padding of zeros; k_padded is a multiple of 4. scale: (rows,). flag: (rows,), 1
-// where the planes do not hold the row.
+// k_padded), the padding of zeros; k_padded is a multiple of 4. scale, flag: (rows,). columns: (rows,),
+// written where the flag is kSomeColumns.
 extern "C" __global__ void __launch_bounds__(kThreads)
     split(const float* first, i64 first_stride, const float* second, i64 second_stride, u16* hi,
-          u16* lo, float* scale, unsigned char* flag, int first_rows, int second_begin, int rows,
-          int k, int k_padded) {
+          u16* lo, float* scale, Flag* flag, ColumnList* columns, int first_rows, int second_begin,
+          int rows, int k, int k_padded) {
   __shared__ u32 shared[2][kThreads / 32];
+  __shared__ Spoilt lists[kTeams];
   wait_for_previous_kernel();
   const Rows all = {first, second, first_stride, second_stride, first_rows, second_begin, rows};
   const int thread = threadIdx.x % kRowThreads;
   const int row = blockIdx.x * kTeams + threadIdx.x / kRowThreads;
   const bool inside = all.has(row);
+  Spoilt& spoilt = lists[threadIdx.x / kRowThreads];
+  if (thread == 0) spoilt = {0, {-1, -1, -1, -1}};
   const float* from = inside ? all.at(row) : nullptr;
 
   constexpr int kStep = kRowThreads * 4, kKept = kRowVectors * kStep;
@@ -148,9 +182,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   for (int at = kKept + thread * 4; inside && at < k_padded; at += kStep)
     held &= split_vector(load_vector(from, at, k), factor, hi_row, lo_row, at);
+  if (!held && in_range) list_spoilt(spoilt, from, thread * 4, kStep, k, factor);
   const bool flagged = row_max(!held, shared[1]) != 0;
   if (inside && thread == 0) {
+    const bool listed = in_range && spoilt.count <= kListed;
     scale[row] = power_of_two(-shift);
-    flag[row] = flagged;
+    flag[row] = !flagged ? 0 : listed ? kSomeColumns : kWhole;
+    if (flagged && listed) {
+      const int* c = spoilt.columns;
+      columns[row] = {c[0], c[1], c[2], c[3]};
+    }
   }
 }
