@@ -75,12 +75,13 @@ def rescue_gradient_source(
     return KernelSource("rescue_gradient", kernel_text("rescue_gradient.cu", text), arch)
 
 
-def splits_of(columns: int, length: int, multiprocessors: int) -> int:
-    """How many blocks, 1, 2, 4 or 8, share each sum: until one row keeps half of the GPU at work.
+def splits_of(rows: int, columns: int, length: int, multiprocessors: int) -> int:
+    """How many blocks, 1, 2, 4 or 8, share each sum: until one flag keeps half of the GPU at work.
 
-    One flagged row is what chance brings: by estimate in one of ten random dz of 16384 x 1024.
+    One is what chance brings: a row by estimate in one of ten random dz of 16384 x 1024, a column
+    in one of ten or twenty random W of 8192 x 8192.
     """
-    tiles = -(-columns // TILE.columns)
+    tiles = -(-min(rows, columns) // TILE.columns)
     splits = 1
     while (
         splits < MOST_SPLITS
@@ -156,13 +157,16 @@ def _launcher(
 ) -> Callable[..., None]:
     early = starts_early(device)  # sm_90: clusters too
     count = sm_count(device)
-    splits = splits_of(columns, length, count) if early else 1
+    splits = splits_of(rows, columns, length, count) if early else 1
     tile = tile_of(max_shared_bytes(device))
     source = rescue_gradient_source(transposed_a, aligned, splits, arch_of(device), tile, adds)
     kernel = load(source, device)
+    # No more clusters than run at once: each takes its items in turn, so one that started when
+    # others have ended would take as long again.
+    clusters = kernel.clusters_at_once(splits, THREADS, tile.shared_bytes) if splits > 1 else count
     return kernel.prepare(
         SIGNATURE,
-        min(tile.items(rows, columns), count // splits) * splits,
+        min(tile.items(rows, columns), clusters) * splits,
         THREADS,
         shared_bytes=tile.shared_bytes,
         cluster=splits if splits > 1 else None,
