@@ -270,7 +270,9 @@ class _Split(_WithTile):
             buffer = new_buffer()
             at = buffer.data_ptr()
             scale, flags = at + split.scale, at + split.flags
-            convert(*matrices, at, at + split.lo, scale, flags, *split.numbers)
+            convert(
+                *matrices, at, at + split.lo, scale, flags, at + split.spoilt, *split.numbers
+            )  # fmt: skip
             if weight is None:
                 column_scale, column_flags = scale + 4 * split.second, flags + split.second
                 found = maps.get(at)

@@ -1,7 +1,7 @@
 """The launches of `hopper_fp32_weight.cu`: fp32 at `high` without a pass that makes a plane of W.
 
-Four: the scales of W's rows are estimated (sample_rows.cu), x becomes a plane (split.cu), the product
-with the chain in its epilogue, and the range guard (rescue.py).
+Three: x becomes a plane while the scales of W's rows are estimated, the product with the chain in
+its epilogue, and the range guard (rescue.py).
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from epinorm.cuda.hopper_fp32_weight import (
     Fp32WeightTile,
     fp32_weight_source,
     instance_for,
-    sample_source,
     shared_bytes,
+    split_and_sample_source,
 )
 from epinorm.cuda.hopper_launch import Launch, addresses
 from epinorm.cuda.hopper_plan import persistent_blocks
 from epinorm.cuda.jit import load
 from epinorm.cuda.kept_planes import KeptPlanes
 from epinorm.cuda.norm_text import matrix_arguments
-from epinorm.cuda.planes import ORDERED_MULTIPLE, VECTOR_BYTES, splitter
+from epinorm.cuda.planes import ORDERED_MULTIPLE, VECTOR_BYTES, split_shape, splitter
+from epinorm.cuda.planes import THREADS as SPLIT_THREADS
 from epinorm.cuda.prepared import new_tensor
 from epinorm.cuda.rescue import rescue_launch
 from epinorm.plan import Forward, Problem, StepForward
 
 __all__ = ["Fp32Weight", "readable"]
 
-SIGNATURE = "mm" + "ppppp" + "ppp" + "plppp" + "iiii"
+SIGNATURE = "mm" + "ppppp" + "ppp" + "plpppp" + "iiii"
 """Maps of x and W; y, z, bias, gamma, beta; x's scale, mean, rstd; W and its row stride, scale,
-flags, plane; m, n, k, the plane's columns."""
-SAMPLE_SIGNATURE = "pl" + "pp" + "ii"
-SAMPLE_THREADS = 256
+flags, spoilt columns, plane; m, n, k, the plane's columns."""
+PREPARING_SIGNATURE = "pl" + "ppppp" + "pl" + "ppp" + "iiii"
+"""x and its row stride; plane, ordered plane, scale, flags, spoilt columns; W and its row stride,
+scale, flags, spoilt columns; m, n, k, the plane's columns."""
 
 
 def readable(w_at: int, w_stride: int) -> bool:
@@ -55,55 +57,58 @@ class Fp32Weight(Launch):
         super().__init__(problem)
         self.tile = tile
         m, n, k, device = problem.m, problem.n, problem.k, problem.device
-        order = "both" if tile.writes_plane else "ordered"
-        self.split = splitter(1, k, m, 0, device, order)
-        self.of_weight = splitter(1, k, n, 0, device)
+        self.of_x, self.of_weight = splitter(1, k, m, 0, device), splitter(1, k, n, 0, device)
         self.ordered = -(-k // ORDERED_MULTIPLE) * ORDERED_MULTIPLE
-        self.new_buffer = new_tensor((self.split.nbytes,), torch.uint8, device)
-        self.new_ordered = new_tensor((2 * m * self.ordered,), torch.uint8, device)
-        # Of W's buffer all but the plane, where that is not written.
-        self.missing = 0 if tile.writes_plane else self.of_weight.scale
-        self.new_weight = new_tensor((self.of_weight.nbytes - self.missing,), torch.uint8, device)
+        # Of the splitters' layouts all but the planes, where these are not left.
+        self.missing = (0, 0) if tile.writes_plane else (self.of_x.spoilt, self.of_weight.spoilt)
+        nbytes_x = self.of_x.nbytes - self.missing[0]
+        nbytes_weight = self.of_weight.nbytes - self.missing[1]
+        self.new_x = new_tensor((nbytes_x,), torch.uint8, device)
+        self.new_weight = new_tensor((nbytes_weight,), torch.uint8, device)
+        self.new_ordered = new_tensor((m, self.ordered), torch.float16, device)
         self.kernels: dict[bool, tuple[Callable[..., None], Callable[..., None]]] = {}
         if m:
-            self.launch, self.sample = self._prepare()
+            self.launch = self._prepare()
             self._load(aligned=True)  # now: a CUDA graph may be captured when it is first needed
 
     @property
     def nbytes_left(self) -> int:
         """Bytes of the planes that are left for the backward pass."""
-        return self.split.nbytes + self.of_weight.nbytes
+        return self.of_x.nbytes + self.of_weight.nbytes
 
-    def _prepare(self) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _prepare(self) -> Callable[..., None]:
         problem, tile = self.problem, self.tile
-        device = problem.device
-        instance = instance_for(problem, tile)
         dynamic = shared_bytes(tile)
+        source = fp32_weight_source(instance_for(problem, tile))
         tiles = -(-problem.m // tile.block_m) * -(-problem.n // BLOCK_N)
-        launch = load(fp32_weight_source(instance), device, dynamic).prepare(
+        return load(source, problem.device, dynamic).prepare(
             SIGNATURE + "p" * len(problem.chain.operand_kinds),
-            persistent_blocks(tiles, sm_count(device)),
+            persistent_blocks(tiles, sm_count(problem.device)),
             THREADS,
             shared_bytes=dynamic,
             dependent=True,
         )
-        blocks = -(-problem.n // (SAMPLE_THREADS // 32))
-        kernel = load(sample_source(), device)
-        return launch, kernel.prepare(SAMPLE_SIGNATURE, blocks, SAMPLE_THREADS, dependent=True)
 
     def _load(self, aligned: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Of the splitting kernel and of the range guard's; aligned: x is, as W must be."""
-        guard = rescue_launch(self.problem, aligned, flags_late=True)
-        found = self.kernels[aligned] = (self.split.launch(aligned), guard)
+        """Of the kernel before the product and the one behind; aligned: x is, as W must be."""
+        problem, device = self.problem, self.problem.device
+        shape = split_shape(problem.m, problem.k, sm_count(device))
+        source = split_and_sample_source(problem.k, aligned, shape, self.tile.writes_plane)
+        blocks = -(-problem.m // shape.block_rows) + -(-problem.n // (SPLIT_THREADS // 32))
+        kernel = load(source, device)
+        convert = kernel.prepare(PREPARING_SIGNATURE, blocks, SPLIT_THREADS, dependent=True)
+        found = convert, rescue_launch(problem, aligned, flags_late=True)
+        self.kernels[aligned] = found
         return found
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
         """As ``Launch.bind``, for a W that is ``readable``."""
-        outputs, launch, sample, maps = self.outputs(y_size), self.launch, self.sample, self.maps
-        new_buffer, new_ordered, new_weight = self.new_buffer, self.new_ordered, self.new_weight
-        split, of_weight, kernels, sizes = self.split, self.of_weight, self.kernels, self.sizes
-        leaves, missing = self.tile.writes_plane, self.missing
-        _, n, k = sizes
+        outputs, launch, maps, kernels = self.outputs(y_size), self.launch, self.maps, self.kernels
+        new_x, new_ordered, new_weight = self.new_x, self.new_ordered, self.new_weight
+        of_x, of_weight, sizes = self.of_x, self.of_weight, self.sizes
+        missing_x, missing_weight = self.missing
+        numbers = (*sizes, of_x.padded)
+        leaves = self.tile.writes_plane
 
         def run(
             x: Tensor,
@@ -114,16 +119,22 @@ class Fp32Weight(Launch):
             operands: tuple[Tensor, ...],
         ) -> Forward:
             out = outputs()
-            buffer, weight = new_buffer(), new_weight()
-            ordered = new_ordered() if leaves else buffer
-            x_at, w_at, at, ordered_at = (t.data_ptr() for t in (x, w, buffer, ordered))
-            plane = weight.data_ptr() - missing
-            w_scale, w_flags = plane + of_weight.scale, plane + of_weight.flags
-            scale, flags = at + split.scale, at + split.flags
+            of_rows, of_columns, ordered = new_x(), new_weight(), new_ordered()
+            x_at, w_at, ordered_at = x.data_ptr(), w.data_ptr(), ordered.data_ptr()
+            x_plane, w_plane = (
+                of_rows.data_ptr() - missing_x,
+                of_columns.data_ptr() - missing_weight,
+            )
+            scale, flags = x_plane + of_x.scale, x_plane + of_x.flags
+            w_flags = w_plane + of_weight.flags
+            of_w = w_plane + of_weight.scale, w_flags, w_plane + of_weight.spoilt
+            matrices = x_at, x_stride, w_at, w_stride
             aligned = not (x_at | x_stride * 4) % VECTOR_BYTES
             convert, guard = kernels.get(aligned) or self._load(aligned)
-            sample(w_at, w_stride, w_scale, w_flags, n, k)
-            convert(x_at, x_stride, 0, 0, at, ordered_at, scale, flags, *split.numbers)
+            convert(
+                x_at, x_stride, x_plane, ordered_at, scale, flags, x_plane + of_x.spoilt,
+                w_at, w_stride, *of_w, *numbers,
+            )  # fmt: skip
             key = ordered_at, w_at, w_stride
             found = maps.get(key) or self._new_maps(key, ordered, w)
             parameters = (
@@ -135,22 +146,19 @@ class Fp32Weight(Launch):
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(
                 *found, y, z, *parameters, scale, mean, rstd,
-                w_at, w_stride, w_scale, w_flags, plane, *sizes, of_weight.padded,
+                w_at, w_stride, *of_w, w_plane, *numbers,
                 *[operand.data_ptr() for operand in dense],
             )  # fmt: skip
             given = matrix_arguments(operands)[0] if operands else ()
-            matrices = x_at, x_stride, w_at, w_stride
             guard(*matrices, *parameters, flags, w_flags, *targets, *sizes, *given)
             if not leaves:
                 return out
             more = StepForward._make(out)
-            more.left = KeptPlanes(buffer, weight)
+            more.left = KeptPlanes(of_rows, of_columns)
             return more
 
         return run if self.problem.m else lambda *_: outputs()
 
     def _new_maps(self, key: tuple[int, ...], ordered: Tensor, w: Tensor) -> tuple[bytes, ...]:
-        plane_bytes = 2 * self.problem.m * self.ordered
-        plane = ordered[:plane_bytes].view(torch.float16).view(self.problem.m, self.ordered)
         columns = STEP_BYTES // 4
-        return self.keep_maps(key, [(plane, self.tile.block_m, BLOCK_K), (w, BLOCK_N, columns)])
+        return self.keep_maps(key, [(ordered, self.tile.block_m, BLOCK_K), (w, BLOCK_N, columns)])

@@ -1,7 +1,7 @@
-"""The Hopper kernel that reads W as fp32 and converts it on the way: its instances and their launch.
+"""The Hopper kernel that reads W as fp32 and converts it on the way: its instances.
 
-One plane alone (`high`). `kernels/hopper_fp32_weight.cu` says how it works, `hopper_plan.py` when it
-is taken: where x has so few rows that a pass which makes a plane of W costs more.
+One plane alone (`high`). `kernels/hopper_fp32_weight.cu` says how it works, `hopper_plan.py` when
+it is taken: where x has so few rows that a pass which makes a plane of W costs more.
 """
 
 from __future__ import annotations
@@ -11,11 +11,17 @@ from dataclasses import dataclass
 from epinorm.cuda.hopper import ARCH, STEP_BYTES
 from epinorm.cuda.instance import Instance, constants, epilogue_prelude, instance_of
 from epinorm.cuda.jit import KernelSource
-from epinorm.cuda.planes import TOLERANCE
+from epinorm.cuda.planes import TOLERANCE, SplitShape, split_prelude
 from epinorm.cuda.source import kernel_text
 from epinorm.plan import Problem
 
-__all__ = ["Fp32WeightTile", "fp32_weight_source", "instance_for", "sample_source", "shared_bytes"]
+__all__ = [
+    "Fp32WeightTile",
+    "fp32_weight_source",
+    "instance_for",
+    "shared_bytes",
+    "split_and_sample_source",
+]
 
 BLOCK_N = 128
 BLOCK_K = 64
@@ -81,8 +87,12 @@ def _wgmma_text(columns: int) -> str:
     )
 
 
-def sample_source() -> KernelSource:
-    """The kernel that estimates the scales of W's rows."""
-    return KernelSource(
-        "sample_rows", kernel_text("sample_rows.cu", "constexpr int kPlanes = 1;\n"), ARCH
-    )
+def split_and_sample_source(
+    columns: int, aligned: bool, shape: SplitShape, both: bool
+) -> KernelSource:
+    """The kernel that makes x's plane and estimates the scales of W's rows.
+
+    aligned: each row of x starts on 16 bytes. both: x's plane is written as it is, too.
+    """
+    prelude = split_prelude(1, columns, aligned, shape, "both" if both else "ordered")
+    return KernelSource("split_and_sample", kernel_text("split_and_sample.cu", prelude), ARCH)

@@ -227,6 +227,25 @@ class Kernel:
             )
         return blocks.value
 
+    def clusters_at_once(self, cluster: int, block_threads: int, shared_bytes: int = 0) -> int:
+        """Clusters of ``cluster`` such blocks that the GPU holds at a time.
+
+        Fewer than its multiprocessors suggest: a cluster stays within a GPC, whose number of
+        multiprocessors need not be a multiple of its blocks.
+        """
+        self.reserve(shared_bytes, cluster)
+        shape = _shape(cluster, block_threads, shared_bytes, cluster, False)
+        # CUlaunchConfig: the shape, padding, the stream, attributes and their number.
+        config = struct.pack("<7I4xQQI4x", *shape.numbers, 0, *_attributes(cluster, False))
+        clusters = ctypes.c_int()
+        with torch.cuda.device(self.device):
+            make_primary_context_current(self.device)
+            check(
+                driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._handle, config),
+                f"asking for the clusters of {self.entry}",
+            )
+        return clusters.value
+
     def _set(self, attribute: int, value: int, what: str) -> None:
         number = ctypes.c_int()
         check(driver().cuDeviceGet(ctypes.byref(number), self.device), "finding the GPU")

@@ -36,7 +36,7 @@ LARGEST_SHARED = 232448
 
 _VALUES = 128 * 128  # of a tile: 64 a thread
 _PAD = 4  # values between rows in shared memory
-_STATIC_BYTES = 1024  # of shared memory that the kernels have besides, at most
+STATIC_BYTES = 1024  # of shared memory that the kernels have besides, at most
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RescueTile:
     def stages(self) -> int:
         """Slots of the ring."""
         most = 3 if self.width == 128 else 4
-        return most if most * self._slot_bytes <= self.limit - _STATIC_BYTES else most - 1
+        return most if most * self._slot_bytes <= self.limit - STATIC_BYTES else most - 1
 
     @property
     def _slot_bytes(self) -> int:

@@ -5,7 +5,7 @@
 // accumulators run along x's rows: at a tile's end they are turned around through x's ring, and the epilogue
 // is the other kernels' (norm_epilogue.cuh).
 //
-// SCALES. A row's scale must be known before the row is read: sample_rows.cu estimates it from a part of the
+// SCALES. A row's scale must be known before the row is read: sample_rows.cuh estimates it from a part of the
 // row, with room above. Where that does not suffice halves overflow: then the block looks at all of the
 // tile's rows, corrects the scales and multiplies once more. So the scale, and every bit of the result,
 // depends on the row alone.
@@ -129,6 +129,30 @@ struct Multiplier {
   }
 };
 
+struct Weight {
+  const float* values;
+  i64 stride;
+  float* scale;
+  Flag* flags;
+  ColumnList* columns;
+  u16* plane;
+  int k_padded;
+};
+
+// Which of a lane's eight values of a box and row, from `column` on, do halves not hold? They are read once
+// more, and few pieces come here.
+__device__ __forceinline__ void note_piece(const Weight& weight, const WeightRows& rows, u32 at, int box,
+                                        int lower, int column) {
+  const int row = rows.row + lower * 8;
+  const float factor = lower ? rows.own.factor[1] : rows.own.factor[0];
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) {
+    const u32 from = OwnRows::chunk<kBoxBytesW>(at, 2 * box + i / 4, lower) + i % 4 * 4;
+    if (!PlaneValue(load_shared(from), factor, kTolerance).held)
+      note_spoilt(weight.flags, weight.columns, row, column + i);
+  }
+}
+
 // The largest magnitude of a row of W, as bits, by a warp.
 __device__ __forceinline__ u32 largest_of_row(const float* row, int k) {
   u32 largest = 0;
@@ -143,8 +167,7 @@ __device__ __forceinline__ u32 largest_of_row(const float* row, int k) {
 
 // Looks at all of this warp's rows, and gives those that overflowed the scale that split.cu would. Whether
 // any of them can be multiplied with it; one that cannot is flagged.
-__device__ __forceinline__ bool correct_scales(WeightRows& rows, const float* w, i64 w_stride,
-                                               float* scales, Flag* flags, int k) {
+__device__ __forceinline__ bool correct_scales(WeightRows& rows, const Weight& weight, int k) {
   constexpr float kLargestHalf = 65504.0f;
   const int g = threadIdx.x % 32 / 4;
   const int first = rows.row - g;
@@ -155,7 +178,7 @@ __device__ __forceinline__ bool correct_scales(WeightRows& rows, const float* w,
     for (int i = 0; i < 8; ++i) {
       const int row = first + lower * 8 + i;
       if (row >= rows.n) break;
-      const u32 largest = largest_of_row(w + row * w_stride, k);
+      const u32 largest = largest_of_row(weight.values + row * weight.stride, k);
       const float factor = __shfl_sync(0xffffffffu, rows.own.factor[lower], i * 4);
       if (__uint_as_float(largest) * factor <= kLargestHalf) continue;  // false for NaN
       bool in_range;
@@ -163,8 +186,8 @@ __device__ __forceinline__ bool correct_scales(WeightRows& rows, const float* w,
       any |= in_range;
       if (g == i) rows.own.factor[lower] = plane_power_of_two(shift);
       if (threadIdx.x % 32 != 0) continue;
-      scales[row] = plane_power_of_two(-shift);
-      if (!in_range) flags[row] = 1;
+      weight.scale[row] = plane_power_of_two(-shift);
+      if (!in_range) raise_flag(weight.flags, row, kWhole);
     }
   return any;
 }
@@ -186,15 +209,6 @@ __device__ __forceinline__ void turn(u32 tile, const float (&v)[kAccumulators],
                      v[accumulator(chunk, lower, i)] * scale[lower]);
   }
 }
-
-struct Weight {
-  const float* values;
-  i64 stride;
-  float* scale;
-  Flag* flags;
-  u16* plane;
-  int k_padded;
-};
 
 // Where a row of W overflowed as halves, all its products are infinite or NaN: does this thread have one?
 __device__ __forceinline__ bool any_row_infinite(const float (&v)[kAccumulators]) {
@@ -234,18 +248,16 @@ __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, c
           next += order.column_tiles;
           const int lower = i / 2, box = i % 2;
           const uint4 piece = piece_of(a, box, lower);
+          const int column = step * kStepK + box * kBoxColumns + threadIdx.x % 4 * 8;
           if (kWritesPlane)
-            write_piece(weight.plane, piece, rows.row + lower * 8,
-                        step * kStepK + box * kBoxColumns + threadIdx.x % 4 * 8, e.n, weight.k_padded);
-          if (any_small(piece) && !rows.own.piece_held<kBoxBytesW>(at, box, lower))
-            weight.flags[rows.row + lower * 8] = 1;
+            write_piece(weight.plane, piece, rows.row + lower * 8, column, e.n, weight.k_padded);
+          if (any_small(piece)) note_piece(weight, rows, at, box, lower, column);
         }
       });
       // All products of the block are done when this is known, and x's ring is read no more.
       repeat = any_consumer(any_row_infinite(v)) && first_time;
       if (repeat)
-        repeat = any_consumer(correct_scales(rows, weight.values, weight.stride, weight.scale,
-                                             weight.flags, k));
+        repeat = any_consumer(correct_scales(rows, weight, k));
       first_time = false;
       if (threadIdx.x == 0) {
         *again = repeat;
@@ -264,8 +276,8 @@ __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, c
 }
 
 // x: its plane in the order of weight_fragments.cuh, (m, k) fp16, scaled by row_scale (m,). w: (n, k) fp32,
-// rows w_stride apart, on 16 bytes. w_scale (n,): sample_rows.cu's estimate, on return what was used;
-// w_flags (n,), set where halves do not hold a row. w_plane: (n, k_padded) where kWritesPlane.
+// rows w_stride apart, on 16 bytes. w_scale (n,): sample_rows.cuh's estimate, on return what was used;
+// w_flags, w_columns (n,): as split_rows.cuh has them. w_plane: (n, k_padded) where kWritesPlane.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear_norm_fp32_weight(const __grid_constant__ TensorMap map_x,
                             const __grid_constant__ TensorMap map_w,
@@ -274,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                             const float* gamma,
                             const float* beta, const float* row_scale,
                             float* mean, float* rstd, const float* w, i64 w_stride, float* w_scale,
-                            Flag* w_flags, u16* w_plane, int m, int n, int k,
+                            Flag* w_flags, ColumnList* w_columns, u16* w_plane, int m, int n, int k,
                             int k_padded OPERAND_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Rings rings = {shared_address(shared), shared_address(shared + kBarrierOffset)};
@@ -296,6 +308,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     take_registers<240>();
     const Epilogue e = {bias, gamma, beta, OPERAND_LIST, row_scale, y, z, mean, rstd, m, n};
-    consume(rings, e, {w, w_stride, w_scale, w_flags, w_plane, k_padded}, shared, warpgroup, k, k_steps);
+    consume(rings, e, {w, w_stride, w_scale, w_flags, w_columns, w_plane, k_padded}, shared, warpgroup, k, k_steps);
   }
 }

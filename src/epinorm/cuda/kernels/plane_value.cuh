@@ -1,4 +1,4 @@
-// One fp32 value as fp16 planes: v = (hi + lo 2^-11) / factor. What split.cu does to x and W,
+// One fp32 value as fp16 planes: v = (hi + lo 2^-11) / factor. What split_rows.cuh does to x and W,
 // split_gradient.cu does to dz.
 #pragma once
 #include "storage.cuh"
@@ -31,6 +31,7 @@ struct PlaneValue {
     float rest = v - Float16::load(hi);
     lo = Float16::store(rest * kPlaneLowFactor);
     if (kPlanes == 2) rest -= Float16::load(lo) * (1.0f / kPlaneLowFactor);
+    // Scaled down, a value below the smallest fp32 is lost without a rest.
     held = fabsf(rest) <= fabsf(v) * tolerance && (v != 0.0f || value == 0.0f);
   }
 };

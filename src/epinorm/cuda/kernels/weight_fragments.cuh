@@ -83,29 +83,6 @@ struct OwnRows {
         a[i][lower + 2] = halves(raw[i][lower].z, raw[i][lower].w, factor[lower]);
       }
   }
-
-  // Is the value, scaled, held to kTolerance?
-  static __device__ __forceinline__ bool held(u32 bits, float by) {
-    const float value = __uint_as_float(bits), v = value * by;
-    u16 half;
-    float back;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(v));
-    asm("cvt.f32.f16 %0, %1;" : "=f"(back) : "h"(half));
-    return fabsf(v - back) <= fabsf(v) * kTolerance && (v != 0.0f || value == 0.0f);
-  }
-
-  // Does one row of a box hold something that its halves do not? Reads the eight values once more.
-  template <int kBoxBytes>
-  __device__ __forceinline__ bool piece_held(u32 at, int box, int lower) const {
-    bool all = true;
-#pragma unroll
-    for (int i = 2 * box; i < 2 * box + 2; ++i) {
-      const uint4 raw = load_unit(chunk<kBoxBytes>(at, i, lower));
-      const float by = factor[lower];
-      all &= held(raw.x, by) && held(raw.y, by) && held(raw.z, by) && held(raw.w, by);
-    }
-    return all;
-  }
 };
 
 // A lane's eight neighbouring halves of one box and row, in W's order.
@@ -126,4 +103,19 @@ __device__ __forceinline__ void write_piece(u16* plane, const uint4& piece, int 
                                             int k_padded) {
   if (row < n && column < k_padded)
     store_line_unit(plane + static_cast<i64>(row) * k_padded + column, piece);
+}
+
+// A flag of a row, beside those that other blocks set: together they are kWhole, as any two are.
+__device__ __forceinline__ void raise_flag(Flag* flags, int row, Flag flag) {
+  atomicOr(reinterpret_cast<u32*>(flags + (row & ~3)), u32{flag} << row % 4 * 8);
+}
+
+// Notes a column that a row's halves do not hold: once, whoever finds it.
+__device__ __forceinline__ void note_spoilt(Flag* flags, ColumnList* lists, int row, int column) {
+  int* list = reinterpret_cast<int*>(lists + row);
+  for (int i = 0; i < kListed; ++i) {
+    const int there = atomicCAS(list + i, -1, column);
+    if (there == -1 || there == column) return raise_flag(flags, row, kSomeColumns);
+  }
+  raise_flag(flags, row, kWhole);
 }
