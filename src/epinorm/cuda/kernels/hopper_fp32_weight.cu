@@ -10,12 +10,11 @@
 // tile's rows, corrects the scales and multiplies once more. So the scale, and every bit of the result,
 // depends on the row alone.
 //
-// Each of the blocks that multiply the same rows of W looks at a share of them: whether halves hold what they
-// round, and in training it writes them as W's plane. A little in every step: all of every fourth step would
-// hold up the loads behind it.
+// Each of the blocks that multiply the same rows of W looks at a share of the steps: whether halves hold what
+// they round, and in training it writes them as W's plane.
 //
-// The prelude defines what two_rings.cuh, weight_fragments.cuh and norm_epilogue.cuh need; kTolerance; the
-// instruction wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b, int accumulate); OPERAND_PARAMETERS,
+// The prelude defines kWritesPlane; what two_rings.cuh, weight_fragments.cuh and turned_epilogue.cuh need; the instruction
+// wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b); OPERAND_PARAMETERS,
 // OPERAND_LIST.
 #include "dependent.cuh"
 #include "plane_value.cuh"
@@ -84,8 +83,8 @@ struct Multiplier {
   __device__ __forceinline__ explicit Multiplier(const Rings& rings) : rings(rings) {}
 
   template <class Look>
-  __device__ __forceinline__ void make(Fragments& a, const WeightRows& rows, u32 offset,
-                                       int step, Look look) {
+  __device__ __forceinline__ void make(Fragments& a, const WeightRows& rows, u32 offset, int step,
+                                       Look look) {
     barrier_wait(rings.full_w(slot_w.stage), slot_w.parity);
     const u32 at = rings.w(slot_w.stage) + offset;
     rows.own.convert<kBoxBytesW>(a, at);
@@ -93,7 +92,7 @@ struct Multiplier {
     slot_w.next();
   }
 
-  // k_steps: even. look(fragments, where they come from, step) is called for each step.
+  // k_steps: even. look(fragments, where they come from, step) is called for each.
   template <class Look>
   __device__ __forceinline__ void multiply(float (&v)[kAccumulators], const WeightRows& rows,
                                            u32 offset, int k_steps, Look look) {
@@ -111,12 +110,12 @@ struct Multiplier {
         for (int i = 0; i < kStepProducts; ++i)
           wgmma_a(v, a[u][i], b + i * (step_bytes<true>() >> 4));
         wgmma_commit();
+        wgmma_wait<1>();  // the step before is done: its slot of x, and its registers
+        keep_fragments(a[(u + 1) % 2]);
         // Only now: an arrival right behind the loads of make() overtakes them, and the copy engine
         // overwrites what has not been read (measured).
         __syncwarp();
         release(rings.empty_w(slot_w.before()));
-        wgmma_wait<1>();  // the step before is done: its slot of x, and its registers
-        keep_fragments(a[(u + 1) % 2]);
         if (u > 0 || first > 0) release(rings.empty_x(slot_x.before()));
         slot_x.next();
         if (u == 0 || first + 2 < k_steps) make(a[(u + 1) % 2], rows, offset, first + u + 1, look);
@@ -139,18 +138,25 @@ struct Weight {
   int k_padded;
 };
 
-// Which of a lane's eight values of a box and row, from `column` on, do halves not hold? They are read once
-// more, and few pieces come here.
-__device__ __forceinline__ void note_piece(const Weight& weight, const WeightRows& rows, u32 at, int box,
-                                        int lower, int column) {
-  const int row = rows.row + lower * 8;
-  const float factor = lower ? rows.own.factor[1] : rows.own.factor[0];
+// Which of the 32 values that a lane converted, of the step from column k on, do halves not hold? They are read
+// from the ring once more: few steps come here, but of a matrix full of zeros.
+__device__ __forceinline__ void note_step(const Weight& weight, const WeightRows& rows, u32 at, int k) {
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower)
 #pragma unroll 1
-  for (int i = 0; i < 8; ++i) {
-    const u32 from = OwnRows::chunk<kBoxBytesW>(at, 2 * box + i / 4, lower) + i % 4 * 4;
-    if (!PlaneValue(load_shared(from), factor, kTolerance).held)
-      note_spoilt(weight.flags, weight.columns, row, column + i);
-  }
+    for (int i = 0; i < kStepProducts; ++i) {
+      const uint4 unit = load_unit(OwnRows::chunk<kBoxBytesW>(at, i, lower));
+      const u32 bits[4] = {unit.x, unit.y, unit.z, unit.w};
+      u32 bad = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const PlaneValue value(__uint_as_float(bits[j]), rows.own.factor[lower], kTolerance);
+        bad |= u32{!value.held} << j;
+      }
+      const int column = k + i / 2 * kBoxColumns + threadIdx.x % 4 * 8 + i % 2 * 4;
+      for (; bad != 0; bad &= bad - 1)
+        note_spoilt(weight.flags, weight.columns, rows.row + lower * 8, column + __ffs(bad) - 1);
+    }
 }
 
 // The largest magnitude of a row of W, as bits, by a warp.
@@ -236,23 +242,16 @@ __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, c
   for (int index = blockIdx.x; index < order.count(); index += gridDim.x) {
     const Place place = order.at(index);
     WeightRows rows(weight.scale, place.n + row_in_tile, e.n);
-    const int share = place.m / kBlockM;
     float v[kAccumulators];
     bool first_time = true, repeat;
     do {
-      int next = share;  // of the pieces, four a step, that this block looks at
+      int next = place.m / kBlockM;  // step that this block looks at
       multiplier.multiply(v, rows, offset, k_steps, [&](const Fragments& a, u32 at, int step) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (step * 4 + i != next) continue;
-          next += order.column_tiles;
-          const int lower = i / 2, box = i % 2;
-          const uint4 piece = piece_of(a, box, lower);
-          const int column = step * kStepK + box * kBoxColumns + threadIdx.x % 4 * 8;
-          if (kWritesPlane)
-            write_piece(weight.plane, piece, rows.row + lower * 8, column, e.n, weight.k_padded);
-          if (any_small(piece)) note_piece(weight, rows, at, box, lower, column);
-        }
+        if (step != next) return;
+        next += order.column_tiles;
+        if (kWritesPlane)
+          write_pieces(weight.plane, a, rows.row, step * kStepK, e.n, weight.k_padded);
+        if (any_small(a)) note_step(weight, rows, at, step * kStepK);
       });
       // All products of the block are done when this is known, and x's ring is read no more.
       repeat = any_consumer(any_row_infinite(v)) && first_time;

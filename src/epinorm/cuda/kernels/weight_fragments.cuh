@@ -9,8 +9,7 @@
 // gives must hold one of each pair {0,1}, {2,3}, {4,5}, {6,7}: the j-th 16 of 32 columns takes chunk 2q + j.
 // split.cu writes x's plane in this order (kOrdered).
 //
-// The prelude defines kTolerance, that of one plane, and kWritesPlane: W's plane is kept for the backward
-// pass.
+// The prelude defines kTolerance, that of one plane.
 #pragma once
 #include "flags.cuh"
 #include "row_store.cuh"
@@ -90,19 +89,29 @@ __device__ __forceinline__ uint4 piece_of(const Fragments& a, int box, int lower
   return {a[2 * box][lower], a[2 * box][lower + 2], a[2 * box + 1][lower], a[2 * box + 1][lower + 2]};
 }
 
-// Whether a half is so small that its value must be looked at.
-__device__ __forceinline__ bool any_small(const uint4& piece) {
-  constexpr u32 kMagnitude = 0x7fff7fffu;
-  const u32 first = smaller_halves(piece.x & kMagnitude, piece.y & kMagnitude);
-  const u32 second = smaller_halves(piece.z & kMagnitude, piece.w & kMagnitude);
-  return any_below(smaller_halves(first, second), kSmallBits);
+// Is a half so small that its value must be looked at? Zeros are.
+__device__ __forceinline__ bool any_small(const Fragments& a) {
+  u32 smallest[2] = {~0u, ~0u};
+#pragma unroll
+  for (int i = 0; i < kStepProducts; ++i)
+#pragma unroll
+    for (int word = 0; word < kFragmentWords; ++word)
+      smallest[word % 2] = smaller_halves(smallest[word % 2], a[i][word] & 0x7fff7fffu);
+  return any_below(smaller_halves(smallest[0], smallest[1]), kSmallBits);
 }
 
-// Where a row's eight halves from `column` on lie in W's plane, (n, k_padded).
-__device__ __forceinline__ void write_piece(u16* plane, const uint4& piece, int row, int column, int n,
-                                            int k_padded) {
-  if (row < n && column < k_padded)
-    store_line_unit(plane + static_cast<i64>(row) * k_padded + column, piece);
+// A step's halves into W's plane, (n, k_padded), from column k on.
+__device__ __forceinline__ void write_pieces(u16* plane, const Fragments& a, int row, int k, int n,
+                                             int k_padded) {
+  const int first = k + threadIdx.x % 4 * 8;
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    u16* to = plane + static_cast<i64>(row + lower * 8) * k_padded + first;
+#pragma unroll
+    for (int box = 0; box < 2; ++box)
+      if (row + lower * 8 < n && first + box * kBoxColumns < k_padded)
+        store_line_unit(to + box * kBoxColumns, piece_of(a, box, lower));
+  }
 }
 
 // A flag of a row, beside those that other blocks set: together they are kWhole, as any two are.
