@@ -134,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(16) float shared[];
   __shared__ GroupSelection selection;
   __shared__ Flag near[kLooks * kWarps];
+  let_next_kernel_start();  // it waits for this one, which waits for the one before
   if (kFlagsLate) wait_for_previous_kernel();
   if (m <= kFewFlags && n <= kFewFlags) {
     const bool any = any_flag(row_flags, m, kThreads) | any_flag(column_flags, n, kThreads);
