@@ -17,7 +17,7 @@ from torch import Tensor
 from epinorm.cuda.device import sm_count
 from epinorm.cuda.hopper import Tile, linear_norm_source, shared_bytes
 from epinorm.cuda.hopper_fp32_forward import Fp32Weight, readable
-from epinorm.cuda.hopper_launch import Launch, addresses
+from epinorm.cuda.hopper_launch import Launch, addresses, parameters_at
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, persistent_blocks, planes_of
 from epinorm.cuda.jit import load
 from epinorm.cuda.kept_planes import KeptPlanes, room_for
@@ -233,9 +233,7 @@ class _Direct(_WithTile):
                 *found,
                 y.data_ptr(),
                 z.data_ptr() if training else 0,
-                0 if bias is None else bias.data_ptr(),
-                0 if gamma is None else gamma.data_ptr(),
-                0 if beta is None else beta.data_ptr(),
+                *parameters_at(bias, gamma, beta),
                 0,
                 0,
                 mean.data_ptr() if training else 0,
@@ -309,11 +307,7 @@ class _Split(_WithTile):
             else:
                 hi, column_scale, column_flags, planes = weight
                 found = maps.get((at, hi)) or self._new_maps((at, hi), buffer, planes())
-            parameters = (
-                0 if bias is None else bias.data_ptr(),
-                0 if gamma is None else gamma.data_ptr(),
-                0 if beta is None else beta.data_ptr(),
-            )
+            parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = addresses(out)
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(
