@@ -1,6 +1,6 @@
 // What flagged rows of x or W spoilt in y = post(norm(pre(x Wᵀ + bias))), computed again in plain fp32.
 //
-// The kernel before this one multiplied planes of fp16 that cannot hold the flagged rows (split.cu).
+// The kernel before this one multiplied planes of fp16 that cannot hold the flagged rows (split_rows.cuh).
 // Each (row, group) with a flagged row, or a flagged column among its channels, is overwritten here;
 // no other is touched, so that a result never depends on its neighbours' flags.
 //

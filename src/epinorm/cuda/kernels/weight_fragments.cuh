@@ -7,7 +7,7 @@
 // floats, of which the swizzle puts chunk c of row r at place c ^ (r % 8). Such a load is served eight lanes at
 // a time: two rows, 2a and 2a + 1, with q = 0 to 3, whose places must all differ. So the four chunks that a row
 // gives must hold one of each pair {0,1}, {2,3}, {4,5}, {6,7}: the j-th 16 of 32 columns takes chunk 2q + j.
-// split.cu writes x's plane in this order (kOrdered).
+// split_rows.cuh writes x's plane in this order (kOrdered).
 //
 // The prelude defines kTolerance, that of one plane.
 #pragma once
@@ -121,6 +121,7 @@ __device__ __forceinline__ void raise_flag(Flag* flags, int row, Flag flag) {
 
 // Notes a column that a row's halves do not hold: once, whoever finds it.
 __device__ __forceinline__ void note_spoilt(Flag* flags, ColumnList* lists, int row, int column) {
+  if (__ldcg(flags + row) & kWhole) return;
   int* list = reinterpret_cast<int*>(lists + row);
   for (int i = 0; i < kListed; ++i) {
     const int there = atomicCAS(list + i, -1, column);
