@@ -2,8 +2,8 @@
 // multiplies (weight_fragments.cuh). Where x has few rows that costs less than making a plane of W first.
 //
 // Persistent blocks; a tile is kBlockN rows of W by kBlockM rows of x. W is operand A, so a thread's
-// accumulators run along x's rows: at a tile's end they are turned around through x's ring, and the epilogue
-// is the other kernels' (norm_epilogue.cuh).
+// accumulators run along x's rows: at a tile's end they are turned around through x's ring, and a warp finishes
+// a row of x (turned_epilogue.cuh).
 //
 // SCALES. A row's scale must be known before the row is read: sample_rows.cuh estimates it from a part of the
 // row, with room above. Where that does not suffice halves overflow: then the block reads the rows that
@@ -13,15 +13,13 @@
 // Each of the blocks that multiply the same rows of W looks at a share of the steps: whether halves hold what
 // they round, and in training it writes them as W's plane.
 //
-// The prelude defines kWritesPlane; what two_rings.cuh, weight_fragments.cuh and turned_epilogue.cuh need; the instruction
-// wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b); OPERAND_PARAMETERS,
-// OPERAND_LIST.
+// The prelude defines kWritesPlane; what two_rings.cuh, weight_fragments.cuh and turned_epilogue.cuh need; the
+// instruction wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b); OPERAND_PARAMETERS, OPERAND_LIST.
 #include "dependent.cuh"
 #include "plane_value.cuh"
 #include "sample_rows.cuh"
-#include "two_rings.cuh"
-
 #include "turned_epilogue.cuh"
+#include "two_rings.cuh"
 
 // The thread, found out anew, as lane_here() does.
 __device__ __forceinline__ int thread_here() {
@@ -270,12 +268,10 @@ __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, c
 // w_flags, w_columns (n,): as split_rows.cuh has them. w_plane: (n, k_padded) where kWritesPlane.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear_norm_fp32_weight(const __grid_constant__ TensorMap map_x,
-                            const __grid_constant__ TensorMap map_w,
-                            float* y, float* z,
-                            const float* bias,
-                            const float* gamma,
-                            const float* beta, const float* row_scale,
-                            float* mean, float* rstd, const float* w, i64 w_stride, float* w_scale,
+                            const __grid_constant__ TensorMap map_w, float* y, float* z,
+                            const float* bias, const float* gamma, const float* beta,
+                            const float* row_scale, float* mean, float* rstd, const float* w,
+                            i64 w_stride, float* w_scale,
                             Flag* w_flags, ColumnList* w_columns, u16* w_plane, int m, int n, int k,
                             int k_padded OPERAND_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -298,6 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     take_registers<240>();
     const Epilogue e = {bias, gamma, beta, OPERAND_LIST, row_scale, y, z, mean, rstd, m, n};
-    consume(rings, e, {w, w_stride, w_scale, w_flags, w_columns, w_plane, k_padded}, shared, warpgroup, k, k_steps);
+    const Weight weight = {w, w_stride, w_scale, w_flags, w_columns, w_plane, k_padded};
+    consume(rings, e, weight, shared, warpgroup, k, k_steps);
   }
 }
