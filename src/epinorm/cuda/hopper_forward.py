@@ -17,11 +17,11 @@ from torch import Tensor
 from epinorm.cuda.device import sm_count
 from epinorm.cuda.hopper import Tile, linear_norm_source, shared_bytes
 from epinorm.cuda.hopper_fp32_forward import Fp32Weight, readable
-from epinorm.cuda.hopper_launch import Launch, addresses, parameters_at
+from epinorm.cuda.hopper_launch import Launch, addresses
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, persistent_blocks, planes_of
 from epinorm.cuda.jit import load
 from epinorm.cuda.kept_planes import KeptPlanes, room_for
-from epinorm.cuda.norm_text import matrix_arguments
+from epinorm.cuda.norm_text import matrix_arguments, parameters_at
 from epinorm.cuda.plane_products import planes_taken
 from epinorm.cuda.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.cuda.prepared import PreparedByProblem, new_tensor
@@ -271,7 +271,7 @@ class _Split(_WithTile):
         return found
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
-        """As ``_Launch.bind``; the function takes a ``_Weight`` too, and its buffer if the planes
+        """As ``Launch.bind``; the function takes a ``_Weight`` too, and its buffer if the planes
         are to be left for the backward pass."""
         outputs, new_buffer, launch, maps = (
             self.outputs(y_size), self.new_buffer, self.launch, self.maps

@@ -18,11 +18,11 @@ from epinorm.cuda.hopper_fp32_weight import (
     shared_bytes,
     split_and_sample_source,
 )
-from epinorm.cuda.hopper_launch import Launch, addresses, parameters_at
+from epinorm.cuda.hopper_launch import Launch, addresses
 from epinorm.cuda.hopper_plan import instance_for, persistent_blocks
 from epinorm.cuda.jit import load
 from epinorm.cuda.kept_planes import KeptPlanes
-from epinorm.cuda.norm_text import matrix_arguments
+from epinorm.cuda.norm_text import matrix_arguments, parameters_at
 from epinorm.cuda.planes import ORDERED_MULTIPLE, VECTOR_BYTES, split_shape, splitter
 from epinorm.cuda.planes import THREADS as SPLIT_THREADS
 from epinorm.cuda.prepared import new_tensor

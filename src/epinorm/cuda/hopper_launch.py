@@ -13,7 +13,7 @@ from epinorm.cuda.launch import tensor_map
 from epinorm.cuda.prepared import new_tensor
 from epinorm.plan import Forward, Inputs, Problem
 
-__all__ = ["Launch", "addresses", "parameters_at"]
+__all__ = ["Launch", "addresses"]
 
 MOST_MAPS = 512
 MOST_BOUND = 64
@@ -61,17 +61,6 @@ class Launch:
             self.maps.clear()
         maps = self.maps[key] = tuple(tensor_map(*box).data for box in boxes)
         return maps
-
-
-def parameters_at(
-    bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None
-) -> tuple[int, int, int]:
-    """The addresses of the parameters, 0 for what is not there."""
-    return (
-        0 if bias is None else bias.data_ptr(),
-        0 if gamma is None else gamma.data_ptr(),
-        0 if beta is None else beta.data_ptr(),
-    )
 
 
 def addresses(out: Forward) -> tuple[int, int, int, int]:

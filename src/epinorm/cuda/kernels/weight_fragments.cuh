@@ -50,8 +50,7 @@ __device__ __forceinline__ bool any_below(u32 pair, u32 limit) {
 // Up to 2^-17 halves, whose steps are 2^-24 down there, may not hold a value to 2^-8.
 constexpr u32 kSmallBits = 0x0081;
 
-// Two rows of W, `row` and 8 rows below, as a lane sees them. `shared`: where its first chunk of the upper
-// row lies in a box.
+// Two rows of W, one and the one 8 below, as a lane sees them.
 struct OwnRows {
   float factor[2];
 
@@ -114,7 +113,7 @@ __device__ __forceinline__ void write_pieces(u16* plane, const Fragments& a, int
   }
 }
 
-// A flag of a row, beside those that other blocks set: together they are kWhole, as any two are.
+// A flag of a row, beside what other blocks set: where kWhole is among them it stays so.
 __device__ __forceinline__ void raise_flag(Flag* flags, int row, Flag flag) {
   atomicOr(reinterpret_cast<u32*>(flags + (row & ~3)), u32{flag} << row % 4 * 8);
 }
