@@ -17,6 +17,7 @@ from epinorm.cuda import (
     norm_backward,
     plane_products,
     planes,
+    rescue,
     rescue_gradient,
 )
 from epinorm.cuda.device import Gpu
@@ -74,7 +75,7 @@ def launched(monkeypatch):
         "tensor_map": lambda *arguments: type("Map", (), {"data": b"0" * 128}),
     }
     modules = (backward, gradient_planes, hopper_product, norm_backward, plane_products, planes)
-    for module in (*modules, rescue_gradient):
+    for module in (*modules, rescue, rescue_gradient):
         for name, stand in stands.items():
             monkeypatch.setattr(module, name, stand, raising=False)
         for value in vars(module).values():
@@ -87,7 +88,7 @@ def launched(monkeypatch):
     norm_backward._prepared.clear()
     yield found
     calls.forget_plans()
-    for module in (*modules, rescue_gradient):
+    for module in (*modules, rescue, rescue_gradient):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()

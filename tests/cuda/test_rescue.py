@@ -1,4 +1,5 @@
-"""The range guard's kernel compiles without a GPU, without spills; its tiles hold whole groups."""
+"""The range guard's kernel compiles without a GPU, without spills; its tiles hold whole groups, and
+long sums are shared out."""
 
 import dataclasses
 
@@ -6,8 +7,17 @@ import pytest
 import torch
 
 from epinorm.chain import Chain
+from epinorm.cuda import rescue
 from epinorm.cuda.jit import compile_cubin
-from epinorm.cuda.rescue import RescueTile, rescue_source, rescue_tile
+from epinorm.cuda.prepared import PreparedByProblem
+from epinorm.cuda.rescue import (
+    MOST_SPLITS,
+    STATIC_BYTES,
+    RescueTile,
+    rescue_source,
+    rescue_tile,
+    splits_of,
+)
 from epinorm.plan import Problem
 from epinorm.pointwise import DEFINITIONS
 
@@ -17,6 +27,9 @@ HEAVY = "gelu|mul_channel|add_residual|group_norm({groups})|add_residual|mish|mu
 EVERY = "|".join(["group_norm({groups})", *(n for n in DEFINITIONS if n not in ("scale", "add"))])
 MOST_REGISTERS = 255
 """Of a thread where a block of 256 has a multiprocessor to itself; more would be spilled."""
+H200 = 132
+"""Multiprocessors."""
+SQUARE, WIDE = RescueTile(128, 128, 128), RescueTile(64, 256, 256)
 
 VARIANTS = [
     (2, EASY, True),
@@ -52,21 +65,29 @@ def problem_of(group: int, chain: str = EASY, training: bool = True, **changes: 
     return dataclasses.replace(problem, **changes)
 
 
-def check(problem: Problem, aligned: bool, arch: str) -> None:
-    result = compile_cubin(rescue_source(problem, aligned, arch))
+def check(problem: Problem, aligned: bool, arch: str, splits: int = 1) -> None:
+    result = compile_cubin(rescue_source(problem, aligned, arch, splits=splits))
     assert (result.spill_bytes, result.stack_bytes) == (0, 0), result.log
     assert 128 < result.registers <= MOST_REGISTERS  # two accumulators of 64 alone take 128
+    assert result.shared_bytes <= STATIC_BYTES
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("arch, splits", [("sm_90a", 1), ("sm_90a", MOST_SPLITS), ("sm_80", 1)])
 @pytest.mark.parametrize("group, chain, training", VARIANTS)
-def test_compiles_without_spills(group, chain, training, arch):
-    check(problem_of(group, chain, training), True, arch)
+def test_compiles_without_spills(group, chain, training, arch, splits):
+    check(problem_of(group, chain, training), True, arch, splits)
 
 
+@pytest.mark.parametrize("splits", [1, MOST_SPLITS])
 @pytest.mark.parametrize("group, chain", [(16, EASY), (24, HEAVY), (248, HEAVY)])
-def test_unaligned_rows_compile_without_spills(group, chain):
-    check(problem_of(group, chain), False, "sm_90a")
+def test_unaligned_rows_compile_without_spills(group, chain, splits):
+    check(problem_of(group, chain), False, "sm_90a", splits)
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("group, chain", [(24, HEAVY), (248, HEAVY)])
+def test_smaller_clusters_compile_without_spills(group, chain, splits):
+    check(problem_of(group, chain), True, "sm_90a", splits)
 
 
 def test_absent_parameters_compile_without_spills():
@@ -111,3 +132,68 @@ def test_every_item_is_counted_once():
     assert tile.items(1, 16) == 8
     assert tile.items(1024, 8192) == 8 * 64
     assert tile.items(1025, 129) == 2 * 2 * 8
+
+
+def test_rows_and_columns_that_keep_half_of_the_gpu_at_work_are_not_split():
+    assert splits_of(SQUARE, 8192, 8192, 8192, H200) == 1
+    assert splits_of(SQUARE, 8192, 4352, 8192, H200) == 1
+    assert splits_of(SQUARE, 4352, 8192, 8192, H200) == 1
+
+
+def test_short_rows_with_long_sums_are_split_as_far_as_blocks_are_left():
+    assert splits_of(SQUARE, 8192, 4096, 8192, H200) == 2
+    assert splits_of(SQUARE, 4096, 8192, 8192, H200) == 2  # columns of so many rows
+    assert splits_of(SQUARE, 1024, 8192, 8192, H200) == MOST_SPLITS
+    assert splits_of(SQUARE, 8192, 1024, 16384, H200) == MOST_SPLITS
+    assert splits_of(SQUARE, 128, 128, 65536, H200) == MOST_SPLITS
+    assert splits_of(SQUARE, 1, 1, 65536, 4) == 2
+
+
+@pytest.mark.parametrize("length, splits", [(0, 1), (1023, 1), (1024, 2), (4095, 4), (4096, 8)])
+def test_short_sums_are_not_split(length, splits):
+    assert splits_of(SQUARE, 100, 100, length, H200) == splits
+
+
+def test_splits_follow_the_tile():
+    """One flag makes 16 tiles of the rows, or 32 of the columns."""
+    assert splits_of(WIDE, 1024, 8192, 8192, H200) == 4
+    assert splits_of(SQUARE, 1024, 8192, 8192, H200) == 8
+
+
+class Stand:
+    """In place of a kernel on a GPU that holds 14 clusters at a time."""
+
+    def clusters_at_once(self, *_):
+        return 14
+
+    def prepare(self, _signature, grid, _threads, *, cluster, dependent, **_shared):
+        return grid, cluster, dependent
+
+
+@pytest.fixture(params=["sm_90a", "sm_80"])
+def arch(request, monkeypatch):
+    """Of an imaginary GPU, whose kernels are not compiled."""
+    clusters = request.param == "sm_90a"
+    monkeypatch.setattr(rescue, "starts_early", lambda device: clusters)
+    monkeypatch.setattr(rescue, "arch_of", lambda device: request.param)
+    monkeypatch.setattr(rescue, "max_shared_bytes", lambda device: 163 * 1024)
+    monkeypatch.setattr(rescue, "sm_count", lambda device: H200)
+    monkeypatch.setattr(rescue, "_prepared", PreparedByProblem(rescue._Prepared))
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "shape, clusters", [((1024, 8192, 8192), 14), ((1000, 8192, 128), 8), ((1024, 64, 8192), None)]
+)
+def test_no_more_clusters_than_run_at_once(shape, clusters, arch, monkeypatch):
+    m, k, n = shape
+    sources = []
+    monkeypatch.setattr(rescue, "load", lambda source, _: sources.append(source) or Stand())
+    problem = problem_of(16, chain=f"group_norm({n // 16})", m=m, k=k, n=n)
+    launched = rescue.rescue_launch(problem, True)
+    splits = MOST_SPLITS if clusters and arch == "sm_90a" else 1
+    assert f"constexpr int kSplits = {splits};\n" in sources[0].text
+    if splits > 1:
+        assert launched == (clusters * splits, splits, True)
+    else:
+        assert launched == (min(SQUARE.items(m, n), H200), None, arch == "sm_90a")

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from epinorm.accuracy import allowed_error, relative_error
 from epinorm.chain import Chain
-from epinorm.cuda.rescue import rescue
+from epinorm.cuda import rescue as guard
+from epinorm.cuda.device import sm_count
+from epinorm.cuda.prepared import starts_early
+from epinorm.cuda.rescue import rescue, rescue_launch, rescue_tile, splits_of
 from epinorm.plan import Forward, Inputs, Problem
 from epinorm.reference import apply_pointwise, epilogue, linear_norm
 
@@ -189,6 +192,17 @@ def _full_precision():
     torch.backends.cuda.matmul.fp32_precision = was
 
 
+@pytest.fixture(params=[1, 2, 4, 8])
+def splits(request, monkeypatch):
+    """As many blocks share each sum, whatever the problem."""
+    if request.param > 1 and not starts_early(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("no clusters")
+    monkeypatch.setattr(guard, "splits_of", lambda *_: request.param)
+    guard._prepared.clear()
+    yield request.param
+    guard._prepared.clear()
+
+
 def test_nothing_flagged_writes_nothing():
     for m, groups in ((1, 1), (1024, 16), (3001, 5)):
         for found in make_case(16, groups, m).compute():
@@ -242,6 +256,103 @@ def test_lengths(k):
         assert relative_error(y[mask], truth[mask]) < 4 * ULP
 
 
+FLAGS = pytest.mark.parametrize(
+    "rows, columns", [(0.02, 0.0), (0.0, 0.002), (0.3, 0.01), (1.0, 0.0), (0.0, 1.0)]
+)
+"""Rows of x, of W, both; all of either."""
+
+
+@FLAGS
+@pytest.mark.parametrize("group", [2, 16, 24, 128, 256])
+def test_sums_shared_by_blocks(group, rows, columns, splits):
+    """Thin tiles and full ones, several chunks of rows, strips that end before the tile does."""
+    case = make_case(group, 700 // group + 1, 1100, 1500, rows=rows, columns=columns)
+    if columns:
+        case.column_flags[-1] = 1
+    case.check()
+
+
+@pytest.mark.parametrize("m", [1, 5, 31, 33, 127])
+def test_fewer_rows_than_blocks_share_or_not_as_many_each(m, splits):
+    for case in (make_case(16, 9, m, 1100, rows=1.0), make_case(72, 4, m, 1100, columns=1.0)):
+        case.check()
+
+
+@pytest.mark.parametrize("k", [1, 3, 31, 32, 33, 100, 255, 257, 513, 4099])
+def test_lengths_that_leave_blocks_with_little_or_nothing(k, splits):
+    for group, groups in ((16, 20), (72, 5)):
+        make_case(group, groups, 70, k, rows=0.6, columns=0.01).check()
+
+
+def test_an_empty_sum_is_zero_in_all_blocks(splits):
+    case = make_case(16, 20, 70, 0, rows=0.6)
+    assert (case.compute().z[case.row_flags.bool()] == 0).all()
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("extra", [0, 4, 7])
+def test_shared_sums_of_every_kind_of_kernel(extra, training, splits):
+    """Aligned rows and others, with and without what backward needs."""
+    case = make_case(
+        24, 9, 300, 1777, HEAVY, rows=0.1, columns=0.01, extra=extra, training=training
+    )
+    case.check()
+
+
+def test_flags_that_the_kernel_before_writes(splits):
+    """Each time that kernel is the one that sets them, just before the guard."""
+    case = make_case(16, 40, 600, 1100, rows=0.1, columns=0.01)
+    expected, forward = case.compute(), case.empty()
+    flags = [t.clone() for t in (case.row_flags, case.column_flags)]
+    x, w, bias, gamma, beta, _ = case.inputs
+    addresses = [t.data_ptr() for t in (bias, gamma, beta, case.row_flags, case.column_flags)]
+    launch = rescue_launch(case.problem, (x.stride(0) | w.stride(0)) % 4 == 0, flags_late=True)
+    for _ in range(20):
+        for t in (*forward, case.row_flags):
+            t.fill_(NAN if t.is_floating_point() else 0)
+        torch.mul(flags[1], 1, out=case.column_flags)
+        torch.mul(flags[0], 1, out=case.row_flags)
+        launch(
+            *(x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0)),
+            *addresses,
+            *(t.data_ptr() for t in forward),
+            *(600, 640, 1100),
+        )
+        for found, one in zip(forward, expected, strict=True):
+            assert torch.equal(bits(found), bits(one))
+
+
+def test_bits_do_not_depend_on_other_flags_however_sums_are_shared(splits):
+    """A row's, and a group's: alone, among a few and among all."""
+    for group, groups, k in ((16, 40, 1500), (72, 9, 333), (256, 3, 1100)):
+        everything = make_case(group, groups, 1100, k, rows=1.0)
+        expected = everything.compute()
+        problem, inputs = everything.problem, everything.inputs
+        for rows, columns in (([1030], []), ([], [group]), (range(50, 90), [0]), ([7, 1099], [3])):
+            flags = (
+                torch.zeros_like(everything.row_flags),
+                torch.zeros_like(everything.column_flags),
+            )
+            for of, indices in zip(flags, (rows, columns), strict=True):
+                of[list(indices)] = 1
+            case = Case(problem, inputs, *flags)
+            cells = case.flagged
+            wide = cells.repeat_interleave(group, 1)
+            for name, found in case.compute()._asdict().items():
+                mask = wide if name in ("y", "z") else cells
+                assert torch.equal(bits(found[mask]), bits(getattr(expected, name)[mask])), name
+                assert found[~mask].isnan().all(), name
+
+
+def test_more_items_than_clusters_run_at_once(splits):
+    """Each cluster takes several, and blocks of it must not run ahead into the next one's tile."""
+    case = make_case(16, 260, 2100, 300, rows=1.0)
+    case.check()
+    case.row_flags[torch.rand(2100, device="cuda") < 0.9] = 0
+    case.column_flags[5::1000] = 1
+    case.check()
+
+
 @pytest.mark.parametrize("extra", [1, 2, 4, 7])
 def test_rows_at_any_address_with_any_stride(extra):
     make_case(24, 9, 150, 777, HEAVY, rows=0.5, columns=0.01, extra=extra).check()
@@ -292,7 +403,7 @@ def test_values_are_the_same_wherever_a_row_is_computed():
 
 @pytest.mark.parametrize("chain", [EASY, "rms_norm"])
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), NAN])
-def test_inf_and_nan_propagate_as_in_eager(chain, value):
+def test_inf_and_nan_propagate_as_in_eager(chain, value, splits):
     groups = 8 if chain is EASY else 1
     case = make_case(16 if chain is EASY else 128, groups, 50, chain=chain)
     case.inputs.x[3, 17] = value
@@ -383,6 +494,34 @@ def test_costs_next_to_nothing_where_nothing_is_flagged(m, k, groups):
     cost = microseconds(guarded, 100) - alone
     print(f"({m}, {k}) -> {groups * 16}: nothing flagged costs {cost:.2f} us")
     assert cost < 5
+
+
+@pytest.mark.parametrize("m, k, groups", [(1024, 8192, 512), (16384, 1024, 64), (8192, 4096, 256)])
+def test_one_flag_keeps_much_of_the_gpu_at_work(m, k, groups):
+    """One row of W, and one of x: a small part of what all of them cost."""
+    case = make_case(16, groups, m, k, training=False)
+    forward, n = case.empty(), groups * 16
+    splits = splits_of(rescue_tile(16), m, n, k, sm_count())
+
+    def cost() -> float:
+        return microseconds(
+            lambda: rescue(case.problem, case.inputs, case.row_flags, case.column_flags, forward),
+            1,
+            5,
+        )
+
+    case.column_flags[n // 2] = 1
+    column = cost()
+    case.column_flags.zero_()
+    case.row_flags[m // 2] = 1
+    row = cost()
+    case.row_flags.fill_(1)
+    everything = cost()
+    print(
+        f"({m}, {k}) -> {n}, {splits} splits: one row of W {column:.0f} us, of x {row:.0f}, "
+        f"all {everything:.0f}"
+    )
+    assert max(column, row) < everything / 4
 
 
 def test_costs_about_what_eager_does_where_all_is_flagged():

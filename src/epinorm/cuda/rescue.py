@@ -17,12 +17,23 @@ from torch import Tensor
 from epinorm.cuda.codegen import chain_text
 from epinorm.cuda.device import arch_of, max_shared_bytes, sm_count
 from epinorm.cuda.jit import KernelSource, load
+from epinorm.cuda.launch import Kernel
 from epinorm.cuda.norm_text import OPERAND_SIGNATURE, matrix_arguments, parameter_addresses
 from epinorm.cuda.prepared import PreparedByProblem, starts_early
 from epinorm.cuda.source import kernel_text
 from epinorm.plan import Forward, Inputs, Problem
 
-__all__ = ["LARGEST_GROUP", "RescueTile", "rescue", "rescue_launch", "rescue_source", "rescue_tile"]
+__all__ = [
+    "LARGEST_GROUP",
+    "MOST_SPLITS",
+    "RescueTile",
+    "prepare_guard",
+    "rescue",
+    "rescue_launch",
+    "rescue_source",
+    "rescue_tile",
+    "splits_of",
+]
 
 SIGNATURE = "plpl" + "ppp" + "pp" + "pppp" + "iii"
 """x, w and their row strides; bias, gamma, beta; the flags; y, z, mean, rstd; m, n, k."""
@@ -33,6 +44,11 @@ CHUNK_ROWS = 1024
 LARGEST_GROUP = 256
 LARGEST_SHARED = 232448
 """Bytes that a block of any GPU so far can have."""
+
+MOST_SPLITS = 8
+"""Blocks of a cluster of any GPU that has clusters."""
+SHORTEST_SPLIT = 512
+"""Values of the summed index that are worth a block of their own."""
 
 _VALUES = 128 * 128  # of a tile: 64 a thread
 _PAD = 4  # values between rows in shared memory
@@ -96,17 +112,38 @@ def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
     return max(tiles, key=lambda tile: tile.columns / tile.width)
 
 
+def splits_of(tile: RescueTile, rows: int, columns: int, length: int, multiprocessors: int) -> int:
+    """How many blocks, 1, 2, 4 or 8, share each sum of ``length`` products of a (rows, columns)
+    result: until one flag, of a row or of a column, keeps half of the GPU at work.
+
+    One is what chance brings: a row by estimate in one of ten random dz of 16384 x 1024, a column
+    in one of ten or twenty random W of 8192 x 8192. The same whatever is flagged, so that a result
+    does not depend on its neighbours' flags.
+    """
+    tiles = min(-(-rows // tile.rows), -(-columns // tile.columns))
+    splits = 1
+    while (
+        splits < MOST_SPLITS
+        and tiles * splits * 4 <= multiprocessors
+        and length >= splits * 2 * SHORTEST_SPLIT
+    ):
+        splits *= 2
+    return splits
+
+
 def rescue_source(
     problem: Problem,
     aligned: bool,
     arch: str,
     limit: int = LARGEST_SHARED,
     flags_late: bool = False,
+    splits: int = 1,
 ) -> KernelSource:
     """The kernel's text for ``problem``'s chain and group size; compiles without a GPU.
 
     aligned: each row of x and of weight begins at a multiple of 16 bytes. limit: as in
-    ``RescueTile``. flags_late: the kernel before it writes flags.
+    ``RescueTile``. flags_late: the kernel before it writes flags. splits: blocks that share a sum,
+    1 before sm_90.
     Raises `ValueError` for a problem that is not fp32 throughout, or a group that does not fit.
     """
     dtypes = (problem.dtype, problem.norm_dtype, problem.out_dtype)
@@ -120,6 +157,7 @@ def rescue_source(
         "kWidth": tile.width,
         "kBlockK": tile.block_k,
         "kStages": tile.stages,
+        "kSplits": splits,
         "kAligned": aligned,
         "kGroup": group,
         "kHasBias": problem.has_bias,
@@ -140,6 +178,33 @@ def rescue_source(
         + f"#define STRIDE_LIST {{{strides}}}\n"
     )
     return KernelSource("rescue", kernel_text("rescue.cu", prelude), arch)
+
+
+def prepare_guard(
+    kernel: Kernel,
+    device: torch.device,
+    signature: str,
+    tile: RescueTile,
+    splits: int,
+    shape: tuple[int, int],
+) -> Callable[..., None]:
+    """A function of ``signature``'s arguments that launches a guard of a result of this shape, of
+    which ``splits`` blocks share each sum."""
+    # No more clusters than run at once: each takes its items in turn, so one that started when
+    # others have ended would take as long again.
+    at_once = (
+        kernel.clusters_at_once(splits, THREADS, tile.shared_bytes)
+        if splits > 1
+        else sm_count(device)
+    )
+    return kernel.prepare(
+        signature,
+        max(min(tile.items(*shape), at_once), 1) * splits,
+        THREADS,
+        shared_bytes=tile.shared_bytes,
+        cluster=splits if splits > 1 else None,
+        dependent=starts_early(device),
+    )
 
 
 def rescue(
@@ -190,16 +255,14 @@ class _Prepared:
         problem, device = self.problem, self.problem.device
         limit = max_shared_bytes(device)
         tile = rescue_tile(problem.n // problem.groups, limit)
-        source = rescue_source(problem, aligned, arch_of(device), limit, flags_late)
-        kernel = load(source, device)
+        m, n = problem.m, problem.n
+        # Clusters came with sm_90, as early starts did.
+        clusters = starts_early(device)
+        splits = splits_of(tile, m, n, problem.k, sm_count(device)) if clusters else 1
+        source = rescue_source(problem, aligned, arch_of(device), limit, flags_late, splits)
         signature = SIGNATURE + OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
-        launch = self.launches[aligned, flags_late] = kernel.prepare(
-            signature,
-            min(tile.items(problem.m, problem.n), sm_count(device)),
-            THREADS,
-            shared_bytes=tile.shared_bytes,
-            dependent=starts_early(device),
-        )
+        launch = prepare_guard(load(source, device), device, signature, tile, splits, (m, n))
+        self.launches[aligned, flags_late] = launch
         return launch
 
 

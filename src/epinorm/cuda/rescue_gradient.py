@@ -16,14 +16,13 @@ from torch import Tensor
 from epinorm.cuda.device import arch_of, max_shared_bytes, sm_count
 from epinorm.cuda.jit import KernelSource, load
 from epinorm.cuda.prepared import starts_early
-from epinorm.cuda.rescue import THREADS, VECTOR_BYTES, RescueTile
+from epinorm.cuda.rescue import VECTOR_BYTES, RescueTile, prepare_guard, splits_of
 from epinorm.cuda.source import kernel_text
 
 __all__ = [
     "TILE",
     "prepare_rescue",
     "rescue_gradient_source",
-    "splits_of",
     "tile_of",
 ]
 
@@ -32,10 +31,6 @@ SIGNATURE = "plpl" + "ppp" + "p" + "iii"
 result; m, n, k."""
 
 TILE = RescueTile(128, 128, 128)
-MOST_SPLITS = 8
-"""Blocks of a cluster of any GPU that has clusters."""
-SHORTEST_SPLIT = 512
-"""Values of the summed index that are worth a block of their own."""
 FLAG_BYTES = 4
 """What the address of flags must be a multiple of."""
 LIST_BYTES = 16
@@ -73,23 +68,6 @@ def rescue_gradient_source(
     }
     text = "".join(f"constexpr int {name} = {int(value)};\n" for name, value in prelude.items())
     return KernelSource("rescue_gradient", kernel_text("rescue_gradient.cu", text), arch)
-
-
-def splits_of(rows: int, columns: int, length: int, multiprocessors: int) -> int:
-    """How many blocks, 1, 2, 4 or 8, share each sum: until one flag keeps half of the GPU at work.
-
-    One is what chance brings: a row by estimate in one of ten random dz of 16384 x 1024, a column
-    in one of ten or twenty random W of 8192 x 8192.
-    """
-    tiles = -(-min(rows, columns) // TILE.columns)
-    splits = 1
-    while (
-        splits < MOST_SPLITS
-        and tiles * splits * 4 <= multiprocessors
-        and length >= splits * 2 * SHORTEST_SPLIT
-    ):
-        splits *= 2
-    return splits
 
 
 def prepare_rescue(
@@ -155,20 +133,8 @@ def _launcher(
     adds: bool,
     device: torch.device,
 ) -> Callable[..., None]:
-    early = starts_early(device)  # sm_90: clusters too
-    count = sm_count(device)
-    splits = splits_of(rows, columns, length, count) if early else 1
+    clusters = starts_early(device)  # both came with sm_90
     tile = tile_of(max_shared_bytes(device))
+    splits = splits_of(tile, rows, columns, length, sm_count(device)) if clusters else 1
     source = rescue_gradient_source(transposed_a, aligned, splits, arch_of(device), tile, adds)
-    kernel = load(source, device)
-    # No more clusters than run at once: each takes its items in turn, so one that started when
-    # others have ended would take as long again.
-    clusters = kernel.clusters_at_once(splits, THREADS, tile.shared_bytes) if splits > 1 else count
-    return kernel.prepare(
-        SIGNATURE,
-        max(min(tile.items(rows, columns), clusters), 1) * splits,
-        THREADS,
-        shared_bytes=tile.shared_bytes,
-        cluster=splits if splits > 1 else None,
-        dependent=early,
-    )
+    return prepare_guard(load(source, device), device, SIGNATURE, tile, splits, (rows, columns))

@@ -16,8 +16,9 @@ from epinorm.cuda.hopper import ARCH, product_shared_bytes, product_source
 from epinorm.cuda.hopper_plan import planes_of
 from epinorm.cuda.hopper_product import BOX, THREADS, ProductShape, add_splits_source, choose
 from epinorm.cuda.planes import split_source
+from epinorm.cuda.rescue import splits_of
 from epinorm.cuda.rescue_gradient import TILE as RESCUE_TILE
-from epinorm.cuda.rescue_gradient import rescue_gradient_source, splits_of
+from epinorm.cuda.rescue_gradient import rescue_gradient_source
 from epinorm.kernelbench.export_core import ROWS_MULTIPLE, Products
 from epinorm.kernelbench.export_text import ELEMENTS, SMS, entry, prelude_of
 from epinorm.plan import Problem
@@ -68,7 +69,7 @@ class _Product:
             add = add_splits_source(choice.parts, self.out_dtype)
             found[f"ADD_{self.name}"] = prelude_of(add, "add_splits.cu")
         if self.scaled:
-            splits = splits_of(shape.rows, shape.columns, shape.length, SMS)
+            splits = splits_of(RESCUE_TILE, shape.rows, shape.columns, shape.length, SMS)
             rescue = rescue_gradient_source(not self.major_k_a, True, splits, ARCH)
             found[f"RESCUE_{self.name}"] = prelude_of(rescue, "rescue_gradient.cu")
         return found

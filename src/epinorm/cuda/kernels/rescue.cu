@@ -8,13 +8,14 @@
 // there are many, and ends.
 //
 // The prelude defines the chain (codegen.py); kRows, kColumns and kWidth of a tile: rows, columns
-// used, columns multiplied; kBlockK and kStages of the ring; kAligned (every row of x and w begins at
-// a multiple of 16 bytes); kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kKeep
-// (training: z, mean and rstd are written); kFlagsLate (the previous kernel writes flags);
-// OPERAND_PARAMETERS, OPERAND_LIST, STRIDE_LIST.
+// used, columns multiplied; kBlockK and kStages of the ring; kSplits, the blocks of a cluster, which
+// share the sum over k of each item; kAligned (every row of x and w begins at a multiple of 16 bytes);
+// kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kKeep (training: z, mean and rstd are
+// written); kFlagsLate (the previous kernel writes flags); OPERAND_PARAMETERS, OPERAND_LIST,
+// STRIDE_LIST.
 #include "dependent.cuh"
 #include "numeric.cuh"
-#include "rescue_product.cuh"
+#include "rescue_splits.cuh"
 #include "variance.cuh"
 
 struct Epilogue {
@@ -43,6 +44,21 @@ EPINORM_FUNCTION int select(GroupSelection& selection, const Item& item, const F
   return select_rows(selection, item, every_row, row_flags, m);
 }
 
+// Adds the tiles of all blocks of the cluster up in this block's own, in its part of the rows, which it
+// returns. No other block reads these rows of this tile, nor are they written in any other.
+EPINORM_FUNCTION Range add_tiles(float* tile, int rows) {
+  const Range own = own_rows(rows);
+  if constexpr (kSplits > 1) {
+    cluster_sync();  // all tiles are there
+    for (int i = own.first * kColumns + threadIdx.x; i < own.end * kColumns; i += kThreads) {
+      float* place = tile + i / kColumns * kTileStride + i % kColumns;
+      *place = sum_of_blocks(place);
+    }
+    cluster_sync();  // the sums are there, and from here on a block reads its own tile alone
+  }
+  return own;
+}
+
 // A team holds one (row, group): the lanes' columns are interleaved, and divide the group.
 constexpr int kLowestBit = kGroup & -kGroup;
 constexpr int kLanes = kLowestBit < 32 ? kLowestBit : 32;
@@ -63,16 +79,19 @@ EPINORM_FUNCTION void load_operands(float (&t)[chain::kSlots], const Epilogue& e
     t[i] = e.operands[i][chain::is_channel(i) ? column : row * e.strides[i] + column];
 }
 
-// From the tile of the linear's output without bias to y, for the (row, group)s that are flagged.
-// Every lane only reads and writes its own values of the tile, so no barrier is needed.
-EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, int rows,
+// From the tile of the linear's output without bias to y, for the (row, group)s that are flagged in
+// these rows of the tile. Every lane only reads and writes its own values of it, so no barrier is
+// needed.
+EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range rows,
                              int first_column, const Epilogue& e) {
   constexpr float kInverse = 1.0f / kGroup;
   const int lane = threadIdx.x % kLanes;
-  for (int first = threadIdx.x / 32 * (32 / kLanes); first < rows * kGroups; first += kTeams) {
+  const int end_cell = rows.end * kGroups;
+  for (int first = rows.first * kGroups + threadIdx.x / 32 * (32 / kLanes); first < end_cell;
+       first += kTeams) {
     const int cell = first + threadIdx.x % 32 / kLanes;
     const int group = cell % kGroups, column = first_column + group * kGroup;
-    const bool inside = cell < rows * kGroups && column < e.n;
+    const bool inside = cell < end_cell && column < e.n;
     const int row = inside ? selection.rows[cell / kGroups] : 0;
     const bool flagged = inside && (selection.groups[group] || e.row_flags[row]);
     if (!__any_sync(kAllLanes, flagged)) continue;
@@ -144,9 +163,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   const ItemOrder order(m, n);
-  const int warp = threadIdx.x / 32, step = gridDim.x;
+  // All below is decided by flags and an item's index, so alike in all blocks of a cluster.
+  const int warp = threadIdx.x / 32, step = gridDim.x / kSplits;
   bool waited = false;
-  for (int first = blockIdx.x; first < order.count(); first += step * kLooks * kWarps) {
+  for (int first = blockIdx.x / kSplits; first < order.count(); first += step * kLooks * kWarps) {
     bool any = false;
     for (int look = 0; look < kLooks; ++look) {
       const int index = first + (look * kWarps + warp) * step;
@@ -168,11 +188,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const int rows = select(selection, item, row_flags, column_flags, m, n);
       if (rows <= 0) continue;
       const int column = item.first_column;
+      const Range own = own_k(k);
+      const int length = own.end - own.first;
+      const float *own_x = x + own.first, *own_w = w + own.first;
       if (rows <= Place<kThinRows>::kHeight)
-        multiply<kThinRows>(shared, selection, rows, x, x_stride, w, w_stride, column, n, k);
+        multiply<kThinRows>(shared, selection, rows, own_x, x_stride, own_w, w_stride, column, n,
+                            length);
       else
-        multiply<kFullRows>(shared, selection, rows, x, x_stride, w, w_stride, column, n, k);
-      finish(shared, selection, rows, column, e);
+        multiply<kFullRows>(shared, selection, rows, own_x, x_stride, own_w, w_stride, column, n,
+                            length);
+      finish(shared, selection, add_tiles(shared, rows), column, e);
     }
     __syncthreads();  // `near` is read no more
   }

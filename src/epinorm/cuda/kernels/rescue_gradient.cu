@@ -14,9 +14,8 @@
 // kTransposedA (`a` is (k, m)); kAligned (every row of an `a` that is (m, k) begins at a multiple of
 // 16 bytes); kAdds; kSplits, the blocks of a cluster, which share the sum over k of each item.
 #include "dependent.cuh"
-#include "hopper_barrier.cuh"
 #include "rescue_columns.cuh"
-#include "rescue_product.cuh"
+#include "rescue_splits.cuh"
 
 static_assert(kColumns == kWidth, "columns need not be whole groups here");
 static_assert(kThreads % kColumns == 0, "a thread stores one column of a tile");
@@ -50,35 +49,17 @@ EPINORM_FUNCTION bool any_row_flag(const ItemOrder& order, int first, int step,
   return any != 0;
 }
 
-// ld.shared::cluster of the float at `address` in block `rank`.
-EPINORM_FUNCTION float read_remote(u32 address, u32 rank) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];"
-               : "=f"(value)
-               : "r"(address_in_block(address, rank))
-               : "memory");
-  return value;
-}
-
 // From the tile to the result; with several blocks a sum, each adds their tiles in the order of k for
 // its share of the rows. A thread stores its column of all rows, or of the flagged ones alone.
 EPINORM_FUNCTION void store(const float* tile, const Selection& selection, int rows,
                             int first_column, bool all_rows, const Flag* row_flags, float* result,
-                            int n, u32 rank) {
+                            int n) {
   if constexpr (kSplits > 1) cluster_sync();  // all tiles are there
-  const u32 local = static_cast<u32>(__cvta_generic_to_shared(tile));
-  const int share = (rows + kSplits - 1) / kSplits, first = rank * share;
-  const int end = min(first + share, rows) * kColumns;
-  for (int i = first * kColumns + threadIdx.x; i < end; i += kThreads) {
+  const Range own = own_rows(rows);
+  for (int i = own.first * kColumns + threadIdx.x; i < own.end * kColumns; i += kThreads) {
     const int row = i / kColumns, column = i % kColumns;
     if (first_column + column >= n || !(all_rows || row_flags[selection.rows[row]])) continue;
-    const int at = row * kTileStride + column;
-    float value = tile[at];
-    if constexpr (kSplits > 1) {
-      value = 0.0f;
-#pragma unroll
-      for (u32 other = 0; other < kSplits; ++other) value += read_remote(local + at * 4, other);
-    }
+    const float value = sum_of_blocks(tile + row * kTileStride + column);
     float& target = result[static_cast<i64>(selection.rows[row]) * n + first_column + column];
     target = kAdds ? target + value : value;
   }
@@ -112,12 +93,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                  !gather(spoilt, sum_flags, sum_columns, k);
   const bool some_columns = any_index && !everything;
 
-  const u32 rank = kSplits > 1 ? blockIdx.x % kSplits : 0;  // clusters are whole runs of blocks
-  constexpr int kUnit = kBlockK * kSplits;
-  const int share = (k + kUnit - 1) / kUnit * kBlockK;
-  const int from = min(static_cast<int>(rank) * share, k), length = min(share, k - from);
-  const float* own_a = a + (kTransposedA ? from * a_stride : from);
-  const float* own_b = b + from * b_stride;
+  const Range own = own_k(k);
+  const int length = own.end - own.first;
+  const float* own_a = a + (kTransposedA ? own.first * a_stride : own.first);
+  const float* own_b = b + own.first * b_stride;
   for (int index = first; index < order.count(); index += step) {
     const Item item = order.at(index);
     const int column = item.first_column;
@@ -131,6 +110,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     else
       multiply<kFullRows, kTransposedA, true>(shared, selection, rows, own_a, a_stride, own_b,
                                               b_stride, column, n, length);
-    store(shared, selection, rows, column, all_rows, row_flags, result, n, rank);
+    store(shared, selection, rows, column, all_rows, row_flags, result, n);
   }
 }
