@@ -51,6 +51,15 @@ cudaError_t cudaFuncSetAttribute(Kernel*, int, int bytes) {
   allowed_shared_bytes = bytes;
   return cudaSuccess;
 }
+// Fewer clusters than four processors suggest.
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*, const cudaLaunchConfig_t* config) {
+  const bool known = config->numAttrs == 1 &&
+                     config->attrs[0].id == cudaLaunchAttributeClusterDimension &&
+                     config->gridDim.x == config->attrs[0].val.clusterDim.x;
+  *clusters = known && config->dynamicSmemBytes == size_t(allowed_shared_bytes) ? 3 : 0;
+  return cudaSuccess;
+}
 template <class... Parameters, class... Values>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Values&&... values) {

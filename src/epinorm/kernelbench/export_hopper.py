@@ -11,7 +11,7 @@ import torch
 from epinorm.cuda.hopper import ARCH, linear_norm_source, shared_bytes
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of, why_not
 from epinorm.cuda.planes import split_source
-from epinorm.cuda.rescue import rescue_source, rescue_tile
+from epinorm.cuda.rescue import rescue_source, rescue_tile, splits_of
 from epinorm.kernelbench.export_backward import products_of
 from epinorm.kernelbench.export_core import Part, part_of, why_not_guarded
 from epinorm.kernelbench.export_recipe import Recipe
@@ -67,10 +67,12 @@ def _instance(mode: str, problem: Problem, chains: Chains) -> str:
     preludes = {"MULTIPLY": chains.shortened(prelude)}
     if split:
         rows = -(-problem.m // 16) * 16 + problem.n
-        numbers["RESCUE_BYTES"] = rescue_tile(instance.group_columns).shared_bytes
+        guard = rescue_tile(problem.chain.channels_per_group(problem.n))
+        numbers["RESCUE_BYTES"] = guard.shared_bytes
         source = split_source(planes_of(problem), problem.k, True, ARCH, rows, SMS)
         preludes["SPLIT"] = prelude_of(source, "split.cu")
-        text = prelude_of(rescue_source(problem, True, ARCH), "rescue.cu")
+        splits = splits_of(guard, problem.m, problem.n, problem.k, SMS)
+        text = prelude_of(rescue_source(problem, True, ARCH, splits=splits), "rescue.cu")
         preludes["RESCUE"] = chains.shortened(text)
     return entry(repr(("hopper", mode, problem.training)), numbers, preludes)
 
