@@ -9,17 +9,20 @@ struct Range {
 };
 
 // This block's number in its cluster: clusters are whole runs of blocks.
-EPINORM_FUNCTION int split_rank() { return kSplits > 1 ? blockIdx.x % kSplits : 0; }
+EPINORM_FUNCTION int split_rank() { return blockIdx.x % kSplits; }
 
 // This block's part of `count`, in whole units; the last parts may be empty. (One block's is said
 // outright: ptxas, which cannot know that count is not negative, has no register left to find it.)
 template <int kUnit>
 EPINORM_FUNCTION Range own_part(int count) {
-  if constexpr (kSplits == 1) return {0, count};
-  constexpr int kUnits = kUnit * kSplits;
-  const int part = (count + kUnits - 1) / kUnits * kUnit;
-  const int first = min(split_rank() * part, count);
-  return {first, min(first + part, count)};
+  if constexpr (kSplits == 1) {
+    return {0, count};
+  } else {
+    constexpr int kUnits = kUnit * kSplits;
+    const int part = (count + kUnits - 1) / kUnits * kUnit;
+    const int first = min(split_rank() * part, count);
+    return {first, min(first + part, count)};
+  }
 }
 
 // Whole stages of the ring: rows that begin at a multiple of 16 bytes do so in each part.
