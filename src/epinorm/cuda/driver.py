@@ -67,6 +67,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
         c_int,
     ),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
+    "cuOccupancyMaxActiveClusters": (POINTER(c_int), c_void_p, c_void_p),
 }
 _OPTIONAL: dict[str, tuple[object, ...]] = {
     "cuKernelGetParamInfo": (c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)),  # 12.4

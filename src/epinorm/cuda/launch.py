@@ -55,6 +55,9 @@ _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
+_CONFIG = "<7I4xQQI4x"
+"""CUlaunchConfig: grid, block, shared bytes; stream, attributes, their number."""
+
 SHARED_BYTES_FOR_ALL = 48 * 1024
 """Dynamic shared memory that a kernel has without asking."""
 LARGEST_PORTABLE_CLUSTER = 8
@@ -226,6 +229,24 @@ class Kernel:
                 f"asking for the occupancy of {self.entry}",
             )
         return blocks.value
+
+    def clusters_at_a_time(self, block_threads: int, cluster: int) -> int:
+        """Clusters of ``cluster`` blocks of this many threads that the GPU holds at a time."""
+        shape = _shape(cluster, block_threads, 0, cluster, False)
+        stream = 0
+        config = struct.pack(
+            _CONFIG, *shape.numbers, stream, shape.attributes, shape.attribute_count
+        )
+        clusters = ctypes.c_int()
+        with torch.cuda.device(self.device):
+            make_primary_context_current(self.device)
+            check(
+                driver().cuOccupancyMaxActiveClusters(
+                    ctypes.byref(clusters), self._handle, ctypes.create_string_buffer(config)
+                ),
+                f"asking for the occupancy of {self.entry} in clusters of {cluster}",
+            )
+        return clusters.value
 
     def _set(self, attribute: int, value: int, what: str) -> None:
         number = ctypes.c_int()

@@ -1,0 +1,191 @@
+// Between the backward norm kernel and the products of an fp32 chain, where dz was written as planes once
+// (norm_backward_planes.cu): what dW and the range guard need besides.
+//
+// dW[n, k] = T / w_scale[n] * sum over i of up[i, n] X'[i, k], where up are dz's planes and X' x's, row i
+// times 2^(power[i] - t), which is 1 or less; T = 2^t is the largest of these powers. So this kernel
+//   - writes X', in which a row's least values lose bits;
+//   - writes dW's scales, and flags its rows for which that could matter (docs/precision.md);
+//   - joins the flags of dz's rows;
+//   - sets `any` where anything is flagged, for who must then compute dz in fp32.
+//
+// The prelude defines kPlanes.
+#include "dependent.cuh"
+#include "integers.cuh"
+#include "row_power.cuh"
+#include "storage.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kColumns = 64;                   // of a block that joins columns
+constexpr int kShares = kThreads / kColumns;   // of their parts, joined side by side
+constexpr int kUnits = 4;                      // of 8 values, of x's planes, a thread
+constexpr int kLeastShift = -100;              // nothing is left of a value in fp16 long before
+constexpr float kLowFactor = 2048.0f;          // 2^11
+constexpr u32 kInfinity = 0x7f800000u;
+constexpr int kSmallestExponent = -126, kLargestExponent = 127;  // of fp32
+
+// Of dz's rows, over all blocks that wrote them.
+__device__ __forceinline__ PowerRange joined_range(const PowerRange* ranges, int count) {
+  __shared__ int least[kThreads / 32], most[kThreads / 32];
+  PowerRange range;
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    range.least = min(range.least, ranges[i].least);
+    range.most = max(range.most, ranges[i].most);
+  }
+  range.least = __reduce_min_sync(0xffffffffu, range.least);
+  range.most = __reduce_max_sync(0xffffffffu, range.most);
+  if (threadIdx.x % 32 == 0) {
+    least[threadIdx.x / 32] = range.least;
+    most[threadIdx.x / 32] = range.most;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < kThreads / 32; ++warp) {
+    range.least = min(range.least, least[warp]);
+    range.most = max(range.most, most[warp]);
+  }
+  return range;
+}
+
+// Eight values of one row, or of none (factor 0), in their new scale.
+__device__ __forceinline__ void rescale(uint4& hi, uint4& lo, float factor) {
+  u32* const his = reinterpret_cast<u32*>(&hi);
+  u32* const los = reinterpret_cast<u32*>(&lo);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 v = Float16::load_pair(his[i]);
+    if (kPlanes == 2) {
+      const float2 rest = Float16::load_pair(los[i]);
+      v.x += rest.x * (1.0f / kLowFactor);  // exact: both come from one fp32 number
+      v.y += rest.y * (1.0f / kLowFactor);
+    }
+    v.x *= factor;
+    v.y *= factor;
+    his[i] = factor == 0.0f ? 0 : Float16::store_pair(v.x, v.y);
+    if (kPlanes == 2) {
+      const float2 held = Float16::load_pair(his[i]);
+      los[i] = factor == 0.0f ? 0
+                              : Float16::store_pair((v.x - held.x) * kLowFactor,
+                                                    (v.y - held.y) * kLowFactor);
+    }
+  }
+}
+
+// x's planes (m, units * 8), of which this block has kUnits * kThreads units.
+struct Matrix {
+  const uint4 *hi, *lo;
+  uint4 *to_hi, *to_lo;
+
+  // They were complete before the kernel ahead of this one began, so they are read without waiting for it.
+  __device__ __forceinline__ void write(int block, const int* power, const PowerRange* ranges,
+                                        int range_count, int m, int units) const {
+    const int count = m * units, first = block * kUnits * kThreads + threadIdx.x;
+    uint4 high[kUnits], low[kUnits];
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      const int at = first + j * kThreads;
+      if (at >= count) continue;
+      high[j] = __ldg(hi + at);
+      if (kPlanes == 2) low[j] = __ldg(lo + at);
+    }
+    wait_for_previous_kernel();
+    const int most = joined_range(ranges, range_count).most;
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      const int at = first + j * kThreads;
+      if (at >= count) continue;
+      const int own = power[at / units];
+      const int shift = max(own - most, kLeastShift);
+      rescale(high[j], low[j], own == kNoPower ? 0.0f : __int_as_float((shift + 127) << 23));
+      to_hi[at] = high[j];
+      if (kPlanes == 2) to_lo[at] = low[j];
+    }
+  }
+};
+
+// Where X' no longer holds what rows of dz need. power: the least, below t, of rows that lose too little to
+// matter. largest: the exponent of a column's largest |up[i, n]| 2^(power[i] - t) from which on the others
+// cannot matter either. docs/precision.md.
+struct Faint {
+  int power, largest;
+};
+
+// largest: (parts, n), the bits of the largest |dz[i, n] x_scale[i]|, no finite number where an element is
+// not held. scale: (n,), of dW's rows.
+struct ColumnJoin {
+  const float* w_scale;
+  const u32* largest;
+  float* scale;
+  unsigned char* flag;
+  Faint faint;
+
+  // Returns whether this thread's column, if any, is flagged.
+  __device__ __forceinline__ bool join(int block, const PowerRange& range, int parts, int n) const {
+    __shared__ u32 joined[kShares][kColumns];
+    const int x = threadIdx.x % kColumns, share = threadIdx.x / kColumns;
+    const int column = block * kColumns + x;
+    u32 total = 0;
+#pragma unroll 8
+    for (int part = share; part < parts; part += kShares)
+      if (column < n) total = max(total, largest[static_cast<i64>(part) * n + column]);
+    joined[share][x] = total;
+    __syncthreads();
+    if (share > 0 || column >= n) return false;
+#pragma unroll
+    for (int other = 1; other < kShares; ++other) total = max(total, joined[other][x]);
+    const int exponent = range.most - power_of(w_scale[column]);
+    const bool fits = total < kInfinity && exponent >= kSmallestExponent &&
+                      exponent <= kLargestExponent;
+    const int of_largest = static_cast<int>(total >> 23) - 127 - exponent;
+    const bool lost = range.least < range.most + faint.power && of_largest < faint.largest;
+    const bool flagged = total != 0 && (!fits || lost);
+    scale[column] = total != 0 && fits ? __int_as_float((exponent + 127) << 23) : 1.0f;
+    flag[column] = flagged;
+    return flagged;
+  }
+};
+
+// spoilt: (parts, m), not 0 where a part of a row is not held.
+__device__ __forceinline__ bool join_row(int row, const unsigned char* spoilt, int parts,
+                                         unsigned char* flag, int m) {
+  u32 any = 0;
+#pragma unroll 8
+  for (int part = 0; part < parts; ++part) any |= spoilt[static_cast<i64>(part) * m + row];
+  flag[row] = any != 0;
+  return any != 0;
+}
+
+// x_hi, x_lo: (m, units * 8) fp16, as to_hi, to_lo. x_flag (m,), copied to to_flag; w_flag (n,). ranges:
+// (range_count,); column_largest: (range_count, n); row_parts: of spoilt.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    rescale_planes(const uint4* x_hi, const uint4* x_lo, const unsigned char* x_flag,
+                   const float* w_scale, const unsigned char* w_flag, const int* power,
+                   const unsigned char* spoilt, int row_parts, const PowerRange* ranges,
+                   const u32* column_largest, int range_count, uint4* to_hi, uint4* to_lo,
+                   unsigned char* to_flag, unsigned char* row_flag, float* column_scale,
+                   unsigned char* column_flag, unsigned* any, int m, int units, int n,
+                   int faint_power, int faint_largest) {
+  const int column_blocks = (n + kColumns - 1) / kColumns;
+  const int row_blocks = (m + kThreads - 1) / kThreads;
+  const int block = blockIdx.x;
+  bool flagged = false;
+  if (block >= column_blocks + row_blocks) {
+    Matrix{x_hi, x_lo, to_hi, to_lo}.write(block - column_blocks - row_blocks, power, ranges,
+                                           range_count, m, units);
+  } else if (block >= column_blocks) {
+    wait_for_previous_kernel();
+    const int row = (block - column_blocks) * kThreads + threadIdx.x;
+    if (row < m) {
+      flagged = join_row(row, spoilt, row_parts, row_flag, m) || x_flag[row] != 0;
+      to_flag[row] = x_flag[row];
+    }
+  } else {
+    wait_for_previous_kernel();
+    const PowerRange range = joined_range(ranges, range_count);
+    const Faint faint = {faint_power, faint_largest};
+    const ColumnJoin columns = {w_scale, column_largest, column_scale, column_flag, faint};
+    flagged = columns.join(block, range, range_count, n);
+    const int column = block * kColumns + threadIdx.x;
+    if (threadIdx.x < kColumns && column < n) flagged |= w_flag[column] != 0;
+  }
+  if (flagged) *any = 1;
+}
