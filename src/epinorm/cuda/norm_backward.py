@@ -29,8 +29,8 @@ __all__ = ["Factors", "Largest", "NormGradients", "RowSums", "Vectors", "norm_ba
 
 SIGNATURE = "plpl" + "pppppppp" + "li"
 """dy and z with their row strides; mean, rstd, row sums, bias, gamma, beta, dz, partial sums; M,
-groups. Then the operands, their gradients, and `Factors` and `Largest` where dz is to be split, or a
-word that says whether dz is wanted."""
+groups. Then the operands, their gradients, and `Factors` and `Largest` where dz is to be split, or
+a word that says whether dz is wanted."""
 ROW_SUMS_SIGNATURE = "plpl" + "pppppp" + "li"
 """The same, up to beta, then M and groups."""
 

@@ -1,7 +1,7 @@
 """The backward norm kernel that writes dz as planes: where it can, its tile and its text.
 
-A cluster of blocks holds whole rows of dz, since their planes' scale is known only when all of a row is
-(`kernels/norm_backward_planes.cu`).
+A cluster of blocks holds whole rows of dz, since their planes' scale is known only when all of a
+row is (`kernels/norm_backward_planes.cu`).
 """
 
 from __future__ import annotations

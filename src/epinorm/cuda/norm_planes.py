@@ -1,0 +1,234 @@
+"""dz written once, as the planes of both products: for fp32 chains whose rows a cluster holds.
+
+`kernels/norm_backward_planes.cu` writes dz's planes with a scale a row, `kernels/rescale_planes.cu`
+makes x's planes anew so that dW is a sum over the same. fp32 dz is computed only where something is
+flagged, by the ordinary norm kernel, for the range guard.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epinorm.cuda.device import arch_of
+from epinorm.cuda.gradient_planes import GradientPlanes
+from epinorm.cuda.jit import load
+from epinorm.cuda.norm_backward import (
+    FLAGS_ALIGNMENT,
+    Factors,
+    NormGradients,
+    RowSums,
+    Vectors,
+    norm_backward,
+)
+from epinorm.cuda.norm_backward_text import Outputs
+from epinorm.cuda.norm_planes_text import (
+    RowsPlan,
+    faint_rows,
+    planes_source,
+    rescale_source,
+    rows_plan,
+)
+from epinorm.cuda.norm_text import OPERAND_SIGNATURE
+from epinorm.cuda.norm_tile import ceil_div
+from epinorm.cuda.planes import Splitter
+from epinorm.cuda.prepared import new_tensor
+from epinorm.plan import Forward, Inputs, Problem, Wanted
+
+__all__ = ["DzPlanes", "WrittenDz", "worthwhile"]
+
+SIGNATURE = "plpl" + "pp" + "ppp" + "pp" + "ppppp" + "pppp" + "p" + "li"
+"""dy and z with their row strides; mean, rstd; bias, gamma, beta; `Factors`; dz's planes, their
+scales, powers, what is not held; powers' ranges, columns' largest magnitudes and flags, whether
+anything is flagged; partial sums; M, groups. Then the operands and their gradients."""
+RESCALE_SIGNATURE = "ppp" + "pp" + "ppi" + "ppi" + "ppp" + "p" + "pp" + "p" + "iiiii"
+"""x's planes and flags; W's scales and flags; rows' powers, what is not held and in how many parts;
+ranges, columns' largest, how many; the new planes and flags; rows' flags; columns' scales and
+flags; whether anything is flagged; M, units of a row, N, `Faint`."""
+
+RESCALE_THREADS, RESCALE_UNITS, RESCALE_COLUMNS = 256, 4, 64
+"""kThreads, kUnits and kColumns there."""
+UNIT_BYTES = 16
+MOST_UNITS = 1 << 31
+_LAUNCH, _BYTES = 4.0, 3.5e6
+"""What two more small launches cost in microseconds; what one moves."""
+
+
+def worthwhile(problem: Problem, planes: int) -> bool:
+    """Whether this is faster than to split an fp32 dz, and takes no more memory at its peak.
+
+    x's planes are read and written once more; dz's are written once instead of twice, and dz is
+    neither written nor read in fp32. z still waits for the range guard when dz is allocated, so
+    with one plane, and n beyond 2 k, more would be held than when dX is computed.
+    """
+    m, k, n = problem.m, problem.k, problem.n
+    saved = (8 + 2 * planes) * m * n - 4 * planes * m * k
+    small = planes == 2 or n <= 2 * k
+    return small and saved > _LAUNCH * _BYTES and m * ceil_div(k, 8) < MOST_UNITS
+
+
+class WrittenDz(NamedTuple):
+    """What the products take: dz's planes, the same with other scales and flags for each of them.
+
+    scratch: holds the flags. any_flag: the address of a word that is not 0 where anything is
+    flagged.
+    """
+
+    by_row: GradientPlanes
+    by_column: GradientPlanes
+    scratch: Tensor
+    any_flag: int
+
+
+class DzPlanes:
+    """The launches of one problem, for each vector width and set of gradients."""
+
+    def __init__(self, problem: Problem, planes: int, split_x: Splitter, split_w: Splitter) -> None:
+        self.problem, self.planes = problem, planes
+        self.splitters = split_x, split_w
+        self.vectors = Vectors(problem)
+        self.launches: dict[tuple[int, Wanted], _Launches | None] = {}
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        kept: Forward,
+        dy: Tensor,
+        want: Wanted,
+        x: Tensor,
+        weight: Tensor,
+        factors: Factors,
+    ) -> tuple[NormGradients, WrittenDz, Tensor] | None:
+        """The sums over rows and the operands' gradients; dz as planes; and x's planes for dW.
+
+        None where no cluster can hold whole rows. x, weight: their planes as `planes.Splitter` lays
+        them out, and so are x's for dW, but without scales.
+        """
+        vector, matrices, parameters = self.vectors(inputs, kept, dy)
+        key = (vector, want)
+        if key not in self.launches:
+            self.launches[key] = self._prepare(vector, want, dy.device)
+        launches = self.launches[key]
+        if launches is None:
+            return None
+        return launches(kept, matrices, parameters, x, weight, factors)
+
+    def in_fp32(
+        self, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted, written: WrittenDz
+    ) -> Tensor:
+        """dz (M, N) for the range guard: computed where anything is flagged, else never filled."""
+        only = Wanted(True, False, False, False, False, tuple(False for _ in want.operands))
+        dz = norm_backward(self.problem, inputs, kept, dy, only, if_wanted=written.any_flag).dz
+        assert dz is not None
+        return dz
+
+    def _prepare(self, vector: int, want: Wanted, device: torch.device) -> _Launches | None:
+        outputs = Outputs.of(self.problem, want, True, True)
+        plan = rows_plan(self.problem, vector, outputs, self.planes, arch_of(device))
+        if plan is None:
+            return None
+        return _Launches(self.problem, self.planes, plan, outputs, *self.splitters, device)
+
+
+class _Launches:
+    """The kernels of one problem, vector width and set of gradients, ready to launch."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        planes: int,
+        plan: RowsPlan,
+        outputs: Outputs,
+        split_x: Splitter,
+        split_w: Splitter,
+        device: torch.device,
+    ) -> None:
+        m, n, arch = problem.m, problem.n, arch_of(device)
+        self.split_x, self.split_w = split_x, split_w
+        self.sizes = m, problem.groups
+        self.sums = RowSums(problem, outputs, device)
+        kernel = load(planes_source(problem, plan, outputs, planes, arch), device)
+        at_a_time = max(kernel.clusters_at_a_time(plan.tile.threads, plan.strips), 1)
+        self.parts = ceil_div(m, ceil_div(m, at_a_time))
+        operands = OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
+        self.main = kernel.prepare(
+            SIGNATURE + operands + "p" * sum(outputs.elements),
+            (plan.strips, self.parts),
+            plan.tile.threads,
+            cluster=plan.strips if plan.strips > 1 else None,
+            dependent=True,
+        )
+        row_parts = plan.strips * plan.tile.row_warps
+        self.scratch = _Scratch(problem, outputs, row_parts, self.parts)
+        self.new_scratch = new_tensor((self.scratch.nbytes,), torch.uint8, device)
+        self.lo, self.scale = (planes - 1) * 2 * m * n, planes * 2 * m * n
+        self.column_scale = self.scale + 4 * m
+        self.new_planes = new_tensor((self.column_scale + 4 * n,), torch.uint8, device)
+        self.new_x = new_tensor((split_x.nbytes,), torch.uint8, device)
+        units = split_x.padded * 2 // UNIT_BYTES
+        self.rescale_sizes = (m, units, n, *faint_rows(m, problem.k))
+        self.row_parts = row_parts
+        blocks = ceil_div(n, RESCALE_COLUMNS) + ceil_div(m, RESCALE_THREADS)
+        blocks += ceil_div(m * units, RESCALE_UNITS * RESCALE_THREADS)
+        rescale = load(rescale_source(planes, arch), device)
+        self.rescale = rescale.prepare(RESCALE_SIGNATURE, blocks, RESCALE_THREADS, dependent=True)
+
+    def __call__(
+        self,
+        kept: Forward,
+        matrices: list[int],
+        parameters: tuple[int, int, int],
+        x: Tensor,
+        weight: Tensor,
+        factors: Factors,
+    ) -> tuple[NormGradients, WrittenDz, Tensor]:
+        """Launch on ``matrices``, the addresses and row strides of dy, z and every operand."""
+        sums, elements = self.sums.new()
+        planes, storage = self.new_planes(), self.new_scratch()
+        hi, at, s = planes.data_ptr(), storage.data_ptr(), self.scratch
+        column_flags = at + s.column_flags
+        powers, spoilt, ranges = at + s.powers, at + s.spoilt, at + s.ranges
+        largest, any_flag = at + s.columns, at + s.any_flag
+        self.main(
+            *matrices[:4],
+            *(kept.mean.data_ptr(), kept.rstd.data_ptr(), *parameters, *factors),
+            *(hi, hi + self.lo, hi + self.scale, powers, spoilt),
+            *(ranges, largest, column_flags, any_flag, at),
+            *self.sizes,
+            *matrices[4:],
+            *[t.data_ptr() for t in elements if t is not None],
+        )
+        self.sums.add_up(sums, at, self.parts)
+        new_x = self.new_x()
+        old, new, split = x.data_ptr(), new_x.data_ptr(), self.split_x
+        w, column_scale, row_flags = weight.data_ptr(), hi + self.column_scale, at + s.row_flags
+        self.rescale(
+            *(old + split.hi, old + split.lo, old + split.flags),
+            *(w + self.split_w.scale, w + self.split_w.flags),
+            *(powers, spoilt, self.row_parts, ranges, largest, self.parts),
+            *(new + split.hi, new + split.lo, new + split.flags, row_flags),
+            *(column_scale, column_flags, any_flag),
+            *self.rescale_sizes,
+        )
+        by_row = GradientPlanes(planes, hi + self.scale, row_flags)
+        by_column = GradientPlanes(planes, column_scale, column_flags)
+        written = WrittenDz(by_row, by_column, storage, any_flag)
+        return self.sums.named(None, sums, elements, None), written, new_x
+
+
+class _Scratch:
+    """One allocation for what the kernels hand to each other; offsets in bytes."""
+
+    def __init__(self, problem: Problem, outputs: Outputs, row_parts: int, parts: int) -> None:
+        m, n = problem.m, problem.n
+        end = 4 * parts * sum(outputs.sums) * n  # the partial sums are first
+        self.columns, end = end, end + 4 * parts * n
+        self.powers, end = end, end + 4 * m
+        self.ranges, end = end, end + 8 * parts
+        self.any_flag, end = end, end + 4
+        self.row_flags = ceil_div(end, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
+        self.column_flags = self.row_flags + ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
+        self.spoilt = self.column_flags + n
+        self.nbytes = self.spoilt + row_parts * m
