@@ -1,11 +1,11 @@
-// dy, z, mean, rstd -> dz, the gradients of element operands, and this block's share of the sums over
-// rows (gamma, beta, bias, channel operands). One read of dy and z, one write of dz.
+// dy, z, mean, rstd -> dz, the gradients of element operands, and this block's share of the sums
+// over rows (gamma, beta, bias, channel operands). One read of dy and z, one write of dz.
 //
-// Where dz goes on to be split into planes (split_gradient.cu), also the largest magnitudes that its
-// scales are made from: of each row, kRowLargest, and of each column, kColumnLargest.
+// Where dz goes on to be split into planes (split_gradient.cu), also the largest magnitudes that
+// its scales are made from: of each row, kRowLargest, and of each column, kColumnLargest.
 //
-// kSumsGiven: groups too wide for a block's registers. sum(g) and sum(g*h) of each (row, group) come
-// from norm_backward_sums, and a lane holds any kVector neighbouring columns.
+// kSumsGiven: groups too wide for a block's registers. sum(g) and sum(g*h) of each (row, group)
+// come from norm_backward_sums, and a lane holds any kVector neighbouring columns.
 #include "dependent.cuh"
 #include "dz_store.cuh"
 #include "norm_rows.cuh"
@@ -90,7 +90,7 @@ norm_backward(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict__ z, 
               T* __restrict__ partial, i64 rows, int groups EPINORM_OPERAND_PARAMETERS
                   EPINORM_OUTPUT_PARAMETERS EPINORM_LARGEST_PARAMETERS) {
   wait_for_previous_kernel();
-#ifdef EPINORM_WANTED  // dz alone, where the planes of norm_backward_planes.cu do not hold all of it
+#ifdef EPINORM_WANTED  // dz alone, where norm_backward_planes.cu could not hold it
   if (!(EPINORM_WANTED)) return;
 #endif
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES};

@@ -1,12 +1,13 @@
-// As norm_backward.cu, where a cluster of blocks holds whole rows: dz leaves as the planes that dX and dW
-// are computed from, and is never written in fp32.
+// As norm_backward.cu, where a cluster of blocks holds whole rows: dz leaves as the planes that dX
+// and dW are computed from, and is never written in fp32.
 //
-// The planes are of u[i, n] = dz[i, n] column_factor[n], W's scales, in the scale of row i. That scale
-// needs the row's largest magnitude, which the blocks of a cluster find together (row_exchange.cuh);
-// meanwhile the row's values stay in registers, and the next row is worked on. docs/training.md.
+// The planes are of u[i, n] = dz[i, n] column_factor[n], W's scales, in the scale of row i. That
+// scale needs the row's largest magnitude, which the blocks of a cluster find together
+// (row_exchange.cuh); meanwhile the row's values stay in registers, and the next row is worked on.
+// docs/training.md.
 //
-// The prelude gives, besides what norm_rows.cuh and row_ring.cuh need: kStrips, blocks of a cluster, which
-// span a row; kPlanes; kTolerance.
+// The prelude gives, besides what norm_rows.cuh and row_ring.cuh need: kStrips, blocks of a
+// cluster, which span a row; kPlanes; kTolerance.
 #include "dependent.cuh"
 #include "norm_rows.cuh"
 #include "plane_value.cuh"
@@ -24,8 +25,8 @@ constexpr u32 kSpoilt = 0xffffffffu;
 // Of what counts in dW: above it, whatever the planes hold stays in fp32's normal range.
 constexpr int kLeastPower = -100;
 
-// What is written of each row: planes (M, N), their scale (M,), the power of two that the row counts in dW
-// (M,), and a byte a warp (row_parts(), M), not 0 where its part is not held.
+// What is written of each row: planes (M, N), their scale (M,), the power of two that the row
+// counts in dW (M,), and a byte a warp (row_parts(), M), not 0 where its part is not held.
 struct RowTargets {
   u16 *hi, *lo;
   float* scale;
@@ -82,7 +83,8 @@ struct Unsplit {
     return __float_as_uint(largest);
   }
 
-  // Writes the row, where `largest` is that of all of it, and returns the power that it counts in dW.
+  // Writes the row, where `largest` is that of all of it, and returns the power that it counts in
+  // dW.
   EPINORM_FUNCTION int split(u32 largest, const Columns& here, const Tensors& tensors,
                              const RowTargets& to, const ColumnFactors& factors,
                              ColumnSums& columns) const {
@@ -90,10 +92,11 @@ struct Unsplit {
     const int shift = plane_shift(largest, in_range);
     const int power = power_of(factor) - shift;
     in_range &= power >= kLeastPower;
-    const float by = plane_power_of_two(shift), counts = plane_power_of_two(max(power, kLeastPower));
+    const float by = plane_power_of_two(shift);
+    const float counts = plane_power_of_two(max(power, kLeastPower));
     // A row out of range counts nothing in dW, where each of its columns would need it.
     const float tolerance = in_range ? kTolerance : -1.0f;
-    bool spoilt = !in_range;
+    bool spoilt = here.live && !in_range;  // a lane without a group has no x's scale either
 #pragma unroll
     for (int e = 0; e < kVectors; ++e) {
       if (!here.inside(e)) continue;
@@ -176,7 +179,8 @@ norm_backward_planes(const float* __restrict__ dy, i64 dy_stride, const float* _
   wait_for_previous_kernel();
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES};
   const i64 width = i64(groups) * kChannels;
-  const Largest largest = {column_factor, row_factor, nullptr, column_largest, nullptr, column_flag};
+  const Largest largest = {column_factor, row_factor, nullptr,
+                           column_largest, nullptr, column_flag};
   const Tensors tensors = {dy,   z,       dy_stride, z_stride, mean,
                            rstd, nullptr, from,      nullptr,  {EPINORM_OUTPUT_POINTERS},
                            rows, width,   groups,    largest};

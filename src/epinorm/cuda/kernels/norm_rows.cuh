@@ -11,8 +11,8 @@ struct Outputs {
   P* operand[chain::kSlots];  // gradients of element operands (M, N); null where not wanted
 };
 
-// What split_gradient.cu needs, all fp32. W's and x's planes have scales that dz takes over before it
-// is split: `row` is of dz[i, n] * column_factor[n], `column` of dz[i, n] * row_factor[i].
+// What split_gradient.cu needs, all fp32. W's and x's planes have scales that dz takes over before
+// it is split: `row` is of dz[i, n] * column_factor[n], `column` of dz[i, n] * row_factor[i].
 struct Largest {
   const float *column_factor, *row_factor;   // (N,), (M,); null where not wanted
   unsigned *row, *column;                    // bits of magnitudes: (M, row_parts()), (gridDim.y, N)
@@ -162,7 +162,8 @@ struct Halfway {
   }
 };
 
-// The second half of vector e in row u: through the norm and the operations before it. dx becomes dz.
+// The second half of vector e in row u: through the norm and the operations before it. dx becomes
+// dz.
 EPINORM_FUNCTION void finish_vector(const Pass& pass, const Halfway& half, const Columns& here,
                                     const Tensors& tensors, const Channels& channels, i64 row,
                                     int u, int e, ColumnSums& columns, T (&dx)[kVector]) {
@@ -194,8 +195,8 @@ EPINORM_FUNCTION void finish_vector(const Pass& pass, const Halfway& half, const
   }
 }
 
-// Rows of `partial` and of `largest.column`: warps that share columns join theirs through shared memory,
-// warp 0 first.
+// Rows of `partial` and of `largest.column`: warps that share columns join theirs through shared
+// memory, warp 0 first.
 EPINORM_FUNCTION void write_partial(const Columns& here, const ColumnSums& columns, T* partial,
                                     const Largest& largest, i64 width) {
   const auto put = [&](int s, int column, T value) {

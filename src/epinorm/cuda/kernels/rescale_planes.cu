@@ -1,8 +1,9 @@
-// Between the backward norm kernel and the products of an fp32 chain, where dz was written as planes once
-// (norm_backward_planes.cu): what dW and the range guard need besides.
+// Between the backward norm kernel and the products of an fp32 chain, where dz was written as
+// planes once (norm_backward_planes.cu): what dW and the range guard need besides.
 //
-// dW[n, k] = T / w_scale[n] * sum over i of up[i, n] X'[i, k], where up are dz's planes and X' x's, row i
-// times 2^(power[i] - t), which is 1 or less; T = 2^t is the largest of these powers. So this kernel
+// dW[n, k] = T / w_scale[n] * sum over i of up[i, n] X'[i, k], where up are dz's planes and X' x's,
+// row i times 2^(power[i] - t), which is 1 or less; T = 2^t is the largest of these powers. So this
+// kernel
 //   - writes X', in which a row's least values lose bits;
 //   - writes dW's scales, and flags its rows for which that could matter (docs/precision.md);
 //   - joins the flags of dz's rows;
@@ -75,7 +76,8 @@ struct Matrix {
   const uint4 *hi, *lo;
   uint4 *to_hi, *to_lo;
 
-  // They were complete before the kernel ahead of this one began, so they are read without waiting for it.
+  // They were complete before the kernel ahead of this one began, so they are read without waiting
+  // for it.
   __device__ __forceinline__ void write(int block, const int* power, const PowerRange* ranges,
                                         int range_count, int m, int units) const {
     const int count = m * units, first = block * kUnits * kThreads + threadIdx.x;
@@ -102,15 +104,15 @@ struct Matrix {
   }
 };
 
-// Where X' no longer holds what rows of dz need. power: the least, below t, of rows that lose too little to
-// matter. largest: the exponent of a column's largest |up[i, n]| 2^(power[i] - t) from which on the others
-// cannot matter either. docs/precision.md.
+// Where X' no longer holds what rows of dz need. power: the least, below t, of rows that lose too
+// little to matter. largest: the exponent of a column's largest |up[i, n]| 2^(power[i] - t) from
+// which on the others cannot matter either. docs/precision.md.
 struct Faint {
   int power, largest;
 };
 
-// largest: (parts, n), the bits of the largest |dz[i, n] x_scale[i]|, no finite number where an element is
-// not held. scale: (n,), of dW's rows.
+// largest: (parts, n), the bits of the largest |dz[i, n] x_scale[i]|, no finite number where an
+// element is not held. scale: (n,), of dW's rows.
 struct ColumnJoin {
   const float* w_scale;
   const u32* largest;
@@ -154,8 +156,8 @@ __device__ __forceinline__ bool join_row(int row, const unsigned char* spoilt, i
   return any != 0;
 }
 
-// x_hi, x_lo: (m, units * 8) fp16, as to_hi, to_lo. x_flag (m,), copied to to_flag; w_flag (n,). ranges:
-// (range_count,); column_largest: (range_count, n); row_parts: of spoilt.
+// x_hi, x_lo: (m, units * 8) fp16, as to_hi, to_lo. x_flag (m,), copied to to_flag; w_flag (n,).
+// ranges: (range_count,); column_largest: (range_count, n); row_parts: of spoilt.
 extern "C" __global__ void __launch_bounds__(kThreads)
     rescale_planes(const uint4* x_hi, const uint4* x_lo, const unsigned char* x_flag,
                    const float* w_scale, const unsigned char* w_flag, const int* power,

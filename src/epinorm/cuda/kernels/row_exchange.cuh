@@ -1,8 +1,8 @@
 // The largest of a number over a whole row that the warps of a cluster of blocks hold side by side.
 //
-// Each warp sends its own number to every block, which counts the bytes on a barrier: no block waits for
-// another's threads, and no fence for anybody's stores to global memory. A row is sent kAhead rows before
-// the one that is waited for, so the way there costs no time.
+// Each warp sends its own number to every block, which counts the bytes on a barrier: no block
+// waits for another's threads, and no fence for anybody's stores to global memory. A row is sent
+// kAhead rows before the one that is waited for, so the way there costs no time.
 #pragma once
 #include "hopper_barrier.cuh"
 
@@ -10,8 +10,9 @@ template <int kBlocks, int kWarps>
 struct RowExchange {
   static constexpr int kParts = kBlocks * kWarps;
   static constexpr int kAhead = 1;
-  // A warp sends row q when it has received row q - 1 - kAhead, so when every warp has sent that one and,
-  // before that, read row q - 2 - 2 kAhead: the numbers that row q overwrites are no longer needed.
+  // A warp sends row q when it has received row q - 1 - kAhead, so when every warp has sent that
+  // one and, before that, read row q - 2 - 2 kAhead: the numbers that row q overwrites are no
+  // longer needed.
   static constexpr int kTurns = 2 + 2 * kAhead;
   static_assert(kBlocks <= 32, "a lane sends to a block");
 
@@ -27,7 +28,8 @@ struct RowExchange {
       : barrier(shared_address(shared.barrier)), parts(shared_address(shared.parts)) {
     const u32 block = threadIdx.x % 32 < kBlocks ? threadIdx.x % 32 : 0;
     remote_barrier = address_in_block(barrier, block);
-    remote_parts = address_in_block(parts, block) + (cluster_rank() * kWarps + threadIdx.x / 32) * 4;
+    const u32 part = cluster_rank() * kWarps + threadIdx.x / 32;
+    remote_parts = address_in_block(parts, block) + part * 4;
     if (threadIdx.x == 0) {
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) barrier_init(barrier + turn * 8, 1);

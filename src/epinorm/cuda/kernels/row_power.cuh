@@ -1,5 +1,5 @@
-// The powers of two with which rows of dz's planes count in dW: the scale of the row times that of x's.
-// Exponents, since they leave fp32's range.
+// The powers of two with which rows of dz's planes count in dW: the scale of the row times that of
+// x's. Exponents, since they leave fp32's range.
 #pragma once
 
 constexpr int kNoPower = -(1 << 20);  // of a row that counts nothing

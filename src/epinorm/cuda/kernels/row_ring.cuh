@@ -1,18 +1,21 @@
-// The rows that a block is about to work on, on their way into shared memory: kStages of them, which
-// keeps enough bytes in flight without registers. A thread copies what it will read itself, so nobody
-// waits for another.
+// The rows that a block is about to work on, on their way into shared memory: kStages of them,
+// which keeps enough bytes in flight without registers. A thread copies what it will read itself,
+// so nobody waits for another.
 //
-// The prelude gives kStages; kStreams, z, dy and the element operands; element_stream(i), the place of
-// operand i among them.
+// The prelude gives kStages; kStreams, z, dy and the element operands; element_stream(i), the place
+// of operand i among them.
 #pragma once
 #include "norm_rows.cuh"
 #include "shared_units.cuh"
 
-// cp.async
+// cp.async; only 16 bytes can pass L1 by, where nobody reads them again.
 template <int kBytes>
 EPINORM_FUNCTION void copy_async(u32 to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes)
-               : "memory");
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes)
+                 : "memory");
 }
 // cp.async.commit_group, cp.async.wait_group
 EPINORM_FUNCTION void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
