@@ -184,11 +184,12 @@ def emulated(dz: Tensor, x: Tensor, weight_scale: Tensor, planes: int) -> Emulat
     total = u_hi @ hi + (u_lo @ hi + u_hi @ lo) / 2048
     u = (up.hi + up.lo / 2048).abs()
     dw = total * torch.exp2(top - exponent(weight_scale))[:, None]
-    faint_power, faint_largest = faint_rows(m, k)
+    faint_power, faint_largest, tiny = faint_rows(m, k)
     largest = (u * factor).amax(0)
-    flags = (~up.held).any(0)
+    least = tiny
     if power[counts].min() < top + faint_power:
-        flags |= (largest != 0) & (exponent(largest) < faint_largest)
+        least = max(tiny, faint_largest)
+    flags = (~up.held).any(0) | (largest != 0) & (exponent(largest) < least)
     norms = (v * (factor != 0)).norm(dim=1, keepdim=True)
     unscaled = torch.exp2(top - exponent(weight_scale))
     return Emulated(
@@ -217,12 +218,17 @@ def case(name: str, m: int = 96, k: int = 128, n: int = 64) -> tuple[Tensor, Ten
     elif name == "tiny channel":
         rows[5] = 2.0**-38
         dz[torch.arange(m) != 5, 9] = 0
+    elif name == "small channels":
+        dz *= torch.exp2(-torch.arange(n) / 2)
     elif name == "x of all sizes":
         x *= torch.exp2(20 * torch.randn(m, k).clamp(-1, 1))
     return dz * rows, x, scale
 
 
-CASES = ["plain", "spread", "outlier", "lonely", "zero rows", "tiny channel", "x of all sizes"]
+CASES = [
+    *("plain", "spread", "outlier", "lonely", "zero rows", "tiny channel", "small channels"),
+    "x of all sizes",
+]
 
 
 @pytest.mark.parametrize("planes", [1, 2])
@@ -254,6 +260,19 @@ def test_a_channel_that_only_a_faint_row_carries_is_flagged(planes: int) -> None
     assert not flags[1::2].any()
 
 
+@pytest.mark.parametrize("planes", [1, 2])
+def test_channels_far_below_their_rows_are_as_accurate_or_flagged(planes: int) -> None:
+    """Each by itself, relative to its own norm: no bits of a channel go to its neighbours."""
+    dz, x, scale = case("small channels")
+    found = emulated(dz, x, torch.ones_like(scale), planes)
+    truth = dz.double().t() @ (x - 1).double()
+    shifted = emulated(dz, x - 1, torch.ones_like(scale), planes)  # sums do not cancel less
+    error = (shifted.dw - truth).norm(dim=1) / truth.norm(dim=1)
+    assert (error <= (2.0**-11 if planes == 1 else 2.0**-22))[~shifted.flags].all()
+    assert found.flags[40:].all()
+    assert not found.flags[:30].any()
+
+
 def test_the_bound_is_needed() -> None:
     """Without it the channel's error would be that of nothing at all."""
     dz, x, scale = case("tiny channel")
@@ -263,6 +282,6 @@ def test_the_bound_is_needed() -> None:
 
 
 def test_faint_rows() -> None:
-    assert faint_rows(1024, 8192) == (7 - 26, 10 + 7 - 11)
-    assert faint_rows(1025, 8193) == (7 - 26, 11 + 7 - 11)
-    assert faint_rows(1, 1) == (-26, -11)
+    assert faint_rows(1024, 8192) == (7 - 26, 10 + 7 - 11, 5 - 9)
+    assert faint_rows(1025, 8193) == (7 - 26, 11 + 7 - 11, 6 - 9)
+    assert faint_rows(1, 1) == (-26, -11, -9)

@@ -158,6 +158,10 @@ def tiny_channel(case: Case) -> None:
     case.dy[5, 16:32] = 2.0**-38
 
 
+def small_channels(case: Case) -> None:
+    case.inputs.norm_weight.mul_(torch.exp2(-torch.arange(case.problem.n, device="cuda") / 16))
+
+
 def within_a_row(case: Case) -> None:
     case.dy[11, :64] *= 2.0**-35
 
@@ -180,7 +184,8 @@ def zero_x(case: Case) -> None:
 
 
 HARD: list[Callable[[Case], None]] = [
-    *(spread, outlier, lonely, zero_rows, all_zero, tiny_channel, within_a_row),
+    *(spread, outlier, lonely, zero_rows, all_zero, tiny_channel, small_channels),
+    within_a_row,
     *(out_of_range, flagged_weight, flagged_x, zero_x),
 ]
 

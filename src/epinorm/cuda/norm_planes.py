@@ -43,7 +43,7 @@ SIGNATURE = "plpl" + "pp" + "ppp" + "pp" + "ppppp" + "pppp" + "p" + "li"
 """dy and z with their row strides; mean, rstd; bias, gamma, beta; `Factors`; dz's planes, their
 scales, powers, what is not held; powers' ranges, columns' largest magnitudes and flags, whether
 anything is flagged; partial sums; M, groups. Then the operands and their gradients."""
-RESCALE_SIGNATURE = "ppp" + "pp" + "ppi" + "ppi" + "ppp" + "p" + "pp" + "p" + "iiiii"
+RESCALE_SIGNATURE = "ppp" + "pp" + "ppi" + "ppi" + "ppp" + "p" + "pp" + "p" + "iiiiii"
 """x's planes and flags; W's scales and flags; rows' powers, what is not held and in how many parts;
 ranges, columns' largest, how many; the new planes and flags; rows' flags; columns' scales and
 flags; whether anything is flagged; M, units of a row, N, `Faint`."""

@@ -104,11 +104,12 @@ struct Matrix {
   }
 };
 
-// Where X' no longer holds what rows of dz need. power: the least, below t, of rows that lose too
-// little to matter. largest: the exponent of a column's largest |up[i, n]| 2^(power[i] - t) from
-// which on the others cannot matter either. docs/precision.md.
+// Which columns planes with a scale a row do not serve, by the exponent of their largest
+// |up[i, n]| 2^(power[i] - t): below `tiny`, dz's own planes have too few bits of them. Where there
+// are rows of less than `power` below t, of which X' has too few, also those below `largest`, since
+// such rows could carry them. docs/precision.md.
 struct Faint {
-  int power, largest;
+  int power, largest, tiny;
 };
 
 // largest: (parts, n), the bits of the largest |dz[i, n] x_scale[i]|, no finite number where an
@@ -138,7 +139,8 @@ struct ColumnJoin {
     const bool fits = total < kInfinity && exponent >= kSmallestExponent &&
                       exponent <= kLargestExponent;
     const int of_largest = static_cast<int>(total >> 23) - 127 - exponent;
-    const bool lost = range.least < range.most + faint.power && of_largest < faint.largest;
+    const bool any_faint = range.least < range.most + faint.power;
+    const bool lost = of_largest < (any_faint ? max(faint.largest, faint.tiny) : faint.tiny);
     const bool flagged = total != 0 && (!fits || lost);
     scale[column] = total != 0 && fits ? __int_as_float((exponent + 127) << 23) : 1.0f;
     flag[column] = flagged;
@@ -165,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                    const u32* column_largest, int range_count, uint4* to_hi, uint4* to_lo,
                    unsigned char* to_flag, unsigned char* row_flag, float* column_scale,
                    unsigned char* column_flag, unsigned* any, int m, int units, int n,
-                   int faint_power, int faint_largest) {
+                   int faint_power, int faint_largest, int tiny) {
   const int column_blocks = (n + kColumns - 1) / kColumns;
   const int row_blocks = (m + kThreads - 1) / kThreads;
   const int block = blockIdx.x;
@@ -183,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   } else {
     wait_for_previous_kernel();
     const PowerRange range = joined_range(ranges, range_count);
-    const Faint faint = {faint_power, faint_largest};
+    const Faint faint = {faint_power, faint_largest, tiny};
     const ColumnJoin columns = {w_scale, column_largest, column_scale, column_flag, faint};
     flagged = columns.join(block, range, range_count, n);
     const int column = block * kColumns + threadIdx.x;
