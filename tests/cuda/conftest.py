@@ -207,7 +207,7 @@ class ImaginaryGPU:
         return planes.SIGNATURE
 
     def compute_split(self, _source: Any, *arguments: Any) -> None:
-        x, x_stride, w, w_stride, hi, _lo, _scale, _flags, *numbers = arguments
+        x, x_stride, w, w_stride, hi, _lo, _scale, _flags, _spoilt, *numbers = arguments
         rows, second, all_rows, columns, padded = numbers
         self.split[hi] = matrix_at(x, rows, columns, x_stride, torch.float32).clone()
         if w:

@@ -41,7 +41,7 @@ class Stand:
     def blocks_per_sm(self, threads):
         return 4
 
-    def clusters_at_a_time(self, threads, cluster):
+    def clusters_at_once(self, cluster, threads):
         return 64
 
     def prepare(self, signature, *grid_and_block, **options):

@@ -80,8 +80,8 @@ using u16 = U16;
 constexpr int kTeams = 2, kThreads = 256;
 
 static void split(const float* first, I64 first_stride, const float* second, I64 second_stride,
-                  U16* hi, U16* lo, float* scale, Flag* flag, int first_rows, int second_begin,
-                  int rows, int k, int k_padded) {
+                  U16* hi, U16* lo, float* scale, Flag* flag, int4* columns, int first_rows,
+                  int second_begin, int rows, int k, int k_padded) {
   EXPECT(launched.gridDim.x == blocks_of(rows, kTeams) && launched.blockDim.x == kThreads);
   for (int row = 0; row < rows; ++row) {
     if (row >= first_rows && row < second_begin) continue;
@@ -89,10 +89,14 @@ static void split(const float* first, I64 first_stride, const float* second, I64
                                          : second + (row - second_begin) * second_stride;
     scale[row] = 1 << row % 3;
     flag[row] = 0;
+    columns[row] = {-1, -1, -1, -1};
     for (int column = 0; column < k_padded; ++column) {
       const I64 at = I64(row) * k_padded + column;
       const double value = column < k ? from[column] / scale[row] : 0;
-      if (!split_number(value, hi[at], lo + at)) flag[row] = 1;
+      if (!split_number(value, hi[at], lo + at)) {
+        flag[row] = flag[row] ? 2 : 1;
+        columns[row].x = column;
+      }
     }
   }
 }
@@ -256,12 +260,14 @@ static void product(const Matrix& a, bool transposed, const Matrix& b, Value* c,
 
 template <bool kTransposed>
 static void guard(const float* a, I64 a_stride, const float* b, I64 b_stride, const Flag* row_flags,
-                  const Flag* sum_flags, float* result, int m, int n, int k) {
-  bool every_row = false;
-  for (int i = 0; i < k; ++i) every_row |= sum_flags[i] != 0;
+                  const Flag* sum_flags, const int4* sum_columns, float* result, int m, int n,
+                  int k) {
   for (int row = 0; row < m; ++row) {
-    if (!every_row && !row_flags[row]) continue;
     for (int column = 0; column < n; ++column) {
+      bool spoilt = row_flags[row];
+      for (int i = 0; i < k; ++i)
+        spoilt |= sum_flags[i] == 2 || (sum_flags[i] == 1 && sum_columns[i].x == column);
+      if (!spoilt) continue;
       double sum = 0;
       for (int i = 0; i < k; ++i)
         sum += double(a[kTransposed ? i * a_stride + row : row * a_stride + i]) *
@@ -286,10 +292,11 @@ using Value = U16;
   namespace rescue_##OF {                                                                          \
   constexpr int kThreads = 256, kChunk = 1024, kColumns = 128, kSlices = 8, kSplits = 1;           \
   static void rescue_gradient(const float* a, I64 a_stride, const float* b, I64 b_stride,          \
-                              const Flag* row_flags, const Flag* sum_flags, float* result, int m,  \
-                              int n, int k) {                                                      \
+                              const Flag* row_flags, const Flag* sum_flags,                        \
+                              const int4* sum_columns, float* result, int m, int n, int k) {       \
     EXPECT(launched.gridDim.x == 4 && launched.blockDim.x == kThreads);                            \
-    guard<TRANSPOSED>(a, a_stride, b, b_stride, row_flags, sum_flags, result, m, n, k);            \
+    guard<TRANSPOSED>(a, a_stride, b, b_stride, row_flags, sum_flags, sum_columns, result, m, n,   \
+                      k);                                                                          \
   }                                                                                                \
   }                                                                                                \
   namespace product_##OF {                                                                         \

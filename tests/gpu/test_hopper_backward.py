@@ -142,6 +142,22 @@ def test_what_the_planes_cannot_hold_is_computed_in_fp32(planes: int) -> None:
     check(dz, weight, x, planes, 2.0)
 
 
+@pytest.mark.parametrize("planes", [1, 2])
+def test_an_element_that_is_not_held_spoils_one_column(planes: int) -> None:
+    """Of W in dX and of x in dW; the rest has the bits that it has with 0 in its place."""
+    dz, weight, x = matrices(256, 264, 520)
+    for matrix, index in ((weight, 0), (x, 1)):
+        matrix[17, 40] = 0
+        before = gradients(dz, weight, x, planes)
+        matrix[17, 40] = 1e-16
+        after = gradients(dz, weight, x, planes)
+        matrix[17, 40] = 0.5
+        other = torch.arange(264, device="cuda") != 40
+        assert torch.equal(before[index][:, other], after[index][:, other])
+        assert not torch.equal(before[index], after[index])  # fp32 rounds otherwise than planes
+        assert torch.equal(before[1 - index], after[1 - index])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_and_inf_stay_in_their_row(value: float) -> None:
     dz, weight, x = matrices(256, 264, 520)

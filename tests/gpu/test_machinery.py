@@ -293,8 +293,13 @@ extern "C" __global__ void ranks(int* y) {
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_blocks_come_in_clusters(size: int) -> None:
     y = torch.full((16, 2), -1, dtype=torch.int32, device="cuda")
-    kernel_of("ranks", CLUSTER).launch(16, 32, (y,), cluster=size)
+    kernel = kernel_of("ranks", CLUSTER)
+    kernel.launch(16, 32, (y,), cluster=size)
     assert y.tolist() == [[block % size, size] for block in range(16)]
+    # Of blocks that fill a multiprocessor.
+    at_once = kernel.clusters_at_once(size, 32, device.max_shared_bytes())
+    assert 1 <= at_once <= device.sm_count() // size
+    assert size > 1 or at_once == device.sm_count()
 
 
 DEPENDENT = """

@@ -2,13 +2,14 @@
 
 docs/precision.md derives the bounds: two planes hold an element to 2^-22 of itself, but never
 finer than 2^-36 of a row scaled into [2^14, 2^15); with one plane to 2^-11 and 2^-25. Rows with an
-element that is not held to the tolerance are flagged, and so are rows whose scale leaves 2^±60.
+element that is not held to the tolerance are flagged by 1, with a list of these elements' columns;
+where the list is too short, and where the scale leaves 2^±60, by 2.
 """
 
 import pytest
 import torch
 
-from epinorm.cuda.planes import split
+from epinorm.cuda.planes import LISTED, split, splitter
 from epinorm.verify import poisoned_memory
 
 STEP = {1: 2.0**-11, 2: 2.0**-22}  # of the element
@@ -45,12 +46,40 @@ def splitted(values: torch.Tensor, planes: int):
     return first
 
 
+def not_held(values: torch.Tensor, found, planes: int) -> torch.Tensor:
+    """Which elements of rows in range are not held to the tolerance: what docs/precision.md says,
+    element by element."""
+    scaled = values / found.scale[:, None]
+    hi = scaled.half().float()
+    rest = scaled - hi
+    if planes == 2:
+        rest = rest - (rest * 2048).half().float() / 2048
+    held = (rest.abs() <= scaled.abs() * TOLERANCE[planes]) & ((scaled != 0) | (values == 0))
+    return ~held
+
+
+def check_lists(values: torch.Tensor, found, planes: int) -> None:
+    """The flags are right, and rows flagged by 1 list just the columns that are not held."""
+    largest = values.abs().amax(1)
+    in_range = ((largest >= 2.0**-60) & (largest < 2.0**61)) | (largest == 0)
+    lost = not_held(values, found, planes)
+    count = lost.sum(1)
+    expected = torch.where(count > 0, torch.where(count <= LISTED, 1, 2), 0)
+    expected = torch.where(in_range, expected, 2).to(torch.uint8)
+    assert torch.equal(found.flags, expected)
+    rows = found.flags == 1
+    for row, listed in zip(lost[rows].tolist(), found.spoilt[rows].tolist(), strict=True):
+        columns = sorted(column for column in listed if column >= 0)
+        assert columns == [i for i, is_lost in enumerate(row) if is_lost]
+        assert listed.count(-1) == LISTED - len(columns)
+
+
 def check(values: torch.Tensor, planes: int) -> torch.Tensor:
     """Every row is held to the bound or flagged; returns the flags."""
     rows, columns = values.shape
     found = splitted(values, planes)
     assert found.hi.shape == (rows, -(-columns // 8) * 8)
-    assert set(found.flags.unique().tolist()) <= {0, 1}
+    check_lists(values, found, planes)
     kept = found.flags == 0
     exact = values.double()[kept]
     scale = found.scale.double()[kept, None]
@@ -140,7 +169,39 @@ def test_zeros_are_exact_and_not_flagged(planes):
 def test_nan_and_inf_are_flagged(value, column, planes):
     values = torch.rand(3, 8200, device="cuda") + 0.5
     values[1, column] = value
-    assert splitted(values, planes).flags.tolist() == [0, 1, 0]
+    assert splitted(values, planes).flags.tolist() == [0, 2, 0]
+
+
+@BOTH
+@pytest.mark.parametrize("columns", [6, 64, 100, 1023, 8192, 8199, 40000])
+@pytest.mark.parametrize("count", [1, 2, LISTED, LISTED + 1])
+def test_columns_that_are_not_held_are_listed(count, columns, planes):
+    """By teams of every size, in registers and beyond; more than a list holds flag the row."""
+    values = torch.rand(70, columns, device="cuda") + 0.5
+    for row in (0, 33, 34, 69):
+        values[row, torch.randperm(columns, device="cuda")[:count]] = 1e-16
+    values[35, -1] = -1e-16
+    values[36, 0] = 1e-16
+    flags = splitted(values, planes).flags
+    check_lists(values, split(values, planes), planes)
+    assert flags[[0, 33, 34, 69]].tolist() == [1 if count <= LISTED else 2] * 4
+    assert flags[[35, 36]].tolist() == [1, 1]
+    assert flags.count_nonzero() == 6
+
+
+@BOTH
+def test_two_matrices_list_their_own_columns(planes):
+    first, second = (torch.rand(rows, 264, device="cuda") + 0.5 for rows in (5, 9))
+    first[4, 7] = second[0, 11] = second[8, 263] = 1e-16
+    both = splitter(planes, 264, 5, 9, first.device)
+    buffer = torch.empty(both.nbytes, dtype=torch.uint8, device="cuda")
+    both(buffer.data_ptr(), first, second)
+    for values, found in (
+        (first, both.planes_in(buffer)),
+        (second, both.planes_in(buffer, second=True)),
+    ):
+        assert found.flags.any()
+        check_lists(values, found, planes)
 
 
 @BOTH

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from epinorm.accuracy import allowed_error, relative_error
+from epinorm.cuda.planes import LISTED
 from epinorm.cuda.rescue_gradient import prepare_rescue
 
 ULP = torch.finfo(torch.float32).eps
@@ -43,11 +44,13 @@ class Case:
     transposed: bool
     row_flags: Tensor
     summed_flags: Tensor
+    spoilt: Tensor
+    """(L, 4): read where summed_flags is 1."""
 
     @property
     def flagged(self) -> Tensor:
-        """(R,): the rows that must be computed again."""
-        return self.row_flags.bool() | self.summed_flags.bool().any()  # any() keeps uint8
+        """(R,): the rows of which all must be computed again."""
+        return self.row_flags.bool() | (self.summed_flags > 1).any()
 
     def product(self, dtype: torch.dtype) -> Tensor:
         a = self.a.to(dtype)
@@ -57,8 +60,31 @@ class Case:
         return torch.full((self.row_flags.numel(), self.b.shape[1]), NAN, device="cuda")
 
     def guard(self, result: Tensor) -> None:
-        flags = self.row_flags.data_ptr(), self.summed_flags.data_ptr()
-        prepare_rescue(result, self.a, self.b, self.transposed, *flags)()
+        prepare_rescue(result, self.a, self.b, self.transposed, *self.flags())()
+
+    def flags(self) -> tuple[int, int, int]:
+        return self.row_flags.data_ptr(), self.summed_flags.data_ptr(), self.spoilt.data_ptr()
+
+    def spoil(self, index: int, *columns: int) -> None:
+        """Flag an index of the sum by the columns that it spoils."""
+        self.summed_flags[index] = 1
+        self.spoilt[index] = -1
+        self.spoilt[index, : len(columns)] = torch.tensor(columns, device="cuda")
+
+    def whole(self) -> Case:
+        """The same with everything spoilt."""
+        return replace(self, summed_flags=torch.full_like(self.summed_flags, 2))
+
+    def check_columns(self, *columns: int) -> None:
+        """These columns, and flagged rows, have the bits that they have where all is computed; the
+        rest is still NaN."""
+        expected = self.whole().compute()
+        assert expected.isfinite().all()
+        spoilt = self.row_flags.bool()[:, None].repeat(1, self.b.shape[1])
+        spoilt[:, list(columns)] = True
+        ours = self.compute()
+        assert torch.equal(ours.isnan(), ~spoilt)
+        assert torch.equal(bits(ours)[spoilt], bits(expected)[spoilt])
 
     def compute(self) -> Tensor:
         result = self.empty()
@@ -107,10 +133,12 @@ def make_case(
     if extra or shift:
         a, b = strided(a, extra, shift), strided(b, extra, shift)
     row_flags, summed_flags = (
-        (torch.rand(n, device="cuda") < p).to(torch.uint8)
-        for n, p in ((rows, flagged), (length, summed))
+        (torch.rand(n, device="cuda") < p).to(torch.uint8) * value
+        for n, p, value in ((rows, flagged, 1), (length, summed, 2))
     )
-    return Case(a, b, transposed, row_flags, summed_flags)
+    # What is not written where no flag is 1 must not be read.
+    spoilt = torch.full((length, LISTED), 1, dtype=torch.int32, device="cuda")
+    return Case(a, b, transposed, row_flags, summed_flags, spoilt)
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +179,7 @@ def test_flags_at_addresses_that_are_multiples_of_four_only(transposed):
         memory[:4] = 1  # of somebody else
         flags = memory[4:]
         assert replace(case, summed_flags=flags).compute().isnan().all()
-        flags[at] = 1
+        flags[at] = 2
         assert replace(case, summed_flags=flags).check().isfinite().all()
     memory = torch.ones(1108, dtype=torch.uint8, device="cuda")
     memory[4:-4] = 0
@@ -175,10 +203,53 @@ def test_added_to_what_is_there(transposed, flagged, summed, sizes):
     case = make_case(*sizes, transposed, flagged=flagged, summed=summed)
     before = torch.randn(*sizes[:2], device="cuda")
     result = before.clone()
-    flags = case.row_flags.data_ptr(), case.summed_flags.data_ptr()
-    prepare_rescue(result, case.a, case.b, transposed, *flags, adds=True)()
+    prepare_rescue(result, case.a, case.b, transposed, *case.flags(), adds=True)()
     expected = torch.where(case.flagged[:, None], before + case.compute(), before)
     assert torch.equal(result, expected)
+    case.spoil(5, 7)  # the kernel before has then added nothing
+    result = before.clone()
+    prepare_rescue(result, case.a, case.b, transposed, *case.flags(), adds=True)()
+    assert torch.equal(result, before + case.whole().compute())
+
+
+@ORDERS
+@pytest.mark.parametrize("column", [0, 1, 127, 128, 255, 271])
+@pytest.mark.parametrize("index", [0, 3, 15, 990, 1002])
+def test_an_index_spoils_one_column(transposed, index, column):
+    case = make_case(1100, 272, 1003, transposed)
+    case.spoil(index, column)
+    case.check_columns(column)
+
+
+@ORDERS
+@pytest.mark.parametrize("sizes", [(1300, 650, 1500), (130, 132, 40), (1024, 512, 8192)], ids=str)
+@pytest.mark.parametrize("flagged", [0.0, 0.03, 1.0])
+def test_indices_spoil_several_columns_beside_flagged_rows(transposed, flagged, sizes):
+    """The last size's sums are shared by several blocks."""
+    case = make_case(*sizes, transposed, flagged=flagged)
+    last = sizes[1] - 1
+    case.spoil(3, 5, 131)
+    case.spoil(sizes[2] - 1, last)
+    case.spoil(17, 0, 1, 2, last)
+    case.spoil(18, 5)
+    case.check_columns(0, 1, 2, 5, 131, last)
+
+
+@ORDERS
+@pytest.mark.parametrize("count", [63, 64, 65, 200])
+def test_more_columns_than_are_remembered_spoil_everything(transposed, count):
+    case = make_case(150, 300, 1003, transposed)
+    for i in range(count):
+        case.spoil(3 * i, i)
+    case.check_columns(*(range(count) if count <= 64 else range(300)))
+
+
+@ORDERS
+def test_a_row_that_is_not_held_at_all_spoils_everything(transposed):
+    case = make_case(150, 300, 1003, transposed)
+    case.spoil(5, 17)
+    case.summed_flags[900] = 2
+    case.check_columns(*range(300))
 
 
 @ORDERS
@@ -236,9 +307,8 @@ def test_values_are_the_same_wherever_a_row_is_computed(transposed, shape):
     alone.row_flags[77] = 1
     few = replace(alone, row_flags=alone.row_flags.clone())
     few.row_flags[50:110] = 1
-    everything = replace(alone, summed_flags=torch.ones_like(alone.summed_flags))
     expected = alone.compute()[77]
-    for case in (few, everything):
+    for case in (few, alone.whole()):
         assert torch.equal(bits(case.compute()[77]), bits(expected))
 
 
@@ -248,7 +318,8 @@ def test_inf_and_nan_propagate_as_in_eager(transposed, value):
     case = make_case(50, 60, 3000, transposed, flagged=0.5)
     case.a[3, 17] = value
     case.b[40, 5] = value
-    case.row_flags[3] = case.row_flags[17] = case.summed_flags[40] = 1
+    case.row_flags[3] = case.row_flags[17] = 1
+    case.summed_flags[40] = 2
     ours, eager = case.compute(), case.product(torch.float32)
     assert not eager.isfinite().all()
     torch.testing.assert_close(ours, eager, equal_nan=True, rtol=2e-5, atol=1e-3)
@@ -289,16 +360,19 @@ def test_a_graph_replays_with_other_flags(transposed):
     with torch.cuda.graph(graph):
         result.fill_(NAN)
         case.guard(result)
-    for row, index in ((None, None), (5, None), (599, 17), (None, 1099), (None, None)):
+    case.spoilt[3] = torch.tensor([33, -1, -1, -1])
+    for row, index in ((None, None), (5, None), (599, 17), (None, 1099), (5, 3), (None, None)):
         case.row_flags.zero_()
         case.summed_flags.zero_()
         if row is not None:
             case.row_flags[row] = 1
         if index is not None:
-            case.summed_flags[index] = 1
+            case.summed_flags[index] = 1 if index == 3 else 2
         graph.replay()
         assert torch.equal(bits(result), bits(case.compute()))
-        assert torch.equal(result.isnan().all(1), ~case.flagged)
+        spoilt = case.flagged[:, None].repeat(1, 300)
+        spoilt[:, 33] |= index == 3
+        assert torch.equal(result.isnan(), ~spoilt)
 
 
 @ORDERS

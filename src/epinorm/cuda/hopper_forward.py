@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.chain import RMSNorm
 from epinorm.cuda.device import sm_count
 from epinorm.cuda.hopper import Tile, linear_norm_source, shared_bytes
+from epinorm.cuda.hopper_launch import Launch, addresses
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, persistent_blocks, planes_of
 from epinorm.cuda.jit import load
 from epinorm.cuda.kept_planes import KeptPlanes, room_for
-from epinorm.cuda.launch import tensor_map
 from epinorm.cuda.norm_text import matrix_arguments
 from epinorm.cuda.plane_products import planes_taken
 from epinorm.cuda.planes import VECTOR_BYTES, Planes, splitter
@@ -32,9 +31,6 @@ __all__ = ["bind", "hopper_forward", "launch_with"]
 
 _SIGNATURE = "mmmm" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo; y, z, bias, gamma, beta, row and column scale, mean, rstd; m, n, k."""
-
-MOST_MAPS = 512
-MOST_BOUND = 64
 
 
 def hopper_forward(problem: Problem, inputs: Inputs, weight: Planes | None = None) -> Forward:
@@ -145,29 +141,13 @@ def launch_with(problem: Problem, tile: Tile, prepacked: bool = False) -> _Direc
     return _Split(problem, tile, prepacked) if scaled else _Direct(problem, tile)
 
 
-class _Launch:
-    """Everything about a problem's launch that does not change from call to call."""
+class _WithTile(Launch):
+    """By `hopper_linear_norm.cu` with this tile."""
 
     def __init__(self, problem: Problem, tile: Tile) -> None:
-        self.problem = problem
+        super().__init__(problem)
         self.tile = tile
-        self.sizes = (problem.m, problem.n, problem.k)
         self.launch = self._prepare()
-        self.maps: dict[Any, tuple[bytes, ...]] = {}
-        self.bound: dict[Any, Callable[..., Forward]] = {}
-
-    def __call__(self, inputs: Inputs, *weight: Any) -> Forward:
-        strides = inputs.x.stride(0), inputs.weight.stride(0)
-        run = self.bound.get(strides)
-        if run is None:
-            if len(self.bound) >= MOST_BOUND:
-                self.bound.clear()
-            run = self.bound[strides] = self.bind(*strides, self.sizes[:2])
-        return run(*inputs, *weight)
-
-    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
-        """A ``Run`` for these strides of rows."""
-        raise NotImplementedError
 
     def _prepare(self) -> Callable[..., None]:
         problem, tile = self.problem, self.tile
@@ -187,39 +167,22 @@ class _Launch:
             dependent=True,
         )
 
-    def _outputs(self, y_size: tuple[int, ...]) -> Callable[[], Forward]:
-        """A function that makes what a call returns, not filled in."""
-        problem, device = self.problem, self.problem.device
-        new_y = new_tensor(y_size, problem.out_dtype, device)
-        nothing = torch.empty((0,), dtype=torch.float32, device=device)
-        if not problem.training:
-            return lambda: Forward._make((new_y(), nothing, nothing, nothing))
-        new_z = new_tensor((problem.m, problem.n), problem.dtype, device)
-        new_statistic = new_tensor((problem.m, problem.groups), torch.float32, device)
-        if isinstance(problem.chain.norm, RMSNorm):
-            return lambda: Forward._make((new_y(), new_z(), nothing, new_statistic()))
-        return lambda: Forward._make((new_y(), new_z(), new_statistic(), new_statistic()))
-
     def _keep_maps(
         self, key: Any, x: tuple[Tensor, ...], w: tuple[Tensor, ...]
     ) -> tuple[bytes, ...]:
-        """Encode the maps of x's and W's planes; the key holds what differs between calls."""
+        """The maps of x's and W's planes."""
         tile = self.tile
-        if len(self.maps) >= MOST_MAPS:
-            self.maps.clear()
-        maps = self.maps[key] = tuple(
-            tensor_map(plane, rows, tile.block_k).data
-            for planes, rows in ((x, tile.load_m or tile.block_m), (w, tile.box_n))
-            for plane in planes
+        rows_of = ((x, tile.load_m or tile.block_m), (w, tile.box_n))
+        return self.keep_maps(
+            key, [(plane, rows, tile.block_k) for planes, rows in rows_of for plane in planes]
         )
-        return maps
 
 
-class _Direct(_Launch):
+class _Direct(_WithTile):
     """x and W go into the product as they are."""
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
-        outputs, launch, maps = self._outputs(y_size), self.launch, self.maps
+        outputs, launch, maps = self.outputs(y_size), self.launch, self.maps
         sizes, training = self.sizes, self.problem.training
 
         def run(
@@ -257,7 +220,7 @@ class _Direct(_Launch):
         return run if self.problem.m else lambda *_: outputs()
 
 
-class _Split(_Launch):
+class _Split(_WithTile):
     """fp32 x and W as planes; W's are made in each call, or ``prepacked``."""
 
     def __init__(self, problem: Problem, tile: Tile, prepacked: bool) -> None:
@@ -285,7 +248,7 @@ class _Split(_Launch):
         """As ``_Launch.bind``; the function takes a ``_Weight`` too, and its buffer if the planes
         are to be left for the backward pass."""
         outputs, new_buffer, launch, maps = (
-            self._outputs(y_size), self.new_buffer, self.launch, self.maps
+            self.outputs(y_size), self.new_buffer, self.launch, self.maps
         )  # fmt: skip
         split, kernels, sizes = self.split, self.kernels, self.sizes
         stride_bytes = (x_stride | w_stride) * 4
@@ -307,7 +270,9 @@ class _Split(_Launch):
             buffer = new_buffer()
             at = buffer.data_ptr()
             scale, flags = at + split.scale, at + split.flags
-            convert(*matrices, at, at + split.lo, scale, flags, *split.numbers)
+            convert(
+                *matrices, at, at + split.lo, scale, flags, at + split.spoilt, *split.numbers
+            )  # fmt: skip
             if weight is None:
                 column_scale, column_flags = scale + 4 * split.second, flags + split.second
                 found = maps.get(at)
@@ -321,7 +286,7 @@ class _Split(_Launch):
                 0 if gamma is None else gamma.data_ptr(),
                 0 if beta is None else beta.data_ptr(),
             )
-            y, z, mean, rstd = targets = _addresses(out)
+            y, z, mean, rstd = targets = addresses(out)
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(
                 *found, y, z, *parameters, scale, column_scale, mean, rstd, *sizes,
@@ -354,11 +319,6 @@ _Weight = tuple[int, int, int, Callable[[], Planes]]
 
 def _weight_of(w: Planes) -> _Weight:
     return w.hi.data_ptr(), w.scale.data_ptr(), w.flags.data_ptr(), lambda: w
-
-
-def _addresses(out: Forward) -> tuple[int, int, int, int]:
-    y, z, mean, rstd = out
-    return y.data_ptr(), z.data_ptr(), mean.data_ptr(), rstd.data_ptr()
 
 
 def _readable(matrix: Tensor) -> Tensor:

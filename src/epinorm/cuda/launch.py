@@ -55,9 +55,6 @@ _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
-_CONFIG = "<7I4xQQI4x"
-"""CUlaunchConfig: grid, block, shared bytes; stream, attributes, their number."""
-
 SHARED_BYTES_FOR_ALL = 48 * 1024
 """Dynamic shared memory that a kernel has without asking."""
 LARGEST_PORTABLE_CLUSTER = 8
@@ -230,21 +227,22 @@ class Kernel:
             )
         return blocks.value
 
-    def clusters_at_a_time(self, block_threads: int, cluster: int) -> int:
-        """Clusters of ``cluster`` blocks of this many threads that the GPU holds at a time."""
-        shape = _shape(cluster, block_threads, 0, cluster, False)
-        stream = 0
-        config = struct.pack(
-            _CONFIG, *shape.numbers, stream, shape.attributes, shape.attribute_count
-        )
+    def clusters_at_once(self, cluster: int, block_threads: int, shared_bytes: int = 0) -> int:
+        """Clusters of ``cluster`` such blocks that the GPU holds at a time.
+
+        Fewer than its multiprocessors suggest: a cluster stays within a GPC, whose number of
+        multiprocessors need not be a multiple of its blocks.
+        """
+        self.reserve(shared_bytes, cluster)
+        shape = _shape(cluster, block_threads, shared_bytes, cluster, False)
+        # CUlaunchConfig: the shape, padding, the stream, attributes and their number.
+        config = struct.pack("<7I4xQQI4x", *shape.numbers, 0, *_attributes(cluster, False))
         clusters = ctypes.c_int()
         with torch.cuda.device(self.device):
             make_primary_context_current(self.device)
             check(
-                driver().cuOccupancyMaxActiveClusters(
-                    ctypes.byref(clusters), self._handle, ctypes.create_string_buffer(config)
-                ),
-                f"asking for the occupancy of {self.entry} in clusters of {cluster}",
+                driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._handle, config),
+                f"asking for the clusters of {self.entry}",
             )
         return clusters.value
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epinorm.cuda.device import arch_of
+from epinorm.cuda.device import arch_of, sm_count
 from epinorm.cuda.gradient_planes import GradientPlanes
 from epinorm.cuda.jit import load
 from epinorm.cuda.norm_backward import (
@@ -43,15 +43,16 @@ SIGNATURE = "plpl" + "pp" + "ppp" + "pp" + "ppppp" + "pppp" + "p" + "li"
 """dy and z with their row strides; mean, rstd; bias, gamma, beta; `Factors`; dz's planes, their
 scales, powers, what is not held; powers' ranges, columns' largest magnitudes and flags, whether
 anything is flagged; partial sums; M, groups. Then the operands and their gradients."""
-RESCALE_SIGNATURE = "ppp" + "pp" + "ppi" + "ppi" + "ppp" + "p" + "pp" + "p" + "iiiiii"
-"""x's planes and flags; W's scales and flags; rows' powers, what is not held and in how many parts;
-ranges, columns' largest, how many; the new planes and flags; rows' flags; columns' scales and
-flags; whether anything is flagged; M, units of a row, N, `Faint`."""
+RESCALE_SIGNATURE = "pppp" + "pp" + "ppi" + "ppi" + "pppp" + "p" + "pp" + "p" + "iiiiii"
+"""x's planes, flags and lists of columns; W's scales and flags; rows' powers, what is not held and
+in how many parts; ranges, columns' largest, how many; the new planes, flags and lists; rows' flags;
+columns' scales and flags; whether anything is flagged; M, units of a row, N, `Faint`."""
 
 RESCALE_THREADS, RESCALE_UNITS, RESCALE_COLUMNS = 256, 4, 64
 """kThreads, kUnits and kColumns there."""
 UNIT_BYTES = 16
-MOST_UNITS = 1 << 31
+MOST_UNITS = 1 << 30
+"""So that 32 bits count a last block's as well."""
 _LAUNCH, _BYTES = 4.0, 3.5e6
 """What two more small launches cost in microseconds; what one moves."""
 
@@ -150,8 +151,11 @@ class _Launches:
         self.sizes = m, problem.groups
         self.sums = RowSums(problem, outputs, device)
         kernel = load(planes_source(problem, plan, outputs, planes, arch), device)
-        at_a_time = max(kernel.clusters_at_a_time(plan.tile.threads, plan.strips), 1)
-        self.parts = ceil_div(m, ceil_div(m, at_a_time))
+        if plan.strips > 1:
+            at_once = kernel.clusters_at_once(plan.strips, plan.tile.threads)
+        else:
+            at_once = kernel.blocks_per_sm(plan.tile.threads) * sm_count(device)
+        self.parts = ceil_div(m, ceil_div(m, max(at_once, 1)))
         operands = OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
         self.main = kernel.prepare(
             SIGNATURE + operands + "p" * sum(outputs.elements),
@@ -205,11 +209,11 @@ class _Launches:
         old, new, split = x.data_ptr(), new_x.data_ptr(), self.split_x
         w, column_scale, row_flags = weight.data_ptr(), hi + self.column_scale, at + s.row_flags
         self.rescale(
-            *(old + split.hi, old + split.lo, old + split.flags),
+            *(old + split.hi, old + split.lo, old + split.flags, old + split.spoilt),
             *(w + self.split_w.scale, w + self.split_w.flags),
             *(powers, spoilt, self.row_parts, ranges, largest, self.parts),
-            *(new + split.hi, new + split.lo, new + split.flags, row_flags),
-            *(column_scale, column_flags, any_flag),
+            *(new + split.hi, new + split.lo, new + split.flags, new + split.spoilt),
+            *(row_flags, column_scale, column_flags, any_flag),
             *self.rescale_sizes,
         )
         by_row = GradientPlanes(planes, hi + self.scale, row_flags)

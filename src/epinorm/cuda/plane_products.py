@@ -214,12 +214,12 @@ class PlaneProducts:
         dx = dw = None
         if self.dx is not None and weight is not None and by_row is not None:
             dx = self.dx(*self._given(by_row, weight, self.split_weight))
-            flags = by_row.flags, weight.data_ptr() + self.split_weight.flags
+            flags = by_row.flags, *_flags_in(weight, self.split_weight)
             prepare_rescue(dx, dz, inputs.weight, False, *flags)()
         weight = by_row = None
         if self.dw is not None and x is not None and by_column is not None:
             given = self._given(by_column, x, self.split_x)
-            flags = by_column.flags, x.data_ptr() + self.split_x.flags
+            flags = by_column.flags, *_flags_in(x, self.split_x)
             adding = None if into is None else self._adding()
             if into is None or adding is None:
                 dw = self.dw(*given)
@@ -228,7 +228,7 @@ class PlaneProducts:
                 dw = into
                 rescue = prepare_rescue(dw, dz, inputs.x, True, *flags, adds=True)
                 self.adds_loaded = True
-                adding(*given, dw, *flags)
+                adding(*given, dw, *flags[:2])
                 rescue()
         return dx, dw
 
@@ -258,6 +258,12 @@ class PlaneProducts:
             return stored[0], stored[self.planes - 1], planes.hi, planes.lo
 
         return (a.buffer.data_ptr(), b.data_ptr()), operands, a.scale
+
+
+def _flags_in(buffer: Tensor, split: Splitter) -> tuple[int, int]:
+    """The addresses of the rows' flags and of what columns they spoilt."""
+    at = buffer.data_ptr()
+    return at + split.flags, at + split.spoilt
 
 
 def _split(split: Splitter, matrix: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,10 +28,14 @@ COLUMN_MULTIPLE = 8
 """Rows of 16-bit numbers must start on 16 bytes for the copy engine."""
 ROW_MULTIPLE = 16
 """Where the second matrix's rows begin, so that its flags begin on 16 bytes too."""
+ORDERED_MULTIPLE = 32
+"""Columns among which weight_fragments.cuh changes places."""
 VECTOR_BYTES = 16
+LISTED = 4
+"""Columns of a row that are remembered where the planes do not hold them."""
 
-SIGNATURE = "plpl" + "pppp" + "iiiii"
-"""Both matrices and their row strides; hi, lo, scale, flags; ``Splitter.numbers``."""
+SIGNATURE = "plpl" + "ppppp" + "iiiii"
+"""Both matrices and their row strides; hi, lo, scale, flags, spoilt; ``Splitter.numbers``."""
 
 # What a plane pair and a single plane must hold of each element, relatively. Two: an fp32 product's
 # own error. One: 2^-11 is what TF32 keeps; a little more is let through for values 2^-28 of their
@@ -38,18 +43,25 @@ SIGNATURE = "plpl" + "pppp" + "iiiii"
 TOLERANCE = {2: "0x1p-20f", 1: "0x1p-8f"}
 
 
+Order = Literal["plain", "ordered", "both"]
+"""Of a plane's columns: as they are, as weight_fragments.cuh wants them, or a plane of each."""
+
+
 @dataclass(frozen=True)
 class Planes:
     """The planes of a (rows, columns) fp32 matrix.
 
     hi, lo: (rows, columns rounded up to 8) fp16; lo is hi again where there is one plane. scale:
-    (rows,) fp32. flags: (rows,) uint8, 1 where the planes do not hold the row.
+    (rows,) fp32. flags: (rows,) uint8, 0 where the planes hold the row, 1 where they hold all of it
+    but the columns in spoilt, 2 where they do not. spoilt: (rows, 4) int32, in any order, -1 where
+    there are fewer; not written but where the flag is 1.
     """
 
     hi: Tensor
     lo: Tensor
     scale: Tensor
     flags: Tensor
+    spoilt: Tensor
 
 
 @dataclass(frozen=True)
@@ -78,30 +90,44 @@ def split_shape(rows: int, columns: int, sms: int) -> SplitShape:
     return SplitShape(threads, min(MOST_VECTORS, max(1, -(-columns // (threads * 4)))))
 
 
-def split_source(
-    planes: int, columns: int, aligned: bool, arch: str, rows: int = 1 << 20, sms: int = 132
-) -> KernelSource:
-    """The kernel that splits ``rows`` rows in all; `aligned`: each starts on 16 bytes."""
-    shape = split_shape(rows, columns, sms)
-    prelude = (
+def split_prelude(
+    planes: int, columns: int, aligned: bool, shape: SplitShape, order: Order = "plain"
+) -> str:
+    """The constants of `split_rows.cuh`; aligned: each row starts on 16 bytes."""
+    return (
         f"constexpr int kPlanes = {planes}, kRowThreads = {shape.threads};\n"
         f"constexpr int kRowVectors = {shape.vectors};\n"
         f"constexpr float kTolerance = {TOLERANCE[planes]};\n"
         f"constexpr bool kAligned = {str(aligned).lower()};\n"
+        f"constexpr bool kPlain = {str(order != 'ordered').lower()};\n"
+        f"constexpr bool kOrdered = {str(order != 'plain').lower()};\n"
     )
+
+
+def split_source(
+    planes: int, columns: int, aligned: bool, arch: str, rows: int = 1 << 20, sms: int = 132
+) -> KernelSource:
+    """The kernel that splits ``rows`` rows in all; `aligned`: each starts on 16 bytes."""
+    prelude = split_prelude(planes, columns, aligned, split_shape(rows, columns, sms))
     return KernelSource("split", kernel_text("split.cu", prelude), arch)
 
 
 class Splitter:
     """Splits one matrix, or two with as many columns, into one buffer of ``nbytes`` bytes.
 
-    In the buffer, each for the rows of both matrices: hi, lo (where there are two planes), scale,
-    flags. The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``,
-    ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's beginning.
+    In the buffer, each for the rows of both matrices: hi, lo (where there are two planes), spoilt,
+    scale, flags. The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``,
+    ``spoilt``, ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's
+    beginning.
     """
 
     def __init__(
-        self, planes: int, columns: int, rows: int, more_rows: int, device: torch.device
+        self,
+        planes: int,
+        columns: int,
+        rows: int,
+        more_rows: int,
+        device: torch.device,
     ) -> None:
         self.planes, self.columns, self.rows, self.more_rows = planes, columns, rows, more_rows
         self.device = device
@@ -111,7 +137,8 @@ class Splitter:
         plane_bytes = self.all_rows * self.padded * 2
         self.hi, self.lo = 0, (planes - 1) * plane_bytes
         self.second_plane = self.second * self.padded * 2
-        self.scale = planes * plane_bytes
+        self.spoilt = planes * plane_bytes
+        self.scale = self.spoilt + 4 * LISTED * self.all_rows
         self.flags = self.scale + 4 * self.all_rows
         self.nbytes = self.flags + self.all_rows
         self.numbers = (rows, self.second, self.all_rows, columns, self.padded)
@@ -125,7 +152,8 @@ class Splitter:
         aligned = (address | more | 4 * (stride | more_stride)) % VECTOR_BYTES == 0
         self.launch(aligned)(
             *(address, stride, more, more_stride),
-            *(buffer, buffer + self.lo, buffer + self.scale, buffer + self.flags),
+            *(buffer, buffer + self.lo),
+            *(buffer + self.scale, buffer + self.flags, buffer + self.spoilt),
             *self.numbers,
         )
 
@@ -151,12 +179,14 @@ class Splitter:
             rows_of(self.lo, self.padded, torch.float16),
             rows_of(self.scale, 1, torch.float32),
             rows_of(self.flags, 1, torch.uint8),
+            rows_of(self.spoilt, LISTED, torch.int32),
         )
 
     def _prepare(self, aligned: bool) -> Callable[..., None]:
         device, columns, rows = self.device, self.columns, self.all_rows
         sms = sm_count(device)
-        source = split_source(self.planes, columns, aligned, arch_of(device), rows, sms)
+        arch = arch_of(device)
+        source = split_source(self.planes, columns, aligned, arch, rows, sms)
         blocks = -(-rows // split_shape(rows, columns, sms).block_rows)
         kernel = load(source, device)
         launch = kernel.prepare(SIGNATURE, blocks, THREADS, dependent=starts_early(device))

@@ -36,7 +36,7 @@ LARGEST_SHARED = 232448
 
 _VALUES = 128 * 128  # of a tile: 64 a thread
 _PAD = 4  # values between rows in shared memory
-_STATIC_BYTES = 1024  # of shared memory that the kernels have besides, at most
+STATIC_BYTES = 1024  # of shared memory that the kernels have besides, at most
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RescueTile:
     def stages(self) -> int:
         """Slots of the ring."""
         most = 3 if self.width == 128 else 4
-        return most if most * self._slot_bytes <= self.limit - _STATIC_BYTES else most - 1
+        return most if most * self._slot_bytes <= self.limit - STATIC_BYTES else most - 1
 
     @property
     def _slot_bytes(self) -> int:
@@ -97,12 +97,16 @@ def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
 
 
 def rescue_source(
-    problem: Problem, aligned: bool, arch: str, limit: int = LARGEST_SHARED
+    problem: Problem,
+    aligned: bool,
+    arch: str,
+    limit: int = LARGEST_SHARED,
+    flags_late: bool = False,
 ) -> KernelSource:
     """The kernel's text for ``problem``'s chain and group size; compiles without a GPU.
 
     aligned: each row of x and of weight begins at a multiple of 16 bytes. limit: as in
-    ``RescueTile``.
+    ``RescueTile``. flags_late: the kernel before it writes flags.
     Raises `ValueError` for a problem that is not fp32 throughout, or a group that does not fit.
     """
     dtypes = (problem.dtype, problem.norm_dtype, problem.out_dtype)
@@ -122,6 +126,7 @@ def rescue_source(
         "kHasGamma": problem.has_norm_weight,
         "kHasBeta": problem.has_norm_bias,
         "kKeep": problem.training,
+        "kFlagsLate": flags_late,
     }
     count = len(problem.chain.operand_kinds)
     parameters = "".join(f", const float* operand{i}, long long stride{i}" for i in range(count))
@@ -162,31 +167,33 @@ def rescue(
     )
 
 
-def rescue_launch(problem: Problem, aligned: bool) -> Callable[..., None]:
+def rescue_launch(problem: Problem, aligned: bool, flags_late: bool = False) -> Callable[..., None]:
     """What ``rescue`` launches, for who keeps it: a function of the arguments of ``SIGNATURE``.
 
-    aligned: each row of x and of weight begins at a multiple of 16 bytes.
+    aligned: each row of x and of weight begins at a multiple of 16 bytes. flags_late: the kernel
+    before it in the stream writes flags.
     """
-    return _prepared(problem)(aligned)
+    return _prepared(problem)(aligned, flags_late)
 
 
 class _Prepared:
-    """The launches for one problem, by whether x and weight are aligned."""
+    """The launches for one problem, by whether x and weight are aligned and flags are late."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.launches: dict[bool, Callable[..., None]] = {}
+        self.launches: dict[tuple[bool, bool], Callable[..., None]] = {}
 
-    def __call__(self, aligned: bool) -> Callable[..., None]:
-        return self.launches.get(aligned) or self._prepare(self.problem.device, aligned)
+    def __call__(self, aligned: bool, flags_late: bool) -> Callable[..., None]:
+        return self.launches.get((aligned, flags_late)) or self._prepare(aligned, flags_late)
 
-    def _prepare(self, device: torch.device, aligned: bool) -> Callable[..., None]:
-        problem = self.problem
+    def _prepare(self, aligned: bool, flags_late: bool) -> Callable[..., None]:
+        problem, device = self.problem, self.problem.device
         limit = max_shared_bytes(device)
         tile = rescue_tile(problem.n // problem.groups, limit)
-        kernel = load(rescue_source(problem, aligned, arch_of(device), limit), device)
+        source = rescue_source(problem, aligned, arch_of(device), limit, flags_late)
+        kernel = load(source, device)
         signature = SIGNATURE + OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
-        launch = self.launches[aligned] = kernel.prepare(
+        launch = self.launches[aligned, flags_late] = kernel.prepare(
             signature,
             min(tile.items(problem.m, problem.n), sm_count(device)),
             THREADS,

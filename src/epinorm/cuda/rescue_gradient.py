@@ -27,8 +27,9 @@ __all__ = [
     "tile_of",
 ]
 
-SIGNATURE = "plpl" + "pp" + "p" + "iii"
-"""a, b and their row strides; the flags of rows and of the sum's indices; result; m, n, k."""
+SIGNATURE = "plpl" + "ppp" + "p" + "iii"
+"""a, b and their row strides; the flags of rows and of the sum's indices, the latter's columns;
+result; m, n, k."""
 
 TILE = RescueTile(128, 128, 128)
 MOST_SPLITS = 8
@@ -37,6 +38,8 @@ SHORTEST_SPLIT = 512
 """Values of the summed index that are worth a block of their own."""
 FLAG_BYTES = 4
 """What the address of flags must be a multiple of."""
+LIST_BYTES = 16
+"""Of the columns of an index, and what their address must be a multiple of."""
 
 
 def tile_of(limit: int) -> RescueTile:
@@ -72,12 +75,13 @@ def rescue_gradient_source(
     return KernelSource("rescue_gradient", kernel_text("rescue_gradient.cu", text), arch)
 
 
-def splits_of(columns: int, length: int, multiprocessors: int) -> int:
-    """How many blocks, 1, 2, 4 or 8, share each sum: until one row keeps half of the GPU at work.
+def splits_of(rows: int, columns: int, length: int, multiprocessors: int) -> int:
+    """How many blocks, 1, 2, 4 or 8, share each sum: until one flag keeps half of the GPU at work.
 
-    One flagged row is what chance brings: by estimate in one of ten random dz of 16384 x 1024.
+    One is what chance brings: a row by estimate in one of ten random dz of 16384 x 1024, a column
+    in one of ten or twenty random W of 8192 x 8192.
     """
-    tiles = -(-columns // TILE.columns)
+    tiles = -(-min(rows, columns) // TILE.columns)
     splits = 1
     while (
         splits < MOST_SPLITS
@@ -95,19 +99,21 @@ def prepare_rescue(
     transposed_a: bool,
     row_flags: int,
     summed_flags: int,
+    summed_spoilt: int,
     *,
     adds: bool = False,
 ) -> Callable[[], None]:
-    """A function that overwrites the flagged rows of result = a @ b, or aᵀ @ b; all of them for a
-    flag of the sum.
+    """A function that overwrites what flags spoilt of result = a @ b, or aᵀ @ b.
 
-    adds: that adds to them instead; the kernel before it has added the others, and left these as
-    they were. result: (R, S) fp32 contiguous. a: (R, L), or (L, R) if ``transposed_a``; b: (L, S);
-    both fp32 with contiguous rows, at any stride. row_flags and summed_flags: the addresses,
-    multiples of 4, of (R,) and (L,) uint8, any value but zero a flag; complete before the last
-    kernel of the stream begins. Rows without a flag keep their bits, and every launch of the same
-    values gives the same bits. What can fail fails here, before anything is written: raises
-    `ValueError` for shapes or addresses that do not fit.
+    A flagged row spoils itself; an index of the sum, flagged by 1, the columns in its list, and by
+    more, everything. adds: that adds there instead; the kernel before it has added the rest, and
+    nothing where any index of the sum is flagged. result: (R, S) fp32 contiguous. a: (R, L), or
+    (L, R) if ``transposed_a``; b: (L, S); both fp32 with contiguous rows, at any stride. row_flags
+    and summed_flags: the addresses, multiples of 4, of (R,) and (L,) uint8; summed_spoilt: the
+    address, a multiple of 16, of (L, 4) int32, columns or -1, as in `planes.Planes`, not read with
+    ``adds``; all complete before the last kernel of the stream begins. What is not spoilt keeps its
+    bits, and every launch of the same values gives the same bits. What can fail fails here, before
+    anything is written: raises `ValueError` for shapes or addresses that do not fit.
     """
     rows, columns = result.shape
     length = b.shape[0]
@@ -124,12 +130,17 @@ def prepare_rescue(
             f"flags must begin at multiples of {FLAG_BYTES} bytes, but got addresses "
             f"{row_flags:#x} and {summed_flags:#x}"
         )
+    if summed_spoilt % LIST_BYTES:
+        raise ValueError(
+            f"lists of columns must begin at a multiple of {LIST_BYTES} bytes, but got address "
+            f"{summed_spoilt:#x}"
+        )
     aligned = transposed_a or (a_at | a_stride * 4) % VECTOR_BYTES == 0
     launch = _launcher(rows, columns, length, transposed_a, aligned, adds, result.device)
     return partial(
         launch,
         *(a_at, a_stride, b.data_ptr(), b.stride(0)),
-        *(row_flags, summed_flags, result.data_ptr()),
+        *(row_flags, summed_flags, summed_spoilt, result.data_ptr()),
         *(rows, columns, length),
     )
 
@@ -146,13 +157,16 @@ def _launcher(
 ) -> Callable[..., None]:
     early = starts_early(device)  # sm_90: clusters too
     count = sm_count(device)
-    splits = splits_of(columns, length, count) if early else 1
+    splits = splits_of(rows, columns, length, count) if early else 1
     tile = tile_of(max_shared_bytes(device))
     source = rescue_gradient_source(transposed_a, aligned, splits, arch_of(device), tile, adds)
     kernel = load(source, device)
+    # No more clusters than run at once: each takes its items in turn, so one that started when
+    # others have ended would take as long again.
+    clusters = kernel.clusters_at_once(splits, THREADS, tile.shared_bytes) if splits > 1 else count
     return kernel.prepare(
         SIGNATURE,
-        min(tile.items(rows, columns), count // splits) * splits,
+        min(tile.items(rows, columns), clusters) * splits,
         THREADS,
         shared_bytes=tile.shared_bytes,
         cluster=splits if splits > 1 else None,

@@ -68,7 +68,7 @@ class _Product:
             add = add_splits_source(choice.parts, self.out_dtype)
             found[f"ADD_{self.name}"] = prelude_of(add, "add_splits.cu")
         if self.scaled:
-            splits = splits_of(shape.columns, shape.length, SMS)
+            splits = splits_of(shape.rows, shape.columns, shape.length, SMS)
             rescue = rescue_gradient_source(not self.major_k_a, True, splits, ARCH)
             found[f"RESCUE_{self.name}"] = prelude_of(rescue, "rescue_gradient.cu")
         return found

@@ -2,7 +2,7 @@
 // is there already, in one pass over it.
 //
 // Rows that the planes do not hold (row_flag) stay as they are, and all rows if an index of the sum is
-// flagged (sum_flag): rescue_gradient.cu, which follows, adds those.
+// flagged (sum_flag), in whichever way: rescue_gradient.cu, which follows, adds those.
 #include "flags.cuh"
 #include "hopper_product.cuh"
 #include "row_add.cuh"

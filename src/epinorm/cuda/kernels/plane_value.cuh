@@ -1,4 +1,4 @@
-// One fp32 value as fp16 planes: v = (hi + lo 2^-11) / factor. What split.cu does to x and W,
+// One fp32 value as fp16 planes: v = (hi + lo 2^-11) / factor. What split_rows.cuh does to x and W,
 // split_gradient.cu does to dz.
 #pragma once
 #include "storage.cuh"
@@ -37,7 +37,7 @@ struct PlaneValue {
     float rest = scaled - Float16::load(hi);
     lo = Float16::store(rest * kPlaneLowFactor);
     if (kPlanes == 2) rest -= Float16::load(lo) * (1.0f / kPlaneLowFactor);
-    // Less, not at most: what vanishes as it is scaled leaves no rest.
+    // Less, not at most: scaled down, a value below the smallest fp32 is lost without a rest.
     held = (value == 0.0f) | (fabsf(rest) < fabsf(scaled) * tolerance);
   }
 };

@@ -6,11 +6,13 @@
 // kernel
 //   - writes X', in which a row's least values lose bits;
 //   - writes dW's scales, and flags its rows for which that could matter (docs/precision.md);
-//   - joins the flags of dz's rows;
+//   - joins the flags of dz's rows, and takes over those of x's, which hold for X' too: a row that
+//     spoilt some columns of dW spoils the same ones;
 //   - sets `any` where anything is flagged, for who must then compute dz in fp32.
 //
 // The prelude defines kPlanes.
 #include "dependent.cuh"
+#include "flags.cuh"
 #include "integers.cuh"
 #include "row_power.cuh"
 #include "storage.cuh"
@@ -118,7 +120,7 @@ struct ColumnJoin {
   const float* w_scale;
   const u32* largest;
   float* scale;
-  unsigned char* flag;
+  Flag* flag;
   Faint faint;
 
   // Returns whether this thread's column, if any, is flagged.
@@ -150,7 +152,7 @@ struct ColumnJoin {
 
 // spoilt: (parts, m), not 0 where a part of a row is not held.
 __device__ __forceinline__ bool join_row(int row, const unsigned char* spoilt, int parts,
-                                         unsigned char* flag, int m) {
+                                         Flag* flag, int m) {
   u32 any = 0;
 #pragma unroll 8
   for (int part = 0; part < parts; ++part) any |= spoilt[static_cast<i64>(part) * m + row];
@@ -158,15 +160,17 @@ __device__ __forceinline__ bool join_row(int row, const unsigned char* spoilt, i
   return any != 0;
 }
 
-// x_hi, x_lo: (m, units * 8) fp16, as to_hi, to_lo. x_flag (m,), copied to to_flag; w_flag (n,).
+// x_hi, x_lo: (m, units * 8) fp16, as to_hi, to_lo. x_flag, x_columns: (m,), copied to to_flag,
+// to_columns; w_flag (n,).
 // ranges: (range_count,); column_largest: (range_count, n); row_parts: of spoilt.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    rescale_planes(const uint4* x_hi, const uint4* x_lo, const unsigned char* x_flag,
-                   const float* w_scale, const unsigned char* w_flag, const int* power,
+    rescale_planes(const uint4* x_hi, const uint4* x_lo, const Flag* x_flag,
+                   const ColumnList* x_columns, const float* w_scale, const Flag* w_flag,
+                   const int* power,
                    const unsigned char* spoilt, int row_parts, const PowerRange* ranges,
                    const u32* column_largest, int range_count, uint4* to_hi, uint4* to_lo,
-                   unsigned char* to_flag, unsigned char* row_flag, float* column_scale,
-                   unsigned char* column_flag, unsigned* any, int m, int units, int n,
+                   Flag* to_flag, ColumnList* to_columns, Flag* row_flag, float* column_scale,
+                   Flag* column_flag, unsigned* any, int m, int units, int n,
                    int faint_power, int faint_largest, int tiny) {
   const int column_blocks = (n + kColumns - 1) / kColumns;
   const int row_blocks = (m + kThreads - 1) / kThreads;
@@ -179,8 +183,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     wait_for_previous_kernel();
     const int row = (block - column_blocks) * kThreads + threadIdx.x;
     if (row < m) {
-      flagged = join_row(row, spoilt, row_parts, row_flag, m) || x_flag[row] != 0;
-      to_flag[row] = x_flag[row];
+      const Flag of_x = x_flag[row];
+      flagged = join_row(row, spoilt, row_parts, row_flag, m) || of_x != 0;
+      to_flag[row] = of_x;
+      if (of_x == kSomeColumns) to_columns[row] = x_columns[row];
     }
   } else {
     wait_for_previous_kernel();

@@ -10,7 +10,8 @@
 // The prelude defines the chain (codegen.py); kRows, kColumns and kWidth of a tile: rows, columns
 // used, columns multiplied; kBlockK and kStages of the ring; kAligned (every row of x and w begins at
 // a multiple of 16 bytes); kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kKeep
-// (training: z, mean and rstd are written); OPERAND_PARAMETERS, OPERAND_LIST, STRIDE_LIST.
+// (training: z, mean and rstd are written); kFlagsLate (the previous kernel writes flags);
+// OPERAND_PARAMETERS, OPERAND_LIST, STRIDE_LIST.
 #include "dependent.cuh"
 #include "numeric.cuh"
 #include "rescue_product.cuh"
@@ -124,8 +125,8 @@ constexpr int kFewFlags = 8192;  // of a kind: up to here a block reads them all
 constexpr int kLooks = 4;        // items that a warp looks at in a round
 
 // x: (m, k), rows x_stride apart. w: (n, k), w_stride. row_flags: (m,), column_flags: (n,), both at
-// multiples of 4 bytes and written before the previous kernel began. y, z: (m, n). mean, rstd: (m,
-// groups).
+// multiples of 4 bytes and, but for kFlagsLate, written before the previous kernel began. y, z: (m, n).
+// mean, rstd: (m, groups).
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rescue(const float* x, i64 x_stride, const float* w, i64 w_stride, const float* bias,
            const float* gamma, const float* beta, const Flag* row_flags, const Flag* column_flags,
@@ -133,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(16) float shared[];
   __shared__ GroupSelection selection;
   __shared__ Flag near[kLooks * kWarps];
+  if (kFlagsLate) wait_for_previous_kernel();
   if (m <= kFewFlags && n <= kFewFlags) {
     const bool any = any_flag(row_flags, m, kThreads) | any_flag(column_flags, n, kThreads);
     if (!__syncthreads_or(any)) {

@@ -2,25 +2,30 @@
 // result (m, n) = A (m, k) · b (k, n), where A is dZ for dX and dZᵀ for dW.
 //
 // The kernel before this one multiplied planes of fp16 that cannot hold what is flagged. A flagged row
-// of A spoils just that row of the result; a flagged index of the sum, everything. Nothing else is
-// written. Nothing flagged is the ordinary case: every block then reads the flags and ends.
+// of A spoils just that row of the result; an index of the sum, flagged by kSomeColumns, just the
+// columns in its list, and flagged by kWhole, everything. Nothing else is written. Nothing flagged is
+// the ordinary case: every block then reads the flags and ends.
 //
-// With kAdds that kernel added to a result that was there, but for these rows, and they are added here.
+// With kAdds that kernel added to a result that was there, but for flagged rows, and they are added
+// here. For any flagged index of the sum it added nothing: it would have to know the columns in its
+// epilogue, which has no registers left. Then all is added here.
 //
 // The prelude defines kRows, kColumns = kWidth of a tile; kBlockK and kStages of the ring;
 // kTransposedA (`a` is (k, m)); kAligned (every row of an `a` that is (m, k) begins at a multiple of
 // 16 bytes); kAdds; kSplits, the blocks of a cluster, which share the sum over k of each item.
 #include "dependent.cuh"
 #include "hopper_barrier.cuh"
+#include "rescue_columns.cuh"
 #include "rescue_product.cuh"
 
 static_assert(kColumns == kWidth, "columns need not be whole groups here");
+static_assert(kThreads % kColumns == 0, "a thread stores one column of a tile");
 
 constexpr int kFlagBytes = 16;        // read at a time
 constexpr int kFewFlags = 32 * 1024;  // of rows: up to here a block reads them all
 
-// This thread's part of the question whether any of `count` flags is set, 16 at a time.
-EPINORM_FUNCTION bool any_flag_wide(const Flag* flags, int count) {
+// As any_flag, 16 flags at a time.
+EPINORM_FUNCTION u32 any_flag_wide(const Flag* flags, int count) {
   if (reinterpret_cast<u64>(flags) % kFlagBytes != 0) return any_flag(flags, count, kThreads);
   const int whole = count / kFlagBytes;
   const uint4* units = reinterpret_cast<const uint4*>(flags);
@@ -32,7 +37,7 @@ EPINORM_FUNCTION bool any_flag_wide(const Flag* flags, int count) {
   }
   const int left = whole * kFlagBytes + threadIdx.x;
   if (left < count) any |= __ldcg(flags + left);
-  return any != 0;
+  return any;
 }
 
 // The same for the rows that the items from `first` on, `step` apart, take theirs from.
@@ -56,16 +61,17 @@ EPINORM_FUNCTION float read_remote(u32 address, u32 rank) {
 }
 
 // From the tile to the result; with several blocks a sum, each adds their tiles in the order of k for
-// its share of the rows.
+// its share of the rows. A thread stores its column of all rows, or of the flagged ones alone.
 EPINORM_FUNCTION void store(const float* tile, const Selection& selection, int rows,
-                            int first_column, float* result, int n, u32 rank) {
+                            int first_column, bool all_rows, const Flag* row_flags, float* result,
+                            int n, u32 rank) {
   if constexpr (kSplits > 1) cluster_sync();  // all tiles are there
   const u32 local = static_cast<u32>(__cvta_generic_to_shared(tile));
   const int share = (rows + kSplits - 1) / kSplits, first = rank * share;
   const int end = min(first + share, rows) * kColumns;
   for (int i = first * kColumns + threadIdx.x; i < end; i += kThreads) {
     const int row = i / kColumns, column = i % kColumns;
-    if (first_column + column >= n) continue;
+    if (first_column + column >= n || !(all_rows || row_flags[selection.rows[row]])) continue;
     const int at = row * kTileStride + column;
     float value = tile[at];
     if constexpr (kSplits > 1) {
@@ -80,22 +86,30 @@ EPINORM_FUNCTION void store(const float* tile, const Selection& selection, int r
 }
 
 // a: (m, k), or (k, m) with kTransposedA, rows a_stride apart. b: (k, n), b_stride. row_flags: (m,),
-// sum_flags: (k,), both at multiples of 4 bytes and written before the previous kernel began.
+// sum_flags: (k,), both at multiples of 4 bytes, sum_columns: (k,), all written before the previous
+// kernel began; with kAdds sum_columns is not read.
 // result: (m, n), of which the previous kernel wrote the rows that are not flagged.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rescue_gradient(const float* a, i64 a_stride, const float* b, i64 b_stride,
-                    const Flag* row_flags, const Flag* sum_flags, float* result, int m, int n,
-                    int k) {
+                    const Flag* row_flags, const Flag* sum_flags, const ColumnList* sum_columns,
+                    float* result, int m, int n, int k) {
   extern __shared__ __align__(16) float shared[];
   __shared__ Selection selection;
+  __shared__ SpoiltColumns spoilt;
   const ItemOrder order(m, n);
   const int step = gridDim.x / kSplits, first = blockIdx.x / kSplits;
   const bool any_row = m <= kFewFlags ? any_flag_wide(row_flags, m)
                                       : any_row_flag(order, first, step, row_flags, m);
-  const bool every_row = __syncthreads_or(any_flag_wide(sum_flags, k)) != 0;
-  const bool work = __syncthreads_or(any_row) != 0 || every_row;
+  const u32 of_sum = any_flag_wide(sum_flags, k);
+  const bool any_index = __syncthreads_or(of_sum) != 0;
+  const bool work = __syncthreads_or(any_row) != 0 || any_index;
   wait_for_previous_kernel();  // also without work: the next kernel must not run beside that one
   if (!work) return;
+  bool everything = any_index;
+  if (!kAdds && any_index)
+    everything = __syncthreads_or(any_whole(of_sum)) != 0 ||
+                 !gather(spoilt, sum_flags, sum_columns, k);
+  const bool some_columns = any_index && !everything;
 
   const u32 rank = kSplits > 1 ? blockIdx.x % kSplits : 0;  // clusters are whole runs of blocks
   constexpr int kUnit = kBlockK * kSplits;
@@ -106,7 +120,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   for (int index = first; index < order.count(); index += step) {
     const Item item = order.at(index);
     const int column = item.first_column;
-    __syncthreads();  // the last item's selection and tile are no longer read
+    const bool all_rows = everything || (some_columns && spoilt.has(column + threadIdx.x % kColumns));
+    const bool every_row = __syncthreads_or(all_rows) != 0;  // no more reads of the last selection, tile
     const int rows = select_rows(selection, item, every_row, row_flags, m);
     if (rows <= 0) continue;
     if (rows <= Place<kThinRows>::kHeight)
@@ -115,6 +130,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     else
       multiply<kFullRows, kTransposedA, true>(shared, selection, rows, own_a, a_stride, own_b,
                                               b_stride, column, n, length);
-    store(shared, selection, rows, column, result, n, rank);
+    store(shared, selection, rows, column, all_rows, row_flags, result, n, rank);
   }
 }
