@@ -82,14 +82,15 @@ struct Matrix {
   // for it.
   __device__ __forceinline__ void write(int block, const int* power, const PowerRange* ranges,
                                         int range_count, int m, int units) const {
+    // From L2, as flags.cuh says: this is before the wait.
     const int count = m * units, first = block * kUnits * kThreads + threadIdx.x;
     uint4 high[kUnits], low[kUnits];
 #pragma unroll
     for (int j = 0; j < kUnits; ++j) {
       const int at = first + j * kThreads;
       if (at >= count) continue;
-      high[j] = __ldg(hi + at);
-      if (kPlanes == 2) low[j] = __ldg(lo + at);
+      high[j] = __ldcg(hi + at);
+      if (kPlanes == 2) low[j] = __ldcg(lo + at);
     }
     wait_for_previous_kernel();
     const int most = joined_range(ranges, range_count).most;
@@ -114,7 +115,7 @@ struct Faint {
   int power, largest, tiny;
 };
 
-// largest: (parts, n), the bits of the largest |dz[i, n] x_scale[i]|, no finite number where an
+// largest: (parts, n), the bits of the largest |up[i, n]| 2^power[i], no finite number where an
 // element is not held. scale: (n,), of dW's rows.
 struct ColumnJoin {
   const float* w_scale;
@@ -140,7 +141,7 @@ struct ColumnJoin {
     const int exponent = range.most - power_of(w_scale[column]);
     const bool fits = total < kInfinity && exponent >= kSmallestExponent &&
                       exponent <= kLargestExponent;
-    const int of_largest = static_cast<int>(total >> 23) - 127 - exponent;
+    const int of_largest = static_cast<int>(total >> 23) - 127 - range.most;
     const bool any_faint = range.least < range.most + faint.power;
     const bool lost = of_largest < (any_faint ? max(faint.largest, faint.tiny) : faint.tiny);
     const bool flagged = total != 0 && (!fits || lost);
