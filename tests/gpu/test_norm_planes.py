@@ -34,6 +34,7 @@ pytestmark = [
 FLOOR = {"high": 1e-3, "highest": 1e-6}
 """The promise of docs/precision.md, of the terms' magnitude."""
 EVERY = Wanted(True, True, True, True, True, ())
+NAMES = ("dX", "dW", "dbias", "dgamma", "dbeta")
 
 
 class Case(NamedTuple):
@@ -74,9 +75,26 @@ def gradients(case: Case, into: Tensor | None = None, products: PlaneProducts | 
     products = products or PlaneProducts(case.problem, True, True)
     norm, dx, dw = products(case.inputs, [case.kept], case.dy, EVERY, None, into)
     if products.dz_planes is not None:
-        assert None not in products.dz_planes.launches.values()
-        assert products.dz_planes.launches
+        launches = products.dz_planes.launches
+        assert launches, "no kernel that writes dz as planes was asked for"
+        assert None not in launches.values(), "no cluster holds these rows without spilling"
     return dx, dw, norm.bias, norm.norm_weight, norm.norm_bias
+
+
+def any_flagged(case: Case) -> bool:
+    """Whether the range guard has anything to do."""
+    products = PlaneProducts(case.problem, True, True)
+    operands = products.operands(case.inputs, None)
+    assert products.dz_planes is not None
+    assert operands.x is not None
+    assert operands.weight is not None
+    found = products.dz_planes(
+        *(case.inputs, case.kept, case.dy, EVERY), operands.x, operands.weight, operands.factors
+    )
+    assert found is not None
+    written = found[1]
+    at = written.any_flag - written.scratch.data_ptr()
+    return written.scratch[at : at + 4].view(torch.int32).item() != 0
 
 
 def by_pytorch(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -104,12 +122,18 @@ def check(case: Case) -> None:
         allowed = 1.1 * (eager[i].double() - truth[i]).norm(dim=1)
         allowed = torch.maximum(allowed, FLOOR[case.problem.precision] * size)
         worst = ((error - allowed) / size.clamp(min=1e-300)).max()
-        assert (error <= allowed).all(), ("dX", "dW")[i] + f" is off by {worst:.2e} of its terms"
+        assert (error <= allowed).all(), f"{NAMES[i]} is off by {worst:.2e} of its terms too much"
     for i in range(2, 5):
         error, of_eager = ((t[i].double() - truth[i]).norm() for t in (found, eager))
-        assert error <= max(1.5 * of_eager, 1e-6 * truth[i].norm())
-    for first, second in zip(found, gradients(case), strict=True):
-        assert torch.equal(first, second)
+        size = truth[i].norm()
+        assert error <= max(1.5 * of_eager, 1e-6 * size), (
+            f"{NAMES[i]} is off by {error:.2e} of {size:.2e}, eager by {of_eager:.2e}"
+        )
+    for name, first, second in zip(NAMES, found, gradients(case), strict=True):
+        assert torch.equal(first, second), (
+            f"{name} of a second run has {(first != second).sum()} other values, "
+            f"by up to {(first - second).abs().max():.2e} of {first.abs().max():.2e}"
+        )
 
 
 SIZES = [
@@ -122,6 +146,9 @@ SIZES = [
     (64, 256, 2048, 1),
     (3, 64, 1024, 64),
     (2048, 512, 768, 48),
+    (1024, 128, 8192, 512),  # many rows a cluster
+    (3000, 64, 2048, 128),  # and a block by itself
+    (600, 64, 4096, 8),  # and a team of a block
 ]
 
 
@@ -129,6 +156,14 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sizes(sizes: tuple[int, int, int, int], precision: str) -> None:
     check(make(*sizes, precision))
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize("scale", [2.0**-9, 1.0, 2.0**9])
+def test_ordinary_values_of_any_size_flag_nothing(scale: float, precision: str) -> None:
+    case = make(256, 264, 512, 32, precision)
+    case.inputs.weight.mul_(scale)  # z stays: its scale is what matters
+    assert not any_flagged(case)
 
 
 def spread(case: Case) -> None:
@@ -196,6 +231,20 @@ def test_hard_inputs(change: Callable[[Case], None], precision: str) -> None:
     case = make(256, 264, 512, 32, precision)
     change(case)  # z and its statistics stay: any will do
     check(case)
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_an_element_of_x_that_is_not_held_spoils_its_column_of_dw(precision: str) -> None:
+    case = make(256, 264, 512, 32, precision)
+    case.inputs.x[:, 5] = 0
+    without = gradients(case)
+    case.inputs.x[13, 5] = 2.0**-45
+    assert any_flagged(case)
+    found, truth = gradients(case), by_pytorch(case, torch.float64)[1][:, 5]
+    assert torch.equal(found[0], without[0])
+    assert (found[1][:, 5].double() - truth).norm() <= 1e-5 * truth.norm()
+    others = torch.arange(264, device="cuda") != 5
+    assert torch.equal(found[1][:, others], without[1][:, others])
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
