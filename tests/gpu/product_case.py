@@ -259,12 +259,17 @@ def fitted(problem: Problem, tile: Tile) -> Tile:
 
 @contextlib.contextmanager
 def forced_tile(tile: Tile) -> Iterator[None]:
-    """Within, the Hopper kernel takes this tile for every problem (stages 0: as many as fit)."""
+    """Within, the Hopper kernel takes this tile for every problem (stages 0: as many as fit), but
+    for a weight that it cannot convert on the way."""
+    before = hopper_forward.choose_tile, hopper_forward._prepared
 
-    def chosen(problem: Problem, *_: object, **__: object) -> Tile:
+    def chosen(
+        problem: Problem, sms: int, prepacked: bool = False, fp32_weight: bool = True
+    ) -> Tile | None:
+        if tile.fp32_weight and (prepacked or not fp32_weight):
+            return before[0](problem, sms, prepacked, False)
         return fitted(problem, tile)
 
-    before = hopper_forward.choose_tile, hopper_forward._prepared
     hopper_forward.choose_tile = chosen
     hopper_forward._prepared = PreparedByProblem(hopper_forward._PreparedForward)
     calls.forget_plans()

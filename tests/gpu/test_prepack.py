@@ -46,8 +46,10 @@ def nothing_left_behind():
 
 @pytest.fixture(params=["highest", "high"])
 def precision(request, monkeypatch):
-    """Both, always as planes: small problems at ``high`` would else be multiplied as TF32."""
+    """Both, always as planes: small problems at ``high`` would else be multiplied as TF32, and
+    others add in another order (docs/prepack.md)."""
     monkeypatch.setattr(hopper_plan, "_may_be_tf32", lambda problem: False)
+    monkeypatch.setattr(hopper_plan, "_may_convert_weight", lambda problem: False)
     fresh = PreparedByProblem(hopper_forward._PreparedForward)
     monkeypatch.setattr(hopper_forward, "_prepared", fresh)
     hopper_plan.choose_tile.cache_clear()

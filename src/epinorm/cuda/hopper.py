@@ -53,7 +53,8 @@ class Tile:
     as they are, as TF32. group_blocks: blocks of a cluster side by side that share a group's
     statistics. resident_steps: steps of B, where it is one column tile, that stay in shared memory;
     0: B goes through the ring. consumers: warpgroups that multiply; more than two take turns at
-    small tiles.
+    small tiles. fp32_weight: by `hopper_fp32_weight.cu`, which converts W on the way; stages are of
+    x's ring.
     """
 
     block_m: int
@@ -69,6 +70,7 @@ class Tile:
     group_blocks: int = 1
     resident_steps: int = 0
     consumers: int = 2
+    fp32_weight: bool = False
 
     @property
     def threads(self) -> int:

@@ -1,20 +1,22 @@
 """Strategy `single` on Hopper: the whole forward chain in the product's epilogue.
 
 fp32 takes three launches: x and W are split into planes (planes.py), multiplied, and what planes do
-not hold is computed again (rescue.py).
+not hold is computed again (rescue.py). Where x has few rows, W is converted on its way into the
+product instead (hopper_fp32_forward.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from epinorm.cuda.device import sm_count
 from epinorm.cuda.hopper import Tile, linear_norm_source, shared_bytes
+from epinorm.cuda.hopper_fp32_forward import Fp32Weight, readable
 from epinorm.cuda.hopper_launch import Launch, addresses
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, persistent_blocks, planes_of
 from epinorm.cuda.jit import load
@@ -52,7 +54,7 @@ class _PreparedForward:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.ordinary = _launch_of(problem, prepacked=False)
-        self.prepacked: _Direct | _Split | None = None
+        self.prepacked: _Launch | None = None
 
     def __call__(self, inputs: Inputs, weight: Planes | None) -> Forward:
         if (marked or weight is not None) and self.problem.dtype == torch.float32:
@@ -97,7 +99,7 @@ class _PreparedForward:
         launch = self.prepacked
         if launch is None:
             launch = self.prepacked = _launch_of(self.problem, prepacked=True)
-        if isinstance(launch, _Direct):
+        if not isinstance(launch, _Split):
             return launch(inputs)
         if weight is None:
             assert entry is not None
@@ -105,40 +107,66 @@ class _PreparedForward:
             return None if kept is None else launch(inputs, launch.weight_in(kept))
         return launch(inputs, _weight_of(weight))
 
-    def _with_planes_left(self, launch: _Split, inputs: Inputs) -> Forward | None:
-        """The same, and the planes stay for the backward pass where there is room for them.
-
-        W's are made by a launch of their own, into memory that backward gives back before dW is
-        allocated.
-        """
-        device = self.problem.device
-        if not room_for(launch.split.nbytes + launch.split_weight.nbytes, device):
+    def _with_planes_left(self, launch: _Leaving, inputs: Inputs) -> Forward | None:
+        """The same, and the planes stay for the backward pass where there is room for them, in
+        memory that backward gives back before dW is allocated."""
+        if not room_for(launch.nbytes_left, self.problem.device):
             return None
-        buffer = launch.new_weight()
-        launch.split_weight(buffer.data_ptr(), inputs.weight)
-        return launch(inputs, launch.weight_in(buffer), buffer)
+        return launch.leaving(inputs)
 
 
-def _keeping(problem: Problem, ordinary: _Direct | _Split) -> _Split | None:
-    """``ordinary`` with W's planes made beforehand, where the backward pass reads planes too."""
-    if not (problem.training and problem.m and isinstance(ordinary, _Split)):
+class _Leaving(Protocol):
+    """A launch that can leave planes for the backward pass, of ``nbytes_left`` bytes."""
+
+    @property
+    def nbytes_left(self) -> int: ...
+
+    def leaving(self, inputs: Inputs) -> Forward: ...
+
+
+def _keeping(problem: Problem, ordinary: _Launch) -> _Leaving | None:
+    """``ordinary`` with its planes left, where the backward pass reads planes too."""
+    if not (problem.training and problem.m) or isinstance(ordinary, _Direct):
         return None
     if not planes_taken(problem, True, True)[0]:
         return None
+    if isinstance(ordinary, _Fp32Weight):
+        return _Fp32Weight(problem, ordinary.tile, leaves=True)
     return _Split(problem, ordinary.tile, prepacked=True)
 
 
-def _launch_of(problem: Problem, prepacked: bool) -> _Direct | _Split:
-    tile = choose_tile(problem, sm_count(problem.device), prepacked)
+def _launch_of(problem: Problem, prepacked: bool, fp32_weight: bool = True) -> _Launch:
+    tile = choose_tile(problem, sm_count(problem.device), prepacked, fp32_weight)
     if tile is None:
         raise RuntimeError(f"no tile of the Hopper kernel fits {problem}")
     return launch_with(problem, tile, prepacked)
 
 
-def launch_with(problem: Problem, tile: Tile, prepacked: bool = False) -> _Direct | _Split:
+def launch_with(problem: Problem, tile: Tile, prepacked: bool = False) -> _Launch:
     """A function from ``Inputs`` to ``Forward``, by the kernel with this tile."""
+    if tile.fp32_weight:
+        return _Fp32Weight(problem, tile)
     scaled = problem.dtype == torch.float32 and not tile.tf32
     return _Split(problem, tile, prepacked) if scaled else _Direct(problem, tile)
+
+
+class _Fp32Weight(Fp32Weight):
+    """Converts W on the way; as planes where the copy engine cannot read it."""
+
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
+        run = super().bind(x_stride, w_stride, y_size)
+        otherwise: Callable[..., Forward] | None = None
+
+        def run_where_readable(x: Tensor, weight: Tensor, *more: Any) -> Forward:
+            nonlocal otherwise
+            if readable(weight.data_ptr(), w_stride):
+                return run(x, weight, *more)
+            if otherwise is None:
+                split = _launch_of(self.problem, False, fp32_weight=False)
+                otherwise = split.bind(x_stride, w_stride, y_size)
+            return otherwise(x, weight, *more)
+
+        return run_where_readable
 
 
 class _WithTile(Launch):
@@ -303,6 +331,17 @@ class _Split(_WithTile):
 
         return run if self.problem.m else lambda *_: outputs()
 
+    @property
+    def nbytes_left(self) -> int:
+        """Bytes of the planes that ``leaving`` leaves."""
+        return self.split.nbytes + self.split_weight.nbytes
+
+    def leaving(self, inputs: Inputs) -> Forward:
+        """As a call, and planes are left: W's by a launch and in a buffer of their own."""
+        buffer = self.new_weight()
+        self.split_weight(buffer.data_ptr(), inputs.weight)
+        return self(inputs, self.weight_in(buffer), buffer)
+
     def weight_in(self, kept: Tensor) -> _Weight:
         """Where the parts of a converted weight are."""
         at, split = kept.data_ptr(), self.split_weight
@@ -327,5 +366,7 @@ def _readable(matrix: Tensor) -> Tensor:
         return matrix.clone(memory_format=torch.contiguous_format)
     return matrix
 
+
+_Launch = _Direct | _Split | _Fp32Weight
 
 _prepared = PreparedByProblem(_PreparedForward)

@@ -12,19 +12,14 @@ import torch
 from torch import Tensor
 
 from epinorm.cuda.device import sm_count
-from epinorm.cuda.hopper import STEP_BYTES
+from epinorm.cuda.hopper import STEP_BYTES, Tile
 from epinorm.cuda.hopper_fp32_weight import (
-    BLOCK_K,
-    BLOCK_N,
-    THREADS,
-    Fp32WeightTile,
     fp32_weight_source,
-    instance_for,
     shared_bytes,
     split_and_sample_source,
 )
 from epinorm.cuda.hopper_launch import Launch, addresses
-from epinorm.cuda.hopper_plan import persistent_blocks
+from epinorm.cuda.hopper_plan import instance_for, persistent_blocks
 from epinorm.cuda.jit import load
 from epinorm.cuda.kept_planes import KeptPlanes
 from epinorm.cuda.norm_text import matrix_arguments
@@ -32,7 +27,7 @@ from epinorm.cuda.planes import ORDERED_MULTIPLE, VECTOR_BYTES, split_shape, spl
 from epinorm.cuda.planes import THREADS as SPLIT_THREADS
 from epinorm.cuda.prepared import new_tensor
 from epinorm.cuda.rescue import rescue_launch
-from epinorm.plan import Forward, Problem, StepForward
+from epinorm.plan import Forward, Inputs, Problem, StepForward
 
 __all__ = ["Fp32Weight", "readable"]
 
@@ -50,17 +45,16 @@ def readable(w_at: int, w_stride: int) -> bool:
 
 
 class Fp32Weight(Launch):
-    """One problem's launches; where ``tile.writes_plane``, x's and W's planes are left for the
-    backward pass."""
+    """One problem's launches; ``leaves``: x's and W's planes, for the backward pass."""
 
-    def __init__(self, problem: Problem, tile: Fp32WeightTile) -> None:
+    def __init__(self, problem: Problem, tile: Tile, leaves: bool = False) -> None:
         super().__init__(problem)
-        self.tile = tile
+        self.tile, self.leaves = tile, leaves
         m, n, k, device = problem.m, problem.n, problem.k, problem.device
         self.of_x, self.of_weight = splitter(1, k, m, 0, device), splitter(1, k, n, 0, device)
         self.ordered = -(-k // ORDERED_MULTIPLE) * ORDERED_MULTIPLE
         # Of the splitters' layouts all but the planes, where these are not left.
-        self.missing = (0, 0) if tile.writes_plane else (self.of_x.spoilt, self.of_weight.spoilt)
+        self.missing = (0, 0) if leaves else (self.of_x.spoilt, self.of_weight.spoilt)
         nbytes_x = self.of_x.nbytes - self.missing[0]
         nbytes_weight = self.of_weight.nbytes - self.missing[1]
         self.new_x = new_tensor((nbytes_x,), torch.uint8, device)
@@ -76,15 +70,19 @@ class Fp32Weight(Launch):
         """Bytes of the planes that are left for the backward pass."""
         return self.of_x.nbytes + self.of_weight.nbytes
 
+    def leaving(self, inputs: Inputs) -> Forward:
+        """As a call, of an instance that ``leaves``."""
+        return self(inputs)
+
     def _prepare(self) -> Callable[..., None]:
         problem, tile = self.problem, self.tile
         dynamic = shared_bytes(tile)
-        source = fp32_weight_source(instance_for(problem, tile))
-        tiles = -(-problem.m // tile.block_m) * -(-problem.n // BLOCK_N)
+        source = fp32_weight_source(instance_for(problem, tile), self.leaves)
+        tiles = -(-problem.m // tile.block_m) * -(-problem.n // tile.block_n)
         return load(source, problem.device, dynamic).prepare(
             SIGNATURE + "p" * len(problem.chain.operand_kinds),
             persistent_blocks(tiles, sm_count(problem.device)),
-            THREADS,
+            tile.threads,
             shared_bytes=dynamic,
             dependent=True,
         )
@@ -93,7 +91,7 @@ class Fp32Weight(Launch):
         """Of the kernel before the product and the one behind; aligned: x is, as W must be."""
         problem, device = self.problem, self.problem.device
         shape = split_shape(problem.m, problem.k, sm_count(device))
-        source = split_and_sample_source(problem.k, aligned, shape, self.tile.writes_plane)
+        source = split_and_sample_source(problem.k, aligned, shape, self.leaves)
         blocks = -(-problem.m // shape.block_rows) + -(-problem.n // (SPLIT_THREADS // 32))
         kernel = load(source, device)
         convert = kernel.prepare(PREPARING_SIGNATURE, blocks, SPLIT_THREADS, dependent=True)
@@ -108,7 +106,7 @@ class Fp32Weight(Launch):
         of_x, of_weight, sizes = self.of_x, self.of_weight, self.sizes
         missing_x, missing_weight = self.missing
         numbers = (*sizes, of_x.padded)
-        leaves = self.tile.writes_plane
+        leaves = self.leaves
 
         def run(
             x: Tensor,
@@ -160,5 +158,6 @@ class Fp32Weight(Launch):
         return run if self.problem.m else lambda *_: outputs()
 
     def _new_maps(self, key: tuple[int, ...], ordered: Tensor, w: Tensor) -> tuple[bytes, ...]:
-        columns = STEP_BYTES // 4
-        return self.keep_maps(key, [(ordered, self.tile.block_m, BLOCK_K), (w, BLOCK_N, columns)])
+        tile = self.tile
+        of_w = w, tile.block_n, STEP_BYTES // 4
+        return self.keep_maps(key, [(ordered, tile.block_m, tile.block_k), of_w])

@@ -6,62 +6,60 @@ it is taken: where x has so few rows that a pass which makes a plane of W costs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from epinorm.cuda.hopper import ARCH, STEP_BYTES
-from epinorm.cuda.instance import Instance, constants, epilogue_prelude, instance_of
+from epinorm.cuda.hopper import ARCH, SHARED_LIMIT, STEP_BYTES, Tile
+from epinorm.cuda.instance import Instance, constants, epilogue_prelude
 from epinorm.cuda.jit import KernelSource
 from epinorm.cuda.planes import TOLERANCE, SplitShape, split_prelude
 from epinorm.cuda.source import kernel_text
-from epinorm.plan import Problem
 
 __all__ = [
-    "Fp32WeightTile",
     "fp32_weight_source",
-    "instance_for",
+    "fp32_weight_tiles",
     "shared_bytes",
     "split_and_sample_source",
+    "stages_of_weight",
 ]
 
 BLOCK_N = 128
-BLOCK_K = 64
-THREADS = 384
+STAGE_BYTES_OF_WEIGHT = BLOCK_N * 2 * STEP_BYTES
+"""64 columns of fp32, for as many halves of x's rows."""
+_VERDICT_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Fp32WeightTile:
-    """``block_m`` rows of x by 128 rows of W. writes_plane: W's plane is kept for the backward."""
-
-    block_m: int = 256
-    stages_w: int = 3
-    stages_x: int = 4
-    group: int = 16
-    writes_plane: bool = False
+def fp32_weight_tiles() -> list[Tile]:
+    """What there is to choose from: rows of x by 128 rows of W, which gives columns of y."""
+    # Few row tiles that share a column tile: they read the same rows of W, in fp32.
+    return [Tile(m, BLOCK_N, 4, ping_pong=False, group=4, fp32_weight=True) for m in (128, 256)]
 
 
-def instance_for(problem: Problem, tile: Fp32WeightTile) -> Instance[Fp32WeightTile]:
-    """The kernel of this problem; the scales are undone before the epilogue."""
-    return instance_of(problem, tile, planes=1, scaled=False)
+def stages_of_weight(tile: Tile) -> int:
+    """Slots of W's ring: as many as fit beside x's."""
+    barriers = 16  # of a slot of either ring, and the verdict's and the epilogue's
+    left = SHARED_LIMIT - tile.stages * (tile.block_m * STEP_BYTES + barriers)
+    return (left - barriers - _VERDICT_BYTES) // (STAGE_BYTES_OF_WEIGHT + barriers)
 
 
-def shared_bytes(tile: Fp32WeightTile) -> int:
+def shared_bytes(tile: Tile) -> int:
     """Dynamic shared memory of a block, as `hopper_fp32_weight.cu` lays it out."""
-    rings = tile.stages_w * BLOCK_N * 2 * STEP_BYTES + tile.stages_x * tile.block_m * STEP_BYTES
-    barriers = (tile.stages_w + tile.stages_x + 1) * 16
-    return rings + 16 + barriers
+    stages = stages_of_weight(tile)
+    rings = stages * STAGE_BYTES_OF_WEIGHT + tile.stages * tile.block_m * STEP_BYTES
+    return rings + _VERDICT_BYTES + (stages + tile.stages + 1) * 16
 
 
-def fp32_weight_source(instance: Instance[Fp32WeightTile]) -> KernelSource:
-    """The kernel's text for one instance; compiles without a GPU."""
+def fp32_weight_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:
+    """The kernel's text for one instance; compiles without a GPU.
+
+    writes_plane: W's plane is kept for the backward pass.
+    """
     tile = instance.tile
     prelude = constants(
         {
             "kBlockN": BLOCK_N,
             "kBlockM": tile.block_m,
-            "kStagesW": tile.stages_w,
-            "kStagesX": tile.stages_x,
+            "kStagesW": stages_of_weight(tile),
+            "kStagesX": tile.stages,
             "kTileGroup": tile.group,
-            "kWritesPlane": tile.writes_plane,
+            "kWritesPlane": writes_plane,
             "kPlanes": 1,
         }
     )

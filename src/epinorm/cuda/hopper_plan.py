@@ -15,6 +15,7 @@ import torch
 
 from epinorm.cuda import tuned
 from epinorm.cuda.hopper import STEP_BYTES, Tile, largest_stages
+from epinorm.cuda.hopper_fp32_weight import fp32_weight_tiles
 from epinorm.cuda.instance import Instance, instance_of
 from epinorm.plan import Problem
 
@@ -51,6 +52,8 @@ MEMORY_BYTES_PER_CYCLE = 2400
 CYCLES_PER_MICROSECOND = 1750.0
 SHORTEST_STEP = 450
 """A small tile's step waits for its loads, its products and their completion in turn."""
+SHORTEST_STEP_OF_FP32 = 1200
+"""32 KB of W, from memory, for one block."""
 LAUNCH_MICROSECONDS = 2.5
 
 CLUSTER = 1.01
@@ -63,6 +66,11 @@ MOST_STAGES = 12
 EVEN_SHARE = 0.9
 """Of the multiprocessors, that must stay at work where tiles are shared out evenly."""
 LARGEST_RESIDENT_BYTES = 96 * 1024
+
+FP32_WEIGHT_LAUNCH = 4.0
+"""Microseconds more: its kernel does not start early, and its guard waits for it."""
+SAMPLE_BYTES = 2048
+"""Of a row of W, that estimating its scale moves (sample_rows.cuh)."""
 
 MEASURED: dict[tuple[int, int, int, int, int], Tile] = {
     (1, 32, 16384, 1024, 1024): Tile(64, 256, 0),  # 56.4 us for the model's choice of 58.1
@@ -161,6 +169,18 @@ def candidates(problem: Problem) -> Iterator[Tile]:
             yield fitted
             if _may_share_loads(problem, fitted):
                 yield dataclasses.replace(fitted, cluster=2)
+    if _may_convert_weight(problem):
+        yield from fp32_weight_tiles()
+
+
+def _may_convert_weight(problem: Problem) -> bool:
+    """fp32 at `high` throughout, rows that the copy engine can read, groups that divide a tile."""
+    fp32 = problem.dtype == problem.norm_dtype == problem.out_dtype == torch.float32
+    channels = problem.chain.channels_per_group(problem.n)
+    tile = fp32_weight_tiles()[0]
+    return (
+        fp32 and problem.precision == "high" and problem.k % 4 == 0 and tile.block_n % channels == 0
+    )
 
 
 def _may_share_loads(problem: Problem, tile: Tile) -> bool:
@@ -199,6 +219,11 @@ def _may_be_tf32(problem: Problem) -> bool:
 
 def _step_cycles(tile: Tile, planes: int) -> float:
     """One step along k: the tensor cores' time or shared memory's."""
+    if tile.fp32_weight:
+        # W as it is goes through shared memory, and out of it once; x's plane twice.
+        both = 2 * 4 * tile.block_n * tile.block_k + 3 * tile.block_m * STEP_BYTES
+        tensor = tile.block_m * tile.block_n / 32
+        return max(tensor, both / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP_OF_FP32)
     products = 3 if planes == 2 else 1
     row_blocks = tile.block_m // 64 * (2 if tile.split_columns else 1)
     tensor = products * tile.block_m * tile.block_n / 32
@@ -227,6 +252,8 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
         total = START + rounds * (products + epilogue + BETWEEN_TILES)
     itemsize = planes * tile.element_bytes
     moved = (problem.m + problem.n) * problem.k * itemsize
+    if tile.fp32_weight:
+        moved += problem.n * problem.k * (4 if problem.training else 2)  # fp32, and a plane
     moved += problem.m * problem.n * problem.out_dtype.itemsize
     memory = START + moved / MEMORY_BYTES_PER_CYCLE
     return max(total, memory) + NOT_HIDDEN * min(total, memory)
@@ -236,9 +263,12 @@ def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
     """The conversion of x, and of W where it is not prepacked, and what surrounds it."""
     if problem.dtype != torch.float32 or tile.tf32:
         return 0.0
-    rows = problem.m + (0 if prepacked else problem.n)
-    moved = rows * problem.k * (4 + 2 * planes_of(problem))
+    converted = 0 if prepacked or tile.fp32_weight else problem.n
+    moved = (problem.m + converted) * problem.k * (4 + 2 * planes_of(problem))
+    if tile.fp32_weight:
+        moved += problem.n * min(problem.k * 4, SAMPLE_BYTES)
     launches = 2 * LAUNCH_MICROSECONDS * CYCLES_PER_MICROSECOND
+    launches += FP32_WEIGHT_LAUNCH * CYCLES_PER_MICROSECOND * tile.fp32_weight
     return launches + moved / MEMORY_BYTES_PER_CYCLE
 
 
@@ -249,21 +279,26 @@ def cycles(problem: Problem, tile: Tile, sms: int, prepacked: bool = False) -> f
 
 
 @lru_cache(maxsize=4096)
-def choose_tile(problem: Problem, sms: int, prepacked: bool = False) -> Tile | None:
+def choose_tile(
+    problem: Problem, sms: int, prepacked: bool = False, fp32_weight: bool = True
+) -> Tile | None:
     """The tile that was measured fastest, else that of the least estimated time; None if none fits.
 
-    `epinorm tune` clears what is kept here.
+    fp32_weight: W may be converted on the way; it is not where it is prepacked. `epinorm tune`
+    clears what is kept here.
     """
+    converts = fp32_weight and not prepacked
     # It measures with conversions of W, and they are what decides whether TF32 is faster.
     if not (prepacked and problem.precision == "high"):
         remembered = tuned.choice(problem, candidates)
-        if remembered is not None and remembered.tile is not None:
-            return remembered.tile
+        tile = None if remembered is None else remembered.tile
+        if tile is not None and (converts or not tile.fp32_weight):
+            return tile
     channels = problem.chain.channels_per_group(problem.n)
     key = (planes_of(problem), channels, problem.m, problem.k, problem.n)
     if key in MEASURED:
         return _fitted(problem, MEASURED[key])
-    tiles = list(candidates(problem))
+    tiles = [tile for tile in candidates(problem) if converts or not tile.fp32_weight]
     if not tiles:
         return None
     return min(tiles, key=lambda tile: cycles(problem, tile, sms, prepacked))
@@ -280,5 +315,5 @@ def microseconds(problem: Problem, sms: int) -> float:
 
 def instance_for(problem: Problem, tile: Tile) -> Instance[Tile]:
     """The kernel of this problem with this tile."""
-    scaled = problem.dtype == torch.float32 and not tile.tf32
+    scaled = problem.dtype == torch.float32 and not (tile.tf32 or tile.fp32_weight)
     return instance_of(problem, tile, planes_of(problem), scaled)

@@ -124,25 +124,27 @@ def _why_not_guarded(problem: Problem) -> str | None:
 
 
 def _tile_text(problem: Problem, core: Core) -> str:
-    kind, rows, columns, tf32 = _tile_facts(problem, core)
+    kind, rows, columns, tf32, fp32_weight = _tile_facts(problem, core)
     operands = ""
     if problem.dtype == torch.float32:
         count = hopper_plan.planes_of(problem)
         planes = "two fp16 planes" if count == 2 else "one fp16 plane"
         operands = ", as TF32" if tf32 else f", as {planes}"
+        operands += ", the weight's made on the way" * fp32_weight
     return f"one kernel{operands}, tiles of {rows} x {columns}, {kind}"
 
 
-def _tile_facts(problem: Problem, core: Core) -> tuple[str, int, int, bool]:
-    """What multiplies, a tile's rows and columns, and whether it is TF32."""
+def _tile_facts(problem: Problem, core: Core) -> tuple[str, int, int, bool, bool]:
+    """What multiplies, a tile's rows and columns, whether it is TF32, and whether the weight is
+    converted on the way."""
     if core == "portable":
         portable = portable_plan.choose_tile(problem, gpu_of(problem.device))
         assert portable is not None
-        return "the portable core (mma.sync)", portable.block_m, portable.block_n, False
+        return "the portable core (mma.sync)", portable.block_m, portable.block_n, False, False
     tile = hopper_plan.choose_tile(problem, sm_count(problem.device), problem.prepacked)
     assert tile is not None
     kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
-    return kind, tile.block_m, tile.block_n, tile.tf32
+    return kind, tile.block_m, tile.block_n, tile.tf32, tile.fp32_weight
 
 
 def _single_microseconds(problem: Problem, core: Core) -> float:

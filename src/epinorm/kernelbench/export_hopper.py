@@ -36,7 +36,7 @@ def _why_not(problem: Problem) -> str | None:
         return reason
     if problem.k % 8:
         return f"rows of {problem.k} input features are not a multiple of 8"
-    tile = choose_tile(problem, SMS)
+    tile = choose_tile(problem, SMS, fp32_weight=False)
     if tile is None:
         return "no tile of the kernel fits the shared memory"
     if problem.dtype == torch.float32 and not tile.tf32:
@@ -45,7 +45,7 @@ def _why_not(problem: Problem) -> str | None:
 
 
 def _instance(mode: str, problem: Problem, chains: Chains) -> str:
-    tile = choose_tile(problem, SMS)
+    tile = choose_tile(problem, SMS, fp32_weight=False)
     assert tile is not None
     instance = instance_for(problem, tile)
     split = problem.dtype == torch.float32 and not tile.tf32
@@ -77,7 +77,7 @@ def _instance(mode: str, problem: Problem, chains: Chains) -> str:
 
 def _limits(mode: str, problem: Problem) -> str:
     """A tile for few rows loads no more; one with W in shared memory has room for that W alone."""
-    tile = choose_tile(problem, SMS)
+    tile = choose_tile(problem, SMS, fp32_weight=False)
     assert tile is not None
     only = (problem.k, problem.n) if tile.resident_steps else None
     return f"    ({mode!r}, {problem.training}): ({tile.load_m}, {only}),\n"

@@ -138,8 +138,9 @@ struct Weight {
   int k_padded;
 };
 
-// Which of the 32 values that a lane converted, of the step from column k on, do halves not hold? They are read
-// from the ring once more: few steps come here, but of a matrix full of zeros.
+// Which of the 32 values that a lane converted, of the step from column k on, are too small for halves? They are
+// read from the ring once more: few steps come here, but of a matrix full of zeros. What is too large has its
+// row's scale corrected, and does not count.
 __device__ __forceinline__ void note_step(const Weight& weight, const WeightRows& rows, u32 at, int k) {
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower)
@@ -150,8 +151,9 @@ __device__ __forceinline__ void note_step(const Weight& weight, const WeightRows
       u32 bad = 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const PlaneValue value(__uint_as_float(bits[j]), rows.own.factor[lower], kTolerance);
-        bad |= u32{!value.held} << j;
+        const float value = __uint_as_float(bits[j]), factor = rows.own.factor[lower];
+        const bool held = PlaneValue(value, factor, kTolerance).held;
+        bad |= u32{!held && fabsf(value * factor) < 1.0f} << j;
       }
       const int column = k + i / 2 * kBoxColumns + threadIdx.x % 4 * 8 + i % 2 * 4;
       for (; bad != 0; bad &= bad - 1)

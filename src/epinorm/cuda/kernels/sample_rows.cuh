@@ -3,13 +3,13 @@
 //
 // A warp reads kPieces pieces of 64 bytes, spread evenly. A part's largest magnitude is put at 2^13 to 2^14:
 // the whole row's may be four to eight times as large before halves overflow. Of normal values, the largest
-// of 8192 is 1.3 times that of 512. A row whose sample is zero takes what its neighbours have.
+// of 8192 is 1.4 times that of 256. A row whose sample is zero takes what its neighbours have.
 #pragma once
 #include "flags.cuh"
 #include "plane_value.cuh"
 
 constexpr int kSampleThreads = 256, kSampleRows = kSampleThreads / 32;  // of a block
-constexpr int kPieces = 32, kPieceColumns = 16;
+constexpr int kPieces = 16, kPieceColumns = 16;
 constexpr int kLoads = kPieces * kPieceColumns / 4 / 32;
 constexpr int kRoom = 1;  // powers of two, where the row is not read whole
 

@@ -47,8 +47,8 @@ __device__ __forceinline__ bool any_below(u32 pair, u32 limit) {
   return (pair & 0xffff) < limit || pair >> 16 < limit;
 }
 
-// 2^-17: what is smaller is not held to 2^-8 by halves, whose steps are 2^-24 down there.
-constexpr u32 kSmallBits = 0x0080;
+// Up to 2^-17 halves, whose steps are 2^-24 down there, may not hold a value to 2^-8.
+constexpr u32 kSmallBits = 0x0081;
 
 // Two rows of W, `row` and 8 rows below, as a lane sees them. `shared`: where its first chunk of the upper
 // row lies in a box.
