@@ -21,6 +21,8 @@ from product_case import make_product
 
 from conftest import CHAIN, make_case
 from epinorm.cuda import hopper_product, portable_product
+from epinorm.cuda.hopper_fp32_forward import Fp32Weight
+from epinorm.cuda.hopper_fp32_weight import fp32_weight_tiles
 from epinorm.cuda.hopper_product import ProductShape, prepare_adding
 from epinorm.cuda.rescue_gradient import prepare_rescue
 
@@ -107,8 +109,20 @@ def linear_norm_kernels(cases: Iterable[tuple[int, int, int, int, str, bool]]) -
 
 def hopper_kernels() -> None:
     linear_norm_kernels(HOPPER)
+    weights_converted()
     products(hopper_product.prepare_product, PRODUCTS + SPLIT_PRODUCTS)
     adding_products()
+
+
+def weights_converted() -> None:
+    """On the way into the product, and left as planes; a scale is corrected, an element noted."""
+    for tile in fp32_weight_tiles():
+        case = make_product(300, 136, 16, 17, "high", training=True)
+        case.inputs.weight[5, 7], case.inputs.weight[9, 3] = 1e6, 1e-14
+        found = Fp32Weight(case.problem, tile, leaves=True)(case.inputs)
+        torch.cuda.synchronize()
+        assert all(bool(t.isfinite().all()) for t in found), tile
+        print(f"W converted for {tile.block_m} rows of x: done", flush=True)
 
 
 def cluster_kernels() -> None:
