@@ -6,6 +6,7 @@ row is (`kernels/norm_backward_planes.cu`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -62,7 +63,15 @@ class RowsPlan:
 def rows_plans(problem: Problem, vector: int) -> Iterator[RowsPlan]:
     """The plans for vectors of ``vector`` values, the preferred one first; none where rows or
     groups are too wide."""
-    for tile, strips in _tiles(problem, vector):
+    tiles = list(_tiles(problem, vector))
+    # A block fewer at once leaves more registers, for chains that need them.
+    fewer = [
+        (dataclasses.replace(tile, resident=tile.resident - 1), strips)
+        for tile, strips in tiles
+        if tile.resident > 1
+    ]
+    fewer.sort(key=lambda plan: -plan[0].resident * plan[0].threads)
+    for tile, strips in tiles + fewer:
         streams = 2 + problem.chain.operand_kinds.count("element")
         stage = tile.threads * 4 * (streams * tile.values + SCALARS)
         stages = min(RING_BYTES // stage, STAGES)
