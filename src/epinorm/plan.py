@@ -121,8 +121,8 @@ class Forward(NamedTuple):
 class StepForward(Forward):
     """A ``Forward`` whose backend left something more for the backward pass of the same step.
 
-    ``left`` is handed to that backward once, by who keeps it; the gradients are the same without
-    it. It is no output of the operators.
+    ``left`` is handed to that backward once, by who keeps it; the gradients are as accurate
+    without it. It is no output of the operators.
     """
 
     left: StepLeftovers

@@ -117,7 +117,8 @@ def hopper_kernels() -> None:
 def weights_converted() -> None:
     """On the way into the product, and left as planes; a scale is corrected, an element noted."""
     for tile in fp32_weight_tiles():
-        case = make_product(300, 136, 16, 17, "high", training=True)
+        # Two tiles for most blocks.
+        case = make_product(2 * tile.block_m + 40, 136, 16, 528, "high", training=True)
         case.inputs.weight[5, 7], case.inputs.weight[9, 3] = 1e6, 1e-14
         found = Fp32Weight(case.problem, tile, leaves=True)(case.inputs)
         torch.cuda.synchronize()

@@ -21,7 +21,7 @@ from epinorm.cuda.hopper_launch import Launch, addresses
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, persistent_blocks, planes_of
 from epinorm.cuda.jit import load
 from epinorm.cuda.kept_planes import KeptPlanes, room_for
-from epinorm.cuda.norm_text import matrix_arguments
+from epinorm.cuda.norm_text import matrix_arguments, parameters_at
 from epinorm.cuda.plane_products import planes_taken
 from epinorm.cuda.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.cuda.prepared import PreparedByProblem, new_tensor
@@ -233,9 +233,7 @@ class _Direct(_WithTile):
                 *found,
                 y.data_ptr(),
                 z.data_ptr() if training else 0,
-                0 if bias is None else bias.data_ptr(),
-                0 if gamma is None else gamma.data_ptr(),
-                0 if beta is None else beta.data_ptr(),
+                *parameters_at(bias, gamma, beta),
                 0,
                 0,
                 mean.data_ptr() if training else 0,
@@ -273,7 +271,7 @@ class _Split(_WithTile):
         return found
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
-        """As ``_Launch.bind``; the function takes a ``_Weight`` too, and its buffer if the planes
+        """As ``Launch.bind``; the function takes a ``_Weight`` too, and its buffer if the planes
         are to be left for the backward pass."""
         outputs, new_buffer, launch, maps = (
             self.outputs(y_size), self.new_buffer, self.launch, self.maps
@@ -309,11 +307,7 @@ class _Split(_WithTile):
             else:
                 hi, column_scale, column_flags, planes = weight
                 found = maps.get((at, hi)) or self._new_maps((at, hi), buffer, planes())
-            parameters = (
-                0 if bias is None else bias.data_ptr(),
-                0 if gamma is None else gamma.data_ptr(),
-                0 if beta is None else beta.data_ptr(),
-            )
+            parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = addresses(out)
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(

@@ -22,7 +22,7 @@ from epinorm.cuda.hopper_launch import Launch, addresses
 from epinorm.cuda.hopper_plan import instance_for, persistent_blocks
 from epinorm.cuda.jit import load
 from epinorm.cuda.kept_planes import KeptPlanes
-from epinorm.cuda.norm_text import matrix_arguments
+from epinorm.cuda.norm_text import matrix_arguments, parameters_at
 from epinorm.cuda.planes import ORDERED_MULTIPLE, VECTOR_BYTES, split_shape, splitter
 from epinorm.cuda.planes import THREADS as SPLIT_THREADS
 from epinorm.cuda.prepared import new_tensor
@@ -135,11 +135,7 @@ class Fp32Weight(Launch):
             )  # fmt: skip
             key = ordered_at, w_at, w_stride
             found = maps.get(key) or self._new_maps(key, ordered, w)
-            parameters = (
-                0 if bias is None else bias.data_ptr(),
-                0 if gamma is None else gamma.data_ptr(),
-                0 if beta is None else beta.data_ptr(),
-            )
+            parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = addresses(out)
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(

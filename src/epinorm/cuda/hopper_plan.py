@@ -69,7 +69,7 @@ LARGEST_RESIDENT_BYTES = 96 * 1024
 
 FP32_WEIGHT_LAUNCH = 4.0
 """Microseconds more: its kernel does not start early, and its guard waits for it."""
-SAMPLE_BYTES = 2048
+SAMPLE_BYTES = 1024
 """Of a row of W, that estimating its scale moves (sample_rows.cuh)."""
 
 MEASURED: dict[tuple[int, int, int, int, int], Tile] = {

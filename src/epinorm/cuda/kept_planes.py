@@ -4,7 +4,7 @@ The backward products read the same planes, and making them again costs about a 
 They are kept as long as a share of the GPU's memory suffices for all layers together, and given
 back by the backward pass as soon as each was used, W's before dW is allocated. Where they are gone,
 after a first backward pass through a retained graph say, they are made again: the bits are the
-same.
+same, but for a W that was converted on its way into the product (docs/training.md).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ __all__ = [
     "matrix_arguments",
     "norm_text",
     "parameter_addresses",
+    "parameters_at",
     "types_text",
 ]
 
@@ -73,7 +74,13 @@ def norm_text(
 
 def parameter_addresses(inputs: Inputs) -> tuple[int, int, int]:
     """Addresses of bias, gamma and beta, 0 for what is not there."""
-    bias, gamma, beta = inputs[2:5]
+    return parameters_at(*inputs[2:5])
+
+
+def parameters_at(
+    bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None
+) -> tuple[int, int, int]:
+    """The addresses of the parameters, 0 for what is not there."""
     return (
         0 if bias is None else bias.data_ptr(),
         0 if gamma is None else gamma.data_ptr(),

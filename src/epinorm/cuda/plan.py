@@ -59,7 +59,9 @@ def plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
         )
     if core == "hopper":
         remembered = tuned.choice(problem, hopper_plan.candidates)
-        if remembered is not None:
+        tile = None if remembered is None else remembered.tile
+        converts = tile is not None and tile.fp32_weight  # nothing is left to, if prepacked
+        if remembered is not None and not (converts and problem.prepacked):
             measured = (
                 f"`epinorm tune` measured it fastest here, at {remembered.microseconds:.1f} us"
             )

@@ -1,7 +1,7 @@
 """fp32 matrices as fp16 planes: what the tensor cores multiply in place of fp32.
 
-A row v becomes (hi + lo 2^-11) scale with a power of two for a scale; `kernels/split.cu` says how,
-docs/precision.md why. x and W are split by one launch into one buffer.
+A row v becomes (hi + lo 2^-11) scale with a power of two for a scale; `kernels/split_rows.cuh`
+says how, docs/precision.md why. x and W are split by one launch into one buffer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The range guard of fp32: what fp16 planes could not hold, computed again in plain fp32.
 
-`split.cu` flags the rows of x and of W that scaled planes of fp16 do not hold. The product of
+`split_rows.cuh` flags the rows of x and of W that scaled planes of fp16 do not hold. The product of
 planes is garbage where one of them takes part; this kernel, launched right after it, overwrites
 just that. The flags never leave the GPU, so nothing waits and a CUDA graph replays it with other
 inputs.

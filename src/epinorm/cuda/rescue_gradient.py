@@ -166,7 +166,7 @@ def _launcher(
     clusters = kernel.clusters_at_once(splits, THREADS, tile.shared_bytes) if splits > 1 else count
     return kernel.prepare(
         SIGNATURE,
-        min(tile.items(rows, columns), clusters) * splits,
+        max(min(tile.items(rows, columns), clusters), 1) * splits,
         THREADS,
         shared_bytes=tile.shared_bytes,
         cluster=splits if splits > 1 else None,

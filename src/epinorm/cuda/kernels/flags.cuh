@@ -1,4 +1,4 @@
-// A byte for each row that planes cannot hold (split.cu, split_gradient.cu): any value but 0 is a flag.
+// A byte for each row that planes cannot hold (split_rows.cuh, split_gradient.cu): any value but 0 is a flag.
 // Rows of x and of W, which the backward products sum over, say more: kSomeColumns or kWhole.
 #pragma once
 #include "integers.cuh"

@@ -2,25 +2,24 @@
 // multiplies (weight_fragments.cuh). Where x has few rows that costs less than making a plane of W first.
 //
 // Persistent blocks; a tile is kBlockN rows of W by kBlockM rows of x. W is operand A, so a thread's
-// accumulators run along x's rows: at a tile's end they are turned around through x's ring, and the epilogue
-// is the other kernels' (norm_epilogue.cuh).
+// accumulators run along x's rows: at a tile's end they are turned around through x's ring, and a warp finishes
+// a row of x (turned_epilogue.cuh).
 //
 // SCALES. A row's scale must be known before the row is read: sample_rows.cuh estimates it from a part of the
-// row, with room above. Where that does not suffice halves overflow: then the block looks at all of the
-// tile's rows, corrects the scales and multiplies once more. So the scale, and every bit of the result,
+// row, with room above. Where that does not suffice halves overflow: then the block reads the rows that
+// overflowed, corrects their scales and multiplies once more. So the scale, and every bit of the result,
 // depends on the row alone.
 //
 // Each of the blocks that multiply the same rows of W looks at a share of the steps: whether halves hold what
 // they round, and in training it writes them as W's plane.
 //
-// The prelude defines kWritesPlane; what two_rings.cuh, weight_fragments.cuh and turned_epilogue.cuh need; the instruction
-// wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b); OPERAND_PARAMETERS,
-// OPERAND_LIST.
+// The prelude defines kWritesPlane; what two_rings.cuh, weight_fragments.cuh and turned_epilogue.cuh need; the
+// instruction wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b); OPERAND_PARAMETERS, OPERAND_LIST.
 #include "dependent.cuh"
 #include "plane_value.cuh"
-#include "two_rings.cuh"
-
+#include "sample_rows.cuh"
 #include "turned_epilogue.cuh"
+#include "two_rings.cuh"
 
 // The thread, found out anew, as lane_here() does.
 __device__ __forceinline__ int thread_here() {
@@ -89,6 +88,7 @@ struct Multiplier {
     const u32 at = rings.w(slot_w.stage) + offset;
     rows.own.convert<kBoxBytesW>(a, at);
     look(a, at, step);
+    __syncwarp();  // lanes may have come back from it one by one
     slot_w.next();
   }
 
@@ -161,42 +161,33 @@ __device__ __forceinline__ void note_step(const Weight& weight, const WeightRows
     }
 }
 
-// The largest magnitude of a row of W, as bits, by a warp.
-__device__ __forceinline__ u32 largest_of_row(const float* row, int k) {
-  u32 largest = 0;
-#pragma unroll 4
-  for (int at = threadIdx.x % 32 * 4; at < k; at += 128) {
-    const uint4 four = __ldg(reinterpret_cast<const uint4*>(row + at));
-    largest = max(max(largest, four.x & 0x7fffffffu), max(four.y & 0x7fffffffu, four.z & 0x7fffffffu));
-    largest = max(largest, four.w & 0x7fffffffu);
-  }
-  return __reduce_max_sync(0xffffffffu, largest);
-}
-
-// Looks at all of this warp's rows, and gives those that overflowed the scale that split.cu would. Whether
-// any of them can be multiplied with it; one that cannot is flagged.
-__device__ __forceinline__ bool correct_scales(WeightRows& rows, const Weight& weight, int k) {
-  constexpr float kLargestHalf = 65504.0f;
+// Of this warp's rows that may have overflowed, reads all of each, and gives those that did the scale that
+// split_rows.cuh would. Whether any of them can be multiplied with it; one that cannot is flagged.
+__device__ __forceinline__ bool correct_scales(WeightRows& rows, const bool (&infinite)[2],
+                                               const Weight& weight, int k) {
+  constexpr float kOverflow = 65520.0f;  // rounds to infinity
   const int g = threadIdx.x % 32 / 4;
-  const int first = rows.row - g;
   bool any = false;
 #pragma unroll
-  for (int lower = 0; lower < 2; ++lower)
-#pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
-      const int row = first + lower * 8 + i;
-      if (row >= rows.n) break;
+  for (int lower = 0; lower < 2; ++lower) {
+    u32 lanes = __ballot_sync(0xffffffffu, infinite[lower] && rows.row + lower * 8 < rows.n);
+    while (lanes != 0) {
+      const int i = (__ffs(lanes) - 1) / 4, row = rows.row - g + i + lower * 8;
+      lanes &= ~(15u << i * 4);  // four lanes have the row
       const u32 largest = largest_of_row(weight.values + row * weight.stride, k);
       const float factor = __shfl_sync(0xffffffffu, rows.own.factor[lower], i * 4);
-      if (__uint_as_float(largest) * factor <= kLargestHalf) continue;  // false for NaN
+      if (__uint_as_float(largest) * factor < kOverflow) continue;  // false for NaN
       bool in_range;
       const int shift = plane_shift(largest, in_range);
       any |= in_range;
       if (g == i) rows.own.factor[lower] = plane_power_of_two(shift);
-      if (threadIdx.x % 32 != 0) continue;
-      weight.scale[row] = plane_power_of_two(-shift);
-      if (!in_range) raise_flag(weight.flags, row, kWhole);
+      if (threadIdx.x % 32 == 0) {
+        weight.scale[row] = plane_power_of_two(-shift);
+        if (!in_range) raise_flag(weight.flags, row, kWhole);
+      }
+      __syncwarp();
     }
+  }
   return any;
 }
 
@@ -218,19 +209,15 @@ __device__ __forceinline__ void turn(u32 tile, const float (&v)[kAccumulators],
   }
 }
 
-// Where a row of W overflowed as halves, all its products are infinite or NaN: does this thread have one?
-__device__ __forceinline__ bool any_row_infinite(const float (&v)[kAccumulators]) {
-  bool any = false;
+// Where a row of W overflowed as halves, all its products are infinite or NaN: does this thread see that of
+// the upper or the lower row?
+__device__ __forceinline__ bool row_infinite(const float (&v)[kAccumulators], int lower) {
+  float smallest = __int_as_float(0x7f800000);  // fminf passes NaN over
 #pragma unroll
-  for (int lower = 0; lower < 2; ++lower) {
-    float smallest = __int_as_float(0x7f800000);  // fminf passes NaN over
-#pragma unroll
-    for (int chunk = 0; chunk < kBlockM / 8; ++chunk)
-      smallest = fminf(smallest, fminf(fabsf(v[accumulator(chunk, lower, 0)]),
-                                       fabsf(v[accumulator(chunk, lower, 1)])));
-    any |= smallest == __int_as_float(0x7f800000);
-  }
-  return any;
+  for (int chunk = 0; chunk < kBlockM / 8; ++chunk)
+    smallest = fminf(smallest, fminf(fabsf(v[accumulator(chunk, lower, 0)]),
+                                     fabsf(v[accumulator(chunk, lower, 1)])));
+  return smallest == __int_as_float(0x7f800000);
 }
 
 __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, const Weight& weight,
@@ -256,9 +243,9 @@ __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, c
         if (any_small(a)) note_step(weight, rows, at, step * kStepK);
       });
       // All products of the block are done when this is known, and x's ring is read no more.
-      repeat = any_consumer(any_row_infinite(v)) && first_time;
-      if (repeat)
-        repeat = any_consumer(correct_scales(rows, weight, k));
+      const bool infinite[2] = {row_infinite(v, 0), row_infinite(v, 1)};
+      repeat = any_consumer(infinite[0] || infinite[1]) && first_time;
+      if (repeat) repeat = any_consumer(correct_scales(rows, infinite, weight, k));
       first_time = false;
       if (threadIdx.x == 0) {
         *again = repeat;
@@ -281,12 +268,10 @@ __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, c
 // w_flags, w_columns (n,): as split_rows.cuh has them. w_plane: (n, k_padded) where kWritesPlane.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear_norm_fp32_weight(const __grid_constant__ TensorMap map_x,
-                            const __grid_constant__ TensorMap map_w,
-                            float* y, float* z,
-                            const float* bias,
-                            const float* gamma,
-                            const float* beta, const float* row_scale,
-                            float* mean, float* rstd, const float* w, i64 w_stride, float* w_scale,
+                            const __grid_constant__ TensorMap map_w, float* y, float* z,
+                            const float* bias, const float* gamma, const float* beta,
+                            const float* row_scale, float* mean, float* rstd, const float* w,
+                            i64 w_stride, float* w_scale,
                             Flag* w_flags, ColumnList* w_columns, u16* w_plane, int m, int n, int k,
                             int k_padded OPERAND_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -309,6 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     take_registers<240>();
     const Epilogue e = {bias, gamma, beta, OPERAND_LIST, row_scale, y, z, mean, rstd, m, n};
-    consume(rings, e, {w, w_stride, w_scale, w_flags, w_columns, w_plane, k_padded}, shared, warpgroup, k, k_steps);
+    const Weight weight = {w, w_stride, w_scale, w_flags, w_columns, w_plane, k_padded};
+    consume(rings, e, weight, shared, warpgroup, k, k_steps);
   }
 }

@@ -9,6 +9,7 @@ constexpr int kShares = 16;   // of the parts, added up side by side
 extern "C" __global__ void __launch_bounds__(kColumns * kShares)
 norm_column_sums(const T* __restrict__ partial, int parts, i64 width EPINORM_SUM_PARAMETERS) {
   wait_for_previous_kernel();
+  let_next_kernel_start();
   __shared__ T shared[kShares][kColumns];
   const int x = threadIdx.x % kColumns, share = threadIdx.x / kColumns;
   const i64 column = i64(blockIdx.x) * kColumns + x;

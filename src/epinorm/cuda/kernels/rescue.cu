@@ -1,6 +1,6 @@
 // What flagged rows of x or W spoilt in y = post(norm(pre(x Wᵀ + bias))), computed again in plain fp32.
 //
-// The kernel before this one multiplied planes of fp16 that cannot hold the flagged rows (split.cu).
+// The kernel before this one multiplied planes of fp16 that cannot hold the flagged rows (split_rows.cuh).
 // Each (row, group) with a flagged row, or a flagged column among its channels, is overwritten here;
 // no other is touched, so that a result never depends on its neighbours' flags.
 //
@@ -134,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(16) float shared[];
   __shared__ GroupSelection selection;
   __shared__ Flag near[kLooks * kWarps];
+  let_next_kernel_start();  // it waits for this one, which waits for the one before
   if (kFlagsLate) wait_for_previous_kernel();
   if (m <= kFewFlags && n <= kFewFlags) {
     const bool any = any_flag(row_flags, m, kThreads) | any_flag(column_flags, n, kThreads);

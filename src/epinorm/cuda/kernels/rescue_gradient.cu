@@ -96,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(16) float shared[];
   __shared__ Selection selection;
   __shared__ SpoiltColumns spoilt;
+  let_next_kernel_start();  // it waits for this one, which waits for the one before
   const ItemOrder order(m, n);
   const int step = gridDim.x / kSplits, first = blockIdx.x / kSplits;
   const bool any_row = m <= kFewFlags ? any_flag_wide(row_flags, m)

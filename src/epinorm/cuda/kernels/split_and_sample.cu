@@ -7,7 +7,7 @@
 
 static_assert(kThreads == kSampleThreads, "blocks of either kind");
 
-// x: (m, k), rows x_stride apart, by the last blocks; the first sample W's rows. The rest as in split.cu and
+// x: (m, k), rows x_stride apart, by the last blocks; the first sample W's rows. The rest as in split_rows.cuh and
 // sample_rows.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads)
     split_and_sample(const float* x, i64 x_stride, u16* hi, u16* ordered, float* scale, Flag* flag,

@@ -1,7 +1,7 @@
 // The epilogue of a product whose tile lies in shared memory, a row of x after the other: each lane has four
 // neighbouring channels, a warp all kBlockN of a row, so that y and z leave in whole lines as they are.
 //
-// The prelude defines kBlockN, kBlockM and what norm_epilogue.cuh takes from it; all of fp32.
+// The prelude defines kBlockN, kBlockM and what norm_epilogue.cuh takes from it too; all is fp32.
 #pragma once
 #include "group_stats.cuh"
 #include "row_store.cuh"

@@ -7,7 +7,7 @@
 // floats, of which the swizzle puts chunk c of row r at place c ^ (r % 8). Such a load is served eight lanes at
 // a time: two rows, 2a and 2a + 1, with q = 0 to 3, whose places must all differ. So the four chunks that a row
 // gives must hold one of each pair {0,1}, {2,3}, {4,5}, {6,7}: the j-th 16 of 32 columns takes chunk 2q + j.
-// split.cu writes x's plane in this order (kOrdered).
+// split_rows.cuh writes x's plane in this order (kOrdered).
 //
 // The prelude defines kTolerance, that of one plane.
 #pragma once
@@ -50,8 +50,7 @@ __device__ __forceinline__ bool any_below(u32 pair, u32 limit) {
 // Up to 2^-17 halves, whose steps are 2^-24 down there, may not hold a value to 2^-8.
 constexpr u32 kSmallBits = 0x0081;
 
-// Two rows of W, `row` and 8 rows below, as a lane sees them. `shared`: where its first chunk of the upper
-// row lies in a box.
+// Two rows of W, one and the one 8 below, as a lane sees them.
 struct OwnRows {
   float factor[2];
 
@@ -114,13 +113,14 @@ __device__ __forceinline__ void write_pieces(u16* plane, const Fragments& a, int
   }
 }
 
-// A flag of a row, beside those that other blocks set: together they are kWhole, as any two are.
+// A flag of a row, beside what other blocks set: where kWhole is among them it stays so.
 __device__ __forceinline__ void raise_flag(Flag* flags, int row, Flag flag) {
   atomicOr(reinterpret_cast<u32*>(flags + (row & ~3)), u32{flag} << row % 4 * 8);
 }
 
 // Notes a column that a row's halves do not hold: once, whoever finds it.
 __device__ __forceinline__ void note_spoilt(Flag* flags, ColumnList* lists, int row, int column) {
+  if (__ldcg(flags + row) & kWhole) return;
   int* list = reinterpret_cast<int*>(lists + row);
   for (int i = 0; i < kListed; ++i) {
     const int there = atomicCAS(list + i, -1, column);
