@@ -33,8 +33,8 @@ from epinorm.cuda.planes import TOLERANCE
 from epinorm.plan import Problem, Wanted
 
 ARCH = "sm_90a"
-KB62_THREADS = 512
-"""Of a multiprocessor: its 65536 registers, 128 each."""
+KB62_THREADS = 768
+"""Of a multiprocessor: its 65536 registers, 85 each."""
 
 
 def problem(channels: int, n: int, chain: str = EASY, m: int = 1024, k: int = 8192) -> Problem:
@@ -57,7 +57,7 @@ def test_kb62_has_its_registers_and_bytes_in_flight(planes: int) -> None:
     assert tile.resident * tile.threads == KB62_THREADS
     result = compiled(planes_source(p, plan, outputs_of(p), planes, ARCH))
     assert (result.spill_bytes, result.stack_bytes) == (0, 0)
-    assert result.registers <= 128
+    assert result.registers <= 80
     assert result.shared_bytes <= 48 * 1024
     # A stage is worked on, the others are on their way: z and dy of each thread's values.
     assert (plan.stages - 1) * KB62_THREADS * 2 * 4 * tile.values >= 32 * 1024
@@ -99,13 +99,18 @@ def test_what_no_cluster_holds_has_no_plan() -> None:
     assert rows_plan(wide, 4, outputs_of(wide), 1, ARCH) is None
     wide = problem(16384, 16384, "layer_norm|gelu")
     assert rows_plan(wide, 4, outputs_of(wide), 1, ARCH) is None
-    long = problem(16, 8192, HEAVY)  # too few registers for it
-    assert rows_plan(long, 4, outputs_of(long), 1, ARCH) is None
+
+
+def test_a_long_chain_has_its_registers() -> None:
+    long = problem(16, 8192, HEAVY)
+    plan = rows_plan(long, 4, outputs_of(long), 1, ARCH)
+    assert plan is not None
+    assert plan.tile.resident < KB62_THREADS // plan.tile.threads
 
 
 @pytest.mark.parametrize("planes", [1, 2])
 def test_the_kernel_between_compiles_without_spills(planes: int) -> None:
-    assert compiled(rescale_source(planes, ARCH)).spill_bytes == 0
+    assert compiled(rescale_source(planes, 3, ARCH)).spill_bytes == 0
 
 
 def test_dz_alone_if_it_is_wanted_compiles() -> None:

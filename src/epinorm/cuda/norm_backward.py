@@ -127,35 +127,21 @@ class Vectors:
 
 
 class RowSums:
-    """The sums over rows and the gradients of element operands: allocated, the second step of the
-    sums launched, and given their names."""
+    """The sums over rows and the gradients of element operands: allocated and given their names."""
 
     def __init__(self, problem: Problem, outputs: Outputs, device: torch.device) -> None:
         m, n = problem.m, problem.n
-        self.n, self.places = n, outputs.places
+        self.places = outputs.places
         dtypes = outputs.sum_dtypes(problem)
         # A gradient over channels has a value for each of them.
         self.new_sums = [new_tensor((n,), dtype, device) for dtype in dtypes]
         new_element = new_tensor((m, n), problem.norm_dtype, device)
         self.new_elements = [new_element if wanted else None for wanted in outputs.elements]
-        if m and dtypes:
-            after = load(column_sums_source(problem, outputs, arch_of(device)), device)
-            self.launch = after.prepare(
-                "pil" + "p" * len(dtypes),
-                (ceil_div(n, SUMS_COLUMNS), len(dtypes)),
-                SUMS_THREADS,
-                dependent=starts_early(device),
-            )
 
     def new(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """The sums, and the elements' gradients."""
         elements = [None if new is None else new() for new in self.new_elements]
         return [new() for new in self.new_sums], elements
-
-    def add_up(self, sums: list[Tensor], partial: int, parts: int) -> None:
-        """The sums from ``parts`` rows of partial ones at the address ``partial``."""
-        if sums:
-            self.launch(partial, parts, self.n, *[t.data_ptr() for t in sums])
 
     def named(
         self,
@@ -236,6 +222,7 @@ class _Launches:
         signature = SIGNATURE + operands + "p" * sum(outputs.elements) + last
         early = starts_early(device)
         self.main = kernel.prepare(signature, (strips, parts), tile.threads, dependent=early)
+        self.column_sums = _column_sums(problem, outputs, device)
         self.row_sums: Callable[..., None] | None = None
         if plan.row_sums is not None:
             before = load(row_sums_source(problem, plan.row_sums, arch), device)
@@ -285,7 +272,8 @@ class _Launches:
             *[t.data_ptr() for t in elements if t is not None],
             *last,
         )
-        self.row_gradients.add_up(sums, at, scratch.parts)
+        if self.column_sums is not None:
+            self.column_sums(at, scratch.parts, self.problem.n, *[t.data_ptr() for t in sums])
         return self.row_gradients.named(dz, sums, elements, largest)
 
     def _row_sums(
@@ -302,6 +290,22 @@ class _Launches:
         sizes = (self.problem.m, self.groups)
         self.row_sums(*rows, *statistics, sums.data_ptr(), *parameters, *sizes, *operands)
         return sums
+
+
+def _column_sums(
+    problem: Problem, outputs: Outputs, device: torch.device
+) -> Callable[..., None] | None:
+    """The launch of the second step of the sums over rows, where there are any."""
+    count = sum(outputs.sums)
+    if not count:
+        return None
+    kernel = load(column_sums_source(problem, outputs, arch_of(device)), device)
+    return kernel.prepare(
+        "pil" + "p" * count,
+        (ceil_div(problem.n, SUMS_COLUMNS), count),
+        SUMS_THREADS,
+        dependent=starts_early(device),
+    )
 
 
 class _Scratch:

@@ -43,12 +43,13 @@ SIGNATURE = "plpl" + "pp" + "ppp" + "pp" + "ppppp" + "pppp" + "p" + "li"
 """dy and z with their row strides; mean, rstd; bias, gamma, beta; `Factors`; dz's planes, their
 scales, powers, what is not held; powers' ranges, columns' largest magnitudes and flags, whether
 anything is flagged; partial sums; M, groups. Then the operands and their gradients."""
-RESCALE_SIGNATURE = "pppp" + "pp" + "ppi" + "ppi" + "pppp" + "p" + "pp" + "p" + "iiiiii"
+RESCALE_SIGNATURE = "pppp" + "pp" + "ppi" + "pppi" + "pppp" + "p" + "pp" + "p" + "iiiiii"
 """x's planes, flags and lists of columns; W's scales and flags; rows' powers, what is not held and
-in how many parts; ranges, columns' largest, how many; the new planes, flags and lists; rows' flags;
-columns' scales and flags; whether anything is flagged; M, units of a row, N, `Faint`."""
+in how many parts; ranges, columns' largest, partial sums, how many of each; the new planes, flags
+and lists; rows' flags; columns' scales and flags; whether anything is flagged; M, units of a row,
+N, `Faint`. Then the sums."""
 
-RESCALE_THREADS, RESCALE_UNITS, RESCALE_COLUMNS = 256, 4, 64
+RESCALE_THREADS, RESCALE_UNITS, RESCALE_COLUMNS = 256, 4, 32
 """kThreads, kUnits and kColumns there."""
 UNIT_BYTES = 16
 MOST_UNITS = 1 << 30
@@ -73,13 +74,12 @@ def worthwhile(problem: Problem, planes: int) -> bool:
 class WrittenDz(NamedTuple):
     """What the products take: dz's planes, the same with other scales and flags for each of them.
 
-    scratch: holds the flags. any_flag: the address of a word that is not 0 where anything is
-    flagged.
+    flags: holds them. any_flag: the address of a word there, not 0 where anything is flagged.
     """
 
     by_row: GradientPlanes
     by_column: GradientPlanes
-    scratch: Tensor
+    flags: Tensor
     any_flag: int
 
 
@@ -164,20 +164,24 @@ class _Launches:
             cluster=plan.strips if plan.strips > 1 else None,
             dependent=True,
         )
-        row_parts = plan.strips * plan.tile.row_warps
-        self.scratch = _Scratch(problem, outputs, row_parts, self.parts)
+        self.row_parts = plan.strips * plan.tile.row_warps
+        self.scratch = _Scratch(problem, outputs, self.row_parts, self.parts)
         self.new_scratch = new_tensor((self.scratch.nbytes,), torch.uint8, device)
+        self.flags = _Flags(m, n)
+        self.new_flags = new_tensor((self.flags.nbytes,), torch.uint8, device)
         self.lo, self.scale = (planes - 1) * 2 * m * n, planes * 2 * m * n
         self.column_scale = self.scale + 4 * m
         self.new_planes = new_tensor((self.column_scale + 4 * n,), torch.uint8, device)
         self.new_x = new_tensor((split_x.nbytes,), torch.uint8, device)
         units = split_x.padded * 2 // UNIT_BYTES
         self.rescale_sizes = (m, units, n, *faint_rows(m, problem.k))
-        self.row_parts = row_parts
-        blocks = ceil_div(n, RESCALE_COLUMNS) + ceil_div(m, RESCALE_THREADS)
+        sums = sum(outputs.sums)
+        blocks = (1 + sums) * ceil_div(n, RESCALE_COLUMNS) + ceil_div(m, RESCALE_THREADS)
         blocks += ceil_div(m * units, RESCALE_UNITS * RESCALE_THREADS)
-        rescale = load(rescale_source(planes, arch), device)
-        self.rescale = rescale.prepare(RESCALE_SIGNATURE, blocks, RESCALE_THREADS, dependent=True)
+        rescale = load(rescale_source(planes, sums, arch), device)
+        self.rescale = rescale.prepare(
+            RESCALE_SIGNATURE + "p" * sums, blocks, RESCALE_THREADS, dependent=True
+        )
 
     def __call__(
         self,
@@ -190,40 +194,51 @@ class _Launches:
     ) -> tuple[NormGradients, WrittenDz, Tensor]:
         """Launch on ``matrices``, the addresses and row strides of dy, z and every operand."""
         sums, elements = self.sums.new()
-        planes, storage = self.new_planes(), self.new_scratch()
-        hi, at, s = planes.data_ptr(), storage.data_ptr(), self.scratch
-        column_flags = at + s.column_flags
-        powers, spoilt, ranges = at + s.powers, at + s.spoilt, at + s.ranges
-        largest, any_flag = at + s.columns, at + s.any_flag
+        planes, scratch, flags = self.new_planes(), self.new_scratch(), self.new_flags()
+        hi, partial, s = planes.data_ptr(), scratch.data_ptr(), self.scratch
+        any_flag = flags.data_ptr()
+        row_flags, column_flags = any_flag + self.flags.rows, any_flag + self.flags.columns
+        powers, spoilt, ranges = partial + s.powers, partial + s.spoilt, partial + s.ranges
+        largest = partial + s.columns
         self.main(
             *matrices[:4],
             *(kept.mean.data_ptr(), kept.rstd.data_ptr(), *parameters, *factors),
             *(hi, hi + self.lo, hi + self.scale, powers, spoilt),
-            *(ranges, largest, column_flags, any_flag, at),
+            *(ranges, largest, column_flags, any_flag, partial),
             *self.sizes,
             *matrices[4:],
             *[t.data_ptr() for t in elements if t is not None],
         )
-        self.sums.add_up(sums, at, self.parts)
         new_x = self.new_x()
         old, new, split = x.data_ptr(), new_x.data_ptr(), self.split_x
-        w, column_scale, row_flags = weight.data_ptr(), hi + self.column_scale, at + s.row_flags
+        w, column_scale = weight.data_ptr(), hi + self.column_scale
         self.rescale(
             *(old + split.hi, old + split.lo, old + split.flags, old + split.spoilt),
             *(w + self.split_w.scale, w + self.split_w.flags),
-            *(powers, spoilt, self.row_parts, ranges, largest, self.parts),
+            *(powers, spoilt, self.row_parts, ranges, largest, partial, self.parts),
             *(new + split.hi, new + split.lo, new + split.flags, new + split.spoilt),
             *(row_flags, column_scale, column_flags, any_flag),
             *self.rescale_sizes,
+            *[t.data_ptr() for t in sums],
         )
         by_row = GradientPlanes(planes, hi + self.scale, row_flags)
         by_column = GradientPlanes(planes, column_scale, column_flags)
-        written = WrittenDz(by_row, by_column, storage, any_flag)
+        written = WrittenDz(by_row, by_column, flags, any_flag)
         return self.sums.named(None, sums, elements, None), written, new_x
 
 
+class _Flags:
+    """Where flags lie that are read until the last product; offsets in bytes. The word that says
+    whether there are any is first."""
+
+    def __init__(self, m: int, n: int) -> None:
+        self.rows = FLAGS_ALIGNMENT
+        self.columns = self.rows + ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
+        self.nbytes = self.columns + n
+
+
 class _Scratch:
-    """One allocation for what the kernels hand to each other; offsets in bytes."""
+    """One allocation for what the two kernels hand to each other; offsets in bytes."""
 
     def __init__(self, problem: Problem, outputs: Outputs, row_parts: int, parts: int) -> None:
         m, n = problem.m, problem.n
@@ -231,8 +246,5 @@ class _Scratch:
         self.columns, end = end, end + 4 * parts * n
         self.powers, end = end, end + 4 * m
         self.ranges, end = end, end + 8 * parts
-        self.any_flag, end = end, end + 4
-        self.row_flags = ceil_div(end, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
-        self.column_flags = self.row_flags + ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
-        self.spoilt = self.column_flags + n
-        self.nbytes = self.spoilt + row_parts * m
+        self.spoilt = end
+        self.nbytes = end + row_parts * m

@@ -17,7 +17,6 @@ from epinorm.cuda.jit import KernelSource, compiled
 from epinorm.cuda.norm_backward_text import Outputs, output_text
 from epinorm.cuda.norm_text import norm_text
 from epinorm.cuda.norm_tile import (
-    SECTOR_BYTES,
     WARP,
     Tile,
     ceil_div,
@@ -90,21 +89,15 @@ def _tiles(problem: Problem, vector: int) -> Iterator[tuple[Tile, int]]:
         resident = _resident(lanes, MOST_VALUES)
         yield Tile(vector, lanes, vectors, 1, resident=resident), groups
         return
-    teams = [team]
     lanes, vectors = team
-    # What a row costs besides its values is shared by twice as many: 235 instead of 327
-    # instructions a vector of groups of 16.
-    if lanes * vector * itemsize >= 2 * SECTOR_BYTES and 2 * vectors * vector <= MOST_VALUES:
-        teams.insert(0, (lanes // 2, 2 * vectors))
-    for lanes, vectors in teams:
-        warps = ceil_div(groups, WARP // lanes)
-        strips = ceil_div(warps, BLOCK_WARPS)
-        if strips > MOST_STRIPS:
-            strips = ceil_div(warps, MOST_WARPS)
-        across = ceil_div(warps, strips)
-        resident = _resident(WARP * across, vectors * vector)
-        for keep in (True, False):
-            yield Tile(vector, lanes, vectors, 1, across, 1, keep, resident), strips
+    warps = ceil_div(groups, WARP // lanes)
+    strips = ceil_div(warps, BLOCK_WARPS)
+    if strips > MOST_STRIPS:
+        strips = ceil_div(warps, MOST_WARPS)
+    across = ceil_div(warps, strips)
+    resident = _resident(WARP * across, vectors * vector)
+    for keep in (True, False):
+        yield Tile(vector, lanes, vectors, 1, across, 1, keep, resident), strips
 
 
 def _resident(threads: int, values: int) -> int:
@@ -149,9 +142,16 @@ def planes_source(
     return KernelSource("norm_backward_planes", text, arch)
 
 
-def rescale_source(planes: int, arch: str) -> KernelSource:
-    """The kernel between this one and the products; compiles without a GPU."""
-    text = kernel_text("rescale_planes.cu", f"constexpr int kPlanes = {planes};\n")
+def rescale_source(planes: int, sums: int, arch: str) -> KernelSource:
+    """The kernel between this one and the products, with ``sums`` sums over rows; compiles without
+    a GPU."""
+    stores = " ".join(f"case {i}: sum{i}[column] = sum; break;" for i in range(sums))
+    prelude = (
+        f"constexpr int kPlanes = {planes}, kSums = {sums};\n"
+        f"#define SUM_PARAMETERS {''.join(f', float* sum{i}' for i in range(sums))}\n"
+        f"#define SUM_STORES {stores}\n"
+    )
+    text = kernel_text("rescale_planes.cu", prelude)
     return KernelSource("rescale_planes", text, arch)
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 __all__ = [
     "LARGEST_ACCESS_BYTES",
-    "SECTOR_BYTES",
     "WARP",
     "Tile",
     "ceil_div",

@@ -8,9 +8,10 @@
 //   - writes dW's scales, and flags its rows for which that could matter (docs/precision.md);
 //   - joins the flags of dz's rows, and takes over those of x's, which hold for X' too: a row that
 //     spoilt some columns of dW spoils the same ones;
-//   - sets `any` where anything is flagged, for who must then compute dz in fp32.
+//   - sets `any` where anything is flagged, for who must then compute dz in fp32;
+//   - adds up the sums over rows (as norm_column_sums.cu does, without a launch of its own).
 //
-// The prelude defines kPlanes.
+// The prelude defines kPlanes; kSums, and SUM_PARAMETERS and SUM_STORES, where they go.
 #include "dependent.cuh"
 #include "flags.cuh"
 #include "integers.cuh"
@@ -18,7 +19,7 @@
 #include "storage.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 64;                   // of a block that joins columns
+constexpr int kColumns = 32;                   // of a block that joins columns
 constexpr int kShares = kThreads / kColumns;   // of their parts, joined side by side
 constexpr int kUnits = 4;                      // of 8 values, of x's planes, a thread
 constexpr int kLeastShift = -100;              // nothing is left of a value in fp16 long before
@@ -107,6 +108,24 @@ struct Matrix {
   }
 };
 
+// What all parts have of a column, joined in a fixed order, for the threads of the first share; the
+// others help. from: (parts,), `stride` apart, of this thread's column, null beyond the last one.
+template <typename Value, typename Join>
+__device__ __forceinline__ Value joined(const Value* from, i64 stride, int parts, Join join) {
+  __shared__ Value shared[kShares][kColumns];
+  const int x = threadIdx.x % kColumns, share = threadIdx.x / kColumns;
+  Value total = 0;
+#pragma unroll 8
+  for (int part = share; part < parts; part += kShares)
+    if (from != nullptr) total = join(total, from[part * stride]);
+  shared[share][x] = total;
+  __syncthreads();
+  if (share == 0)
+#pragma unroll
+    for (int other = 1; other < kShares; ++other) total = join(total, shared[other][x]);
+  return total;
+}
+
 // Which columns planes with a scale a row do not serve, by the exponent of their largest
 // |up[i, n]| 2^(power[i] - t): below `tiny`, dz's own planes have too few bits of them. Where there
 // are rows of less than `power` below t, of which X' has too few, also those below `largest`, since
@@ -125,19 +144,11 @@ struct ColumnJoin {
   Faint faint;
 
   // Returns whether this thread's column, if any, is flagged.
-  __device__ __forceinline__ bool join(int block, const PowerRange& range, int parts, int n) const {
-    __shared__ u32 joined[kShares][kColumns];
-    const int x = threadIdx.x % kColumns, share = threadIdx.x / kColumns;
-    const int column = block * kColumns + x;
-    u32 total = 0;
-#pragma unroll 8
-    for (int part = share; part < parts; part += kShares)
-      if (column < n) total = max(total, largest[static_cast<i64>(part) * n + column]);
-    joined[share][x] = total;
-    __syncthreads();
-    if (share > 0 || column >= n) return false;
-#pragma unroll
-    for (int other = 1; other < kShares; ++other) total = max(total, joined[other][x]);
+  __device__ __forceinline__ bool join(int column, const PowerRange& range, int parts, int n) const {
+    const bool inside = column < n;
+    const u32 total = joined(inside ? largest + column : nullptr, n, parts,
+                             [](u32 a, u32 b) { return max(a, b); });
+    if (threadIdx.x >= kColumns || !inside) return false;
     const int exponent = range.most - power_of(w_scale[column]);
     const bool fits = total < kInfinity && exponent >= kSmallestExponent &&
                       exponent <= kLargestExponent;
@@ -151,6 +162,13 @@ struct ColumnJoin {
   }
 };
 
+// Of one of the kSums sums over rows, for the threads of the first share. partial: (parts, kSums, n).
+__device__ __forceinline__ float sum_of(const float* partial, int which, int column, int parts, int n) {
+  const i64 first = static_cast<i64>(which) * n + column;
+  return joined(column < n ? partial + first : nullptr, static_cast<i64>(kSums) * n, parts,
+                [](float a, float b) { return a + b; });
+}
+
 // spoilt: (parts, m), not 0 where a part of a row is not held.
 __device__ __forceinline__ bool join_row(int row, const unsigned char* spoilt, int parts,
                                          Flag* flag, int m) {
@@ -163,23 +181,22 @@ __device__ __forceinline__ bool join_row(int row, const unsigned char* spoilt, i
 
 // x_hi, x_lo: (m, units * 8) fp16, as to_hi, to_lo. x_flag, x_columns: (m,), copied to to_flag,
 // to_columns; w_flag (n,).
-// ranges: (range_count,); column_largest: (range_count, n); row_parts: of spoilt.
+// ranges: (parts,); column_largest: (parts, n); partial: (parts, kSums, n); row_parts: of spoilt.
 extern "C" __global__ void __launch_bounds__(kThreads)
     rescale_planes(const uint4* x_hi, const uint4* x_lo, const Flag* x_flag,
                    const ColumnList* x_columns, const float* w_scale, const Flag* w_flag,
-                   const int* power,
-                   const unsigned char* spoilt, int row_parts, const PowerRange* ranges,
-                   const u32* column_largest, int range_count, uint4* to_hi, uint4* to_lo,
-                   Flag* to_flag, ColumnList* to_columns, Flag* row_flag, float* column_scale,
-                   Flag* column_flag, unsigned* any, int m, int units, int n,
-                   int faint_power, int faint_largest, int tiny) {
-  const int column_blocks = (n + kColumns - 1) / kColumns;
+                   const int* power, const unsigned char* spoilt, int row_parts,
+                   const PowerRange* ranges, const u32* column_largest, const float* partial,
+                   int parts, uint4* to_hi, uint4* to_lo, Flag* to_flag, ColumnList* to_columns,
+                   Flag* row_flag, float* column_scale, Flag* column_flag, unsigned* any, int m,
+                   int units, int n, int faint_power, int faint_largest, int tiny SUM_PARAMETERS) {
+  const int strips = (n + kColumns - 1) / kColumns, column_blocks = strips * (1 + kSums);
   const int row_blocks = (m + kThreads - 1) / kThreads;
   const int block = blockIdx.x;
   bool flagged = false;
   if (block >= column_blocks + row_blocks) {
-    Matrix{x_hi, x_lo, to_hi, to_lo}.write(block - column_blocks - row_blocks, power, ranges,
-                                           range_count, m, units);
+    Matrix{x_hi, x_lo, to_hi, to_lo}.write(block - column_blocks - row_blocks, power, ranges, parts, m,
+                                           units);
   } else if (block >= column_blocks) {
     wait_for_previous_kernel();
     const int row = (block - column_blocks) * kThreads + threadIdx.x;
@@ -191,12 +208,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   } else {
     wait_for_previous_kernel();
-    const PowerRange range = joined_range(ranges, range_count);
-    const Faint faint = {faint_power, faint_largest, tiny};
-    const ColumnJoin columns = {w_scale, column_largest, column_scale, column_flag, faint};
-    flagged = columns.join(block, range, range_count, n);
-    const int column = block * kColumns + threadIdx.x;
-    if (threadIdx.x < kColumns && column < n) flagged |= w_flag[column] != 0;
+    const int column = block % strips * kColumns + threadIdx.x % kColumns;
+    if (block >= strips) {
+      const int which = block / strips - 1;
+      const float sum = sum_of(partial, which, column, parts, n);
+      if (threadIdx.x < kColumns && column < n) switch (which) { SUM_STORES }
+    } else {
+      const PowerRange range = joined_range(ranges, parts);
+      const Faint faint = {faint_power, faint_largest, tiny};
+      const ColumnJoin columns = {w_scale, column_largest, column_scale, column_flag, faint};
+      flagged = columns.join(column, range, parts, n);
+      if (threadIdx.x < kColumns && column < n) flagged |= w_flag[column] != 0;
+    }
   }
   if (flagged) *any = 1;
 }
