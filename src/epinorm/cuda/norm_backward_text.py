@@ -150,7 +150,7 @@ def backward_source(
     problem: Problem, plan: BackwardPlan, outputs: Outputs, arch: str
 ) -> KernelSource:
     """The main kernel of this problem, plan and outputs for one architecture."""
-    more = {"kSumsGiven": plan.row_sums is not None}
+    more = {"kSumsGiven": plan.row_sums is not None, "kEveryGroup": 0, "kRaggedRows": 1}
     extra = output_text(outputs) + _last_parameters(outputs)
     text = norm_text("norm_backward", problem, plan.tile, more, extra)
     return KernelSource("norm_backward", text, arch)

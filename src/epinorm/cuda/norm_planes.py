@@ -1,7 +1,7 @@
 """dz written once, as the planes of both products: for fp32 chains whose rows a cluster holds.
 
 `kernels/norm_backward_planes.cu` writes dz's planes with a scale a row, `kernels/rescale_planes.cu`
-makes x's planes anew so that dW is a sum over the same. fp32 dz is computed only where something is
+gives x's planes the scales with which dW is a sum over the same. fp32 dz is computed only where something is
 flagged, by the ordinary norm kernel, for the range guard.
 """
 
@@ -39,21 +39,23 @@ from epinorm.plan import Forward, Inputs, Problem, Wanted
 
 __all__ = ["DzPlanes", "WrittenDz", "worthwhile"]
 
-SIGNATURE = "plpl" + "pp" + "ppp" + "pp" + "ppppp" + "pppp" + "p" + "li"
+SIGNATURE = "plpl" + "pp" + "ppp" + "pp" + "ppppp" + "i" + "pppp" + "p" + "li"
 """dy and z with their row strides; mean, rstd; bias, gamma, beta; `Factors`; dz's planes, their
-scales, powers, what is not held; powers' ranges, columns' largest magnitudes and flags, whether
-anything is flagged; partial sums; M, groups. Then the operands and their gradients."""
-RESCALE_SIGNATURE = "pppp" + "pp" + "ppi" + "pppi" + "pppp" + "p" + "pp" + "p" + "iiiiii"
-"""x's planes, flags and lists of columns; W's scales and flags; rows' powers, what is not held and
-in how many parts; ranges, columns' largest, partial sums, how many of each; the new planes, flags
-and lists; rows' flags; columns' scales and flags; whether anything is flagged; M, units of a row,
-N, `Faint`. Then the sums."""
+scales, powers, what is not held, in how many words; powers' ranges, columns' largest magnitudes and
+flags, whether anything is flagged; partial sums; M, groups. Then the operands and their
+gradients."""
+RESCALE_SIGNATURE = "ppp" + "pp" + "pp" + "ii" + "pppi" + "p" + "pp" + "p" + "iiiiii"
+"""x's planes and flags; W's scales and flags; rows' powers, what is not held, in how many parts and
+words; ranges, columns' largest, partial sums, how many of each; rows' flags; columns' scales and
+flags; whether anything is flagged; M, units of a row, N, `Faint`. Then the sums."""
 
-RESCALE_THREADS, RESCALE_UNITS, RESCALE_COLUMNS = 256, 4, 32
-"""kThreads, kUnits and kColumns there."""
+RESCALE_THREADS, RESCALE_COLUMNS = 256, 32
+"""kThreads and kColumns there."""
+RESCALE_BLOCKS = 4
+"""Of a multiprocessor, for x's planes: they seldom have anything to do."""
 UNIT_BYTES = 16
-MOST_UNITS = 1 << 30
-"""So that 32 bits count a last block's as well."""
+MOST_VALUES = (1 << 31) - 1
+"""Of dz, and eighths of x, so that 32 bits count them."""
 _LAUNCH, _BYTES = 4.0, 3.5e6
 """What two more small launches cost in microseconds; what one moves."""
 
@@ -61,14 +63,14 @@ _LAUNCH, _BYTES = 4.0, 3.5e6
 def worthwhile(problem: Problem, planes: int) -> bool:
     """Whether this is faster than to split an fp32 dz, and takes no more memory at its peak.
 
-    x's planes are read and written once more; dz's are written once instead of twice, and dz is
-    neither written nor read in fp32. z still waits for the range guard when dz is allocated, so
-    with one plane, and n beyond 2 k, more would be held than when dX is computed.
+    dz's planes are written once instead of twice, and dz is neither written nor read in fp32. z
+    still waits for the range guard when dz is allocated, so with one plane, and n beyond 2 k, more
+    would be held than when dX is computed.
     """
     m, k, n = problem.m, problem.k, problem.n
-    saved = (8 + 2 * planes) * m * n - 4 * planes * m * k
+    saved = (8 + 2 * planes) * m * n
     small = planes == 2 or n <= 2 * k
-    return small and saved > _LAUNCH * _BYTES and m * ceil_div(k, 8) < MOST_UNITS
+    return small and saved > _LAUNCH * _BYTES and m * max(n, ceil_div(k, 8)) <= MOST_VALUES
 
 
 class WrittenDz(NamedTuple):
@@ -101,11 +103,11 @@ class DzPlanes:
         x: Tensor,
         weight: Tensor,
         factors: Factors,
-    ) -> tuple[NormGradients, WrittenDz, Tensor] | None:
-        """The sums over rows and the operands' gradients; dz as planes; and x's planes for dW.
+    ) -> tuple[NormGradients, WrittenDz] | None:
+        """The sums over rows and the operands' gradients; and dz as planes.
 
         None where no cluster can hold whole rows. x, weight: their planes as `planes.Splitter` lays
-        them out, and so are x's for dW, but without scales.
+        them out; x's become those for dW, in other scales.
         """
         vector, matrices, parameters = self.vectors(inputs, kept, dy)
         key = (vector, want)
@@ -172,12 +174,11 @@ class _Launches:
         self.lo, self.scale = (planes - 1) * 2 * m * n, planes * 2 * m * n
         self.column_scale = self.scale + 4 * m
         self.new_planes = new_tensor((self.column_scale + 4 * n,), torch.uint8, device)
-        self.new_x = new_tensor((split_x.nbytes,), torch.uint8, device)
         units = split_x.padded * 2 // UNIT_BYTES
         self.rescale_sizes = (m, units, n, *faint_rows(m, problem.k))
         sums = sum(outputs.sums)
         blocks = (1 + sums) * ceil_div(n, RESCALE_COLUMNS) + ceil_div(m, RESCALE_THREADS)
-        blocks += ceil_div(m * units, RESCALE_UNITS * RESCALE_THREADS)
+        blocks += min(ceil_div(m * units, RESCALE_THREADS), RESCALE_BLOCKS * sm_count(device))
         rescale = load(rescale_source(planes, sums, arch), device)
         self.rescale = rescale.prepare(
             RESCALE_SIGNATURE + "p" * sums, blocks, RESCALE_THREADS, dependent=True
@@ -191,7 +192,7 @@ class _Launches:
         x: Tensor,
         weight: Tensor,
         factors: Factors,
-    ) -> tuple[NormGradients, WrittenDz, Tensor]:
+    ) -> tuple[NormGradients, WrittenDz]:
         """Launch on ``matrices``, the addresses and row strides of dy, z and every operand."""
         sums, elements = self.sums.new()
         planes, scratch, flags = self.new_planes(), self.new_scratch(), self.new_flags()
@@ -203,20 +204,18 @@ class _Launches:
         self.main(
             *matrices[:4],
             *(kept.mean.data_ptr(), kept.rstd.data_ptr(), *parameters, *factors),
-            *(hi, hi + self.lo, hi + self.scale, powers, spoilt),
+            *(hi, hi + self.lo, hi + self.scale, powers, spoilt, s.words),
             *(ranges, largest, column_flags, any_flag, partial),
             *self.sizes,
             *matrices[4:],
             *[t.data_ptr() for t in elements if t is not None],
         )
-        new_x = self.new_x()
-        old, new, split = x.data_ptr(), new_x.data_ptr(), self.split_x
-        w, column_scale = weight.data_ptr(), hi + self.column_scale
+        at, w, split, column_scale = x.data_ptr(), weight.data_ptr(), self.split_x, hi + self.column_scale
         self.rescale(
-            *(old + split.hi, old + split.lo, old + split.flags, old + split.spoilt),
+            *(at + split.hi, at + split.lo, at + split.flags),
             *(w + self.split_w.scale, w + self.split_w.flags),
-            *(powers, spoilt, self.row_parts, ranges, largest, partial, self.parts),
-            *(new + split.hi, new + split.lo, new + split.flags, new + split.spoilt),
+            *(powers, spoilt, self.row_parts, s.words),
+            *(ranges, largest, partial, self.parts),
             *(row_flags, column_scale, column_flags, any_flag),
             *self.rescale_sizes,
             *[t.data_ptr() for t in sums],
@@ -224,7 +223,7 @@ class _Launches:
         by_row = GradientPlanes(planes, hi + self.scale, row_flags)
         by_column = GradientPlanes(planes, column_scale, column_flags)
         written = WrittenDz(by_row, by_column, flags, any_flag)
-        return self.sums.named(None, sums, elements, None), written, new_x
+        return self.sums.named(None, sums, elements, None), written
 
 
 class _Flags:
@@ -246,5 +245,6 @@ class _Scratch:
         self.columns, end = end, end + 4 * parts * n
         self.powers, end = end, end + 4 * m
         self.ranges, end = end, end + 8 * parts
-        self.spoilt = end
-        self.nbytes = end + row_parts * m
+        self.words = ceil_div(ceil_div(m, parts), 32)
+        self.spoilt, end = end, end + 4 * row_parts * parts * self.words
+        self.nbytes = end

@@ -46,8 +46,6 @@ MOST_VALUES = 8
 STAGES, FEWEST_STAGES = 3, 2
 RING_BYTES = 40 * 1024
 """Of the 48 KB that a block has without asking."""
-SCALARS = 3
-"""Per thread and row in the ring: mean, rstd, x's scale."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def rows_plans(problem: Problem, vector: int) -> Iterator[RowsPlan]:
     fewer.sort(key=lambda plan: -plan[0].resident * plan[0].threads)
     for tile, strips in tiles + fewer:
         streams = 2 + problem.chain.operand_kinds.count("element")
-        stage = tile.threads * 4 * (streams * tile.values + SCALARS)
+        stage = tile.threads * 4 * streams * tile.values
         stages = min(RING_BYTES // stage, STAGES)
         if strips <= MOST_STRIPS and tile.threads <= MOST_WARPS * WARP and stages >= FEWEST_STAGES:
             yield RowsPlan(tile, strips, stages)
@@ -128,6 +126,8 @@ def planes_source(
     places = "".join(f"i == {i} ? {2 + at} : " for at, i in enumerate(elements))
     more = {
         "kSumsGiven": 0,
+        "kRaggedRows": 0,
+        "kEveryGroup": plan.strips * plan.tile.groups_per_block == problem.groups,
         "kStrips": plan.strips,
         "kStages": plan.stages,
         "kStreams": 2 + len(elements),

@@ -133,7 +133,7 @@ class PlaneProducts:
     ) -> tuple[NormGradients, Tensor | None, Tensor | None]:
         """The norm's gradients with dz, dX and dW; the arguments are those of `backward`."""
         operands = [self.operands(inputs, left)]
-        written = self._write(inputs, kept[0], dy, want, operands)
+        written = self._write(inputs, kept[0], dy, want, operands[0])
         if written is None:
             norm = norm_backward(self.problem, inputs, kept[0], dy, want, operands[0].factors)
             kept.clear()
@@ -153,18 +153,16 @@ class PlaneProducts:
         kept: Forward,
         dy: Tensor,
         want: Wanted,
-        operands: list[_Operands],
+        operands: _Operands,
     ) -> tuple[NormGradients, WrittenDz] | None:
         """dz as planes straight from the norm kernel, where it can; x's become those for dW."""
-        weight, x, factors = operands[0]
+        weight, x, factors = operands
         if self.dz_planes is None or x is None or weight is None:
             return None
         found = self.dz_planes(inputs, kept, dy, want, x, weight, factors)
         if found is None:
             return None
-        norm, written, new_x = found
-        operands[0] = _Operands(weight, new_x, factors)
-        x = None  # free before dz is allocated
+        norm, written = found
         dz = self.dz_planes.in_fp32(inputs, kept, dy, want, written)
         return norm._replace(dz=dz), written
 

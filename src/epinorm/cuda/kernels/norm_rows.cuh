@@ -58,7 +58,8 @@ struct ColumnSums {
   }
 };
 
-// Where this lane's columns lie.
+// Where this lane's columns lie. kEveryGroup: no lane is beyond the last group. kRaggedRows: a pass may
+// reach beyond the last row.
 struct Columns {
   Position at;
   int group, first;
@@ -72,7 +73,7 @@ struct Columns {
       group = live ? first / kChannels : 0;
     } else {
       first = 0;
-      live = at.live;
+      live = kEveryGroup || at.live;
       group = at.group;
     }
   }
@@ -137,7 +138,7 @@ struct Halfway {
       const Channels channels = store.get(tensors.from, here, e);
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
-        const bool counts = first + u * kWarpsY < tensors.rows && here.inside(e);
+        const bool counts = (!kRaggedRows || first + u * kWarpsY < tensors.rows) && here.inside(e);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           const int i = e * kVector + j;
@@ -163,10 +164,11 @@ struct Halfway {
 };
 
 // The second half of vector e in row u: through the norm and the operations before it. dx becomes
-// dz.
+// dz. writes: whether element operands' gradients are stored.
 EPINORM_FUNCTION void finish_vector(const Pass& pass, const Halfway& half, const Columns& here,
                                     const Tensors& tensors, const Channels& channels, i64 row,
-                                    int u, int e, ColumnSums& columns, T (&dx)[kVector]) {
+                                    int u, int e, ColumnSums& columns, T (&dx)[kVector],
+                                    bool writes = true) {
   const GroupGradient group(pass.rstd[u], half.sums[2 * u], half.sums[2 * u + 1]);
   T dt[kVector][chain::kSlots];
 #pragma unroll
@@ -185,7 +187,7 @@ EPINORM_FUNCTION void finish_vector(const Pass& pass, const Halfway& half, const
   }
 #pragma unroll
   for (int k = 0; k < chain::kOperands; ++k) {
-    if (!writes_operand(k)) continue;
+    if (!writes_operand(k) || !writes) continue;
     T gradient[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) gradient[j] = dt[j][k];

@@ -4,10 +4,11 @@
 // dW[n, k] = T / w_scale[n] * sum over i of up[i, n] X'[i, k], where up are dz's planes and X' x's,
 // row i times 2^(power[i] - t), which is 1 or less; T = 2^t is the largest of these powers. So this
 // kernel
-//   - writes X', in which a row's least values lose bits;
+//   - makes x's planes those of X', in place: rows with the largest power, ordinarily all of them,
+//     stay as they are, of others the least values lose bits;
 //   - writes dW's scales, and flags its rows for which that could matter (docs/precision.md);
-//   - joins the flags of dz's rows, and takes over those of x's, which hold for X' too: a row that
-//     spoilt some columns of dW spoils the same ones;
+//   - joins the flags of dz's rows. Those of x's hold for X' too: a row that spoilt some columns of
+//     dW spoils the same ones;
 //   - sets `any` where anything is flagged, for who must then compute dz in fp32;
 //   - adds up the sums over rows (as norm_column_sums.cu does, without a launch of its own).
 //
@@ -21,7 +22,6 @@
 constexpr int kThreads = 256;
 constexpr int kColumns = 32;                   // of a block that joins columns
 constexpr int kShares = kThreads / kColumns;   // of their parts, joined side by side
-constexpr int kUnits = 4;                      // of 8 values, of x's planes, a thread
 constexpr int kLeastShift = -100;              // nothing is left of a value in fp16 long before
 constexpr float kLowFactor = 2048.0f;          // 2^11
 constexpr u32 kInfinity = 0x7f800000u;
@@ -50,7 +50,7 @@ __device__ __forceinline__ PowerRange joined_range(const PowerRange* ranges, int
   return range;
 }
 
-// Eight values of one row, or of none (factor 0), in their new scale.
+// Eight values of one row in their new scale.
 __device__ __forceinline__ void rescale(uint4& hi, uint4& lo, float factor) {
   u32* const his = reinterpret_cast<u32*>(&hi);
   u32* const los = reinterpret_cast<u32*>(&lo);
@@ -64,49 +64,30 @@ __device__ __forceinline__ void rescale(uint4& hi, uint4& lo, float factor) {
     }
     v.x *= factor;
     v.y *= factor;
-    his[i] = factor == 0.0f ? 0 : Float16::store_pair(v.x, v.y);
+    his[i] = Float16::store_pair(v.x, v.y);
     if (kPlanes == 2) {
       const float2 held = Float16::load_pair(his[i]);
-      los[i] = factor == 0.0f ? 0
-                              : Float16::store_pair((v.x - held.x) * kLowFactor,
-                                                    (v.y - held.y) * kLowFactor);
+      los[i] = Float16::store_pair((v.x - held.x) * kLowFactor, (v.y - held.y) * kLowFactor);
     }
   }
 }
 
-// x's planes (m, units * 8), of which this block has kUnits * kThreads units.
-struct Matrix {
-  const uint4 *hi, *lo;
-  uint4 *to_hi, *to_lo;
-
-  // They were complete before the kernel ahead of this one began, so they are read without waiting
-  // for it.
-  __device__ __forceinline__ void write(int block, const int* power, const PowerRange* ranges,
-                                        int range_count, int m, int units) const {
-    // From L2, as flags.cuh says: this is before the wait.
-    const int count = m * units, first = block * kUnits * kThreads + threadIdx.x;
-    uint4 high[kUnits], low[kUnits];
-#pragma unroll
-    for (int j = 0; j < kUnits; ++j) {
-      const int at = first + j * kThreads;
-      if (at >= count) continue;
-      high[j] = __ldcg(hi + at);
-      if (kPlanes == 2) low[j] = __ldcg(lo + at);
-    }
-    wait_for_previous_kernel();
-    const int most = joined_range(ranges, range_count).most;
-#pragma unroll
-    for (int j = 0; j < kUnits; ++j) {
-      const int at = first + j * kThreads;
-      if (at >= count) continue;
-      const int own = power[at / units];
-      const int shift = max(own - most, kLeastShift);
-      rescale(high[j], low[j], own == kNoPower ? 0.0f : __int_as_float((shift + 127) << 23));
-      to_hi[at] = high[j];
-      if (kPlanes == 2) to_lo[at] = low[j];
-    }
+// x's planes (m, units * 8), of which every `blocks`-th stretch of kThreads units is this block's. A
+// row without a power counts nothing: it is zero in dz's planes, or all of its columns are flagged.
+__device__ __forceinline__ void rescale_rows(uint4* hi, uint4* lo, const int* power, int most,
+                                             int block, int blocks, int m, int units) {
+  const int count = m * units;
+#pragma unroll 4
+  for (int at = block * kThreads + threadIdx.x; at < count; at += blocks * kThreads) {
+    const int own = power[at / units];
+    if (own == most || own == kNoPower) continue;
+    uint4 high = hi[at], low;
+    if (kPlanes == 2) low = lo[at];
+    rescale(high, low, __int_as_float((max(own - most, kLeastShift) + 127) << 23));
+    hi[at] = high;
+    if (kPlanes == 2) lo[at] = low;
   }
-};
+}
 
 // What all parts have of a column, joined in a fixed order, for the threads of the first share; the
 // others help. from: (parts,), `stride` apart, of this thread's column, null beyond the last one.
@@ -169,45 +150,40 @@ __device__ __forceinline__ float sum_of(const float* partial, int which, int col
                 [](float a, float b) { return a + b; });
 }
 
-// spoilt: (parts, m), not 0 where a part of a row is not held.
-__device__ __forceinline__ bool join_row(int row, const unsigned char* spoilt, int parts,
-                                         Flag* flag, int m) {
+// spoilt: bits of (row_parts, parts, words), as norm_backward_planes.cu counts rows.
+__device__ __forceinline__ bool join_row(int row, const u32* spoilt, int row_parts, int parts, int words,
+                                         Flag* flag) {
+  const int place = row / parts;
   u32 any = 0;
 #pragma unroll 8
-  for (int part = 0; part < parts; ++part) any |= spoilt[static_cast<i64>(part) * m + row];
+  for (int part = 0; part < row_parts; ++part)
+    any |= spoilt[(part * parts + row % parts) * words + place / 32];
+  any = any >> place % 32 & 1;
   flag[row] = any != 0;
   return any != 0;
 }
 
-// x_hi, x_lo: (m, units * 8) fp16, as to_hi, to_lo. x_flag, x_columns: (m,), copied to to_flag,
-// to_columns; w_flag (n,).
-// ranges: (parts,); column_largest: (parts, n); partial: (parts, kSums, n); row_parts: of spoilt.
+// x_hi, x_lo: (m, units * 8) fp16. x_flag: (m,), w_flag: (n,). power: (m,).
+// ranges: (parts,); column_largest: (parts, n); partial: (parts, kSums, n).
 extern "C" __global__ void __launch_bounds__(kThreads)
-    rescale_planes(const uint4* x_hi, const uint4* x_lo, const Flag* x_flag,
-                   const ColumnList* x_columns, const float* w_scale, const Flag* w_flag,
-                   const int* power, const unsigned char* spoilt, int row_parts,
+    rescale_planes(uint4* x_hi, uint4* x_lo, const Flag* x_flag, const float* w_scale,
+                   const Flag* w_flag, const int* power, const u32* spoilt, int row_parts, int words,
                    const PowerRange* ranges, const u32* column_largest, const float* partial,
-                   int parts, uint4* to_hi, uint4* to_lo, Flag* to_flag, ColumnList* to_columns,
-                   Flag* row_flag, float* column_scale, Flag* column_flag, unsigned* any, int m,
-                   int units, int n, int faint_power, int faint_largest, int tiny SUM_PARAMETERS) {
+                   int parts, Flag* row_flag, float* column_scale, Flag* column_flag, unsigned* any,
+                   int m, int units, int n, int faint_power, int faint_largest, int tiny SUM_PARAMETERS) {
   const int strips = (n + kColumns - 1) / kColumns, column_blocks = strips * (1 + kSums);
-  const int row_blocks = (m + kThreads - 1) / kThreads;
+  const int row_blocks = (m + kThreads - 1) / kThreads, others = column_blocks + row_blocks;
   const int block = blockIdx.x;
   bool flagged = false;
-  if (block >= column_blocks + row_blocks) {
-    Matrix{x_hi, x_lo, to_hi, to_lo}.write(block - column_blocks - row_blocks, power, ranges, parts, m,
-                                           units);
+  wait_for_previous_kernel();
+  if (block >= others) {
+    const PowerRange range = joined_range(ranges, parts);
+    if (range.least < range.most)
+      rescale_rows(x_hi, x_lo, power, range.most, block - others, gridDim.x - others, m, units);
   } else if (block >= column_blocks) {
-    wait_for_previous_kernel();
     const int row = (block - column_blocks) * kThreads + threadIdx.x;
-    if (row < m) {
-      const Flag of_x = x_flag[row];
-      flagged = join_row(row, spoilt, row_parts, row_flag, m) || of_x != 0;
-      to_flag[row] = of_x;
-      if (of_x == kSomeColumns) to_columns[row] = x_columns[row];
-    }
+    if (row < m) flagged = join_row(row, spoilt, row_parts, parts, words, row_flag) || x_flag[row] != 0;
   } else {
-    wait_for_previous_kernel();
     const int column = block % strips * kColumns + threadIdx.x % kColumns;
     if (block >= strips) {
       const int which = block / strips - 1;

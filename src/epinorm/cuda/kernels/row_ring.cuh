@@ -30,24 +30,19 @@ static_assert(kRows == 1 && kVector <= 4, "a copy is a vector of a row");
 struct RowRing {
   struct Stage {
     float stream[kStreams][kVectors][kThreads * kVector];
-    float mean[kThreads], rstd[kThreads], factor[kThreads];
   };
   Stage* stages;
-  // Where this thread's next row lies; a block's rows are evenly apart.
-  const float *stream[kStreams], *mean, *rstd, *factor;
-  i64 step[kStreams], group_step;
+  const float* next[kStreams];  // this thread's first column of the row that is copied next
+  i64 step[kStreams];           // to the one after it
   int rows_left;
 
+  // Fills every stage: with row 0 first, then with the block's own rows, which are evenly apart.
   EPINORM_FUNCTION RowRing(Stage* stages, const Columns& here, const Tensors& tensors)
-      : stages(stages) {
-    const i64 row = blockIdx.y, group = row * tensors.groups + here.group;
-    mean = tensors.mean + group;
-    rstd = tensors.rstd + group;
-    factor = tensors.largest.row_factor + row;
-    group_step = i64(gridDim.y) * tensors.groups;
-    rows_left = here.live ? (tensors.rows - row + gridDim.y - 1) / gridDim.y : 0;
+      : stages(stages), rows_left(here.live ? 1 : 0) {
+    i64 first[kStreams];
     const auto begin = [&](int i, const float* from, i64 stride) {
-      stream[i] = from + row * stride + here.column(0);
+      next[i] = from + here.column(0);
+      first[i] = blockIdx.y * stride;
       step[i] = gridDim.y * stride;
     };
     begin(0, tensors.z, tensors.z_stride);
@@ -56,42 +51,39 @@ struct RowRing {
     for (int i = 0; i < chain::kOperands; ++i)
       if (!chain::is_channel(i))
         begin(element_stream(i), tensors.from.operand[i], tensors.from.stride[i]);
+    fill(0, here);
+#pragma unroll
+    for (int i = 0; i < kStreams; ++i) next[i] += first[i] - step[i];
+    const int rows = static_cast<int>(tensors.rows) - blockIdx.y;
+    rows_left = here.live ? (rows + gridDim.y - 1) / gridDim.y : 0;
+#pragma unroll
+    for (int stage = 1; stage < kStages; ++stage) fill(stage, here);
   }
 
   // The next row into a stage that is no longer read. Beyond the last row it is an empty copy.
   EPINORM_FUNCTION void fill(int stage, const Columns& here) {
     Stage& to = stages[stage];
-    const int thread = threadIdx.x;
-    if (rows_left > 0) {
-      if (chain::kCentred) copy_async<4>(shared_address(to.mean + thread), mean);
-      copy_async<4>(shared_address(to.rstd + thread), rstd);
-      copy_async<4>(shared_address(to.factor + thread), factor);
+    if (rows_left > 0)
 #pragma unroll
       for (int i = 0; i < kStreams; ++i)
 #pragma unroll
         for (int e = 0; e < kVectors; ++e)
           if (here.inside(e))
-            copy_async<4 * kVector>(shared_address(to.stream[i][e] + thread * kVector),
-                                    stream[i] + (here.column(e) - here.column(0)));
-    }
+            copy_async<4 * kVector>(shared_address(to.stream[i][e] + threadIdx.x * kVector),
+                                    next[i] + (here.column(e) - here.column(0)));
     commit_copies();
-    mean += group_step;
-    rstd += group_step;
-    factor += gridDim.y;
 #pragma unroll
-    for (int i = 0; i < kStreams; ++i) stream[i] += step[i];
+    for (int i = 0; i < kStreams; ++i) next[i] += step[i];
     --rows_left;
   }
 
-  // The oldest stage's row, complete; factor: x's scale of it.
-  EPINORM_FUNCTION Pass take(int stage, const Columns& here, float& factor) const {
+  // The oldest stage's row, complete.
+  EPINORM_FUNCTION Pass take(int stage, const Columns& here, float mean, float rstd) const {
     wait_for_copies<kStages - 1>();
     const Stage& from = stages[stage];
-    const int thread = threadIdx.x;
     Pass pass;
-    pass.mean[0] = here.live && chain::kCentred ? from.mean[thread] : 0.0f;
-    pass.rstd[0] = here.live ? from.rstd[thread] : 0.0f;
-    factor = here.live ? from.factor[thread] : 0.0f;
+    pass.mean[0] = mean;
+    pass.rstd[0] = rstd;
 #pragma unroll
     for (int e = 0; e < kVectors; ++e) {
       if (!here.inside(e)) continue;
