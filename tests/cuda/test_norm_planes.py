@@ -305,6 +305,6 @@ def test_the_bound_is_needed() -> None:
 
 
 def test_faint_rows() -> None:
-    assert faint_rows(1024, 8192) == (7 - 26, 10 + 7 - 11, 5 - 9)
-    assert faint_rows(1025, 8193) == (7 - 26, 11 + 7 - 11, 6 - 9)
-    assert faint_rows(1, 1) == (-26, -11, -9)
+    assert faint_rows(1024, 8192) == (7 - 26, 10 + 7 - 10, 5 - 9)
+    assert faint_rows(1025, 8193) == (7 - 26, 11 + 7 - 10, 6 - 9)
+    assert faint_rows(1, 1) == (-26, -10, -9)

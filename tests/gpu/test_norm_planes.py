@@ -222,9 +222,30 @@ def zero_x(case: Case) -> None:
     case.inputs.x[13] = 0
 
 
+def small_first_row(case: Case) -> None:
+    """Every cluster takes the power of row 0 for the one that suits most."""
+    case.dy[0] *= 2.0**-20
+
+
+def large_first_row(case: Case) -> None:
+    case.dy[0] *= 2.0**20
+
+
+def first_row_out_of_range(case: Case) -> None:
+    case.dy[0] *= 1e-30
+
+
+def rows_of_all_sizes(case: Case) -> None:
+    """x's and dz's rows, whose scales make up a power together."""
+    steps = torch.arange(case.problem.m, device="cuda")
+    case.inputs.x.mul_(torch.exp2(steps % 5 - 2.5)[:, None])
+    case.dy.mul_(torch.exp2(steps % 7 / 2 - 1.5)[:, None])
+
+
 HARD: list[Callable[[Case], None]] = [
     *(spread, outlier, lonely, zero_rows, all_zero, tiny_channel, small_channels),
     within_a_row,
+    *(small_first_row, large_first_row, first_row_out_of_range, rows_of_all_sizes),
     *(out_of_range, flagged_weight, flagged_x, zero_x),
 ]
 
@@ -234,6 +255,14 @@ HARD: list[Callable[[Case], None]] = [
 def test_hard_inputs(change: Callable[[Case], None], precision: str) -> None:
     case = make(256, 264, 512, 32, precision)
     change(case)  # z and its statistics stay: any will do
+    check(case)
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_more_rows_a_cluster_than_a_word_has_bits(precision: str) -> None:
+    case = make(3300, 64, 8192, 512, precision)
+    for row in (40, 1700, 3290, 3299):
+        case.dy[row, row % 500] = 1e30
     check(case)
 
 

@@ -1,8 +1,8 @@
 """dz written once, as the planes of both products: for fp32 chains whose rows a cluster holds.
 
 `kernels/norm_backward_planes.cu` writes dz's planes with a scale a row, `kernels/rescale_planes.cu`
-gives x's planes the scales with which dW is a sum over the same. fp32 dz is computed only where something is
-flagged, by the ordinary norm kernel, for the range guard.
+gives x's planes the scales with which dW is a sum over the same. fp32 dz is computed only where
+something is flagged, by the ordinary norm kernel, for the range guard.
 """
 
 from __future__ import annotations
@@ -210,7 +210,12 @@ class _Launches:
             *matrices[4:],
             *[t.data_ptr() for t in elements if t is not None],
         )
-        at, w, split, column_scale = x.data_ptr(), weight.data_ptr(), self.split_x, hi + self.column_scale
+        at, w, split, column_scale = (
+            x.data_ptr(),
+            weight.data_ptr(),
+            self.split_x,
+            hi + self.column_scale,
+        )
         self.rescale(
             *(at + split.hi, at + split.lo, at + split.flags),
             *(w + self.split_w.scale, w + self.split_w.flags),

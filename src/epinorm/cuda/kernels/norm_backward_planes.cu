@@ -71,7 +71,8 @@ EPINORM_FUNCTION int shift_of(u32 largest, int x_power, int preferred, bool& in_
   constexpr u32 kMantissa = 0x7fffff, kLargestMantissa = 0x7fe000;  // of 65504
   const int shift = plane_shift(largest, in_range);
   const int wanted = x_power - preferred, more = wanted - shift;
-  const bool fits = more == 0 || more == -1 || (more == 1 && (largest & kMantissa) <= kLargestMantissa);
+  const bool fits =
+      more == 0 || more == -1 || (more == 1 && (largest & kMantissa) <= kLargestMantissa);
   return in_range && largest != 0 && fits ? wanted : shift;
 }
 
@@ -209,6 +210,7 @@ struct Rows {
       for (int word = 0; word < to.words; ++word) spoilt_words()[word] = 0;
   }
 
+  // This warp's part of what is not held; all of it is written by its first lane.
   EPINORM_FUNCTION u32* spoilt_words() const {
     return to.spoilt + (row_part() * gridDim.y + blockIdx.y) * to.words;
   }
@@ -226,7 +228,7 @@ struct Rows {
     ++index;
   }
 
-  // The rest of row `index` - 2, or - 1 where nothing was begun since.
+  // The rest of a row; place: among this block's, from 1.
   EPINORM_FUNCTION void split(const Unsplit& before, u32 place, int preferred, ColumnSums& columns,
                               PowerRange& powers) {
     bool spoilt;
@@ -260,14 +262,6 @@ struct Rows {
   }
 };
 
-template <typename TeamType>
-EPINORM_FUNCTION PowerRange planes_of_rows(TeamType team, const Exchange& exchange,
-                                           RowRing::Stage* stages, const Columns& here,
-                                           const Tensors& tensors, const RowTargets& to,
-                                           ColumnSums& columns) {
-  return Rows<TeamType>(team, exchange, stages, here, tensors, to).run(columns);
-}
-
 // any: a word that rescale_planes.cu sets where something is flagged; 0 until then.
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 norm_backward_planes(const float* __restrict__ dy, i64 dy_stride, const float* __restrict__ z,
@@ -298,9 +292,10 @@ norm_backward_planes(const float* __restrict__ dy, i64 dy_stride, const float* _
   if constexpr (kBlockTeam) {
     using BlockTeam = Team<kLanes, T, 2>;
     __shared__ T scratch[2][2][BlockTeam::kWarps];
-    powers = planes_of_rows(BlockTeam(scratch), exchange, stages, here, tensors, to, columns);
+    powers = Rows<BlockTeam>(BlockTeam(scratch), exchange, stages, here, tensors, to).run(columns);
   } else {
-    powers = planes_of_rows(WarpTeam<kLanes, T>(), exchange, stages, here, tensors, to, columns);
+    using OwnTeam = WarpTeam<kLanes, T>;
+    powers = Rows<OwnTeam>(OwnTeam(), exchange, stages, here, tensors, to).run(columns);
   }
   let_next_kernel_start();
   if (blockIdx.x == 0 && threadIdx.x == 0) {
