@@ -15,6 +15,7 @@ from epinorm.cuda import (
     gradient_planes,
     hopper_product,
     norm_backward,
+    norm_planes,
     plane_products,
     planes,
     rescue,
@@ -40,6 +41,9 @@ class Stand:
 
     def blocks_per_sm(self, threads):
         return 4
+
+    def clusters_at_once(self, cluster, threads):
+        return 64
 
     def prepare(self, signature, *grid_and_block, **options):
         def launch(*values):
@@ -74,7 +78,10 @@ def launched(monkeypatch):
         "gpu_of": lambda device: Gpu((9, 0), 132, SHARED, SHARED + 1024),
         "tensor_map": lambda *arguments: type("Map", (), {"data": b"0" * 128}),
     }
-    modules = (backward, gradient_planes, hopper_product, norm_backward, plane_products, planes)
+    modules = (
+        *(backward, gradient_planes, hopper_product, norm_backward, norm_planes),
+        *(plane_products, planes),
+    )
     for module in (*modules, rescue, rescue_gradient):
         for name, stand in stands.items():
             monkeypatch.setattr(module, name, stand, raising=False)
@@ -94,6 +101,12 @@ def launched(monkeypatch):
                 value.cache_clear()
     backward._prepared.clear()
     norm_backward._prepared.clear()
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """dz is written as planes, small as it is."""
+    monkeypatch.setattr(plane_products, "worthwhile", lambda problem, planes: True)
 
 
 def planes_of(problem, want_x, want_weight):
@@ -121,6 +134,62 @@ def test_fp32_makes_its_planes_once(launched):
     assert launched == ["split", "split", *NORM, "split_gradient", *PRODUCTS]
     assert [tuple(g.shape) for g in found] == [(M, K), (N, K), (N,), (N,), (N,)]
     assert {g.dtype for g in found} == {torch.float32}
+
+
+WRITTEN = ["norm_backward_planes", "rescale_planes", "norm_backward"]
+
+
+def test_fp32_writes_dz_once_as_planes(launched, written):
+    _, found = run(torch.float32)
+    assert launched == ["split", "split", *WRITTEN, *PRODUCTS]
+    assert [tuple(g.shape) for g in found] == [(M, K), (N, K), (N,), (N,), (N,)]
+    del launched[:]
+    run_again = run(torch.float32, (True, True, False, False, False))
+    assert len(list(run_again)[1]) == 2
+    assert launched == ["split", "split", *WRITTEN, *PRODUCTS]
+
+
+def test_one_product_takes_planes_of_its_own(launched, written):
+    _, _ = run(torch.float32, (False, True, True, False, False))
+    assert launched == ["split", *NORM, "split_gradient", *PRODUCTS[:2]]
+
+
+def test_rows_that_no_cluster_holds_are_split(launched, written, monkeypatch):
+    monkeypatch.setattr(norm_planes, "rows_plan", lambda *_: None)
+    _, _ = run(torch.float32)
+    assert launched == ["split", "split", *NORM, "split_gradient", *PRODUCTS]
+
+
+def test_planes_add_dw_to_what_is_there(launched, written):
+    into = torch.zeros(N, K)
+    _, found = run(torch.float32, into=into)
+    assert launched[-4:] == [*PRODUCTS[:2], "hopper_product_into", "rescue_gradient"]
+    assert found[1] is into
+
+
+def test_what_is_done_with_is_gone_before_more_is_allocated(launched, written):
+    """z before the products, W's planes before dW."""
+    made, tensors = bound(torch.float32)
+    sizes = [splitter(2, K, rows, 0, CPU).nbytes for rows in (M, N)]
+    buffers = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    kept = [torch.randn(M, N), *torch.rand(2, M, GROUPS)]
+    alive = [weakref.ref(t) for t in (*buffers, kept[0])]
+    left = KeptPlanes(*buffers)
+    del buffers
+    fate = []
+    launched.notes.append(
+        lambda so_far: fate.append((so_far[-1], [t() is not None for t in alive]))
+    )
+    calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, made, left)
+    assert fate[1:] == [
+        ("rescale_planes", [True, True, True]),
+        ("norm_backward", [True, True, True]),
+        ("hopper_product", [True, True, False]),
+        ("rescue_gradient", [True, True, False]),
+        ("hopper_product", [True, False, False]),
+        ("rescue_gradient", [True, False, False]),
+    ]
+    assert nbytes_kept(CPU) == 0
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,12 @@ from epinorm.cuda import hopper_product, portable_product
 from epinorm.cuda.hopper_fp32_forward import Fp32Weight
 from epinorm.cuda.hopper_fp32_weight import fp32_weight_tiles
 from epinorm.cuda.hopper_product import ProductShape, prepare_adding
+from epinorm.cuda.norm_planes import DzPlanes
+from epinorm.cuda.plane_products import PlaneProducts
 from epinorm.cuda.rescue_gradient import prepare_rescue
+from epinorm.plan import Wanted
 
+EVERY = Wanted(True, True, True, True, True, ())
 HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
 
 # Channels in a group, groups, rows, dtype, chain, padding of the rows.
@@ -72,6 +76,10 @@ CLUSTERS = (
     (70, 200, 1024, 1, "bfloat16", False),
     (70, 200, 2048, 1, "float16", True),
 )
+# Of a training step whose backward pass writes dz as planes: rows, K, groups of 16 channels. Held
+# by a block; by two of a cluster, the last one with lanes to spare.
+WRITTEN = (37, 72, 32)
+WRITTEN_BY_CLUSTERS = (37, 72, 120)
 # Of a product of the backward pass: rows, columns, length, whether a runs along the sum; its rows
 # in memory are whole 16-byte units. The sums of the last two are split over blocks.
 PRODUCTS = ((65, 72, 136, True), (136, 72, 65, False))
@@ -110,6 +118,7 @@ def linear_norm_kernels(cases: Iterable[tuple[int, int, int, int, str, bool]]) -
 def hopper_kernels() -> None:
     linear_norm_kernels(HOPPER)
     weights_converted()
+    dz_written(*WRITTEN)
     products(hopper_product.prepare_product, PRODUCTS + SPLIT_PRODUCTS)
     adding_products()
 
@@ -128,6 +137,27 @@ def weights_converted() -> None:
 
 def cluster_kernels() -> None:
     linear_norm_kernels(CLUSTERS)
+    dz_written(*WRITTEN_BY_CLUSTERS)
+
+
+def dz_written(m: int, k: int, groups: int) -> None:
+    """As planes, with nothing flagged, with rows that x's planes follow, and with a row flagged."""
+    for precision in ("high", "highest"):
+        case = make_product(m, k, 16, groups, precision, training=True)
+        kept = case.run()
+        products = PlaneProducts(case.problem, True, True)
+        products.dz_planes = DzPlanes(
+            case.problem, products.planes, products.split_x, products.split_weight
+        )
+        dy = torch.randn_like(kept.y)
+        for change in (1.0, 2.0**-9, 1e-30):
+            dy[5] *= change
+            _, dx, dw = products(case.inputs, [kept], dy, EVERY, None, None)
+            torch.cuda.synchronize()
+            assert dx is not None and dw is not None  # noqa: PT018
+            assert bool(dx.isfinite().all() & dw.isfinite().all()), (m, groups, precision)
+        assert None not in products.dz_planes.launches.values()
+        print(f"dz written once, {m} x {16 * groups}, {precision}: done", flush=True)
 
 
 def products(prepare: Callable[..., Any], cases: Iterable[tuple[int, int, int, bool]]) -> None:

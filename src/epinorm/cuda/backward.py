@@ -93,12 +93,7 @@ class _Backward:
             kept.clear()
             dx = dw = None
         else:
-            operands = [by_planes.operands(inputs, planes)]
-            norm = norm_backward(self.problem, inputs, kept[0], dy, want, operands[0].factors)
-            kept.clear()
-            assert norm.dz is not None
-            assert norm.largest is not None
-            dx, dw = by_planes.multiply(inputs, operands, norm.dz, norm.largest, into)
+            norm, dx, dw = by_planes(inputs, kept, dy, want, planes, into)
         if norm.dz is not None:
             if products.dx is not None:
                 dx = products.dx(norm.dz, inputs.weight)

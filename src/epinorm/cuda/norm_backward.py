@@ -25,11 +25,12 @@ from epinorm.cuda.norm_tile import LARGEST_ACCESS_BYTES, WARP, ceil_div, vector_
 from epinorm.cuda.prepared import PreparedByProblem, new_tensor, starts_early
 from epinorm.plan import Forward, Inputs, Problem, Wanted
 
-__all__ = ["Factors", "Largest", "NormGradients", "norm_backward"]
+__all__ = ["Factors", "Largest", "NormGradients", "RowSums", "Vectors", "norm_backward"]
 
 SIGNATURE = "plpl" + "pppppppp" + "li"
 """dy and z with their row strides; mean, rstd, row sums, bias, gamma, beta, dz, partial sums; M,
-groups. Then the operands, their gradients, and `Factors` and `Largest` where dz is to be split."""
+groups. Then the operands, their gradients, and `Factors` and `Largest` where dz is to be split, or
+a word that says whether dz is wanted."""
 ROW_SUMS_SIGNATURE = "plpl" + "pppppp" + "li"
 """The same, up to beta, then M and groups."""
 
@@ -90,29 +91,31 @@ def norm_backward(
     dy: Tensor,
     want: Wanted,
     factors: Factors | None = None,
+    if_wanted: int = 0,
 ) -> NormGradients:
     """dz and the wanted gradients but those of x and weight, from dy (M, N) in ``out_dtype``.
 
     dy and z may have a row stride, their last dimension is contiguous. dz is computed where x's or
     the weight's gradient is wanted. The sums over rows are added up in a fixed order: the same
     inputs give the same bits on the same GPU. ``factors``: dz, fp32, will be split into planes;
-    what their scales are made from is computed as well.
+    what their scales are made from is computed as well. ``if_wanted``: the address of a 4-byte word
+    on the GPU; where that is 0 by then, nothing is computed.
     """
-    return _prepared(problem)(inputs, kept, dy, want, factors)
+    return _prepared(problem)(inputs, kept, dy, want, factors, if_wanted)
 
 
-class _PreparedBackward:
-    """Everything about a problem's launches that does not change from call to call."""
+class Vectors:
+    """The widest vector that a problem's tensors are aligned for, and the arguments they become."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
         self.channels = problem.n // problem.groups
         self.widest = vector_width(self.channels, problem.dtype.itemsize, ())
-        self.launches: dict[tuple[int, Wanted, bool, bool], _Launches] = {}
 
     def __call__(
-        self, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted, factors: Factors | None
-    ) -> NormGradients:
+        self, inputs: Inputs, kept: Forward, dy: Tensor
+    ) -> tuple[int, list[int], tuple[int, int, int]]:
+        """The width in values; addresses and row strides of dy, z and every operand; addresses of
+        bias, gamma and beta."""
         parameters = parameter_addresses(inputs)
         matrices, aligned = matrix_arguments((dy, kept.z, *inputs.operands))
         aligned |= parameters[0] | parameters[1] | parameters[2]
@@ -120,13 +123,68 @@ class _PreparedBackward:
         if aligned % LARGEST_ACCESS_BYTES:
             tensors = (kept.z, dy, *inputs[2:5], *inputs.operands)
             vector = vector_width(self.channels, kept.z.element_size(), tensors)
+        return vector, matrices, parameters
+
+
+class RowSums:
+    """The sums over rows and the gradients of element operands: allocated and given their names."""
+
+    def __init__(self, problem: Problem, outputs: Outputs, device: torch.device) -> None:
+        m, n = problem.m, problem.n
+        self.places = outputs.places
+        dtypes = outputs.sum_dtypes(problem)
+        # A gradient over channels has a value for each of them.
+        self.new_sums = [new_tensor((n,), dtype, device) for dtype in dtypes]
+        new_element = new_tensor((m, n), problem.norm_dtype, device)
+        self.new_elements = [new_element if wanted else None for wanted in outputs.elements]
+
+    def new(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The sums, and the elements' gradients."""
+        elements = [None if new is None else new() for new in self.new_elements]
+        return [new() for new in self.new_sums], elements
+
+    def named(
+        self,
+        dz: Tensor | None,
+        sums: list[Tensor],
+        elements: list[Tensor | None],
+        largest: Largest | None,
+    ) -> NormGradients:
+        """Everything under its name."""
+        gamma, beta, bias, *channels = [sums[p] if p >= 0 else None for p in self.places]
+        operands = tuple(
+            [
+                element if channel is None else channel
+                for channel, element in zip(channels, elements, strict=True)
+            ]
+        )
+        return NormGradients(dz, bias, gamma, beta, operands, largest)
+
+
+class _PreparedBackward:
+    """Everything about a problem's launches that does not change from call to call."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.vectors = problem, Vectors(problem)
+        self.launches: dict[tuple[int, Wanted, bool, bool, bool], _Launches] = {}
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        kept: Forward,
+        dy: Tensor,
+        want: Wanted,
+        factors: Factors | None,
+        if_wanted: int,
+    ) -> NormGradients:
+        vector, matrices, parameters = self.vectors(inputs, kept, dy)
         largest = (False, False) if factors is None else (factors.columns != 0, factors.rows != 0)
-        key = (vector, want, *largest)
+        key = (vector, want, *largest, if_wanted != 0)
         launches = self.launches.get(key)
         if launches is None:
-            outputs = Outputs.of(self.problem, want, *largest)
+            outputs = Outputs.of(self.problem, want, *largest, if_wanted != 0)
             launches = self.launches[key] = _Launches(self.problem, vector, outputs, dy.device)
-        return launches(inputs, kept, matrices, parameters, factors)
+        return launches(inputs, kept, matrices, parameters, factors, if_wanted)
 
 
 class _Launches:
@@ -138,12 +196,7 @@ class _Launches:
         self.problem, self.outputs = problem, outputs
         self.groups = problem.groups
         m, n = problem.m, problem.n
-        self.places = outputs.places
-        self.sum_dtypes = outputs.sum_dtypes(problem)
-        # A gradient over channels has a value for each of them.
-        self.new_sums = [new_tensor((n,), dtype, device) for dtype in self.sum_dtypes]
-        new_element = new_tensor((m, n), problem.norm_dtype, device)
-        self.new_elements = [new_element if wanted else None for wanted in outputs.elements]
+        self.row_gradients = RowSums(problem, outputs, device)
         self.new_dz = new_tensor((m, n), problem.dtype, device) if outputs.dz else None
         if not problem.m:
             return
@@ -165,21 +218,17 @@ class _Launches:
             shape = (m, self.groups, 2)
             self.new_row_sums = new_tensor(shape, problem.stats_dtype, device)
         splitting = outputs.row_largest or outputs.column_largest
-        signature = SIGNATURE + operands + "p" * sum(outputs.elements) + "p" * (6 * splitting)
+        last = "p" * (6 * splitting + outputs.if_wanted)
+        signature = SIGNATURE + operands + "p" * sum(outputs.elements) + last
         early = starts_early(device)
         self.main = kernel.prepare(signature, (strips, parts), tile.threads, dependent=early)
+        self.column_sums = _column_sums(problem, outputs, device)
         self.row_sums: Callable[..., None] | None = None
         if plan.row_sums is not None:
             before = load(row_sums_source(problem, plan.row_sums, arch), device)
             grid = (self.groups, min(problem.m, LARGEST_GRID_Y))
             self.row_sums = before.prepare(
                 ROW_SUMS_SIGNATURE + operands, grid, plan.row_sums.threads
-            )
-        if self.sum_dtypes:
-            after = load(column_sums_source(problem, outputs, arch), device)
-            grid = (ceil_div(problem.n, SUMS_COLUMNS), len(self.sum_dtypes))
-            self.column_sums = after.prepare(
-                "pil" + "p" * len(self.sum_dtypes), grid, SUMS_THREADS, dependent=early
             )
 
     def __call__(
@@ -189,16 +238,16 @@ class _Launches:
         matrices: list[int],
         parameters: tuple[int, int, int],
         factors: Factors | None,
+        if_wanted: int,
     ) -> NormGradients:
         """Launch on ``matrices``, the addresses and row strides of dy, z and every operand."""
         m = self.problem.m
-        sums = [new() for new in self.new_sums]
-        elements = [None if new is None else new() for new in self.new_elements]
+        sums, elements = self.row_gradients.new()
         dz = None if self.new_dz is None else self.new_dz()
         if not m:
             for gradient in sums:
                 gradient.zero_()
-            return self._named(dz, sums, elements, None)
+            return self.row_gradients.named(dz, sums, elements, None)
         rows, operands = matrices[:4], matrices[4:]
         statistics = (kept.mean.data_ptr(), kept.rstd.data_ptr())
         before = self._row_sums(rows, statistics, parameters, operands)
@@ -206,10 +255,10 @@ class _Launches:
         storage = self.new_scratch()
         at = storage.data_ptr()
         largest: Largest | None = None
-        splitting: tuple[int, ...] = ()
+        last: tuple[int, ...] = (if_wanted,) if if_wanted else ()
         if factors is not None:
             largest = scratch.largest_in(storage, at)
-            splitting = (*factors, *largest.outputs)
+            last = (*factors, *largest.outputs)
         self.main(
             *rows,
             *statistics,
@@ -221,12 +270,11 @@ class _Launches:
             self.groups,
             *operands,
             *[t.data_ptr() for t in elements if t is not None],
-            *splitting,
+            *last,
         )
-        if sums:
-            addresses = [t.data_ptr() for t in sums]
-            self.column_sums(at, scratch.parts, self.problem.n, *addresses)
-        return self._named(dz, sums, elements, largest)
+        if self.column_sums is not None:
+            self.column_sums(at, scratch.parts, self.problem.n, *[t.data_ptr() for t in sums])
+        return self.row_gradients.named(dz, sums, elements, largest)
 
     def _row_sums(
         self,
@@ -243,21 +291,21 @@ class _Launches:
         self.row_sums(*rows, *statistics, sums.data_ptr(), *parameters, *sizes, *operands)
         return sums
 
-    def _named(
-        self,
-        dz: Tensor | None,
-        sums: list[Tensor],
-        elements: list[Tensor | None],
-        largest: Largest | None,
-    ) -> NormGradients:
-        gamma, beta, bias, *channels = [sums[p] if p >= 0 else None for p in self.places]
-        operands = tuple(
-            [
-                element if channel is None else channel
-                for channel, element in zip(channels, elements, strict=True)
-            ]
-        )
-        return NormGradients(dz, bias, gamma, beta, operands, largest)
+
+def _column_sums(
+    problem: Problem, outputs: Outputs, device: torch.device
+) -> Callable[..., None] | None:
+    """The launch of the second step of the sums over rows, where there are any."""
+    count = sum(outputs.sums)
+    if not count:
+        return None
+    kernel = load(column_sums_source(problem, outputs, arch_of(device)), device)
+    return kernel.prepare(
+        "pil" + "p" * count,
+        (ceil_div(problem.n, SUMS_COLUMNS), count),
+        SUMS_THREADS,
+        dependent=starts_early(device),
+    )
 
 
 class _Scratch:

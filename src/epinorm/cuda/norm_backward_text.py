@@ -26,6 +26,7 @@ __all__ = [
     "backward_plans",
     "backward_source",
     "column_sums_source",
+    "output_text",
     "row_sums_source",
 ]
 
@@ -36,7 +37,8 @@ MOST_LANES = 512
 @dataclass(frozen=True)
 class Outputs:
     """Which outputs a launch has: dz, sums over rows, gradients of element operands, and the
-    largest magnitudes of dz's rows and columns."""
+    largest magnitudes of dz's rows and columns. ``if_wanted``: just where a word on the GPU is not
+    0, which the launch is given."""
 
     dz: bool
     gamma: bool
@@ -46,10 +48,15 @@ class Outputs:
     elements: tuple[bool, ...]
     row_largest: bool = False
     column_largest: bool = False
+    if_wanted: bool = False
 
     @staticmethod
     def of(
-        problem: Problem, want: Wanted, row_largest: bool = False, column_largest: bool = False
+        problem: Problem,
+        want: Wanted,
+        row_largest: bool = False,
+        column_largest: bool = False,
+        if_wanted: bool = False,
     ) -> Outputs:
         pairs = list(zip(problem.chain.operand_kinds, want.operands, strict=True))
         return Outputs(
@@ -61,6 +68,7 @@ class Outputs:
             elements=tuple(wanted and kind == "element" for kind, wanted in pairs),
             row_largest=row_largest,
             column_largest=column_largest,
+            if_wanted=if_wanted,
         )
 
     @property
@@ -142,8 +150,16 @@ def backward_source(
     problem: Problem, plan: BackwardPlan, outputs: Outputs, arch: str
 ) -> KernelSource:
     """The main kernel of this problem, plan and outputs for one architecture."""
+    more = {"kSumsGiven": plan.row_sums is not None, "kEveryGroup": 0, "kRaggedRows": 1}
+    extra = output_text(outputs) + _last_parameters(outputs)
+    text = norm_text("norm_backward", problem, plan.tile, more, extra)
+    return KernelSource("norm_backward", text, arch)
+
+
+def output_text(outputs: Outputs) -> str:
+    """The constants of norm_gradient.cuh, and the parameters of element operands' gradients."""
     gamma, beta, bias, *operands = outputs.places
-    more = {
+    constants = {
         "kSumGamma": gamma,
         "kSumBeta": beta,
         "kSumBias": bias,
@@ -151,12 +167,12 @@ def backward_source(
         "kWriteDz": outputs.dz,
         "kRowLargest": outputs.row_largest,
         "kColumnLargest": outputs.column_largest,
-        "kSumsGiven": plan.row_sums is not None,
     }
     elements = [i for i, wanted in enumerate(outputs.elements) if wanted]
     count = len(outputs.elements)
-    extra = (
-        _table("int", "sum_of_operand", operands, -1)
+    return (
+        "".join(f"constexpr int {name} = {int(value)};\n" for name, value in constants.items())
+        + _table("int", "sum_of_operand", operands, -1)
         + _table("bool", "writes_operand", outputs.elements, False)
         + "#define EPINORM_OUTPUT_PARAMETERS "
         + "".join(f", P* gradient{i}" for i in elements)
@@ -166,13 +182,15 @@ def backward_source(
             or "nullptr"
         )
         + "}\n"
-        + _largest_text(outputs)
     )
-    text = norm_text("norm_backward", problem, plan.tile, more, extra)
-    return KernelSource("norm_backward", text, arch)
 
 
-def _largest_text(outputs: Outputs) -> str:
+def _last_parameters(outputs: Outputs) -> str:
+    if outputs.if_wanted:
+        return (
+            "#define EPINORM_LARGEST_PARAMETERS , const unsigned* wanted\n"
+            "#define EPINORM_LARGEST {}\n#define EPINORM_WANTED *wanted != 0\n"
+        )
     if not (outputs.row_largest or outputs.column_largest):
         return "#define EPINORM_LARGEST_PARAMETERS\n#define EPINORM_LARGEST {}\n"
     return (

@@ -1,8 +1,10 @@
 """dX and dW of an fp32 chain by fp16 planes: who takes them, and how they are computed.
 
 The planes of W and x are those of the forward pass where it kept them (kept_planes.py). The norm
-kernel writes dz, and what the scales of its planes are made from; one kernel splits it for both
-products; each is followed by the range guard, which computes flagged rows again in plain fp32.
+kernel writes dz as planes (norm_planes.py); or, where no cluster holds whole rows or just one of
+the products is computed here, it writes dz, and what the scales of its planes are made from, and
+one kernel splits it. Each product is followed by the range guard, which computes flagged rows again
+in plain fp32.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from epinorm.cuda.device import gpu_of
 from epinorm.cuda.gradient_planes import GradientPlanes, GradientSplitter
 from epinorm.cuda.hopper_product import AddingProduct, Planes, ProductShape, prepare_adding
 from epinorm.cuda.kept_planes import KeptPlanes
-from epinorm.cuda.norm_backward import Factors, Largest
+from epinorm.cuda.norm_backward import Factors, Largest, NormGradients, norm_backward
+from epinorm.cuda.norm_planes import DzPlanes, WrittenDz, worthwhile
 from epinorm.cuda.planes import Splitter, splitter
 from epinorm.cuda.rescue_gradient import prepare_rescue
-from epinorm.plan import Core, Inputs, Problem
+from epinorm.plan import Core, Forward, Inputs, Problem, Wanted
 
 __all__ = ["PlaneProducts", "planes_taken"]
 
@@ -102,6 +105,10 @@ class PlaneProducts:
         self.split_gradient = GradientSplitter(self.planes, m, n, by_x, by_weight, device)
         self.shape, self.k, self.core, self.device = (m, n), k, core, device
         self.adds_loaded = False
+        self.problem = problem
+        self.dz_planes: DzPlanes | None = None
+        if by_x and by_weight and core == "hopper" and worthwhile(problem, self.planes):
+            self.dz_planes = DzPlanes(problem, self.planes, self.split_x, self.split_weight)
 
         def product(rows: int, length: int, major_k_a: bool) -> Product:
             shape = ProductShape(rows, k, length, self.planes, 4)
@@ -114,6 +121,50 @@ class PlaneProducts:
 
         self.dx = product(m, n, True) if by_x else None
         self.dw = product(n, m, False) if by_weight else None
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        kept: list[Forward],
+        dy: Tensor,
+        want: Wanted,
+        left: KeptPlanes | None,
+        into: Tensor | None,
+    ) -> tuple[NormGradients, Tensor | None, Tensor | None]:
+        """The norm's gradients with dz, dX and dW; the arguments are those of `backward`."""
+        operands = [self.operands(inputs, left)]
+        written = self._write(inputs, kept[0], dy, want, operands[0])
+        if written is None:
+            norm = norm_backward(self.problem, inputs, kept[0], dy, want, operands[0].factors)
+            kept.clear()
+            assert norm.dz is not None
+            assert norm.largest is not None
+            return norm, *self.multiply(inputs, operands, norm.dz, norm.largest, into)
+        norm, planes = written
+        kept.clear()
+        assert norm.dz is not None
+        # `planes` holds the flags, for as long as the products are launched.
+        by: list[GradientPlanes | None] = [planes.by_row, planes.by_column]
+        return norm, *self._multiply(inputs, operands, norm.dz, by, into)
+
+    def _write(
+        self,
+        inputs: Inputs,
+        kept: Forward,
+        dy: Tensor,
+        want: Wanted,
+        operands: _Operands,
+    ) -> tuple[NormGradients, WrittenDz] | None:
+        """dz as planes straight from the norm kernel, where it can; x's become those for dW."""
+        weight, x, factors = operands
+        if self.dz_planes is None or x is None or weight is None:
+            return None
+        found = self.dz_planes(inputs, kept, dy, want, x, weight, factors)
+        if found is None:
+            return None
+        norm, written = found
+        dz = self.dz_planes.in_fp32(inputs, kept, dy, want, written)
+        return norm._replace(dz=dz), written
 
     def operands(self, inputs: Inputs, kept: KeptPlanes | None) -> _Operands:
         """The planes that were kept, taken over, or new ones."""
@@ -144,8 +195,20 @@ class PlaneProducts:
         operands: one, taken out of the list, so that W's planes are free before dW is allocated.
         into: (n, k) fp32, contiguous, that dW may be added to; where it was, it is returned for dW.
         """
-        weight, x, factors = operands.pop()
-        by_row, by_column = self.split_gradient(dz, factors, largest)
+        by = list(self.split_gradient(dz, operands[0].factors, largest))
+        return self._multiply(inputs, operands, dz, by, into)
+
+    def _multiply(
+        self,
+        inputs: Inputs,
+        operands: list[_Operands],
+        dz: Tensor,
+        by: list[GradientPlanes | None],
+        into: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As `multiply`; by: dz's planes for dX and for dW, taken out of the list too."""
+        weight, x, _ = operands.pop()
+        by_column, by_row = by.pop(), by.pop()
         dx = dw = None
         if self.dx is not None and weight is not None and by_row is not None:
             dx = self.dx(*self._given(by_row, weight, self.split_weight))

@@ -55,6 +55,14 @@ __device__ __forceinline__ void store_async(u32 remote, float first, float secon
       : "memory");
 }
 
+// The same with one number.
+__device__ __forceinline__ void store_async(u32 remote, u32 value, u32 remote_barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(remote),
+      "r"(value), "r"(remote_barrier)
+      : "memory");
+}
+
 // mbarrier.try_wait.parity
 __device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
   u32 done;

@@ -21,17 +21,23 @@ __device__ __forceinline__ int plane_shift(u32 largest, bool& in_range) {
   return fits ? kPlaneTopExponent - exponent : 0;
 }
 
+// A product with a power of two is exact unless it leaves the normal range.
+__device__ __forceinline__ bool exact(float value, float scaled) {
+  return value == 0.0f || fabsf(scaled) >= kSmallestNormal;
+}
+
 struct PlaneValue {
+  float scaled;
   u16 hi, lo;
   bool held;
 
-  __device__ __forceinline__ PlaneValue(float value, float factor, float tolerance) {
-    const float v = value * factor;
-    hi = Float16::store(v);
-    float rest = v - Float16::load(hi);
+  __device__ __forceinline__ PlaneValue(float value, float factor, float tolerance)
+      : scaled(value * factor) {
+    hi = Float16::store(scaled);
+    float rest = scaled - Float16::load(hi);
     lo = Float16::store(rest * kPlaneLowFactor);
     if (kPlanes == 2) rest -= Float16::load(lo) * (1.0f / kPlaneLowFactor);
-    // Scaled down, a value below the smallest fp32 is lost without a rest.
-    held = fabsf(rest) <= fabsf(v) * tolerance && (v != 0.0f || value == 0.0f);
+    // Less, not at most: scaled down, a value below the smallest fp32 is lost without a rest.
+    held = (value == 0.0f) | (fabsf(rest) < fabsf(scaled) * tolerance);
   }
 };

@@ -52,11 +52,6 @@ struct Largest {
   int row_parts, column_parts;
 };
 
-// A product with a power of two is exact unless it leaves the normal range.
-__device__ __forceinline__ bool exact(float value, float scaled) {
-  return value == 0.0f || fabsf(scaled) >= kSmallestNormal;
-}
-
 // The planes of four neighbours times by[j], in the scale of shift[j]; which of them they hold.
 __device__ __forceinline__ void split_four(const Target& target, i64 at, const Four& values,
                                            const float (&by)[4], const float (&factor)[4],
