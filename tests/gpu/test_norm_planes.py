@@ -242,11 +242,25 @@ def rows_of_all_sizes(case: Case) -> None:
     case.dy.mul_(torch.exp2(steps % 7 / 2 - 1.5)[:, None])
 
 
+def zero_row_among_small_x(case: Case) -> None:
+    """Zeros have a scale, but no part in dW."""
+    case.inputs.x.mul_(2.0**-30)
+    case.inputs.x[13] = 0
+
+
+def zero_row_of_x_beside_an_outlier(case: Case) -> None:
+    case.inputs.x[13] = 0
+    case.dy[7] *= 2.0**40
+    case.dy[13] *= 2.0**30
+    case.dy[7, 16:32] = 0
+
+
 HARD: list[Callable[[Case], None]] = [
     *(spread, outlier, lonely, zero_rows, all_zero, tiny_channel, small_channels),
     within_a_row,
     *(small_first_row, large_first_row, first_row_out_of_range, rows_of_all_sizes),
     *(out_of_range, flagged_weight, flagged_x, zero_x),
+    *(zero_row_among_small_x, zero_row_of_x_beside_an_outlier),
 ]
 
 

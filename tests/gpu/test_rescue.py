@@ -481,6 +481,7 @@ def microseconds(work: Callable[[], object], repeats: int, replays: int = 15) ->
     return sorted(times[3:])[replays // 2]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("m, k, groups", [(1024, 8192, 512), (65536, 128, 8), (8192, 4096, 256)])
 def test_costs_next_to_nothing_where_nothing_is_flagged(m, k, groups):
     case = make_case(16, groups, m, k, training=False)
@@ -496,6 +497,7 @@ def test_costs_next_to_nothing_where_nothing_is_flagged(m, k, groups):
     assert cost < 5
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("m, k, groups", [(1024, 8192, 512), (16384, 1024, 64), (8192, 4096, 256)])
 def test_one_flag_keeps_much_of_the_gpu_at_work(m, k, groups):
     """One row of W, and one of x: a small part of what all of them cost."""
@@ -524,6 +526,7 @@ def test_one_flag_keeps_much_of_the_gpu_at_work(m, k, groups):
     assert max(column, row) < everything / 4
 
 
+@pytest.mark.alone
 def test_costs_about_what_eager_does_where_all_is_flagged():
     case = make_case(16, 512, 1024, 8192, training=False)
     forward = case.empty()
@@ -539,4 +542,6 @@ def test_costs_about_what_eager_does_where_all_is_flagged():
         )
         rate = 2e-6 * rows * 8192 * 8192 / ours
         print(f"kb62, {rows} rows flagged: {ours:.0f} us, {rate:.1f} TFLOP/s, eager {eager:.0f}")
-    assert ours < 1.5 * eager
+    # Clusters of eight blocks leave up to a tenth of the multiprocessors idle: the price for a row
+    # of W, which chance flags in one of a dozen matrices, at a seventh.
+    assert ours < 1.7 * eager

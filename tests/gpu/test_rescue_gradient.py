@@ -433,6 +433,7 @@ def of_shape(m: int, k: int, n: int, transposed: bool) -> Case:
     return make_case(*((n, k, m) if transposed else (m, k, n)), transposed)
 
 
+@pytest.mark.alone
 @ORDERS
 @pytest.mark.parametrize("name, m, k, n, _", SHAPES)
 def test_costs_next_to_nothing_where_nothing_is_flagged(name, m, k, n, _, transposed):
@@ -449,6 +450,7 @@ def test_costs_next_to_nothing_where_nothing_is_flagged(name, m, k, n, _, transp
     assert cost < 5
 
 
+@pytest.mark.alone
 @ORDERS
 @pytest.mark.parametrize("name, m, k, n, most", SHAPES)
 def test_costs_about_what_cublas_does_where_all_is_flagged(name, m, k, n, most, transposed):

@@ -55,7 +55,7 @@ RESCALE_BLOCKS = 4
 """Of a multiprocessor, for x's planes: they seldom have anything to do."""
 UNIT_BYTES = 16
 MOST_VALUES = (1 << 31) - 1
-"""Of dz, and eighths of x, so that 32 bits count them."""
+"""Of dz, and units of x's planes, so that 32 bits count them."""
 _LAUNCH, _BYTES = 4.0, 3.5e6
 """What two more small launches cost in microseconds; what one moves."""
 

@@ -33,7 +33,6 @@ __all__ = [
     "planes_source",
     "rescale_source",
     "rows_plan",
-    "rows_plans",
 ]
 
 MOST_STRIPS = 8
@@ -159,4 +158,4 @@ def faint_rows(m: int, k: int) -> tuple[int, int, int]:
     """`Faint` of rescale_planes.cu for x (m, k): exponents (docs/precision.md, Faint rows)."""
     root_k = ((k - 1).bit_length() + 1) // 2
     log_m = (m - 1).bit_length()
-    return root_k - 26, log_m + root_k - 10, (log_m + 1) // 2 - 9
+    return root_k - 25, log_m + root_k - 9, (log_m + 1) // 2 - 9

@@ -8,6 +8,7 @@ inputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -91,6 +92,18 @@ class RescueTile:
     def items(self, m: int, n: int) -> int:
         """How many shares the work has if all is flagged (`rescue_items.cuh`)."""
         return -(-m // CHUNK_ROWS) * -(-n // self.columns) * (CHUNK_ROWS // self.rows)
+
+    def takers(self, m: int, n: int, at_once: int) -> int:
+        """How many blocks, or clusters of them, take these shares in turn, of ``at_once`` that run
+        together.
+
+        The shares that one flagged column makes are as many apart as there are strips of columns:
+        a number of takers without a divisor in common with that gets them in different hands.
+        """
+        strips, takers = -(-n // self.columns), min(self.items(m, n), max(at_once, 1))
+        while takers < self.items(m, n) and math.gcd(takers, strips) > 1:
+            takers -= 1
+        return takers
 
 
 def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
@@ -199,7 +212,7 @@ def prepare_guard(
     )
     return kernel.prepare(
         signature,
-        max(min(tile.items(*shape), at_once), 1) * splits,
+        tile.takers(*shape, at_once) * splits,
         THREADS,
         shared_bytes=tile.shared_bytes,
         cluster=splits if splits > 1 else None,

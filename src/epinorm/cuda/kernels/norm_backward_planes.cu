@@ -26,7 +26,7 @@ using Exchange = RowExchange<kStrips, kRowWarps>;
 // In place of a column's largest magnitude: an element of it that the planes do not hold.
 constexpr u32 kSpoilt = 0xffffffffu;
 
-// Of what counts in dW: above it, whatever the planes hold stays in fp32's normal range.
+// Of what counts in dW: above it, what the planes hold does not leave fp32's range.
 constexpr int kLeastPower = -100;
 
 // A scaled value from here on is a normal number in fp16, so one plane or two hold it.
@@ -104,11 +104,15 @@ struct Unsplit {
     return __float_as_uint(largest);
   }
 
+  // Whether x's row is zero, or flagged as a whole: then dW takes nothing from dz's.
+  EPINORM_FUNCTION bool x_is_nothing() const { return x_power == -kNothingShift; }
+
   // The power that the row counts in dW by itself, where `largest` is that of all of it.
   EPINORM_FUNCTION int own_power(u32 largest) const {
     bool in_range;
-    const int shift = plane_shift(largest, in_range);
-    return in_range && largest != 0 ? x_power - shift : kNoPower;
+    const int power = x_power - plane_shift(largest, in_range);
+    const bool counts = in_range && largest != 0 && power >= kLeastPower && !x_is_nothing();
+    return counts ? power : kNoPower;
   }
 
   // Writes the row and returns the power that it counts in dW; spoilt: whether a part of it that is
@@ -119,9 +123,9 @@ struct Unsplit {
     bool in_range;
     const int shift = shift_of(largest, x_power, preferred, in_range);
     const int power = x_power - shift;
-    in_range &= power >= kLeastPower;
+    in_range &= power >= kLeastPower || x_is_nothing();
     const float by = plane_power_of_two(shift);
-    const float counts = plane_power_of_two(max(power, kLeastPower));
+    const float counts = x_is_nothing() ? 0.0f : plane_power_of_two(max(power, kLeastPower));
     float smallest = static_cast<float>(EPINORM_INFINITY);
 #pragma unroll
     for (int e = 0; e < kVectors; ++e) {
@@ -144,7 +148,7 @@ struct Unsplit {
     // A lane without a group has no x's scale either.
     const bool doubtful = here.live && (!in_range || smallest < kSurelyHeld);
     spoilt = __any_sync(kAllLanes, doubtful) && find_unheld(here, in_range, by, factors, columns);
-    const int counted = in_range && largest != 0 ? power : kNoPower;
+    const int counted = in_range && largest != 0 && !x_is_nothing() ? power : kNoPower;
     if (row_part() == 0 && threadIdx.x == 0) {
       to.scale[row] = plane_power_of_two(-shift);
       to.power[row] = counted;
@@ -163,7 +167,7 @@ struct Unsplit {
     for (int i = 0; i < kValues; ++i) {
       if (!here.inside(i / kVector)) continue;
       if (PlaneValue(dz[i], factors.of[i] * by, tolerance).held) continue;
-      columns.largest[i] = kSpoilt;
+      if (!in_range || !x_is_nothing()) columns.largest[i] = kSpoilt;
       spoilt = true;
     }
     return __any_sync(kAllLanes, spoilt);

@@ -1,5 +1,5 @@
 // One fp32 value as fp16 planes: v = (hi + lo 2^-11) / factor. What split_rows.cuh does to x and W,
-// split_gradient.cu does to dz.
+// split_gradient.cu and norm_backward_planes.cu do to dz.
 #pragma once
 #include "storage.cuh"
 
@@ -19,6 +19,16 @@ __device__ __forceinline__ int plane_shift(u32 largest, bool& in_range) {
   const bool fits = exponent >= -kPlaneLargestExponent && exponent <= kPlaneLargestExponent;
   in_range = fits || largest == 0;
   return fits ? kPlaneTopExponent - exponent : 0;
+}
+
+// The same for a row of x or of W. Rows that are zero or out of range have a scale of their own, 2^-24,
+// and say so by it (rows with 2^-10 to 2^-9 for their largest give a bit up for that). It goes into dz
+// beside other rows' scales: 2^-24 is below those of ordinary weights, so that zeros outweigh nothing.
+constexpr int kNothingShift = 24;
+__device__ __forceinline__ int row_shift(u32 largest, bool& in_range) {
+  const int shift = plane_shift(largest, in_range);
+  if (!in_range || largest == 0) return kNothingShift;
+  return shift == kNothingShift ? kNothingShift - 1 : shift;
 }
 
 // A product with a power of two is exact unless it leaves the normal range.

@@ -73,12 +73,12 @@ __device__ __forceinline__ void rescale(uint4& hi, uint4& lo, float factor) {
 }
 
 // x's planes (m, units * 8), of which every `blocks`-th stretch of kThreads units is this block's. A
-// row without a power counts nothing: it is zero in dz's planes, or all of its columns are flagged.
+// row without a power counts nothing: it is zero here or in dz's planes, or all of its columns are flagged.
 __device__ __forceinline__ void rescale_rows(uint4* hi, uint4* lo, const int* power, int most,
                                              int block, int blocks, int m, int units) {
-  const int count = m * units;
+  const u32 count = m * units;
 #pragma unroll 4
-  for (int at = block * kThreads + threadIdx.x; at < count; at += blocks * kThreads) {
+  for (u32 at = block * kThreads + threadIdx.x; at < count; at += blocks * kThreads) {
     const int own = power[at / units];
     if (own == most || own == kNoPower) continue;
     uint4 high = hi[at], low;
