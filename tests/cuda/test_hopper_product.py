@@ -17,7 +17,7 @@ from epinorm.cuda.hopper import (
     product_source,
 )
 from epinorm.cuda.hopper_plan import fold_steps
-from epinorm.cuda.hopper_product import TILES, ProductShape, TileCost, add_splits_source, choose
+from epinorm.cuda.hopper_product import TILES, ProductShape, add_splits_source, choose
 from epinorm.cuda.jit import compiled
 from epinorm.cuda.plane_products import planes_taken
 from epinorm.plan import Problem
@@ -64,24 +64,6 @@ def test_the_product_that_adds_compiles_without_spills(
     planes: int, tile: Tile, major_k_a: bool
 ) -> None:
     result = compiled(product_into_source(tile, planes, major_k_a))
-    assert result.spill_bytes == 0
-    assert "C75" not in result.log
-
-
-@pytest.mark.parametrize("cost", TILES[1], ids=lambda cost: str(cost.tile))
-@pytest.mark.parametrize("split", [None, False, True], ids=str)
-def test_products_of_ordered_columns_compile_without_spills(
-    cost: TileCost, split: bool | None
-) -> None:
-    """split: None where it is added."""
-    if split is None:
-        source = product_into_source(cost.tile, 1, False, ordered=True)
-    else:
-        half, single = torch.float16, torch.float32
-        source = product_source(
-            cost.tile, 1, half, single, True, False, False, split and cost.splits, ordered=True
-        )
-    result = compiled(source)
     assert result.spill_bytes == 0
     assert "C75" not in result.log
 

@@ -21,7 +21,6 @@ from epinorm.chain import Chain
 from epinorm.cuda.hopper import Tile
 from epinorm.cuda.hopper_product import (
     TILES,
-    AddingProduct,
     Choice,
     Product,
     ProductShape,
@@ -121,45 +120,6 @@ def check(dz: Tensor, weight: Tensor, x: Tensor, planes: int, limit: float = 1.0
 def test_products_are_as_accurate_as_the_library(sizes: tuple[int, int, int], planes: int) -> None:
     # High: both round to 11 bits, and differ by chance.
     check(*matrices(*sizes), planes, 1.0 if planes == 2 else 1.02)
-
-
-def ordered(plane: Tensor) -> Tensor:
-    """Its columns as `kernels/weight_fragments.cuh` wants them: of each 32, eight pairs of pairs
-    become four chunks."""
-    rows, columns = plane.shape
-    quads = plane.view(rows, columns // 32, 4, 2, 2, 2)
-    return quads.permute(0, 1, 3, 4, 2, 5).reshape(rows, columns).contiguous()
-
-
-@pytest.mark.parametrize("rows", [328, 96])
-@pytest.mark.parametrize("columns", [32, 544, 1056])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("cost", TILES[1], ids=lambda cost: str(cost.tile))
-def test_columns_in_the_order_of_weight_fragments(cost, parts, columns, rows) -> None:  # type: ignore[no-untyped-def]
-    """The same bits, in their places, stored and added."""
-    if CORE != "hopper" or (parts > 1 and not cost.splits):
-        pytest.skip("not there")
-    length = 64 * 6 - 24
-    a, b = (torch.randn(length, n, device="cuda").half() for n in (rows, columns))
-    scale = torch.exp2(torch.randint(-9, 9, (rows,), device="cuda").float())
-    shape = ProductShape(rows, columns, length, 1, 4)
-    found = []
-    for is_ordered in (False, True):
-        operand = ordered(b) if is_ordered else b
-        planes = (a, a, operand, operand)
-        multiply = Product(
-            shape, Choice(cost.tile, parts, 0.0), a.dtype, torch.float32, True, False, a.device,
-            is_ordered,
-        )  # fmt: skip
-        found.append(multiply(0, lambda planes=planes: planes, scale.data_ptr()))
-        result = torch.zeros(rows, columns, device="cuda")
-        flags = torch.zeros(max(rows, length), dtype=torch.uint8, device="cuda")
-        add = AddingProduct(shape, cost.tile, False, a.device, is_ordered)
-        at = flags.data_ptr()
-        add(0, lambda planes=planes: planes, scale.data_ptr(), result, at, at)
-        found.append(result if parts == 1 else found[0])
-    for other in found[1:]:
-        assert torch.equal(found[0], other)
 
 
 @pytest.mark.parametrize("planes", [1, 2])

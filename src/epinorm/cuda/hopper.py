@@ -188,30 +188,26 @@ def product_source(
     major_k_a: bool,
     major_k_b: bool,
     split: bool = False,
-    ordered: bool = False,
 ) -> KernelSource:
     """The plain product's text: operands of dtype, contiguous along the summed index or not.
 
-    split: blocks share a sum, and each writes its part. ordered: b's columns are in the order of
-    `kernels/weight_fragments.cuh`, those of the result, in fp32, are not.
+    split: blocks share a sum, and each writes its part.
     """
     prelude = product_prelude(tile, planes, dtype, major_k_a, major_k_b)
-    prelude += _result_prelude(scaled, split, out_dtype, ordered)
+    prelude += _result_prelude(scaled, split, out_dtype)
     return KernelSource("hopper_product", kernel_text("hopper_product.cu", prelude), ARCH)
 
 
-def product_into_source(
-    tile: Tile, planes: int, major_k_a: bool, ordered: bool = False
-) -> KernelSource:
+def product_into_source(tile: Tile, planes: int, major_k_a: bool) -> KernelSource:
     """The same of fp16 planes, b not along the sum, added to what the fp32 result holds already."""
     prelude = product_prelude(tile, planes, torch.float16, major_k_a, False)
-    prelude += _result_prelude(True, False, torch.float32, ordered)
+    prelude += _result_prelude(True, False, torch.float32)
     return KernelSource("hopper_product_into", kernel_text("hopper_product_into.cu", prelude), ARCH)
 
 
-def _result_prelude(scaled: bool, split: bool, out_dtype: torch.dtype, ordered: bool) -> str:
+def _result_prelude(scaled: bool, split: bool, out_dtype: torch.dtype) -> str:
     numbers = constants({"kScaled": scaled, "kSplit": split})
-    return numbers + f"#define OutType {'Ordered' * ordered}{TYPES[out_dtype]}\n"
+    return numbers + f"#define OutType {TYPES[out_dtype]}\n"
 
 
 def largest_stages(instance: Instance[Tile]) -> int:

@@ -51,11 +51,8 @@ class Fp32Weight(Launch):
         super().__init__(problem)
         self.tile, self.leaves = tile, leaves
         m, n, k, device = problem.m, problem.n, problem.k, problem.device
+        self.of_x, self.of_weight = splitter(1, k, m, 0, device), splitter(1, k, n, 0, device)
         self.ordered = -(-k // ORDERED_MULTIPLE) * ORDERED_MULTIPLE
-        # What is left for the backward pass is the ordered plane itself where rows are as long.
-        self.leaves_ordered = leaves and self.ordered == k
-        self.of_x = splitter(1, k, m, 0, device, self.leaves_ordered)
-        self.of_weight = splitter(1, k, n, 0, device)
         # Of the splitters' layouts all but the planes, where these are not left.
         self.missing = (0, 0) if leaves else (self.of_x.spoilt, self.of_weight.spoilt)
         nbytes_x = self.of_x.nbytes - self.missing[0]
@@ -94,8 +91,7 @@ class Fp32Weight(Launch):
         """Of the kernel before the product and the one behind; aligned: x is, as W must be."""
         problem, device = self.problem, self.problem.device
         shape = split_shape(problem.m, problem.k, sm_count(device))
-        both = self.leaves and not self.leaves_ordered
-        source = split_and_sample_source(problem.k, aligned, shape, both)
+        source = split_and_sample_source(problem.k, aligned, shape, self.leaves)
         blocks = -(-problem.m // shape.block_rows) + -(-problem.n // (SPLIT_THREADS // 32))
         kernel = load(source, device)
         convert = kernel.prepare(PREPARING_SIGNATURE, blocks, SPLIT_THREADS, dependent=True)
@@ -110,7 +106,7 @@ class Fp32Weight(Launch):
         of_x, of_weight, sizes = self.of_x, self.of_weight, self.sizes
         missing_x, missing_weight = self.missing
         numbers = (*sizes, of_x.padded)
-        leaves, leaves_ordered = self.leaves, self.leaves_ordered
+        leaves = self.leaves
 
         def run(
             x: Tensor,
@@ -121,8 +117,7 @@ class Fp32Weight(Launch):
             operands: tuple[Tensor, ...],
         ) -> Forward:
             out = outputs()
-            of_rows, of_columns = new_x(), new_weight()
-            ordered = of_rows if leaves_ordered else new_ordered()
+            of_rows, of_columns, ordered = new_x(), new_weight(), new_ordered()
             x_at, w_at, ordered_at = x.data_ptr(), w.data_ptr(), ordered.data_ptr()
             x_plane, w_plane = (
                 of_rows.data_ptr() - missing_x,
@@ -153,13 +148,12 @@ class Fp32Weight(Launch):
             if not leaves:
                 return out
             more = StepForward._make(out)
-            more.left = KeptPlanes(of_rows, of_columns, leaves_ordered)
+            more.left = KeptPlanes(of_rows, of_columns)
             return more
 
         return run if self.problem.m else lambda *_: outputs()
 
     def _new_maps(self, key: tuple[int, ...], ordered: Tensor, w: Tensor) -> tuple[bytes, ...]:
         tile = self.tile
-        x = self.of_x.planes_in(ordered).hi if self.leaves_ordered else ordered
         of_w = w, tile.block_n, STEP_BYTES // 4
-        return self.keep_maps(key, [(x, tile.block_m, tile.block_k), of_w])
+        return self.keep_maps(key, [(ordered, tile.block_m, tile.block_k), of_w])

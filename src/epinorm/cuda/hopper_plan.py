@@ -17,7 +17,6 @@ from epinorm.cuda import tuned
 from epinorm.cuda.hopper import STEP_BYTES, Tile, largest_stages
 from epinorm.cuda.hopper_fp32_weight import fp32_weight_tiles
 from epinorm.cuda.instance import Instance, instance_of
-from epinorm.cuda.planes import ORDERED_MULTIPLE
 from epinorm.plan import Problem
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "fold_steps",
     "instance_for",
     "microseconds",
-    "orders_x",
     "persistent_blocks",
     "planes_of",
     "why_not",
@@ -304,13 +302,6 @@ def choose_tile(
     if not tiles:
         return None
     return min(tiles, key=lambda tile: cycles(problem, tile, sms, prepacked))
-
-
-def orders_x(problem: Problem, sms: int) -> bool:
-    """Whether x's plane is just in the order of `kernels/weight_fragments.cuh`, forward and
-    backward: where W is converted on the way, and rows are whole stretches of that order."""
-    tile = choose_tile(problem, sms)
-    return tile is not None and tile.fp32_weight and problem.k % ORDERED_MULTIPLE == 0
 
 
 def microseconds(problem: Problem, sms: int) -> float:

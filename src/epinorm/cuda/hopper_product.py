@@ -186,8 +186,7 @@ class Product:
     """c (rows, columns) = a · b, ready to launch.
 
     a: (rows, length), or (length, rows) unless ``major_k_a``; b: (length, columns); planes of
-    ``dtype``. With ``scaled`` a's row i counts scale[i]; with ``ordered`` b's columns are in the
-    order of `kernels/weight_fragments.cuh`, and c is fp32.
+    ``dtype``. With ``scaled`` a's row i counts scale[i].
     """
 
     def __init__(
@@ -199,7 +198,6 @@ class Product:
         scaled: bool,
         major_k_a: bool,
         device: torch.device,
-        ordered: bool = False,
     ) -> None:
         parts, planes = choice.parts, shape.planes
         tile = choice.tile
@@ -209,7 +207,7 @@ class Product:
         self.numbers = (shape.rows, shape.columns, -(-shape.steps // parts) * BLOCK_K, parts)
         product_dtype = torch.float32 if parts > 1 else out_dtype
         source = product_source(
-            tile, planes, dtype, product_dtype, scaled, major_k_a, False, parts > 1, ordered
+            tile, planes, dtype, product_dtype, scaled, major_k_a, False, parts > 1
         )
         dynamic = product_shared_bytes(tile, planes)
         self.launch = load(source, device, dynamic).prepare(
@@ -245,17 +243,12 @@ class AddingProduct:
     """c += a · b of fp16 planes into an fp32 c; otherwise as `Product`, with a's rows scaled."""
 
     def __init__(
-        self,
-        shape: ProductShape,
-        tile: Tile,
-        major_k_a: bool,
-        device: torch.device,
-        ordered: bool = False,
+        self, shape: ProductShape, tile: Tile, major_k_a: bool, device: torch.device
     ) -> None:
         self.maps = _Operands(tile.block_m if major_k_a else BOX)
         self.sizes = (shape.rows, shape.columns, shape.length)
         dynamic = product_shared_bytes(tile, shape.planes)
-        source = product_into_source(tile, shape.planes, major_k_a, ordered)
+        source = product_into_source(tile, shape.planes, major_k_a)
         self.launch = load(source, device, dynamic).prepare(
             ADDING_SIGNATURE,
             persistent_blocks(_tiles(shape, tile), sm_count(device)),
@@ -288,20 +281,17 @@ def prepare_product(
     scaled: bool,
     major_k_a: bool,
     device: torch.device,
-    ordered: bool = False,
 ) -> Product:
     """The product of this shape by the tile that `choose` takes."""
     choice = choose(shape, sm_count(device))
-    return Product(shape, choice, dtype, out_dtype, scaled, major_k_a, device, ordered)
+    return Product(shape, choice, dtype, out_dtype, scaled, major_k_a, device)
 
 
 @lru_cache(maxsize=1024)
 def prepare_adding(
-    shape: ProductShape, major_k_a: bool, device: torch.device, ordered: bool = False
+    shape: ProductShape, major_k_a: bool, device: torch.device
 ) -> AddingProduct | None:
     """The product of this shape into a result that is there already; None where sums are better
     split, since a kernel of its own then adds up their parts."""
     choice = choose(shape, sm_count(device))
-    if choice.parts > 1:
-        return None
-    return AddingProduct(shape, choice.tile, major_k_a, device, ordered)
+    return AddingProduct(shape, choice.tile, major_k_a, device) if choice.parts == 1 else None

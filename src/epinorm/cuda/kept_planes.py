@@ -24,15 +24,11 @@ VARIABLE = "EPINORM_KEPT_PLANES_MB"
 
 
 class KeptPlanes:
-    """The planes of x and of W as `planes.Splitter` lays them out, one matrix a buffer; or None.
+    """The planes of x and of W as `planes.Splitter` lays them out, one matrix a buffer; or None."""
 
-    ordered: x's are by a splitter of that kind.
-    """
-
-    def __init__(self, x: Tensor | None, weight: Tensor | None, ordered: bool = False) -> None:
+    def __init__(self, x: Tensor | None, weight: Tensor | None) -> None:
         self.x = x
         self.weight = weight
-        self.ordered = ordered
         self._counted = _nbytes(x) + _nbytes(weight)
         self._device = next((t.device for t in (x, weight) if t is not None), None)
         if self._device is not None:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from epinorm.cuda import hopper_product, portable_plan, portable_product
-from epinorm.cuda.device import gpu_of, sm_count
+from epinorm.cuda.device import gpu_of
 from epinorm.cuda.gradient_planes import GradientPlanes, GradientSplitter
-from epinorm.cuda.hopper_plan import orders_x
 from epinorm.cuda.hopper_product import AddingProduct, Planes, ProductShape, prepare_adding
 from epinorm.cuda.kept_planes import KeptPlanes
 from epinorm.cuda.norm_backward import Factors, Largest, NormGradients, norm_backward
@@ -101,9 +100,8 @@ class PlaneProducts:
         m, k, n, device = problem.m, problem.k, problem.n, problem.device
         self.planes = 2 if problem.precision == "highest" else 1
         self.by_x, self.by_weight = by_x, by_weight
-        self.ordered = core == "hopper" and orders_x(problem, sm_count(device))
         self.split_weight = splitter(self.planes, k, n, 0, device)
-        self.split_x = splitter(self.planes, k, m, 0, device, self.ordered)
+        self.split_x = splitter(self.planes, k, m, 0, device)
         self.split_gradient = GradientSplitter(self.planes, m, n, by_x, by_weight, device)
         self.shape, self.k, self.core, self.device = (m, n), k, core, device
         self.adds_loaded = False
@@ -112,19 +110,17 @@ class PlaneProducts:
         if by_x and by_weight and core == "hopper" and worthwhile(problem, self.planes):
             self.dz_planes = DzPlanes(problem, self.planes, self.split_x, self.split_weight)
 
-        def product(rows: int, length: int, major_k_a: bool, ordered: bool = False) -> Product:
+        def product(rows: int, length: int, major_k_a: bool) -> Product:
             shape = ProductShape(rows, k, length, self.planes, 4)
             half, single = torch.float16, torch.float32
             if core == "portable":
                 return portable_product.prepare_product(
                     shape, half, single, True, major_k_a, device
                 )
-            return hopper_product.prepare_product(
-                shape, half, single, True, major_k_a, device, ordered
-            )
+            return hopper_product.prepare_product(shape, half, single, True, major_k_a, device)
 
         self.dx = product(m, n, True) if by_x else None
-        self.dw = product(n, m, False, self.ordered) if by_weight else None
+        self.dw = product(n, m, False) if by_weight else None
 
     def __call__(
         self,
@@ -180,8 +176,7 @@ class PlaneProducts:
                 weight = _split(self.split_weight, inputs.weight)
             columns = weight.data_ptr() + self.split_weight.scale
         if self.by_weight:
-            # Where another kernel than was planned left them, they may be in another order.
-            x = None if kept is None or kept.ordered != self.ordered else kept.take_x()
+            x = None if kept is None else kept.take_x()
             if x is None:
                 x = _split(self.split_x, inputs.x)
             rows = x.data_ptr() + self.split_x.scale
@@ -245,9 +240,7 @@ class PlaneProducts:
         if not self.adds_loaded and torch.cuda.is_current_stream_capturing():
             return None
         m, n = self.shape
-        return prepare_adding(
-            ProductShape(n, self.k, m, self.planes, 4), False, self.device, self.ordered
-        )
+        return prepare_adding(ProductShape(n, self.k, m, self.planes, 4), False, self.device)
 
     def _given(
         self, a: GradientPlanes, b: Tensor, of_b: Splitter

@@ -105,16 +105,10 @@ def split_prelude(
 
 
 def split_source(
-    planes: int,
-    columns: int,
-    aligned: bool,
-    arch: str,
-    rows: int = 1 << 20,
-    sms: int = 132,
-    order: Order = "plain",
+    planes: int, columns: int, aligned: bool, arch: str, rows: int = 1 << 20, sms: int = 132
 ) -> KernelSource:
     """The kernel that splits ``rows`` rows in all; `aligned`: each starts on 16 bytes."""
-    prelude = split_prelude(planes, columns, aligned, split_shape(rows, columns, sms), order)
+    prelude = split_prelude(planes, columns, aligned, split_shape(rows, columns, sms))
     return KernelSource("split", kernel_text("split.cu", prelude), arch)
 
 
@@ -124,8 +118,7 @@ class Splitter:
     In the buffer, each for the rows of both matrices: hi, lo (where there are two planes), spoilt,
     scale, flags. The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``,
     ``spoilt``, ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's
-    beginning. ordered: one plane's columns, a multiple of 32, are in the order of
-    `kernels/weight_fragments.cuh`.
+    beginning.
     """
 
     def __init__(
@@ -135,10 +128,7 @@ class Splitter:
         rows: int,
         more_rows: int,
         device: torch.device,
-        ordered: bool = False,
     ) -> None:
-        assert not ordered or (planes == 1 and columns % ORDERED_MULTIPLE == 0)
-        self.order: Order = "ordered" if ordered else "plain"
         self.planes, self.columns, self.rows, self.more_rows = planes, columns, rows, more_rows
         self.device = device
         self.padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
@@ -196,7 +186,7 @@ class Splitter:
         device, columns, rows = self.device, self.columns, self.all_rows
         sms = sm_count(device)
         arch = arch_of(device)
-        source = split_source(self.planes, columns, aligned, arch, rows, sms, self.order)
+        source = split_source(self.planes, columns, aligned, arch, rows, sms)
         blocks = -(-rows // split_shape(rows, columns, sms).block_rows)
         kernel = load(source, device)
         launch = kernel.prepare(SIGNATURE, blocks, THREADS, dependent=starts_early(device))
@@ -206,15 +196,10 @@ class Splitter:
 
 @lru_cache(maxsize=1024)
 def splitter(
-    planes: int,
-    columns: int,
-    rows: int,
-    more_rows: int,
-    device: torch.device,
-    ordered: bool = False,
+    planes: int, columns: int, rows: int, more_rows: int, device: torch.device
 ) -> Splitter:
     """The splitter of these sizes; to be kept by who calls it often."""
-    return Splitter(planes, columns, rows, more_rows, device, ordered)
+    return Splitter(planes, columns, rows, more_rows, device)
 
 
 def split(values: Tensor, planes: int) -> Planes:

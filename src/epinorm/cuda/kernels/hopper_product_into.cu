@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int rows = __syncthreads_or(any_flag(sum_flag, k, kThreads)) ? 0 : m;
   const auto add = [row_flag](float(&v)[kAccumulators], const Result& result, u32 buffer, int row,
                               int column) {
-    RowAdd<OutType, kConsumerN>::add(result.c, buffer, v, row, column, result.m, result.n, row_flag);
+    RowAdd<kConsumerN>::add(result.c, buffer, v, row, column, result.m, result.n, row_flag);
   };
   run_block(ring, shared, {{&a_hi, &a_lo}, {&b_hi, &b_lo}, false}, {c, row_scale, rows, n}, k, 1,
             add);

@@ -18,7 +18,7 @@ __device__ __forceinline__ void add_line_unit(float* to, const uint4& unit) {
 
 // A warp's 16 rows of a tile of kColumns columns, a line at a time. Rows of the matrix start on 16 bytes.
 // (Another way to write for RowStore would be shorter; the tile of 128 x 192 then spills 36 bytes.)
-template <class Type, int kColumns>
+template <int kColumns>
 struct RowAdd {
   static constexpr int kPartColumns = kStoreWidth / 4, kParts = kColumns / kPartColumns;
   static constexpr int kUnits = kStoreWidth / kUnitBytes, kUnitColumns = kUnitBytes / 4;
@@ -44,12 +44,12 @@ struct RowAdd {
     for (int part = 0; part < kParts; ++part) {
       // The branch also ends a block of the compiler's schedule, as in row_store.cuh.
       if (column + part * kPartColumns >= n) break;
-      fill_buffer<kStoreWidth>(buffer, values, part * kPartColumns / kChunkColumns, lane, Type{});
+      fill_buffer<kStoreWidth>(buffer, values, part * kPartColumns / kChunkColumns, lane, Float32{});
       __syncwarp();
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         const uint4 bits =
-            load_unit(buffer + swizzled<kStoreWidth, Type>(pass * kRowsAtOnce + unit_row, unit));
+            load_unit(buffer + swizzled<kStoreWidth, 4>(pass * kRowsAtOnce + unit_row, unit));
         if (adds[pass] && unit_column + part * kPartColumns < n)
           add_line_unit(to + part * kPartColumns + static_cast<i64>(pass * kRowsAtOnce) * n, bits);
       }

@@ -28,21 +28,13 @@ constexpr int kWidthFor = kRowBytes % 128 == 0  ? 128
                           : kRowBytes % 32 == 0 ? 32
                                                 : 16;
 
-// fp32 results of a product whose operand B had its columns in the order of weight_fragments.cuh.
-struct OrderedFloat32 : Float32 {};
-
 // Where a 16-byte unit of a row stands: units trade places so that a warp's writes and reads spread
-// over all banks. Writes are 8 rows of one unit (16-bit numbers), 4 rows of two (fp32), or 4 rows of
-// halves of every other one (OrderedFloat32, twice as many as the banks take at once).
-template <class Type>
-constexpr bool kTwoUnits = false;
-template <>
-constexpr bool kTwoUnits<Float32> = true;
-template <int kWidth, class Type>
+// over all banks. Writes are 8 rows of one unit (16-bit numbers) or 4 rows of two (fp32).
+template <int kWidth, int kSize>
 __device__ __forceinline__ u32 swizzled(u32 row, u32 unit) {
   constexpr u32 kRowsPerLine = 128 / kWidth, kUnits = kWidth / kUnitBytes;
   const u32 line = row / kRowsPerLine;
-  unit ^= (kTwoUnits<Type> ? line << 1 : line) & (kUnits - 1);
+  unit ^= (kSize == 2 ? line : line << 1) & (kUnits - 1);
   return row * kWidth + unit * kUnitBytes;
 }
 
@@ -79,7 +71,7 @@ __device__ __forceinline__ void fill_buffer(u32 buffer, const float (&v)[kCount]
 #pragma unroll
   for (int unit = 0; unit + 1 < kUnits; unit += 2) {
     const int c = first_chunk + unit;
-    store_matrices(buffer + swizzled<kWidth, Type>(row, unit + lane / 16),
+    store_matrices(buffer + swizzled<kWidth, 2>(row, unit + lane / 16),
                    Type::store_pair(v[accumulator(c, 0, 0)], v[accumulator(c, 0, 1)]),
                    Type::store_pair(v[accumulator(c, 1, 0)], v[accumulator(c, 1, 1)]),
                    Type::store_pair(v[accumulator(c + 1, 0, 0)], v[accumulator(c + 1, 0, 1)]),
@@ -87,7 +79,7 @@ __device__ __forceinline__ void fill_buffer(u32 buffer, const float (&v)[kCount]
   }
   if (kUnits == 1) {
     const int c = first_chunk;
-    store_matrices(buffer + swizzled<kWidth, Type>(row, 0),
+    store_matrices(buffer + swizzled<kWidth, 2>(row, 0),
                    Type::store_pair(v[accumulator(c, 0, 0)], v[accumulator(c, 0, 1)]),
                    Type::store_pair(v[accumulator(c, 1, 0)], v[accumulator(c, 1, 1)]));
   }
@@ -98,7 +90,7 @@ __device__ __forceinline__ void fill_buffer(u32 buffer, const float (&v)[kCount]
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       const int c = first_chunk + unit;
-      store_word(buffer + swizzled<kWidth, Type>(row + lower * 8, unit) + quad_lane * 4,
+      store_word(buffer + swizzled<kWidth, 2>(row + lower * 8, unit) + quad_lane * 4,
                  Type::store_pair(v[accumulator(c, lower, 0)], v[accumulator(c, lower, 1)]));
     }
 #endif
@@ -113,30 +105,12 @@ __device__ __forceinline__ void fill_buffer(u32 buffer, const float (&v)[kCount]
   for (int chunk = 0; chunk < kWidth / 32; ++chunk) {
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
-      const u32 at = swizzled<kWidth, Float32>(row + lower * 8, chunk * 2 + quad_lane / 2);
+      const u32 at = swizzled<kWidth, 4>(row + lower * 8, chunk * 2 + quad_lane / 2);
       const int c = first_chunk + chunk;
       store_pair(buffer + at + quad_lane % 2 * 8, v[accumulator(c, lower, 0)],
                  v[accumulator(c, lower, 1)]);
     }
   }
-}
-
-// The same where a lane's pairs of four chunks are neighbours: eight columns, two units. Still by pairs,
-// which are neighbours in registers: for whole units ptxas moves accumulators while products need them.
-template <int kWidth, int kCount>
-__device__ __forceinline__ void fill_buffer(u32 buffer, const float (&v)[kCount], int first_chunk,
-                                            int lane, OrderedFloat32) {
-  static_assert(kWidth == kStoreWidth, "32 columns change places");
-  const u32 row = lane / 4, quad_lane = lane % 4;
-#pragma unroll
-  for (int chunk = 0; chunk < 4; ++chunk)
-#pragma unroll
-    for (int lower = 0; lower < 2; ++lower) {
-      const u32 unit = quad_lane * 2 + chunk / 2;
-      const u32 at = swizzled<kWidth, OrderedFloat32>(row + lower * 8, unit) + chunk % 2 * 8;
-      const int c = first_chunk + chunk;
-      store_pair(buffer + at, v[accumulator(c, lower, 0)], v[accumulator(c, lower, 1)]);
-    }
 }
 
 // st.global.v4. As an assignment the compiler takes every other one apart into four words.
@@ -202,7 +176,7 @@ struct RowStore {
       for (int pass = 0; pass < kPasses; ++pass, at += kRowsAtOnce * n) {
         const int at_row = pass * kRowsAtOnce;
         const uint4 bits =
-            load_unit(buffer + swizzled<kWidth, Type>(at_row + lane / kUnits, unit));
+            load_unit(buffer + swizzled<kWidth, kSize>(at_row + lane / kUnits, unit));
         if (kReadAhead)
           ahead[pass] = bits;
         else if (at_row < rows_left)
@@ -232,7 +206,7 @@ struct RowStore {
     for (int at_row = 0; at_row < rows; ++at_row) {
       Storage* at = matrix + static_cast<i64>(row + at_row) * n + column;
       for (int i = lane; i < columns; i += 32)
-        copy_number(at + i, buffer + swizzled<kWidth, Type>(at_row, i / kUnitColumns) +
+        copy_number(at + i, buffer + swizzled<kWidth, kSize>(at_row, i / kUnitColumns) +
                                 i % kUnitColumns * kSize);
     }
     __syncwarp();

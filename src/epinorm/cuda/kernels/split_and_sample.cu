@@ -7,21 +7,18 @@
 
 static_assert(kThreads == kSampleThreads, "blocks of either kind");
 
-// x: (m, k), rows x_stride apart; every other block samples W's rows, which waits for few bytes where splitting x
-// moves many, until one kind has no more to do. The rest as in split_rows.cuh and
+// x: (m, k), rows x_stride apart, by the last blocks; the first sample W's rows. The rest as in split_rows.cuh and
 // sample_rows.cuh.
 extern "C" __global__ void __launch_bounds__(kThreads)
     split_and_sample(const float* x, i64 x_stride, u16* hi, u16* ordered, float* scale, Flag* flag,
                      ColumnList* columns, const float* w, i64 w_stride, float* w_scale, Flag* w_flag,
                      ColumnList* w_columns, int m, int n, int k, int k_padded) {
   wait_for_previous_kernel();
-  const int sampling = (n + kSampleRows - 1) / kSampleRows, splitting = (m + kTeams - 1) / kTeams;
-  const int pairs = min(sampling, splitting), block = blockIdx.x, later = block - 2 * pairs;
-  const int place = later < 0 ? block / 2 : pairs + later;
-  if (later < 0 ? block % 2 != 0 : sampling > splitting) {
-    sample_rows(w, w_stride, w_scale, w_flag, w_columns, place * kSampleRows, n, k);
+  const int sampling = (n + kSampleRows - 1) / kSampleRows, block = blockIdx.x;
+  if (block < sampling) {
+    sample_rows(w, w_stride, w_scale, w_flag, w_columns, block * kSampleRows, n, k);
   } else {
-    const int row = place * kTeams + threadIdx.x / kRowThreads;
+    const int row = (block - sampling) * kTeams + threadIdx.x / kRowThreads;
     split_row(row < m ? x + row * x_stride : nullptr, row, k,
               {hi, ordered, scale, flag, columns, k_padded});
   }
