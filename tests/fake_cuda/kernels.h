@@ -68,6 +68,12 @@ struct Float16 {
 struct Map {
   CUtensorMap map;
 };
+static void expect_map(const Map& map, CUtensorMapDataType type, int box_columns, int box_rows,
+                       I64 rows, I64 columns) {
+  EXPECT(map.map.type == type);
+  EXPECT(map.map.box_columns == cuuint32_t(box_columns) && map.map.box_rows == cuuint32_t(box_rows));
+  EXPECT(map.map.rows == cuuint64_t(rows) && map.map.columns == cuuint64_t(columns));
+}
 static Matrix matrix_of(const Map& hi, const Map& lo) {
   EXPECT(hi.map.stride_bytes == lo.map.stride_bytes && hi.map.rows == lo.map.rows);
   return {static_cast<const U16*>(hi.map.address), static_cast<const U16*>(lo.map.address),
@@ -172,8 +178,10 @@ static void linear_norm(Map x_hi, Map x_lo, Map w_hi, Map w_lo, Out* y, Kept* z,
                         const float* column_scale, float* mean, float* rstd, int m, int n, int k) {
   expect_shared(SHARED_BYTES);
   EXPECT(launched.blockDim.x == MULTIPLY_THREADS);
-  EXPECT(x_hi.map.rows == cuuint64_t(m) && w_hi.map.rows == cuuint64_t(n));
-  EXPECT(x_hi.map.columns == cuuint64_t(k) && w_hi.map.columns == cuuint64_t(k));
+  expect_map(x_hi, ELEMENT_TYPE, 128 / ELEMENT_BYTES, BOX_M, m, k);
+  expect_map(x_lo, ELEMENT_TYPE, 128 / ELEMENT_BYTES, BOX_M, m, k);
+  expect_map(w_hi, ELEMENT_TYPE, 128 / ELEMENT_BYTES, BOX_N, n, k);
+  expect_map(w_lo, ELEMENT_TYPE, 128 / ELEMENT_BYTES, BOX_N, n, k);
   all_rows(matrix_of(x_hi, x_lo), matrix_of(w_hi, w_lo), y, z, bias, gamma, beta, row_scale,
            column_scale, mean, rstd, m, n, k);
 }

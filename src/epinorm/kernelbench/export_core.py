@@ -114,8 +114,10 @@ def why_not_guarded(problem: Problem) -> str | None:
 def _forward_cuda(core: Core, recipe: Recipe) -> str:
     """The kernels of the forward chain, as marks, and the functions that launch them."""
     own = ("launch_tma.cu.in",) if core == "hopper" else ()
+    ways = templates(
+        "launch_split.cu.in", f"launch_forward_{core}.cu.in", "launch_forward_planes.cu.in"
+    )
     launch = templates("launch_common.cu.in", *own, "launch_forward.cu.in")
-    multiply = templates(f"launch_forward_{core}.cu.in").strip("\n")
     kinds = recipe.chain.operand_kinds
     operands = "".join(f", static_cast<const Norm*>(call.operands[{i}])" for i in range(len(kinds)))
     rescue = "".join(
@@ -123,7 +125,7 @@ def _forward_cuda(core: Core, recipe: Recipe) -> str:
         + ("0ll" if kind == "channel" else "call.n")
         for i, kind in enumerate(kinds)
     )
-    launch = launch.replace("@multiply@", multiply).replace("@operands@", operands)
+    launch = launch.replace("@ways@", ways.strip("\n")).replace("@operands@", operands)
     return speakable(
         f"#if SPLIT\n{kernel('split_rows', 'SPLIT', 'split.cu')}#endif\n"
         + kernel("multiply", "MULTIPLY", f"{core}_linear_norm.cu")
@@ -148,6 +150,6 @@ def _backward_cuda(core: Core) -> str:
             add = kernel(f"add_{name}", f"ADD_{name.upper()}", "add_splits.cu")
             parts.append(f"#if {name.upper()}_PARTS > 1\n{add}#endif\n")
     own = ("launch_tma.cu.in",) if core == "hopper" else ()
-    parts.append(templates("launch_common.cu.in", *own, f"launch_backward_{core}.cu.in"))
-    parts.append(templates("launch_backward.cu.in"))
+    parts.append(templates("launch_common.cu.in", "launch_split.cu.in", *own))
+    parts.append(templates(f"launch_backward_{core}.cu.in", "launch_backward.cu.in"))
     return re.sub(r"\n{3,}", "\n\n", speakable("".join(parts)))

@@ -54,7 +54,6 @@ def _instance(mode: str, problem: Problem, chains: Chains) -> str:
         "PLANES": planes_of(problem),
         "ELEMENT_TYPE": ELEMENTS[instance.operand_dtype],
         "ELEMENT_BYTES": tile.element_bytes,
-        "BLOCK_K": tile.block_k,
         "BOX_M": tile.load_m or tile.block_m,
         "BOX_N": tile.box_n,
         "CLUSTER": tile.cluster_blocks,
