@@ -15,11 +15,15 @@ import torch
 from typer.testing import CliRunner
 
 from epinorm.cli import app
+from epinorm.cuda.hopper import Tile
+from epinorm.cuda.hopper_fp32_weight import fp32_weight_tiles
+from epinorm.cuda.hopper_plan import choose_tile
 from epinorm.cuda.jit import KernelSource, compiled
-from epinorm.kernelbench import ProblemError
+from epinorm.kernelbench import ProblemError, export_hopper
 from epinorm.kernelbench.export import chosen_gemm, export, forbidden_words
 from epinorm.kernelbench.judge_source import remarks
 from epinorm.kernelbench.protocol import NoChainError
+from epinorm.plan import Problem
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -362,14 +366,91 @@ def test_a_build_is_kept_and_a_killed_one_is_in_nobodys_way(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("mode", ["float32 highest", "bfloat16"])
-def test_hopper_launches_compile(own: ModuleType, mode: str, tmp_path: Path) -> None:
-    source = tmp_path / "x.cu"
-    source.write_text("".join(own._forward_source("hopper", mode, True, (9, 0), 8, 8)))
+@pytest.mark.parametrize(
+    ("sizes", "mode"),
+    [("own", "float32 highest"), ("own", "bfloat16"), ("few_rows", "float32 high")],
+)
+def test_hopper_launches_compile(
+    request: pytest.FixtureRequest, sizes: str, mode: str, tmp_path: Path
+) -> None:
+    check_launches(request.getfixturevalue(sizes), mode, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_launches_that_convert_w_compile_with_operands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A channel's and an element's, in a chain with operations before the norm."""
+
+    def chosen(problem: Problem, sms: int) -> Tile | None:
+        if problem.precision == "high":
+            return fp32_weight_tiles()[0]
+        return choose_tile(problem, sms)
+
+    monkeypatch.setattr(export_hopper, "choose_tile", chosen)
+    problem, path = tmp_path / "problem.py", tmp_path / "model_new.py"
+    problem.write_text(LAYER_NORM.replace("320", "64"))
+    path.write_text(export(problem, "own").text)
+    exported = load(path, "exported")
+    exported.CUDA_VERSION = (13, 0)
+    assert converting(exported) == {("hopper", "float32 high", keep) for keep in (False, True)}
+    assert "const typename NormType::Storage* operand1" in str(exported.FORWARD)
+    check_launches(exported, "float32 high", tmp_path)
+
+
+def check_launches(exported: ModuleType, mode: str, folder: Path) -> None:
+    """The forward text for Hopper compiles as nvcc builds it."""
+    source = folder / "x.cu"
+    source.write_text("".join(exported._forward_source("hopper", mode, True, (9, 0), 8, 8)))
     flags = ["-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-c"]
-    command = ["nvcc", *flags, "-o", str(tmp_path / "x.o"), str(source)]
+    command = ["nvcc", *flags, "-o", str(folder / "x.o"), str(source)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.fixture(scope="module")
+def few_rows(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The example with its own sizes, of which `high` converts W on the way on Hopper."""
+    folder = tmp_path_factory.mktemp("few")
+    exported = exported_of(folder, 1024, 8192, 8192)
+    assert forbidden_words((folder / "model_new.py").read_text()) == []
+    return exported
+
+
+def converting(exported: ModuleType) -> set[tuple]:
+    """The instances that convert W on the way."""
+    return {key for key, (numbers, _) in exported.FORWARD.items() if "FP32_WEIGHT" in numbers}
+
+
+def test_w_is_converted_on_the_way_where_the_library_does(
+    own: ModuleType, few_rows: ModuleType
+) -> None:
+    assert converting(few_rows) == {("hopper", "float32 high", keep) for keep in (False, True)}
+    assert converting(own) == set()
+    for exported, kept in ((few_rows, True), (own, False)):
+        assert ("hopper_fp32_weight.cu" in exported.KERNELS) == kept
+        assert ("FP32_WEIGHT" in exported.FORWARD_CUDA["hopper"]) == kept
+        assert "FP32_WEIGHT" not in exported.FORWARD_CUDA["portable"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
+def test_instances_that_convert_w_compile(few_rows: ModuleType, keep: bool) -> None:
+    numbers, preludes = few_rows.FORWARD["hopper", "float32 high", keep]
+    assert "constexpr bool kWritesPlane = false;\n" in preludes["MULTIPLY"]
+    assert "constexpr int kFlagsLate = 1;\n" in preludes["RESCUE"]
+    source = few_rows._forward_source("hopper", "float32 high", keep, (9, 0), 8, 8)
+    layout = {"multiply::kBarrierOffset + multiply::kBarrierBytes": numbers["SHARED_BYTES"]}
+    assert check_kernels(*source, (9, 0), layout) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("mode", ["float32 highest", "float16"])
+def test_instances_beside_them_compile(few_rows: ModuleType, mode: str, keep: bool) -> None:
+    source = few_rows._forward_source("hopper", mode, keep, (9, 0), 8, 8)
+    assert check_kernels(*source, (9, 0)) == (3 if "float32" in mode else 1)
 
 
 BFLOAT16 = ("hopper", "bfloat16")

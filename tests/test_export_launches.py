@@ -40,6 +40,12 @@ def long_sums(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return exported_of(tmp_path_factory.mktemp("long"), 65536, 128, 128)
 
 
+@pytest.fixture(scope="module")
+def few_rows(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """Exported for a shape whose W is converted on the way on Hopper."""
+    return exported_of(tmp_path_factory.mktemp("few"), 1024, 8192, 8192)
+
+
 class Library:
     """The host part of an exported CUDA text, with the stand-ins for its kernels."""
 
@@ -111,6 +117,21 @@ def at(tensor: Tensor | None) -> int | None:
 def test_forward(
     exported: ModuleType, core: str, mode: str, sizes: tuple, flagged: str, tmp_path: Path
 ) -> None:
+    check_forward(exported, core, mode, sizes, flagged, tmp_path)
+
+
+@pytest.mark.parametrize("flagged", ["nothing", "x", "w"])
+@pytest.mark.parametrize("sizes", [(40, 64, 48), (130, 72, 400)], ids=str)
+def test_w_converted_on_the_way(
+    few_rows: ModuleType, sizes: tuple, flagged: str, tmp_path: Path
+) -> None:
+    """A tile; more of them than blocks, and rows of x's plane that are padded."""
+    check_forward(few_rows, "hopper", "float32 high", sizes, flagged, tmp_path)
+
+
+def check_forward(
+    exported: ModuleType, core: str, mode: str, sizes: tuple, flagged: str, folder: Path
+) -> None:
     m, k, n = sizes
     keep = flagged != "x"
     definitions, text = exported._forward_source(
@@ -119,7 +140,7 @@ def test_forward(
     name = "Float32" if "float32" in mode else "Float16"
     types = "".join(f"#define {kind}Type {name}\n" for kind in ("Out", "Kept", "Norm"))
     names = "launch_linear_norm planes_bytes failures"
-    library = Library(definitions, text, types, names, tmp_path)
+    library = Library(definitions, text, types, names, folder)
     dtype = torch.float32 if "float32" in mode else torch.float16
     x, w = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype)
     if flagged == "x":

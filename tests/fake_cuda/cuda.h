@@ -16,14 +16,16 @@ typedef int cudaDriverEntryPointQueryResult;
 struct CUtensorMap {
   const void* address;
   uint64_t columns, rows, stride_bytes;
-  unsigned char rest[96];
+  CUtensorMapDataType type;
+  uint32_t box_columns, box_rows;
+  unsigned char rest[84];
 };
 
-inline CUresult encode(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* address,
-                       const cuuint64_t* shape, const cuuint64_t* strides, const cuuint32_t*,
+inline CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t, void* address,
+                       const cuuint64_t* shape, const cuuint64_t* strides, const cuuint32_t* box,
                        const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                        CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  *map = {address, shape[0], shape[1], strides[0], {}};
+  *map = {address, shape[0], shape[1], strides[0], type, box[0], box[1], {}};
   return CUDA_SUCCESS;
 }
 inline int cudaGetDriverEntryPoint(const char*, void** function, int,

@@ -11,6 +11,10 @@
 #include "cuda.h"
 #include "cuda_runtime.h"
 
+#ifdef FP32_WEIGHT
+#define PLANES 1  // of x
+#endif
+
 typedef unsigned short U16;
 typedef long long I64;
 typedef unsigned char Flag;
@@ -84,13 +88,51 @@ struct Float16 {
 struct Map {
   CUtensorMap map;
 };
+static void expect_map(const Map& map, CUtensorMapDataType type, int box_columns, int box_rows,
+                       I64 rows, I64 columns) {
+  EXPECT(map.map.type == type);
+  EXPECT(map.map.box_columns == cuuint32_t(box_columns) && map.map.box_rows == cuuint32_t(box_rows));
+  EXPECT(map.map.rows == cuuint64_t(rows) && map.map.columns == cuuint64_t(columns));
+}
 static Matrix matrix_of(const Map& hi, const Map& lo) {
   EXPECT(hi.map.stride_bytes == lo.map.stride_bytes && hi.map.rows == lo.map.rows);
   return {static_cast<const U16*>(hi.map.address), static_cast<const U16*>(lo.map.address),
           static_cast<I64>(hi.map.stride_bytes / 2)};
 }
 
-#if SPLIT
+#ifdef FP32_WEIGHT
+namespace prepare {
+using u16 = U16;
+constexpr int kTeams = 2, kThreads = 256, kSampleRows = 8, kOrderedColumns = 32;
+
+// W's scales are estimates, of which the product makes sure; of its rows nothing else is known yet.
+static float estimate(const float* row, int k) { return row[k - 1] < 0 ? 2 : 8; }
+
+static void split_and_sample(const float* x, I64 x_stride, U16* hi, U16* ordered, float* scale,
+                             Flag* flag, int4* columns, const float* w, I64 w_stride,
+                             float* w_scale, Flag* w_flag, int4* w_columns, int m, int n, int k,
+                             int) {
+  EXPECT(launched.gridDim.x == blocks_of(m, kTeams) + blocks_of(n, kSampleRows));
+  EXPECT(launched.blockDim.x == kThreads && hi == nullptr);
+  EXPECT(w_scale >= scale + m && w_flag >= flag + m && w_columns >= columns + m);
+  const int padded = blocks_of(k, kOrderedColumns) * kOrderedColumns;
+  for (int row = 0; row < m; ++row) {
+    scale[row] = 1 << row % 3;
+    flag[row] = 0;
+    columns[row] = {-1, -1, -1, -1};
+    for (int column = 0; column < padded; ++column) {
+      const double value = column < k ? x[row * x_stride + column] / scale[row] : 0;
+      if (!split_number(value, ordered[I64(row) * padded + column], nullptr)) flag[row] = 2;
+    }
+  }
+  for (int row = 0; row < n; ++row) {
+    w_scale[row] = estimate(w + row * w_stride, k);
+    w_flag[row] = 0;
+    w_columns[row] = {-1, -1, -1, -1};
+  }
+}
+}  // namespace prepare
+#elif SPLIT
 namespace split_rows {
 using u16 = U16;
 constexpr int kTeams = 2, kThreads = 256;
@@ -182,14 +224,47 @@ static void portable_linear_norm(const U16* x_hi, const U16* x_lo, const U16* w_
   all_rows({x_hi, x_lo, x_stride}, {w_hi, w_lo, w_stride}, y, z, bias, gamma, beta, row_scale,
            column_scale, mean, rstd, m, n, k);
 }
+#elif defined(FP32_WEIGHT)
+constexpr int kBlockM = 64, kBlockN = 128;
+
+// W is read twice, through its map and as it is; what halves do not hold of it is flagged here.
+static void linear_norm_fp32_weight(Map x, Map w, float* y, float* z, const float* bias,
+                                    const float* gamma, const float* beta, const float* row_scale,
+                                    float* mean, float* rstd, const float* values, I64 w_stride,
+                                    float* w_scale, Flag* w_flags, int4* w_columns, U16* w_plane,
+                                    int m, int n, int k, int) {
+  const I64 tiles = blocks_of(m, kBlockM) * blocks_of(n, kBlockN);
+  EXPECT(launched.gridDim.x == (tiles < 4 ? tiles : 4) && launched.blockDim.x == MULTIPLY_THREADS);
+  expect_shared(SHARED_BYTES);
+  expect_map(x, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 64, kBlockM, m, blocks_of(k, 32) * 32);
+  expect_map(w, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 32, kBlockN, n, k);
+  EXPECT(w.map.address == values && w.map.stride_bytes == 4 * cuuint64_t(w_stride));
+  EXPECT(w_plane == nullptr);
+  U16* const halves = new U16[I64(n) * k];
+  for (int row = 0; row < n; ++row) {
+    EXPECT(w_scale[row] == prepare::estimate(values + row * w_stride, k));
+    EXPECT(w_flags[row] == 0 && w_columns[row].x == -1 && w_columns[row].w == -1);
+    for (int column = 0; column < k; ++column) {
+      const double value = values[row * w_stride + column] / w_scale[row];
+      if (split_number(value, halves[I64(row) * k + column], nullptr)) continue;
+      w_flags[row] = w_flags[row] ? 2 : 1;
+      w_columns[row].x = column;
+    }
+  }
+  all_rows(matrix_of(x, x), {halves, halves, k}, y, z, bias, gamma, beta, row_scale, w_scale, mean,
+           rstd, m, n, k);
+  delete[] halves;
+}
 #else
 static void linear_norm(Map x_hi, Map x_lo, Map w_hi, Map w_lo, Out* y, Kept* z, const Kept* bias,
                         const Norm* gamma, const Norm* beta, const float* row_scale,
                         const float* column_scale, float* mean, float* rstd, int m, int n, int k) {
   expect_shared(SHARED_BYTES);
   EXPECT(launched.blockDim.x == MULTIPLY_THREADS);
-  EXPECT(x_hi.map.rows == cuuint64_t(m) && w_hi.map.rows == cuuint64_t(n));
-  EXPECT(x_hi.map.columns == cuuint64_t(k) && w_hi.map.columns == cuuint64_t(k));
+  expect_map(x_hi, ELEMENT_TYPE, 128 / ELEMENT_BYTES, BOX_M, m, k);
+  expect_map(x_lo, ELEMENT_TYPE, 128 / ELEMENT_BYTES, BOX_M, m, k);
+  expect_map(w_hi, ELEMENT_TYPE, 128 / ELEMENT_BYTES, BOX_N, n, k);
+  expect_map(w_lo, ELEMENT_TYPE, 128 / ELEMENT_BYTES, BOX_N, n, k);
   all_rows(matrix_of(x_hi, x_lo), matrix_of(w_hi, w_lo), y, z, bias, gamma, beta, row_scale,
            column_scale, mean, rstd, m, n, k);
 }

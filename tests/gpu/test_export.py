@@ -20,9 +20,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from epinorm.accuracy import relative_error
 from epinorm.bench import fp32_precision_set
+from epinorm.cuda.hopper import Tile
+from epinorm.cuda.hopper_fp32_weight import fp32_weight_tiles
+from epinorm.cuda.hopper_plan import choose_tile
+from epinorm.kernelbench import export_hopper
 from epinorm.kernelbench.export import export
 from epinorm.kernelbench.judge import judge
 from epinorm.kernelbench.judge_facts import JudgeOptions
+from epinorm.plan import Problem
 from exported import start
 
 Precision = Literal["highest", "high", "native"]
@@ -269,6 +274,142 @@ def test_gradients_of_what_planes_cannot_hold(
         assert relative_error(mine, exact) <= max(1.1 * relative_error(theirs, exact), limit)
     small = [g[0][3] for g in (ours, eager, truth)]
     assert relative_error(small[0], small[2]) <= max(1.1 * relative_error(*small[1:]), limit)
+
+
+# ---- W converted on the way ----
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a Hopper GPU",
+)
+HIGH = 2.0 * 2**-11
+"""A relative error that is always right at `high`."""
+
+
+@pytest.fixture(params=fp32_weight_tiles(), ids=lambda tile: f"{tile.block_m} rows")
+def converting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 at `high` is exported with this tile, which converts W on the way, for any sizes."""
+
+    def chosen(problem: Problem, sms: int) -> Tile | None:
+        return request.param if problem.precision == "high" else choose_tile(problem, sms)
+
+    monkeypatch.setattr(export_hopper, "choose_tile", chosen)
+
+
+def smooth(m: int, k: int, n: int, groups: int) -> str:
+    """The sized problem without a kink, so that gradients can be compared one by one."""
+    return sized(m, k, n, groups).replace("negative_slope=0.01", "negative_slope=1.0")
+
+
+def off_16_bytes(matrix: torch.Tensor) -> torch.Tensor:
+    """The same values, each row where the copy engine cannot read it."""
+    values = torch.empty(matrix.numel() + 1, device=matrix.device, dtype=matrix.dtype)
+    return values[1:].view(matrix.shape).copy_(matrix)
+
+
+def step(m: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """y without and with a gradient to come, and the gradients of x and of all parameters."""
+    with torch.no_grad():
+        alone = m(x)
+    leaf = x.detach().requires_grad_()
+    y = m(leaf)
+    return [alone, y.detach(), *torch.autograd.grad(y, [leaf, *m.parameters()], dy)]
+
+
+def check_step(model: nn.Module, model_new: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """At `high`, against eager and float64; the same bits twice."""
+    with fp32_precision_set("high"):
+        ours, again = step(model_new, x, dy), step(model_new, x, dy)
+        eager = step(model, x, dy)
+    truth = step(model.double(), x.double(), dy.double())
+    model.float()
+    for mine, second, theirs, exact in zip(ours, again, eager, truth, strict=True):
+        assert torch.equal(mine, second)
+        assert relative_error(mine, exact) <= max(1.1 * relative_error(theirs, exact), HIGH)
+
+
+@needs_hopper
+def test_few_rows_of_a_wide_weight_are_judged_clean(tmp_path: Path) -> None:
+    """By the plan's own choice."""
+    check_judged(tmp_path, sized(300, 4096, 8192, 512), "own", "float32", "high", 5)
+    assert "'FP32_WEIGHT': 1" in (tmp_path / "model_new.py").read_text()
+
+
+@needs_hopper
+@pytest.mark.usefixtures("converting")
+@pytest.mark.parametrize("sizes", [(300, 264, 528, 33), (129, 1032, 80, 5)])
+def test_w_converted_on_the_way_is_judged_clean(tmp_path: Path, sizes: tuple) -> None:
+    """Several tiles, the last of each not full; sums that end within a step."""
+    check_judged(tmp_path, sized(*sizes), "own", "float32", "high", 6)
+
+
+@needs_hopper
+@pytest.mark.usefixtures("converting")
+@pytest.mark.parametrize("m", [1, 127, 128, 257, 1025])
+def test_w_converted_on_the_way_for_other_rows(tmp_path: Path, m: int) -> None:
+    """The file is made for 300."""
+    model, model_new = models(tmp_path, smooth(300, 264, 528, 33), (264, 528, 33), "own")
+    model_new.load_state_dict(model.state_dict())
+    x, dy = torch.randn(m, 264, device="cuda"), torch.randn(m, 528, device="cuda")
+    check_step(model, model_new, x, dy)
+
+
+@needs_hopper
+@pytest.mark.usefixtures("converting")
+@pytest.mark.parametrize("of", ["x", "weight", "both"])
+def test_rows_off_16_bytes(tmp_path: Path, of: str) -> None:
+    """The same bits as of rows that the copy engine can read."""
+    model, model_new = models(tmp_path, smooth(300, 264, 528, 33), (264, 528, 33), "own")
+    model_new.load_state_dict(model.state_dict())
+    x, dy = torch.randn(300, 264, device="cuda"), torch.randn(300, 528, device="cuda")
+    with fp32_precision_set("high"):
+        readable = step(model_new, x, dy)
+    if of != "x":
+        model_new.fc.weight = nn.Parameter(off_16_bytes(model_new.fc.weight.detach()))
+        assert model_new.fc.weight.data_ptr() % 16
+    if of != "weight":
+        x = off_16_bytes(x)
+        assert x.data_ptr() % 16
+    with fp32_precision_set("high"):
+        for ours, expected in zip(step(model_new, x, dy), readable, strict=True):
+            assert torch.equal(ours, expected)
+    check_step(model, model_new, x, dy)
+
+
+@needs_hopper
+@pytest.mark.usefixtures("converting")
+def test_hard_weights_converted_on_the_way(tmp_path: Path) -> None:
+    """Beyond a sample of the row, whose scale is corrected; too small for halves, which is flagged;
+    a row of zeros."""
+    model, model_new = models(tmp_path, smooth(300, 1032, 528, 33), (1032, 528, 33), "own")
+    with torch.no_grad():
+        weight = model.fc.weight
+        weight[5, 7] = weight[-3, 1000] = 1e4
+        weight[40, 100:108] = 1e-20
+        weight[100] = 0
+    model_new.load_state_dict(model.state_dict())
+    x = torch.randn(300, 1032, device="cuda")
+    with fp32_precision_set("high"), torch.no_grad():
+        ours, again, eager = model_new(x), model_new(x), model(x)
+        truth = model.double()(x.double())
+    assert torch.equal(ours, again)
+    assert relative_error(ours, truth) <= max(1.1 * relative_error(eager, truth), HIGH)
+
+
+@needs_hopper
+@pytest.mark.usefixtures("converting")
+def test_what_runs_where_w_is_converted_on_the_way(tmp_path: Path) -> None:
+    _, model_new = models(tmp_path, sized(32, 96, 128, 8), (96, 128, 8), "own")
+    x = torch.randn(32, 96, device="cuda")
+    with fp32_precision_set("high"), torch.no_grad():
+        model_new(x)  # builds
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            model_new(x)
+            torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages() if "::" in event.key]
+    expected = ("split_and_sample", "linear_norm_fp32_weight", "rescue")
+    assert all(any(f"::{word}(" in name for name in names) for word in expected), names
+    assert not any("::split(" in name or "::linear_norm(" in name for name in names), names
 
 
 @pytest.mark.alone

@@ -14,7 +14,7 @@ from epinorm.kernelbench.export_recipe import Recipe
 from epinorm.kernelbench.export_text import MODES, kernel, templates
 from epinorm.plan import Core, Problem
 
-__all__ = ["ROWS_MULTIPLE", "Part", "Products", "part_of", "why_not_guarded"]
+__all__ = ["ROWS_MULTIPLE", "Instance", "Part", "Products", "part_of", "why_not_guarded"]
 
 ROWS_MULTIPLE = 8
 """Of N, for fp32's backward products: rows of dz's planes are whole units of 16 bytes."""
@@ -41,6 +41,16 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Instance:
+    """A forward problem's kernels as Python text: an entry of ``forward``, some of ``extra``.
+    converts_weight: fp32 W is converted on its way into the product (docs/hopper.md)."""
+
+    text: str
+    extra: str
+    converts_weight: bool = False
+
+
+@dataclass(frozen=True)
 class Products:
     """One mode's backward products as Python text: an entry of ``backward``, some of ``extra``; or
     why there are none."""
@@ -54,16 +64,17 @@ def part_of(
     core: Core,
     recipe: Recipe,
     why_not: Callable[[Problem], str | None],
-    forward: Callable[[str, Problem], tuple[str, str]],
+    forward: Callable[[str, Problem], Instance],
     products: Callable[[str, Problem], Products],
 ) -> Part:
     """The part of a core that serves the recipe's modes, but for those that ``why_not`` refuses.
 
-    forward(mode, problem): entries of ``forward`` and of ``extra``, for inference and for training;
-    products(mode, problem): what backward takes of a problem in training.
+    forward(mode, problem): what forward takes, for inference and for training; products(mode,
+    problem): what backward takes of a problem in training.
     """
     forward_text = backward_text = extra = ""
     modes, left_out, without_products = [], {}, {}
+    converts_weight = False
     for mode in MODES:
         problems = [_problem_of(recipe, mode, keep) for keep in (False, True)]
         reason = next((r for p in problems if (r := why_not(p))), None)
@@ -72,16 +83,17 @@ def part_of(
             continue
         modes.append(mode)
         for problem in problems:
-            text, more = forward(mode, problem)
-            forward_text += text
-            extra += more
+            instance = forward(mode, problem)
+            forward_text += instance.text
+            extra += instance.extra
+            converts_weight |= instance.converts_weight
         found = products(mode, problems[1])
         backward_text += found.text
         extra += found.extra
         if found.left_out is not None:
             without_products[mode] = found.left_out
     return Part(
-        forward_cuda=_forward_cuda(core, recipe),
+        forward_cuda=_forward_cuda(core, recipe, converts_weight),
         backward_cuda=_backward_cuda(core),
         forward=forward_text,
         backward=backward_text,
@@ -111,11 +123,23 @@ def why_not_guarded(problem: Problem) -> str | None:
     return None
 
 
-def _forward_cuda(core: Core, recipe: Recipe) -> str:
-    """The kernels of the forward chain, as marks, and the functions that launch them."""
+def _forward_cuda(core: Core, recipe: Recipe, converts_weight: bool) -> str:
+    """The kernels of the forward chain, as marks, and the functions that launch them.
+
+    converts_weight: with those, too, of instances that define FP32_WEIGHT.
+    """
+    kernels = f"#if SPLIT\n{kernel('split_rows', 'SPLIT', 'split.cu')}#endif\n"
+    kernels += kernel("multiply", "MULTIPLY", f"{core}_linear_norm.cu")
+    ways = templates(
+        "launch_split.cu.in", f"launch_forward_{core}.cu.in", "launch_forward_planes.cu.in"
+    )
+    if converts_weight:
+        converting = kernel("prepare", "PREPARE", "split_and_sample.cu")
+        converting += kernel("multiply", "MULTIPLY", "hopper_fp32_weight.cu")
+        kernels = _either(converting, kernels)
+        ways = _either(templates("launch_forward_fp32_weight.cu.in"), ways)
     own = ("launch_tma.cu.in",) if core == "hopper" else ()
     launch = templates("launch_common.cu.in", *own, "launch_forward.cu.in")
-    multiply = templates(f"launch_forward_{core}.cu.in").strip("\n")
     kinds = recipe.chain.operand_kinds
     operands = "".join(f", static_cast<const Norm*>(call.operands[{i}])" for i in range(len(kinds)))
     rescue = "".join(
@@ -123,13 +147,17 @@ def _forward_cuda(core: Core, recipe: Recipe) -> str:
         + ("0ll" if kind == "channel" else "call.n")
         for i, kind in enumerate(kinds)
     )
-    launch = launch.replace("@multiply@", multiply).replace("@operands@", operands)
+    launch = launch.replace("@ways@", ways.strip("\n")).replace("@operands@", operands)
     return speakable(
-        f"#if SPLIT\n{kernel('split_rows', 'SPLIT', 'split.cu')}#endif\n"
-        + kernel("multiply", "MULTIPLY", f"{core}_linear_norm.cu")
+        kernels
         + f"#if SPLIT\n{kernel('rescue_rows', 'RESCUE', 'rescue.cu')}#endif\n"
         + launch.replace("@rescue_operands@", rescue)
     )
+
+
+def _either(converting: str, otherwise: str) -> str:
+    """What is compiled where W is converted on the way, and elsewhere."""
+    return f"#ifdef FP32_WEIGHT\n{converting}#else\n{otherwise}#endif\n"
 
 
 def _backward_cuda(core: Core) -> str:
@@ -148,6 +176,6 @@ def _backward_cuda(core: Core) -> str:
             add = kernel(f"add_{name}", f"ADD_{name.upper()}", "add_splits.cu")
             parts.append(f"#if {name.upper()}_PARTS > 1\n{add}#endif\n")
     own = ("launch_tma.cu.in",) if core == "hopper" else ()
-    parts.append(templates("launch_common.cu.in", *own, f"launch_backward_{core}.cu.in"))
-    parts.append(templates("launch_backward.cu.in"))
+    parts.append(templates("launch_common.cu.in", "launch_split.cu.in", *own))
+    parts.append(templates(f"launch_backward_{core}.cu.in", "launch_backward.cu.in"))
     return re.sub(r"\n{3,}", "\n\n", speakable("".join(parts)))

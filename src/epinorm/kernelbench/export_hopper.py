@@ -1,19 +1,22 @@
 """The Hopper kernels of an exported file: the whole forward chain in one product's epilogue.
 
 For each dtype and precision, with and without what backward needs, the library's own choice of tile
-for the problem's sizes; the kernels come once, what differs is a prelude for each.
+for the problem's sizes, and with it whether fp32 W becomes a plane or is converted on the way; the
+kernels come once, what differs is a prelude for each.
 """
 
 from __future__ import annotations
 
 import torch
 
-from epinorm.cuda.hopper import ARCH, linear_norm_source, shared_bytes
+from epinorm.cuda import hopper_fp32_weight
+from epinorm.cuda.hopper import ARCH, Tile, linear_norm_source, shared_bytes
+from epinorm.cuda.hopper_fp32_weight import fp32_weight_source, split_and_sample_source
 from epinorm.cuda.hopper_plan import choose_tile, instance_for, planes_of, why_not
-from epinorm.cuda.planes import split_source
+from epinorm.cuda.planes import split_shape, split_source
 from epinorm.cuda.rescue import rescue_source, rescue_tile, splits_of
 from epinorm.kernelbench.export_backward import products_of
-from epinorm.kernelbench.export_core import Part, part_of, why_not_guarded
+from epinorm.kernelbench.export_core import Instance, Part, part_of, why_not_guarded
 from epinorm.kernelbench.export_recipe import Recipe
 from epinorm.kernelbench.export_text import ELEMENTS, SMS, Chains, entry, prelude_of
 from epinorm.plan import Problem
@@ -24,8 +27,10 @@ __all__ = ["hopper_part"]
 def hopper_part(recipe: Recipe, chains: Chains) -> Part:
     """What compute capability 9.0 takes where its copy engine and its tiles serve."""
 
-    def forward(mode: str, problem: Problem) -> tuple[str, str]:
-        return _instance(mode, problem, chains), _limits(mode, problem)
+    def forward(mode: str, problem: Problem) -> Instance:
+        tile = _tile(problem)
+        text = _instance(mode, problem, tile, chains)
+        return Instance(text, _limits(mode, problem, tile), tile.fp32_weight)
 
     return part_of("hopper", recipe, _why_not, forward, products_of)
 
@@ -36,7 +41,7 @@ def _why_not(problem: Problem) -> str | None:
         return reason
     if problem.k % 8:
         return f"rows of {problem.k} input features are not a multiple of 8"
-    tile = choose_tile(problem, SMS, fp32_weight=False)
+    tile = choose_tile(problem, SMS)
     if tile is None:
         return "no tile of the kernel fits the shared memory"
     if problem.dtype == torch.float32 and not tile.tf32:
@@ -44,17 +49,38 @@ def _why_not(problem: Problem) -> str | None:
     return None
 
 
-def _instance(mode: str, problem: Problem, chains: Chains) -> str:
-    tile = choose_tile(problem, SMS, fp32_weight=False)
+def _tile(problem: Problem) -> Tile:
+    tile = choose_tile(problem, SMS)
     assert tile is not None
-    instance = instance_for(problem, tile)
+    return tile
+
+
+def _instance(mode: str, problem: Problem, tile: Tile, chains: Chains) -> str:
     split = problem.dtype == torch.float32 and not tile.tf32
+    make = _converting if tile.fp32_weight else _multiplying
+    more, preludes = make(problem, tile)
+    numbers: dict[str, int | str] = {"SPLIT": int(split), **more}
+    if split:
+        guard = rescue_tile(problem.chain.channels_per_group(problem.n))
+        numbers["RESCUE_BYTES"] = guard.shared_bytes
+        splits = splits_of(guard, problem.m, problem.n, problem.k, SMS)
+        source = rescue_source(problem, True, ARCH, flags_late=tile.fp32_weight, splits=splits)
+        preludes["RESCUE"] = prelude_of(source, "rescue.cu")
+    shortened = {name: chains.shortened(text) for name, text in preludes.items()}
+    return entry(repr(("hopper", mode, problem.training)), numbers, shortened)
+
+
+_Macros = tuple[dict[str, int | str], dict[str, str]]
+"""Numbers and preludes of an instance, by name."""
+
+
+def _multiplying(problem: Problem, tile: Tile) -> _Macros:
+    """x and W as they are, or as planes that are made first."""
+    instance = instance_for(problem, tile)
     numbers: dict[str, int | str] = {
-        "SPLIT": int(split),
         "PLANES": planes_of(problem),
         "ELEMENT_TYPE": ELEMENTS[instance.operand_dtype],
         "ELEMENT_BYTES": tile.element_bytes,
-        "BLOCK_K": tile.block_k,
         "BOX_M": tile.load_m or tile.block_m,
         "BOX_N": tile.box_n,
         "CLUSTER": tile.cluster_blocks,
@@ -63,23 +89,33 @@ def _instance(mode: str, problem: Problem, chains: Chains) -> str:
         "SHARED_BYTES": shared_bytes(instance),
         "MULTIPLY_THREADS": tile.threads,
     }
-    prelude = prelude_of(linear_norm_source(instance), "hopper_linear_norm.cu")
-    preludes = {"MULTIPLY": chains.shortened(prelude)}
-    if split:
+    preludes = {"MULTIPLY": prelude_of(linear_norm_source(instance), "hopper_linear_norm.cu")}
+    if instance.scaled:
         rows = -(-problem.m // 16) * 16 + problem.n
-        guard = rescue_tile(problem.chain.channels_per_group(problem.n))
-        numbers["RESCUE_BYTES"] = guard.shared_bytes
         source = split_source(planes_of(problem), problem.k, True, ARCH, rows, SMS)
         preludes["SPLIT"] = prelude_of(source, "split.cu")
-        splits = splits_of(guard, problem.m, problem.n, problem.k, SMS)
-        text = prelude_of(rescue_source(problem, True, ARCH, splits=splits), "rescue.cu")
-        preludes["RESCUE"] = chains.shortened(text)
-    return entry(repr(("hopper", mode, problem.training)), numbers, preludes)
+    return numbers, preludes
 
 
-def _limits(mode: str, problem: Problem) -> str:
+def _converting(problem: Problem, tile: Tile) -> _Macros:
+    """W is converted on its way into the product. The backward pass makes its own planes."""
+    numbers: dict[str, int | str] = {
+        "FP32_WEIGHT": 1,
+        "ELEMENT_TYPE": ELEMENTS[torch.float16],
+        "ELEMENT_BYTES": 2,
+        "SHARED_BYTES": hopper_fp32_weight.shared_bytes(tile),
+        "MULTIPLY_THREADS": tile.threads,
+    }
+    multiply = fp32_weight_source(instance_for(problem, tile), writes_plane=False)
+    shape = split_shape(problem.m, problem.k, SMS)
+    prepare = split_and_sample_source(problem.k, True, shape, both=False)
+    return numbers, {
+        "PREPARE": prelude_of(prepare, "split_and_sample.cu"),
+        "MULTIPLY": prelude_of(multiply, "hopper_fp32_weight.cu"),
+    }
+
+
+def _limits(mode: str, problem: Problem, tile: Tile) -> str:
     """A tile for few rows loads no more; one with W in shared memory has room for that W alone."""
-    tile = choose_tile(problem, SMS, fp32_weight=False)
-    assert tile is not None
     only = (problem.k, problem.n) if tile.resident_steps else None
     return f"    ({mode!r}, {problem.training}): ({tile.load_m}, {only}),\n"

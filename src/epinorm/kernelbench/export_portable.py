@@ -22,6 +22,7 @@ from epinorm.cuda.rescue import rescue_source, rescue_tile
 from epinorm.cuda.rescue_gradient import rescue_gradient_source, tile_of
 from epinorm.kernelbench.export_core import (
     ROWS_MULTIPLE,
+    Instance,
     Part,
     Products,
     part_of,
@@ -65,9 +66,9 @@ _ARCH = arch_of_capability(8, 0)  # preludes are the same for all
 def portable_part(recipe: Recipe, chains: Chains) -> Part:
     """What every GPU since Ampere takes where it has no other core."""
 
-    def forward(mode: str, problem: Problem) -> tuple[str, str]:
+    def forward(mode: str, problem: Problem) -> Instance:
         tiles = _tiles((mode, problem.training), _forward_tiles(problem))
-        return _instance(mode, problem, chains), tiles
+        return Instance(_instance(mode, problem, chains), tiles)
 
     return part_of("portable", recipe, _why_not, forward, _products)
 
