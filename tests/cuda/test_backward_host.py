@@ -149,6 +149,15 @@ def test_fp32_writes_dz_once_as_planes(launched, written):
     assert launched == ["split", "split", *WRITTEN, *PRODUCTS]
 
 
+def test_flags_come_beside_dx_where_memory_allows_it(launched, written, monkeypatch):
+    monkeypatch.setattr(norm_planes, "beside_dx", lambda *_: True)
+    monkeypatch.setattr(plane_products, "beside_dx", lambda *_: True)
+    _, found = run(torch.float32)
+    expected = [WRITTEN[0], PRODUCTS[0], *WRITTEN[1:], *PRODUCTS[1:]]
+    assert launched == ["split", "split", *expected]
+    assert [tuple(g.shape) for g in found] == [(M, K), (N, K), (N,), (N,), (N,)]
+
+
 def test_one_product_takes_planes_of_its_own(launched, written):
     _, _ = run(torch.float32, (False, True, True, False, False))
     assert launched == ["split", *NORM, "split_gradient", *PRODUCTS[:2]]

@@ -109,8 +109,9 @@ def test_a_long_chain_has_its_registers() -> None:
 
 
 @pytest.mark.parametrize("planes", [1, 2])
-def test_the_kernel_between_compiles_without_spills(planes: int) -> None:
-    assert compiled(rescale_source(planes, 3, ARCH)).spill_bytes == 0
+@pytest.mark.parametrize("beside_dx", [False, True])
+def test_the_kernel_between_compiles_without_spills(planes: int, beside_dx: bool) -> None:
+    assert compiled(rescale_source(planes, 3, beside_dx, ARCH)).spill_bytes == 0
 
 
 def test_dz_alone_if_it_is_wanted_compiles() -> None:

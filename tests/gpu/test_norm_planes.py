@@ -18,6 +18,7 @@ from product_case import matmul_precision
 
 from epinorm.chain import Chain
 from epinorm.cuda import plane_products
+from epinorm.cuda.norm_planes import beside_dx
 from epinorm.cuda.plane_products import PlaneProducts
 from epinorm.plan import Forward, Inputs, Problem, Wanted
 from epinorm.reference import epilogue
@@ -93,6 +94,7 @@ def any_flagged(case: Case) -> bool:
     )
     assert found is not None
     written = found[1]
+    written.finish()
     at = written.any_flag - written.flags.data_ptr()
     return written.flags[at : at + 4].view(torch.int32).item() != 0
 
@@ -160,6 +162,17 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sizes(sizes: tuple[int, int, int, int], precision: str) -> None:
     check(make(*sizes, precision))
+
+
+@pytest.mark.parametrize("m", [3, 130, 511, 1000])
+def test_flags_scales_and_sums_are_filled_beside_dx(m: int) -> None:
+    """Where W is much larger than dz, the kernel that does it runs beside dX's last tiles."""
+    case = make(m, 2048, 3072, 192, "high")
+    assert beside_dx(case.problem, 1)
+    for change in (None, rows_of_all_sizes, out_of_range if m > 5 else None, flagged_weight):
+        if change is not None:
+            change(case)
+        check(case)
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])

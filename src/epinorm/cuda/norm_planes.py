@@ -7,7 +7,8 @@ something is flagged, by the ordinary norm kernel, for the range guard.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from epinorm.cuda.planes import Splitter
 from epinorm.cuda.prepared import new_tensor
 from epinorm.plan import Forward, Inputs, Problem, Wanted
 
-__all__ = ["DzPlanes", "WrittenDz", "worthwhile"]
+__all__ = ["DzPlanes", "WrittenDz", "beside_dx", "worthwhile"]
 
 SIGNATURE = "plpl" + "pp" + "ppp" + "pp" + "ppppp" + "i" + "pppp" + "p" + "li"
 """dy and z with their row strides; mean, rstd; bias, gamma, beta; `Factors`; dz's planes, their
@@ -73,16 +74,39 @@ def worthwhile(problem: Problem, planes: int) -> bool:
     return small and saved > _LAUNCH * _BYTES and m * max(n, ceil_div(k, 8)) <= MOST_VALUES
 
 
-class WrittenDz(NamedTuple):
+def beside_dx(problem: Problem, planes: int) -> bool:
+    """Whether `rescale_planes.cu` waits until dX's last tiles leave multiprocessors idle.
+
+    z then waits for the range guard while dX is there, which must not be the peak: later W's
+    planes make room for dW.
+    """
+    return 4 * problem.m * problem.n <= (4 - 2 * planes) * problem.n * problem.k
+
+
+class WrittenDz:
     """What the products take: dz's planes, the same with other scales and flags for each of them.
 
     flags: holds them. any_flag: the address of a word there, not 0 where anything is flagged.
     """
 
-    by_row: GradientPlanes
-    by_column: GradientPlanes
-    flags: Tensor
-    any_flag: int
+    def __init__(
+        self,
+        by_row: GradientPlanes,
+        by_column: GradientPlanes,
+        flags: Tensor,
+        any_flag: int,
+        rescale: Callable[[], None],
+        scratch: Tensor,
+    ) -> None:
+        self.by_row, self.by_column = by_row, by_column
+        self.flags, self.any_flag = flags, any_flag
+        self._rescale, self._scratch = rescale, [scratch]
+
+    def finish(self) -> None:
+        """Launch what fills the flags, the scales of ``by_column`` and the sums; once: before dX
+        or, where it is ``beside_dx``, right behind it."""
+        self._rescale()
+        self._scratch.clear()
 
 
 class DzPlanes:
@@ -104,7 +128,7 @@ class DzPlanes:
         weight: Tensor,
         factors: Factors,
     ) -> tuple[NormGradients, WrittenDz] | None:
-        """The sums over rows and the operands' gradients; and dz as planes.
+        """The sums over rows and the operands' gradients, and dz as planes, still to `finish`.
 
         None where no cluster can hold whole rows. x, weight: their planes as `planes.Splitter` lays
         them out; x's become those for dW, in other scales.
@@ -179,7 +203,8 @@ class _Launches:
         sums = sum(outputs.sums)
         blocks = (1 + sums) * ceil_div(n, RESCALE_COLUMNS) + ceil_div(m, RESCALE_THREADS)
         blocks += min(ceil_div(m * units, RESCALE_THREADS), RESCALE_BLOCKS * sm_count(device))
-        rescale = load(rescale_source(planes, sums, arch), device)
+        source = rescale_source(planes, sums, beside_dx(problem, planes), arch)
+        rescale = load(source, device)
         self.rescale = rescale.prepare(
             RESCALE_SIGNATURE + "p" * sums, blocks, RESCALE_THREADS, dependent=True
         )
@@ -193,41 +218,38 @@ class _Launches:
         weight: Tensor,
         factors: Factors,
     ) -> tuple[NormGradients, WrittenDz]:
-        """Launch on ``matrices``, the addresses and row strides of dy, z and every operand."""
+        """Launch the first kernel; matrices: addresses and row strides of dy, z and operands."""
         sums, elements = self.sums.new()
         planes, scratch, flags = self.new_planes(), self.new_scratch(), self.new_flags()
-        hi, partial, s = planes.data_ptr(), scratch.data_ptr(), self.scratch
+        hi, partial_sums, s = planes.data_ptr(), scratch.data_ptr(), self.scratch
         any_flag = flags.data_ptr()
         row_flags, column_flags = any_flag + self.flags.rows, any_flag + self.flags.columns
-        powers, spoilt, ranges = partial + s.powers, partial + s.spoilt, partial + s.ranges
-        largest = partial + s.columns
+        powers, spoilt = partial_sums + s.powers, partial_sums + s.spoilt
+        ranges, largest = partial_sums + s.ranges, partial_sums + s.columns
         self.main(
             *matrices[:4],
             *(kept.mean.data_ptr(), kept.rstd.data_ptr(), *parameters, *factors),
             *(hi, hi + self.lo, hi + self.scale, powers, spoilt, s.words),
-            *(ranges, largest, column_flags, any_flag, partial),
+            *(ranges, largest, column_flags, any_flag, partial_sums),
             *self.sizes,
             *matrices[4:],
             *[t.data_ptr() for t in elements if t is not None],
         )
-        at, w, split, column_scale = (
-            x.data_ptr(),
-            weight.data_ptr(),
-            self.split_x,
-            hi + self.column_scale,
-        )
-        self.rescale(
+        at, w, split = x.data_ptr(), weight.data_ptr(), self.split_x
+        column_scale = hi + self.column_scale
+        rescale = partial(
+            self.rescale,
             *(at + split.hi, at + split.lo, at + split.flags),
             *(w + self.split_w.scale, w + self.split_w.flags),
             *(powers, spoilt, self.row_parts, s.words),
-            *(ranges, largest, partial, self.parts),
+            *(ranges, largest, partial_sums, self.parts),
             *(row_flags, column_scale, column_flags, any_flag),
             *self.rescale_sizes,
             *[t.data_ptr() for t in sums],
         )
         by_row = GradientPlanes(planes, hi + self.scale, row_flags)
         by_column = GradientPlanes(planes, column_scale, column_flags)
-        written = WrittenDz(by_row, by_column, flags, any_flag)
+        written = WrittenDz(by_row, by_column, flags, any_flag, rescale, scratch)
         return self.sums.named(None, sums, elements, None), written
 
 

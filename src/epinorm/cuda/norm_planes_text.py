@@ -141,12 +141,13 @@ def planes_source(
     return KernelSource("norm_backward_planes", text, arch)
 
 
-def rescale_source(planes: int, sums: int, arch: str) -> KernelSource:
+def rescale_source(planes: int, sums: int, beside_dx: bool, arch: str) -> KernelSource:
     """The kernel between this one and the products, with ``sums`` sums over rows; compiles without
-    a GPU."""
+    a GPU. beside_dx: it is launched behind dX."""
     stores = " ".join(f"case {i}: sum{i}[column] = sum; break;" for i in range(sums))
     prelude = (
         f"constexpr int kPlanes = {planes}, kSums = {sums};\n"
+        f"constexpr bool kBesideDx = {str(beside_dx).lower()};\n"
         f"#define SUM_PARAMETERS {''.join(f', float* sum{i}' for i in range(sums))}\n"
         f"#define SUM_STORES {stores}\n"
     )

@@ -22,7 +22,7 @@ from epinorm.cuda.gradient_planes import GradientPlanes, GradientSplitter
 from epinorm.cuda.hopper_product import AddingProduct, Planes, ProductShape, prepare_adding
 from epinorm.cuda.kept_planes import KeptPlanes
 from epinorm.cuda.norm_backward import Factors, Largest, NormGradients, norm_backward
-from epinorm.cuda.norm_planes import DzPlanes, WrittenDz, worthwhile
+from epinorm.cuda.norm_planes import DzPlanes, WrittenDz, beside_dx, worthwhile
 from epinorm.cuda.planes import Splitter, splitter
 from epinorm.cuda.rescue_gradient import prepare_rescue
 from epinorm.plan import Core, Forward, Inputs, Problem, Wanted
@@ -133,19 +133,28 @@ class PlaneProducts:
     ) -> tuple[NormGradients, Tensor | None, Tensor | None]:
         """The norm's gradients with dz, dX and dW; the arguments are those of `backward`."""
         operands = [self.operands(inputs, left)]
-        written = self._write(inputs, kept[0], dy, want, operands[0])
-        if written is None:
+        found = self._write(inputs, kept[0], dy, want, operands[0])
+        if found is None:
             norm = norm_backward(self.problem, inputs, kept[0], dy, want, operands[0].factors)
             kept.clear()
             assert norm.dz is not None
             assert norm.largest is not None
             return norm, *self.multiply(inputs, operands, norm.dz, norm.largest, into)
-        norm, planes = written
-        kept.clear()
-        assert norm.dz is not None
-        # `planes` holds the flags, for as long as the products are launched.
-        by: list[GradientPlanes | None] = [planes.by_row, planes.by_column]
-        return norm, *self._multiply(inputs, operands, norm.dz, by, into)
+        norm, written = found
+
+        def dz() -> Tensor:
+            written.finish()
+            assert self.dz_planes is not None
+            in_fp32 = self.dz_planes.in_fp32(inputs, kept[0], dy, want, written)
+            kept.clear()
+            return in_fp32
+
+        # `written` holds the flags, for as long as the products are launched.
+        by: list[GradientPlanes | None] = [written.by_row, written.by_column]
+        if beside_dx(self.problem, self.planes):
+            return norm, *self._multiply(inputs, operands, dz, by, into)
+        now = dz()
+        return norm, *self._multiply(inputs, operands, lambda: now, by, into)
 
     def _write(
         self,
@@ -159,12 +168,7 @@ class PlaneProducts:
         weight, x, factors = operands
         if self.dz_planes is None or x is None or weight is None:
             return None
-        found = self.dz_planes(inputs, kept, dy, want, x, weight, factors)
-        if found is None:
-            return None
-        norm, written = found
-        dz = self.dz_planes.in_fp32(inputs, kept, dy, want, written)
-        return norm._replace(dz=dz), written
+        return self.dz_planes(inputs, kept, dy, want, x, weight, factors)
 
     def operands(self, inputs: Inputs, kept: KeptPlanes | None) -> _Operands:
         """The planes that were kept, taken over, or new ones."""
@@ -196,35 +200,39 @@ class PlaneProducts:
         into: (n, k) fp32, contiguous, that dW may be added to; where it was, it is returned for dW.
         """
         by = list(self.split_gradient(dz, operands[0].factors, largest))
-        return self._multiply(inputs, operands, dz, by, into)
+        return self._multiply(inputs, operands, lambda: dz, by, into)
 
     def _multiply(
         self,
         inputs: Inputs,
         operands: list[_Operands],
-        dz: Tensor,
+        dz: Callable[[], Tensor],
         by: list[GradientPlanes | None],
         into: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `multiply`; by: dz's planes for dX and for dW, taken out of the list too."""
+        """As `multiply`; dz: launches what fills it, asked for behind dX's product; by: its planes
+        for dX and for dW, taken out of the list too."""
         weight, x, _ = operands.pop()
         by_column, by_row = by.pop(), by.pop()
-        dx = dw = None
+        dx = dw = in_fp32 = None
         if self.dx is not None and weight is not None and by_row is not None:
             dx = self.dx(*self._given(by_row, weight, self.split_weight))
             flags = by_row.flags, *_flags_in(weight, self.split_weight)
-            prepare_rescue(dx, dz, inputs.weight, False, *flags)()
+            in_fp32 = dz()
+            prepare_rescue(dx, in_fp32, inputs.weight, False, *flags)()
         weight = by_row = None
         if self.dw is not None and x is not None and by_column is not None:
             given = self._given(by_column, x, self.split_x)
             flags = by_column.flags, *_flags_in(x, self.split_x)
+            if in_fp32 is None:
+                in_fp32 = dz()
             adding = None if into is None else self._adding()
             if into is None or adding is None:
                 dw = self.dw(*given)
-                prepare_rescue(dw, dz, inputs.x, True, *flags)()
+                prepare_rescue(dw, in_fp32, inputs.x, True, *flags)()
             else:
                 dw = into
-                rescue = prepare_rescue(dw, dz, inputs.x, True, *flags, adds=True)
+                rescue = prepare_rescue(dw, in_fp32, inputs.x, True, *flags, adds=True)
                 self.adds_loaded = True
                 adding(*given, dw, *flags[:2])
                 rescue()

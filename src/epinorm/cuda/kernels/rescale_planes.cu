@@ -12,7 +12,11 @@
 //   - sets `any` where anything is flagged, for who must then compute dz in fp32;
 //   - adds up the sums over rows (as norm_column_sums.cu does, without a launch of its own).
 //
-// The prelude defines kPlanes; kSums, and SUM_PARAMETERS and SUM_STORES, where they go.
+// kBesideDx: launched behind dX, which waits for the norm kernel before it lets this one start. So this
+// one reads what that wrote, and touches nothing of dX's, without waiting, on multiprocessors that have
+// no more of dX's tiles. One block waits for dX, so that who waits for this kernel has waited for both.
+//
+// The prelude defines kPlanes; kBesideDx; kSums, and SUM_PARAMETERS and SUM_STORES, where they go.
 #include "dependent.cuh"
 #include "flags.cuh"
 #include "integers.cuh"
@@ -27,13 +31,15 @@ constexpr float kLowFactor = 2048.0f;          // 2^11
 constexpr u32 kInfinity = 0x7f800000u;
 constexpr int kSmallestExponent = -126, kLargestExponent = 127;  // of fp32
 
+// All is read from L2, as flags.cuh says: with kBesideDx nothing has been waited for.
+
 // Of dz's rows, over all blocks that wrote them.
 __device__ __forceinline__ PowerRange joined_range(const PowerRange* ranges, int count) {
   __shared__ int least[kThreads / 32], most[kThreads / 32];
   PowerRange range;
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    range.least = min(range.least, ranges[i].least);
-    range.most = max(range.most, ranges[i].most);
+    range.least = min(range.least, __ldcg(&ranges[i].least));
+    range.most = max(range.most, __ldcg(&ranges[i].most));
   }
   range.least = __reduce_min_sync(0xffffffffu, range.least);
   range.most = __reduce_max_sync(0xffffffffu, range.most);
@@ -79,10 +85,10 @@ __device__ __forceinline__ void rescale_rows(uint4* hi, uint4* lo, const int* po
   const u32 count = m * units;
 #pragma unroll 4
   for (u32 at = block * kThreads + threadIdx.x; at < count; at += blocks * kThreads) {
-    const int own = power[at / units];
+    const int own = __ldcg(power + at / units);
     if (own == most || own == kNoPower) continue;
-    uint4 high = hi[at], low;
-    if (kPlanes == 2) low = lo[at];
+    uint4 high = __ldcg(hi + at), low;
+    if (kPlanes == 2) low = __ldcg(lo + at);
     rescale(high, low, __int_as_float((max(own - most, kLeastShift) + 127) << 23));
     hi[at] = high;
     if (kPlanes == 2) lo[at] = low;
@@ -98,7 +104,7 @@ __device__ __forceinline__ Value joined(const Value* from, i64 stride, int parts
   Value total = 0;
 #pragma unroll 8
   for (int part = share; part < parts; part += kShares)
-    if (from != nullptr) total = join(total, from[part * stride]);
+    if (from != nullptr) total = join(total, __ldcg(from + part * stride));
   shared[share][x] = total;
   __syncthreads();
   if (share == 0)
@@ -130,7 +136,7 @@ struct ColumnJoin {
     const u32 total = joined(inside ? largest + column : nullptr, n, parts,
                              [](u32 a, u32 b) { return max(a, b); });
     if (threadIdx.x >= kColumns || !inside) return false;
-    const int exponent = range.most - power_of(w_scale[column]);
+    const int exponent = range.most - power_of(__ldcg(w_scale + column));
     const bool fits = total < kInfinity && exponent >= kSmallestExponent &&
                       exponent <= kLargestExponent;
     const int of_largest = static_cast<int>(total >> 23) - 127 - range.most;
@@ -157,7 +163,7 @@ __device__ __forceinline__ bool join_row(int row, const u32* spoilt, int row_par
   u32 any = 0;
 #pragma unroll 8
   for (int part = 0; part < row_parts; ++part)
-    any |= spoilt[(part * parts + row % parts) * words + place / 32];
+    any |= __ldcg(spoilt + (part * parts + row % parts) * words + place / 32);
   any = any >> place % 32 & 1;
   flag[row] = any != 0;
   return any != 0;
@@ -175,14 +181,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int row_blocks = (m + kThreads - 1) / kThreads, others = column_blocks + row_blocks;
   const int block = blockIdx.x;
   bool flagged = false;
-  wait_for_previous_kernel();
+  if (!kBesideDx) wait_for_previous_kernel();
   if (block >= others) {
     const PowerRange range = joined_range(ranges, parts);
     if (range.least < range.most)
       rescale_rows(x_hi, x_lo, power, range.most, block - others, gridDim.x - others, m, units);
   } else if (block >= column_blocks) {
     const int row = (block - column_blocks) * kThreads + threadIdx.x;
-    if (row < m) flagged = join_row(row, spoilt, row_parts, parts, words, row_flag) || x_flag[row] != 0;
+    if (row < m) flagged = join_row(row, spoilt, row_parts, parts, words, row_flag) ||
+                           __ldcg(x_flag + row) != 0;
   } else {
     const int column = block % strips * kColumns + threadIdx.x % kColumns;
     if (block >= strips) {
@@ -194,8 +201,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       const Faint faint = {faint_power, faint_largest, tiny};
       const ColumnJoin columns = {w_scale, column_largest, column_scale, column_flag, faint};
       flagged = columns.join(column, range, parts, n);
-      if (threadIdx.x < kColumns && column < n) flagged |= w_flag[column] != 0;
+      if (threadIdx.x < kColumns && column < n) flagged |= __ldcg(w_flag + column) != 0;
     }
   }
   if (flagged) *any = 1;
+  if (kBesideDx && block + 1 == gridDim.x) wait_for_previous_kernel();
 }
