@@ -173,6 +173,7 @@ def _outputs(recipe: Recipe) -> str:
         "constexpr int kParameterSums = kHasGamma + kHasBeta + kHasBias;\n"
         f"constexpr int kSums = kParameterSums + {len(channels)};\n"
         "constexpr bool kWriteDz = true, kSumsGiven = false;\n"
+        "constexpr bool kEveryGroup = false, kRaggedRows = true;\n"
         "constexpr bool kRowLargest = SPLIT_DZ, kColumnLargest = SPLIT_DZ;\n"
         f"{_LARGEST}"
         f"EPINORM_FUNCTION constexpr int sum_of_operand(int i) {{ return {places}-1; }}\n"
