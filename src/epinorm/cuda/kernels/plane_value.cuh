@@ -6,7 +6,6 @@
 constexpr float kPlaneLowFactor = 2048.0f;  // 2^11
 constexpr int kPlaneTopExponent = 14;       // of the largest magnitude that shares a scale, scaled
 constexpr int kPlaneLargestExponent = 60;   // of what is not flagged, unscaled
-constexpr float kSmallestNormal = 0x1p-126f;
 
 __device__ __forceinline__ float plane_power_of_two(int exponent) {
   return __int_as_float((exponent + 127) << 23);
@@ -29,11 +28,6 @@ __device__ __forceinline__ int row_shift(u32 largest, bool& in_range) {
   const int shift = plane_shift(largest, in_range);
   if (!in_range || largest == 0) return kNothingShift;
   return shift == kNothingShift ? kNothingShift - 1 : shift;
-}
-
-// A product with a power of two is exact unless it leaves the normal range.
-__device__ __forceinline__ bool exact(float value, float scaled) {
-  return value == 0.0f || fabsf(scaled) >= kSmallestNormal;
 }
 
 struct PlaneValue {

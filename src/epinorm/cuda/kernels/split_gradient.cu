@@ -20,6 +20,13 @@ constexpr int kMostRows = 64;                               // of a block
 constexpr int kRowLanes = kThreads / kMostRows;             // that find a row's scale
 static_assert(kStripColumns == kThreads, "a thread finds a column's scale");
 
+constexpr float kSmallestNormal = 0x1p-126f;
+
+// A product with a power of two is exact unless it leaves the normal range.
+__device__ __forceinline__ bool exact(float value, float scaled) {
+  return value == 0.0f || fabsf(scaled) >= kSmallestNormal;
+}
+
 // Rows are multiples of 4 long and start on 16 bytes.
 struct Four {
   float v[4];
