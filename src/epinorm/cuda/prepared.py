@@ -23,9 +23,9 @@ MOST_KEPT = 4096
 def starts_early(device: torch.device) -> bool:
     """Can the norm kernels be launched while the kernel before them ends (sm_90 and later)?
 
-    Each of them executes griddepcontrol.wait before anything else, so it reads and writes nothing
-    until that kernel is complete; only the launch itself is hidden. (The range guards read flags
-    before it, which are older.)
+    Each of them executes griddepcontrol.wait before it touches memory, so it reads and writes
+    nothing until that kernel is complete; only the launch itself is hidden. (The range guards read
+    flags before it, which are older; `rescale_planes.cu` says why it need not wait.)
     """
     return capability(device) >= (9, 0)
 
