@@ -150,12 +150,15 @@ def test_fp32_writes_dz_once_as_planes(launched, written):
 
 
 def test_flags_come_beside_dx_where_memory_allows_it(launched, written, monkeypatch):
-    monkeypatch.setattr(norm_planes, "beside_dx", lambda *_: True)
     monkeypatch.setattr(plane_products, "beside_dx", lambda *_: True)
     _, found = run(torch.float32)
     expected = [WRITTEN[0], PRODUCTS[0], *WRITTEN[1:], *PRODUCTS[1:]]
     assert launched == ["split", "split", *expected]
     assert [tuple(g.shape) for g in found] == [(M, K), (N, K), (N,), (N,), (N,)]
+    del launched[:]
+    into = torch.zeros(N, K)
+    assert list(run(torch.float32, into=into))[1][1] is into
+    assert launched[2:5] == WRITTEN  # dX, not dW, would be the peak
 
 
 def test_one_product_takes_planes_of_its_own(launched, written):
@@ -176,8 +179,25 @@ def test_planes_add_dw_to_what_is_there(launched, written):
     assert found[1] is into
 
 
-def test_what_is_done_with_is_gone_before_more_is_allocated(launched, written):
-    """z before the products, W's planes before dW."""
+HELD = {
+    False: [
+        ("rescale_planes", [True, True, True]),
+        ("norm_backward", [True, True, True]),
+        ("hopper_product", [True, True, False]),
+    ],
+    True: [
+        ("hopper_product", [True, True, True]),
+        ("rescale_planes", [True, True, True]),
+        ("norm_backward", [True, True, True]),
+    ],
+}
+"""Up to dX and its flags: whether x's planes, W's and z are held, flags before dX or beside it."""
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_is_done_with_is_gone_before_more_is_allocated(launched, written, beside, monkeypatch):
+    """z before the products, or behind dX; W's planes before dW."""
+    monkeypatch.setattr(plane_products, "beside_dx", lambda *_: beside)
     made, tensors = bound(torch.float32)
     sizes = [splitter(2, K, rows, 0, CPU).nbytes for rows in (M, N)]
     buffers = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
@@ -191,9 +211,7 @@ def test_what_is_done_with_is_gone_before_more_is_allocated(launched, written):
     )
     calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, made, left)
     assert fate[1:] == [
-        ("rescale_planes", [True, True, True]),
-        ("norm_backward", [True, True, True]),
-        ("hopper_product", [True, True, False]),
+        *HELD[beside],
         ("rescue_gradient", [True, True, False]),
         ("hopper_product", [True, False, False]),
         ("rescue_gradient", [True, False, False]),

@@ -134,7 +134,7 @@ def test_every_item_is_counted_once():
     assert tile.items(1025, 129) == 2 * 2 * 8
 
 
-def test_rows_and_columns_that_keep_half_of_the_gpu_at_work_are_not_split():
+def test_rows_and_columns_that_keep_a_quarter_of_the_gpu_at_work_are_not_split():
     assert splits_of(SQUARE, 8192, 8192, 8192, H200) == 1
     assert splits_of(SQUARE, 8192, 4352, 8192, H200) == 1
     assert splits_of(SQUARE, 4352, 8192, 8192, H200) == 1

@@ -77,9 +77,10 @@ CLUSTERS = (
     (70, 200, 2048, 1, "float16", True),
 )
 # Of a training step whose backward pass writes dz as planes: rows, K, groups of 16 channels. Held
-# by a block; by two of a cluster, the last one with lanes to spare.
-WRITTEN = (37, 72, 32)
-WRITTEN_BY_CLUSTERS = (37, 72, 120)
+# by a block; by two of a cluster, the last one with lanes to spare. At `high` the kernel between
+# runs beside dX.
+WRITTEN = (33, 72, 32)
+WRITTEN_BY_CLUSTERS = (33, 72, 120)
 # Of a product of the backward pass: rows, columns, length, whether a runs along the sum; its rows
 # in memory are whole 16-byte units. The sums of the last two are split over blocks.
 PRODUCTS = ((65, 72, 136, True), (136, 72, 65, False))

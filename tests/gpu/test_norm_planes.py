@@ -60,7 +60,7 @@ def make(m: int, k: int, n: int, groups: int, precision: str, seed: int = 0) -> 
         device=torch.device("cuda", 0), precision=precision,  # type: ignore[arg-type]
     )  # fmt: skip
     x, weight = torch.rand(m, k, **gpu) + 0.5, torch.randn(n, k, **gpu) / k**0.5
-    bias, gamma, beta = 0.1 * torch.randn(n, **gpu), 1 + 0.2 * torch.randn(n, **gpu), None
+    bias, gamma = 0.1 * torch.randn(n, **gpu), 1 + 0.2 * torch.randn(n, **gpu)
     beta = 0.2 * torch.randn(n, **gpu)
     z = (x.double() @ weight.double().t()).float()
     grouped = (z.double() + bias.double()).view(m, groups, -1)
@@ -90,7 +90,8 @@ def any_flagged(case: Case) -> bool:
     assert operands.x is not None
     assert operands.weight is not None
     found = products.dz_planes(
-        *(case.inputs, case.kept, case.dy, EVERY), operands.x, operands.weight, operands.factors
+        *(case.inputs, case.kept, case.dy, EVERY),
+        *(operands.x, operands.weight, operands.factors, False),
     )
     assert found is not None
     written = found[1]
@@ -322,8 +323,11 @@ def test_nan_and_inf_come_out_where_eager_has_them(value: float, precision: str)
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
-def test_a_graph_does_the_right_thing_on_other_values(precision: str) -> None:
-    case = make(256, 264, 512, 32, precision)
+@pytest.mark.parametrize("sizes", [(256, 264, 512, 32), (130, 2048, 3072, 192)], ids=str)
+def test_a_graph_does_the_right_thing_on_other_values(
+    sizes: tuple[int, int, int, int], precision: str
+) -> None:
+    case = make(*sizes, precision)
     products = PlaneProducts(case.problem, True, True)
     ordinary = case.dy.clone()
     gradients(case, products=products)
@@ -351,22 +355,32 @@ def test_dw_is_added_to_what_is_there(
     before = torch.randn_like(dw)
     into = before.clone()
     added = gradients(case, into)[1]
-    if added is into:
-        assert torch.equal(into, before + dw)
+    assert added is into
+    assert torch.equal(into, before + dw)
 
 
-def test_it_takes_no_more_memory_than_to_split_dz(monkeypatch: pytest.MonkeyPatch) -> None:
-    for precision in ("high", "highest"):
-        case = make(2048, 2048, 2048, 128, precision)
-        peaks = []
-        for worthwhile in (True, False):
-            monkeypatch.setattr(plane_products, "worthwhile", lambda *_, w=worthwhile: w)
-            products = PlaneProducts(case.problem, True, True)
-            gradients(case, products=products)
-            gc.collect()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            gradients(case, products=products)
-            peaks.append(torch.cuda.max_memory_allocated() - before)
-        assert peaks[0] <= peaks[1]
+@pytest.mark.parametrize("precision", ["high", "highest"])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("sizes", [(2048, 2048, 2048, 128), (512, 4096, 4096, 256)], ids=str)
+def test_it_takes_no_more_memory_than_to_split_dz(
+    sizes: tuple[int, int, int, int], adds: bool, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """z and its statistics are the call's own, which frees them."""
+    case = make(*sizes, precision)
+    into = torch.zeros_like(case.inputs.weight) if adds else None
+    peaks = []
+    for worthwhile in (True, False):
+        monkeypatch.setattr(plane_products, "worthwhile", lambda *_, w=worthwhile: w)
+        products = PlaneProducts(case.problem, True, True)
+        gradients(case, into, products)
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        z = case.kept.z.clone()
+        kept = [Forward(z, z, *(t.clone() for t in case.kept[2:]))]
+        del z
+        found = products(case.inputs, kept, case.dy, EVERY, None, into)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del found
+    assert peaks[0] <= peaks[1]

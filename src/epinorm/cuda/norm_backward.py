@@ -184,7 +184,7 @@ class _PreparedBackward:
         if launches is None:
             outputs = Outputs.of(self.problem, want, *largest, if_wanted != 0)
             launches = self.launches[key] = _Launches(self.problem, vector, outputs, dy.device)
-        return launches(inputs, kept, matrices, parameters, factors, if_wanted)
+        return launches(kept, matrices, parameters, factors, if_wanted)
 
 
 class _Launches:
@@ -233,7 +233,6 @@ class _Launches:
 
     def __call__(
         self,
-        inputs: Inputs,
         kept: Forward,
         matrices: list[int],
         parameters: tuple[int, int, int],

@@ -58,7 +58,7 @@ UNIT_BYTES = 16
 MOST_VALUES = (1 << 31) - 1
 """Of dz, and units of x's planes, so that 32 bits count them."""
 _LAUNCH, _BYTES = 4.0, 3.5e6
-"""What two more small launches cost in microseconds; what one moves."""
+"""Microseconds that two more small launches cost; bytes that a conversion moves in one."""
 
 
 def worthwhile(problem: Problem, planes: int) -> bool:
@@ -75,10 +75,10 @@ def worthwhile(problem: Problem, planes: int) -> bool:
 
 
 def beside_dx(problem: Problem, planes: int) -> bool:
-    """Whether `rescale_planes.cu` waits until dX's last tiles leave multiprocessors idle.
+    """Whether `rescale_planes.cu` may wait until dX's last tiles leave multiprocessors idle.
 
-    z then waits for the range guard while dX is there, which must not be the peak: later W's
-    planes make room for dW.
+    z then waits for the range guard while dX is there, which must not be the peak: later W's planes
+    make room for dW. Only where dW is allocated: added into a gradient, dX itself is the peak.
     """
     return 4 * problem.m * problem.n <= (4 - 2 * planes) * problem.n * problem.k
 
@@ -87,6 +87,7 @@ class WrittenDz:
     """What the products take: dz's planes, the same with other scales and flags for each of them.
 
     flags: holds them. any_flag: the address of a word there, not 0 where anything is flagged.
+    beside_dx: when to `finish`.
     """
 
     def __init__(
@@ -95,16 +96,18 @@ class WrittenDz:
         by_column: GradientPlanes,
         flags: Tensor,
         any_flag: int,
+        beside_dx: bool,
         rescale: Callable[[], None],
         scratch: Tensor,
     ) -> None:
         self.by_row, self.by_column = by_row, by_column
-        self.flags, self.any_flag = flags, any_flag
+        self.flags, self.any_flag, self.beside_dx = flags, any_flag, beside_dx
         self._rescale, self._scratch = rescale, [scratch]
 
     def finish(self) -> None:
         """Launch what fills the flags, the scales of ``by_column`` and the sums; once: before dX
-        or, where it is ``beside_dx``, right behind it."""
+        or, where it is ``beside_dx``, right behind it. There the kernel does not wait for the norm
+        kernel: launched before dX it would read what is not there yet."""
         self._rescale()
         self._scratch.clear()
 
@@ -116,7 +119,7 @@ class DzPlanes:
         self.problem, self.planes = problem, planes
         self.splitters = split_x, split_w
         self.vectors = Vectors(problem)
-        self.launches: dict[tuple[int, Wanted], _Launches | None] = {}
+        self.launches: dict[tuple[int, Wanted, bool], _Launches | None] = {}
 
     def __call__(
         self,
@@ -127,16 +130,22 @@ class DzPlanes:
         x: Tensor,
         weight: Tensor,
         factors: Factors,
+        beside: bool,
     ) -> tuple[NormGradients, WrittenDz] | None:
-        """The sums over rows and the operands' gradients, and dz as planes, still to `finish`.
+        """The sums over rows and the operands' gradients, and dz as planes, still to `finish`:
+        beside dX, or, as it says, before.
 
         None where no cluster can hold whole rows. x, weight: their planes as `planes.Splitter` lays
         them out; x's become those for dW, in other scales.
         """
         vector, matrices, parameters = self.vectors(inputs, kept, dy)
-        key = (vector, want)
+        key, other = (vector, want, beside), (vector, want, not beside)
         if key not in self.launches:
-            self.launches[key] = self._prepare(vector, want, dy.device)
+            # A CUDA graph that is being captured forbids to load another kernel.
+            if other in self.launches and torch.cuda.is_current_stream_capturing():
+                key = other
+            else:
+                self.launches[key] = self._prepare(vector, want, beside, dy.device)
         launches = self.launches[key]
         if launches is None:
             return None
@@ -151,12 +160,14 @@ class DzPlanes:
         assert dz is not None
         return dz
 
-    def _prepare(self, vector: int, want: Wanted, device: torch.device) -> _Launches | None:
+    def _prepare(
+        self, vector: int, want: Wanted, beside: bool, device: torch.device
+    ) -> _Launches | None:
         outputs = Outputs.of(self.problem, want, True, True)
         plan = rows_plan(self.problem, vector, outputs, self.planes, arch_of(device))
         if plan is None:
             return None
-        return _Launches(self.problem, self.planes, plan, outputs, *self.splitters, device)
+        return _Launches(self.problem, self.planes, plan, outputs, *self.splitters, beside, device)
 
 
 class _Launches:
@@ -170,8 +181,10 @@ class _Launches:
         outputs: Outputs,
         split_x: Splitter,
         split_w: Splitter,
+        beside: bool,
         device: torch.device,
     ) -> None:
+        self.beside = beside
         m, n, arch = problem.m, problem.n, arch_of(device)
         self.split_x, self.split_w = split_x, split_w
         self.sizes = m, problem.groups
@@ -203,7 +216,7 @@ class _Launches:
         sums = sum(outputs.sums)
         blocks = (1 + sums) * ceil_div(n, RESCALE_COLUMNS) + ceil_div(m, RESCALE_THREADS)
         blocks += min(ceil_div(m * units, RESCALE_THREADS), RESCALE_BLOCKS * sm_count(device))
-        source = rescale_source(planes, sums, beside_dx(problem, planes), arch)
+        source = rescale_source(planes, sums, beside, arch)
         rescale = load(source, device)
         self.rescale = rescale.prepare(
             RESCALE_SIGNATURE + "p" * sums, blocks, RESCALE_THREADS, dependent=True
@@ -249,7 +262,7 @@ class _Launches:
         )
         by_row = GradientPlanes(planes, hi + self.scale, row_flags)
         by_column = GradientPlanes(planes, column_scale, column_flags)
-        written = WrittenDz(by_row, by_column, flags, any_flag, rescale, scratch)
+        written = WrittenDz(by_row, by_column, flags, any_flag, self.beside, rescale, scratch)
         return self.sums.named(None, sums, elements, None), written
 
 

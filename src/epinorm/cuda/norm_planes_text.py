@@ -49,7 +49,8 @@ RING_BYTES = 40 * 1024
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """``strips`` blocks side by side hold ``tile.rows`` = 1 row; ``stages`` are on their way."""
+    """``strips`` blocks side by side hold a row; the ring has room for ``stages`` rows, the one
+    worked on and those on their way."""
 
     tile: Tile
     strips: int
@@ -98,8 +99,8 @@ def _tiles(problem: Problem, vector: int) -> Iterator[tuple[Tile, int]]:
 
 
 def _resident(threads: int, values: int) -> int:
-    """Blocks that a multiprocessor must hold: as many as have the registers. A chain that needs
-    more registers is better off where dz is split by a kernel of its own."""
+    """Blocks that a multiprocessor must hold: as many as an ordinary chain has the registers for.
+    `rows_plans` also tries one fewer."""
     return min(max((512 if values > 4 else 768) // threads, 1), MOST_RESIDENT)
 
 

@@ -133,7 +133,8 @@ class PlaneProducts:
     ) -> tuple[NormGradients, Tensor | None, Tensor | None]:
         """The norm's gradients with dz, dX and dW; the arguments are those of `backward`."""
         operands = [self.operands(inputs, left)]
-        found = self._write(inputs, kept[0], dy, want, operands[0])
+        beside = into is None and beside_dx(self.problem, self.planes)
+        found = self._write(inputs, kept[0], dy, want, operands[0], beside)
         if found is None:
             norm = norm_backward(self.problem, inputs, kept[0], dy, want, operands[0].factors)
             kept.clear()
@@ -151,7 +152,7 @@ class PlaneProducts:
 
         # `written` holds the flags, for as long as the products are launched.
         by: list[GradientPlanes | None] = [written.by_row, written.by_column]
-        if beside_dx(self.problem, self.planes):
+        if written.beside_dx:
             return norm, *self._multiply(inputs, operands, dz, by, into)
         now = dz()
         return norm, *self._multiply(inputs, operands, lambda: now, by, into)
@@ -163,12 +164,13 @@ class PlaneProducts:
         dy: Tensor,
         want: Wanted,
         operands: _Operands,
+        beside: bool,
     ) -> tuple[NormGradients, WrittenDz] | None:
         """dz as planes straight from the norm kernel, where it can; x's become those for dW."""
         weight, x, factors = operands
         if self.dz_planes is None or x is None or weight is None:
             return None
-        return self.dz_planes(inputs, kept, dy, want, x, weight, factors)
+        return self.dz_planes(inputs, kept, dy, want, x, weight, factors, beside)
 
     def operands(self, inputs: Inputs, kept: KeptPlanes | None) -> _Operands:
         """The planes that were kept, taken over, or new ones."""

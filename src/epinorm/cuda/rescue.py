@@ -69,8 +69,9 @@ class RescueTile:
 
     @property
     def block_k(self) -> int:
-        """Values of K in a stage of the ring. Longer ones are faster (kb62 on an H200, one flagged
-        row and all of them: 427 and 3758 us against 473 and 3919), but spill in the wide tile."""
+        """Values of K in a stage of the ring. Longer ones are faster (kb62 on an H200, before sums
+        were shared, one flagged row and all of them: 427 and 3758 us against 473 and 3919), but
+        spill in the wide tile."""
         return 32 if self.width == 128 else 16
 
     @property
@@ -127,7 +128,8 @@ def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
 
 def splits_of(tile: RescueTile, rows: int, columns: int, length: int, multiprocessors: int) -> int:
     """How many blocks, 1, 2, 4 or 8, share each sum of ``length`` products of a (rows, columns)
-    result: until one flag, of a row or of a column, keeps half of the GPU at work.
+    result: until one flag, of a row or of a column, keeps more than a quarter of the GPU at
+    work.
 
     One is what chance brings: a row by estimate in one of ten random dz of 16384 x 1024, a column
     in one of ten or twenty random W of 8192 x 8192. The same whatever is flagged, so that a result

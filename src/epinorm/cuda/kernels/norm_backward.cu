@@ -90,7 +90,7 @@ norm_backward(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict__ z, 
               T* __restrict__ partial, i64 rows, int groups EPINORM_OPERAND_PARAMETERS
                   EPINORM_OUTPUT_PARAMETERS EPINORM_LARGEST_PARAMETERS) {
   wait_for_previous_kernel();
-#ifdef EPINORM_WANTED  // dz alone, where norm_backward_planes.cu could not hold it
+#ifdef EPINORM_WANTED  // dz alone, for the range guards: where rescale_planes.cu found anything flagged
   if (!(EPINORM_WANTED)) return;
 #endif
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES};

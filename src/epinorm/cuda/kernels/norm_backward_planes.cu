@@ -104,14 +104,15 @@ struct Unsplit {
     return __float_as_uint(largest);
   }
 
-  // Whether x's row is zero, or flagged as a whole: then dW takes nothing from dz's.
-  EPINORM_FUNCTION bool x_is_nothing() const { return x_power == -kNothingShift; }
+  // Whether x's row is zero, or out of range, which has all of dW computed again: dz's row then has no
+  // part in dW.
+  EPINORM_FUNCTION bool x_row_is_empty() const { return x_power == -kEmptyRowShift; }
 
   // The power that the row counts in dW by itself, where `largest` is that of all of it.
   EPINORM_FUNCTION int own_power(u32 largest) const {
     bool in_range;
     const int power = x_power - plane_shift(largest, in_range);
-    const bool counts = in_range && largest != 0 && power >= kLeastPower && !x_is_nothing();
+    const bool counts = in_range && largest != 0 && power >= kLeastPower && !x_row_is_empty();
     return counts ? power : kNoPower;
   }
 
@@ -123,9 +124,9 @@ struct Unsplit {
     bool in_range;
     const int shift = shift_of(largest, x_power, preferred, in_range);
     const int power = x_power - shift;
-    in_range &= power >= kLeastPower || x_is_nothing();
+    in_range &= power >= kLeastPower || x_row_is_empty();
     const float by = plane_power_of_two(shift);
-    const float counts = x_is_nothing() ? 0.0f : plane_power_of_two(max(power, kLeastPower));
+    const float counts = x_row_is_empty() ? 0.0f : plane_power_of_two(max(power, kLeastPower));
     float smallest = static_cast<float>(EPINORM_INFINITY);
 #pragma unroll
     for (int e = 0; e < kVectors; ++e) {
@@ -148,7 +149,7 @@ struct Unsplit {
     // A lane without a group has no x's scale either.
     const bool doubtful = here.live && (!in_range || smallest < kSurelyHeld);
     spoilt = __any_sync(kAllLanes, doubtful) && find_unheld(here, in_range, by, factors, columns);
-    const int counted = in_range && largest != 0 && !x_is_nothing() ? power : kNoPower;
+    const int counted = in_range && largest != 0 && !x_row_is_empty() ? power : kNoPower;
     if (row_part() == 0 && threadIdx.x == 0) {
       to.scale[row] = plane_power_of_two(-shift);
       to.power[row] = counted;
@@ -160,14 +161,15 @@ struct Unsplit {
   // warp.
   EPINORM_FUNCTION bool find_unheld(const Columns& here, bool in_range, float by,
                                     const ColumnFactors& factors, ColumnSums& columns) const {
-    // A row out of range counts nothing in dW, where each of its columns would need it.
+    // A row out of range is left out of dW's planes, so each of its columns that is not zero is marked:
+    // no element passes a negative tolerance.
     const float tolerance = in_range ? kTolerance : -1.0f;
     bool spoilt = here.live && !in_range;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       if (!here.inside(i / kVector)) continue;
       if (PlaneValue(dz[i], factors.of[i] * by, tolerance).held) continue;
-      if (!in_range || !x_is_nothing()) columns.largest[i] = kSpoilt;
+      if (!in_range || !x_row_is_empty()) columns.largest[i] = kSpoilt;
       spoilt = true;
     }
     return __any_sync(kAllLanes, spoilt);

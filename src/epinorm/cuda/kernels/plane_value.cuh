@@ -20,14 +20,15 @@ __device__ __forceinline__ int plane_shift(u32 largest, bool& in_range) {
   return fits ? kPlaneTopExponent - exponent : 0;
 }
 
-// The same for a row of x or of W. Rows that are zero or out of range have a scale of their own, 2^-24,
-// and say so by it (rows with 2^-10 to 2^-9 for their largest give a bit up for that). It goes into dz
-// beside other rows' scales: 2^-24 is below those of ordinary weights, so that zeros outweigh nothing.
-constexpr int kNothingShift = 24;
+// The same for a row of x or of W. Rows that are zero or out of range get 2^-24, which no other row gets
+// here (one with its largest in [2^-10, 2^-9) is brought into [2^13, 2^14) instead):
+// norm_backward_planes.cu knows such rows of x by it. Of W it only has to be small: dz takes the scale
+// over, and a zero row of W must not make the largest of dz's rows.
+constexpr int kEmptyRowShift = 24;
 __device__ __forceinline__ int row_shift(u32 largest, bool& in_range) {
   const int shift = plane_shift(largest, in_range);
-  if (!in_range || largest == 0) return kNothingShift;
-  return shift == kNothingShift ? kNothingShift - 1 : shift;
+  if (!in_range || largest == 0) return kEmptyRowShift;
+  return shift == kEmptyRowShift ? kEmptyRowShift - 1 : shift;
 }
 
 struct PlaneValue {

@@ -15,11 +15,13 @@
 // kBesideDx: launched behind dX, which waits for the norm kernel before it lets this one start. So this
 // one reads what that wrote, and touches nothing of dX's, without waiting, on multiprocessors that have
 // no more of dX's tiles. One block waits for dX, so that who waits for this kernel has waited for both.
+// (Where dX's sum is split the kernel before is add_splits.cu, which lets this one start as it ends.)
 //
 // The prelude defines kPlanes; kBesideDx; kSums, and SUM_PARAMETERS and SUM_STORES, where they go.
 #include "dependent.cuh"
 #include "flags.cuh"
 #include "integers.cuh"
+#include "plane_value.cuh"
 #include "row_power.cuh"
 #include "storage.cuh"
 
@@ -27,7 +29,6 @@ constexpr int kThreads = 256;
 constexpr int kColumns = 32;                   // of a block that joins columns
 constexpr int kShares = kThreads / kColumns;   // of their parts, joined side by side
 constexpr int kLeastShift = -100;              // nothing is left of a value in fp16 long before
-constexpr float kLowFactor = 2048.0f;          // 2^11
 constexpr u32 kInfinity = 0x7f800000u;
 constexpr int kSmallestExponent = -126, kLargestExponent = 127;  // of fp32
 
@@ -65,21 +66,22 @@ __device__ __forceinline__ void rescale(uint4& hi, uint4& lo, float factor) {
     float2 v = Float16::load_pair(his[i]);
     if (kPlanes == 2) {
       const float2 rest = Float16::load_pair(los[i]);
-      v.x += rest.x * (1.0f / kLowFactor);  // exact: both come from one fp32 number
-      v.y += rest.y * (1.0f / kLowFactor);
+      v.x += rest.x * (1.0f / kPlaneLowFactor);  // exact: both come from one fp32 number
+      v.y += rest.y * (1.0f / kPlaneLowFactor);
     }
     v.x *= factor;
     v.y *= factor;
     his[i] = Float16::store_pair(v.x, v.y);
     if (kPlanes == 2) {
       const float2 held = Float16::load_pair(his[i]);
-      los[i] = Float16::store_pair((v.x - held.x) * kLowFactor, (v.y - held.y) * kLowFactor);
+      los[i] = Float16::store_pair((v.x - held.x) * kPlaneLowFactor, (v.y - held.y) * kPlaneLowFactor);
     }
   }
 }
 
 // x's planes (m, units * 8), of which every `blocks`-th stretch of kThreads units is this block's. A
-// row without a power counts nothing: it is zero here or in dz's planes, or all of its columns are flagged.
+// row without a power counts nothing: it is zero here or in dz's planes, or out of range in one of both, and
+// what it takes part in is flagged.
 __device__ __forceinline__ void rescale_rows(uint4* hi, uint4* lo, const int* power, int most,
                                              int block, int blocks, int m, int units) {
   const u32 count = m * units;
@@ -89,7 +91,7 @@ __device__ __forceinline__ void rescale_rows(uint4* hi, uint4* lo, const int* po
     if (own == most || own == kNoPower) continue;
     uint4 high = __ldcg(hi + at), low;
     if (kPlanes == 2) low = __ldcg(lo + at);
-    rescale(high, low, __int_as_float((max(own - most, kLeastShift) + 127) << 23));
+    rescale(high, low, plane_power_of_two(max(own - most, kLeastShift)));
     hi[at] = high;
     if (kPlanes == 2) lo[at] = low;
   }
@@ -143,7 +145,7 @@ struct ColumnJoin {
     const bool any_faint = range.least < range.most + faint.power;
     const bool lost = of_largest < (any_faint ? max(faint.largest, faint.tiny) : faint.tiny);
     const bool flagged = total != 0 && (!fits || lost);
-    scale[column] = total != 0 && fits ? __int_as_float((exponent + 127) << 23) : 1.0f;
+    scale[column] = total != 0 && fits ? plane_power_of_two(exponent) : 1.0f;
     flag[column] = flagged;
     return flagged;
   }

@@ -11,8 +11,9 @@ struct Range {
 // This block's number in its cluster: clusters are whole runs of blocks.
 EPINORM_FUNCTION int split_rank() { return blockIdx.x % kSplits; }
 
-// This block's part of `count`, in whole units; the last parts may be empty. (One block's is said
-// outright: ptxas, which cannot know that count is not negative, has no register left to find it.)
+// This block's part of `count`, in whole units; the last parts may be empty. (A single
+// block takes all: ptxas cannot know that the count is not negative, and the general case costs it a
+// register that a portable export for sm_100 lacks.)
 template <int kUnit>
 EPINORM_FUNCTION Range own_part(int count) {
   if constexpr (kSplits == 1) {
