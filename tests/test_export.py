@@ -253,13 +253,17 @@ def test_the_binding_compiles(name: str, tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr
 
 
+def allowed(folder: Path, m: int, k: int, n: int) -> ModuleType:
+    """As ``exported_of``, of a file without words that it must not have."""
+    exported = exported_of(folder, m, k, n)
+    assert forbidden_words((folder / "model_new.py").read_text()) == []
+    return exported
+
+
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The example with sizes that every mode serves, exported with a product of our own."""
-    folder = tmp_path_factory.mktemp("own")
-    exported = exported_of(folder, 1024, 1024, 1024)
-    assert forbidden_words((folder / "model_new.py").read_text()) == []
-    return exported
+    return allowed(tmp_path_factory.mktemp("own"), 1024, 1024, 1024)
 
 
 def test_every_mode_has_a_product_of_our_own(own: ModuleType) -> None:
@@ -412,10 +416,7 @@ def check_launches(exported: ModuleType, mode: str, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def few_rows(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The example with its own sizes, of which `high` converts W on the way on Hopper."""
-    folder = tmp_path_factory.mktemp("few")
-    exported = exported_of(folder, 1024, 8192, 8192)
-    assert forbidden_words((folder / "model_new.py").read_text()) == []
-    return exported
+    return allowed(tmp_path_factory.mktemp("few"), 1024, 8192, 8192)
 
 
 def converting(exported: ModuleType) -> set[tuple]:

@@ -16,6 +16,7 @@ from epinorm.cuda.norm_text import (
     OPERAND_SIGNATURE,
     matrix_arguments,
     norm_text,
+    parameters_at,
 )
 from epinorm.cuda.norm_tile import (
     LARGEST_ACCESS_BYTES,
@@ -182,9 +183,7 @@ class _PreparedForward:
             out = outputs(z)
             y, _, mean, rstd = out
             z_at = z.data_ptr()
-            bias_at = 0 if bias is None else bias.data_ptr()
-            gamma_at = 0 if gamma is None else gamma.data_ptr()
-            beta_at = 0 if beta is None else beta.data_ptr()
+            bias_at, gamma_at, beta_at = parameters_at(bias, gamma, beta)
             given, aligned = matrix_arguments(operands) if operands else ((), 0)
             aligned |= z_at | stride_bytes | bias_at | gamma_at | beta_at
             vector = widest

@@ -109,6 +109,7 @@ class PlaneProducts:
         self.dz_planes: DzPlanes | None = None
         if by_x and by_weight and core == "hopper" and worthwhile(problem, self.planes):
             self.dz_planes = DzPlanes(problem, self.planes, self.split_x, self.split_weight)
+        self.beside_dx = beside_dx(problem, self.planes)
 
         def product(rows: int, length: int, major_k_a: bool) -> Product:
             shape = ProductShape(rows, k, length, self.planes, 4)
@@ -133,7 +134,7 @@ class PlaneProducts:
     ) -> tuple[NormGradients, Tensor | None, Tensor | None]:
         """The norm's gradients with dz, dX and dW; the arguments are those of `backward`."""
         operands = [self.operands(inputs, left)]
-        beside = into is None and beside_dx(self.problem, self.planes)
+        beside = into is None and self.beside_dx
         found = self._write(inputs, kept[0], dy, want, operands[0], beside)
         if found is None:
             norm = norm_backward(self.problem, inputs, kept[0], dy, want, operands[0].factors)

@@ -162,7 +162,7 @@ __device__ __forceinline__ void note_step(const Weight& weight, const WeightRows
 }
 
 // Of this warp's rows that may have overflowed, reads all of each, and gives those that did the scale that
-// split_rows.cuh would. Whether any of them can be multiplied with it; one that cannot is flagged.
+// split_rows.cuh would, but for what row_shift excepts. Whether any of them can be multiplied with it; one that cannot is flagged.
 __device__ __forceinline__ bool correct_scales(WeightRows& rows, const bool (&infinite)[2],
                                                const Weight& weight, int k) {
   constexpr float kOverflow = 65520.0f;  // rounds to infinity

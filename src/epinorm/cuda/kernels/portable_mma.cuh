@@ -1,6 +1,7 @@
 // Tensor cores since sm_80: cp.async, ldmatrix and mma.sync, one PTX instruction a function.
 // PTX ISA, "Asynchronous copy" and "Warp Level Matrix Instructions".
 #pragma once
+#include "async_copy.cuh"
 #include "integers.cuh"
 
 // cp.async of 16 bytes past L1, or of zeros. By a predicate: a number of bytes that is not known to the
@@ -20,15 +21,6 @@ __device__ __forceinline__ void copy_word(u32 to, const void* from, bool inside)
       " cp.async.ca.shared.global.L2::128B [%0], [%1], 4, outside; }" ::"r"(to),
       "l"(from), "r"(static_cast<int>(inside))
       : "memory");
-}
-
-// cp.async.commit_group
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// cp.async.wait_group: all but the last kPending groups of this thread are there.
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // ldmatrix: two or four 8 x 8 matrices of 16-bit numbers, each lane a pair of neighbours in a row, or with

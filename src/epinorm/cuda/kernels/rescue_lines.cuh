@@ -5,6 +5,7 @@
 // bytes at once where its alignment allows it (kAligned) and in words where not; one whose memory
 // runs across K, in words: so the products are the same for each.
 #pragma once
+#include "async_copy.cuh"
 #include "rescue_items.cuh"
 
 constexpr int kPitch = kBlockK + 4;  // floats: eight rows of a column of float4 fill all banks
@@ -18,11 +19,6 @@ EPINORM_FUNCTION void copy_vector(u32 target, const float* from, int bytes) {
 EPINORM_FUNCTION void copy_word(u32 target, const float* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(from), "r"(bytes)
                : "memory");
-}
-EPINORM_FUNCTION void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-EPINORM_FUNCTION void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // kLines lines of one operand. kAcross: neighbours in memory are of neighbouring lines, not of one.

@@ -5,6 +5,7 @@
 // The prelude gives kStages; kStreams, z, dy and the element operands; element_stream(i), the place
 // of operand i among them.
 #pragma once
+#include "async_copy.cuh"
 #include "norm_rows.cuh"
 #include "shared_units.cuh"
 
@@ -16,12 +17,6 @@ EPINORM_FUNCTION void copy_async(u32 to, const void* from) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes)
                  : "memory");
-}
-// cp.async.commit_group, cp.async.wait_group
-EPINORM_FUNCTION void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-EPINORM_FUNCTION void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 static_assert(sizeof(Z) == 4 && sizeof(Y) == 4 && sizeof(P) == 4 && sizeof(T) == 4, "fp32");

@@ -1,8 +1,8 @@
 // fp32 rows as one or two planes of fp16 and a power of two: v = (hi + lo 2^-11) scale, in one read.
 //
-// The scale brings a row's largest magnitude into [2^14, 2^15), but for rows that row_shift names. hi is v / scale rounded to fp16's 11
-// bits, lo the rest times 2^11 rounded to 11 bits more; both steps are exact but for the last
-// rounding. A row is flagged by kSomeColumns where this does not hold some of its elements to
+// The scale brings a row's largest magnitude into [2^14, 2^15), but for rows that row_shift names. hi is
+// v / scale rounded to fp16's 11 bits, lo the rest times 2^11 rounded to 11 bits more; both steps are
+// exact but for the last rounding. A row is flagged by kSomeColumns where this does not hold some of its elements to
 // kTolerance, and the columns of these are listed; by kWhole where they are more than a list holds,
 // where the scale could leave fp32's range once two are multiplied, and where it holds Inf or NaN.
 //
