@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import time
 import warnings
@@ -299,6 +300,24 @@ def test_train_and_eval_switch_dropout(fused_calls: list[str]) -> None:
             results.append(m.train(training)(x))
         assert_same(*results)
         assert len(fused_calls) == calls
+
+
+@pytest.mark.parametrize("made_in_eval", ["fused", "copied", "unpickled", "container"])
+def test_dropout_trains_where_fusing_saw_eval_mode(made_in_eval: str) -> None:
+    """Fusing takes a dropout that is off out of the graph: train() must bring it back."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.5))
+    model = nn.Sequential(layers, nn.Flatten()) if made_in_eval == "container" else layers
+    epinorm.fuse(model.eval())
+    if made_in_eval == "copied":
+        model = copy.deepcopy(model)
+    if made_in_eval == "unpickled":
+        model = pickle.loads(pickle.dumps(model))
+    x = torch.randn(1000, 8)
+    assert (model(x) == 0).float().mean() < 0.01
+    model.train()
+    assert 0.45 < (model(x) == 0).float().mean() < 0.55
+    model.eval()
+    assert (model(x) == 0).float().mean() < 0.01
 
 
 def test_a_module_that_differs_at_every_call_goes_back_to_its_own_forward(

@@ -134,17 +134,12 @@ class Analysis:
     trace: Trace
     candidates: tuple[Candidate, ...]
     training: bool | None
+    depends_on_training: bool
+    """Whether train() and eval() may lead to different graphs or chains."""
 
     @property
     def fusable(self) -> list[Candidate]:
         return [c for c in self.candidates if c.obstacle is None]
-
-    def depends_on_training(self) -> bool:
-        """Whether train() and eval() may lead to different graphs or chains."""
-        called = {str(n.target) for n in self.trace.graph.nodes if n.op == "call_module"}
-        return "training" in self.trace.attributes or any(
-            is_dropout(self.modules[path]) for path in called
-        )
 
 
 def analyse(module: nn.Module, arguments: Mapping[str, Any], training: bool | None) -> Analysis:
@@ -152,7 +147,10 @@ def analyse(module: nn.Module, arguments: Mapping[str, Any], training: bool | No
     modules = dict(module.named_modules(remove_duplicate=False))
     found = trace(module, arguments, training)
     candidates = find(found.graph, module, modules, training)
-    return Analysis(module, modules, found, tuple(candidates), training)
+    # Asked here, of the whole graph: fusing takes nodes out of it, a dropout in eval mode too.
+    called = {str(n.target) for n in found.graph.nodes if n.op == "call_module"}
+    depends = "training" in found.attributes or any(is_dropout(modules[p]) for p in called)
+    return Analysis(module, modules, found, tuple(candidates), training, depends)
 
 
 def layers_of(candidate: Candidate, path: str = "") -> str:
@@ -269,7 +267,7 @@ def _accepts(analysis: Analysis, arguments: tuple[Any, ...]) -> Callable[..., bo
     for path in found.inlined:
         name = paths.name(tuple(path.split(".")))
         guard.refuse_if(*hook_conditions(name))
-    if analysis.depends_on_training():
+    if analysis.depends_on_training:
         for path, module in analysis.modules.items():
             if is_dropout(module):
                 mode = module.training if analysis.training is None else analysis.training

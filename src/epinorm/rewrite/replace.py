@@ -155,7 +155,7 @@ def analyse_modes(module: nn.Module) -> list[Analysis]:
     if reason := not_replaceable(module):
         raise Untraceable(reason)
     now = analyse(module, arguments, module.training)
-    if not now.depends_on_training():
+    if not now.depends_on_training:
         return [now]
     return [now, analyse(module, arguments, not module.training)]
 
