@@ -80,7 +80,7 @@ bench-gpu:  ## time every named shape with the Python that is there (nothing is 
 	@$(PYTHON_HERE) benchmarks/run.py $(ARGS)
 
 report: $(READY)  ## rewrite the generated tables of README and docs from benchmarks/results
-	@$(BIN)/python -m epinorm.report --readme $(ARGS)
+	@$(BIN)/python -m epinorm.tools.report --readme $(ARGS)
 
 build: $(READY)  ## build the wheel into dist/
 	@$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 import epinorm
-from epinorm.accuracy import allowed_error, relative_error
-from epinorm.bench import fp32_precision_set
-from epinorm.results import commit, device_name, device_slug, put_values, today
-from epinorm.timing import Runner, Settings, peak_memory_mb, time_interleaved
+from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.bench import fp32_precision_set
+from epinorm.tools.results import commit, device_name, device_slug, put_values, today
+from epinorm.tools.timing import Runner, Settings, peak_memory_mb, time_interleaved
 from shapes import SHAPES, Shape
 
 RESULTS = Path(__file__).resolve().parent / "results" / "accumulation"

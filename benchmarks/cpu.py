@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from epinorm.bench import bench
-from epinorm.kernelbench.protocol import make_case
-from epinorm.results import Row, device_name, write_atomic
-from epinorm.timing import Settings
+from epinorm.tools.bench import bench
+from epinorm.tools.kernelbench.protocol import make_case
+from epinorm.tools.results import Row, device_name, write_atomic
+from epinorm.tools.timing import Settings
 from run import summary
 from shapes import SHAPES, Shape
 

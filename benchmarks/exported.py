@@ -32,15 +32,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from epinorm.accuracy import Verification
-from epinorm.bench import fp32_precision_set, model_runner
-from epinorm.cuda.core import wanted_core
-from epinorm.kernelbench.export import export
-from epinorm.kernelbench.problem import ProblemFile, load_problem
-from epinorm.kernelbench.protocol import Precision, fused_copy
-from epinorm.results import commit, device_name, put_values, today
-from epinorm.timing import Settings, gpu_times, time_interleaved
-from epinorm.verify import verify
+from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.tools.accuracy import Verification
+from epinorm.tools.bench import fp32_precision_set, model_runner
+from epinorm.tools.export.export import export
+from epinorm.tools.kernelbench.problem import ProblemFile, load_problem
+from epinorm.tools.kernelbench.protocol import Precision, fused_copy
+from epinorm.tools.results import commit, device_name, put_values, today
+from epinorm.tools.timing import Settings, gpu_times, time_interleaved
+from epinorm.tools.verify import verify
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "matmul_groupnorm_leakyrelu_sum.py"
 SETTINGS: dict[str, tuple[str, Precision]] = {

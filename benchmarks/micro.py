@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epinorm.accuracy import Comparison, Outcome, compare, differences, relative_error
 from epinorm.chain import Chain, GroupNorm, LayerNorm
-from epinorm.kinks import away_from_kinks
-from epinorm.plan import Forward, Inputs, Problem, Wanted
-from epinorm.results import Row, commit, device_name, today
-from epinorm.timing import Runner, Settings, time_interleaved
-from epinorm.verify import poisoned_memory
+from epinorm.problem import Forward, Inputs, Problem, Wanted
+from epinorm.tools.accuracy import Comparison, Outcome, compare, differences, relative_error
+from epinorm.tools.kinks import away_from_kinks
+from epinorm.tools.results import Row, commit, device_name, today
+from epinorm.tools.timing import Runner, Settings, time_interleaved
+from epinorm.tools.verify import poisoned_memory
 from shapes import Shape
 
 Tensors = Mapping[str, Tensor]
@@ -175,7 +175,7 @@ def by_pytorch(shape: Shape, u: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
 
 
 def zero_near_kinks(data: NormData, shape: Shape) -> None:
-    """Set dy to zero where leaky_relu's input is near 0, as ``epinorm.kinks`` explains."""
+    """Set dy to zero where leaky_relu's input is near 0, as ``epinorm.tools.kinks`` explains."""
     inputs, u = data.inputs, data.z + data.inputs.bias
     vectors = (inputs.norm_weight, inputs.norm_bias)
     eager = by_pytorch(shape, u, *vectors)
@@ -195,7 +195,7 @@ def zero_near_kinks(data: NormData, shape: Shape) -> None:
 def norm_epilogue_forward(
     shape: Shape, dtype: torch.dtype, device: torch.device, kind: str
 ) -> Micro:
-    from epinorm.cuda.norm_forward import norm_forward
+    from epinorm.backends.cuda.norm.forward import norm_forward
 
     data = norm_data(shape, dtype, device, kind, training=False)
     inputs, z = data.inputs, data.z
@@ -215,8 +215,8 @@ def norm_epilogue_forward(
 def norm_epilogue_backward(
     shape: Shape, dtype: torch.dtype, device: torch.device, kind: str
 ) -> Micro:
-    from epinorm.cuda.norm_backward import norm_backward
-    from epinorm.cuda.norm_forward import norm_forward
+    from epinorm.backends.cuda.norm.backward import norm_backward
+    from epinorm.backends.cuda.norm.forward import norm_forward
 
     data = norm_data(shape, dtype, device, kind, training=True)
     inputs, z, dy = data.inputs, data.z, data.dy

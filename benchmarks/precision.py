@@ -24,15 +24,16 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from epinorm.accuracy import relative_error
+from epinorm.backends.cuda.fp32.planes import Planes, split
+from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.gemm.hopper.text import Tile
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.chain import Chain
-from epinorm.cuda import hopper_forward, hopper_plan
-from epinorm.cuda.hopper import Tile
-from epinorm.cuda.planes import Planes, split
-from epinorm.cuda.prepared import PreparedByProblem
-from epinorm.plan import Inputs, Problem
 from epinorm.precision import Precision
-from epinorm.results import commit
+from epinorm.problem import Inputs, Problem
+from epinorm.tools.accuracy import relative_error
+from epinorm.tools.results import commit
 
 M, N, CHANNELS = 512, 1024, 16
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

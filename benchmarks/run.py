@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from epinorm.bench import Competitors, bench
-from epinorm.cuda.core import wanted_core
-from epinorm.kernelbench.protocol import make_case
-from epinorm.report import markdown_table
-from epinorm.results import Row, device_name, device_slug, merge_rows
-from epinorm.timing import Settings
+from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.tools.bench import Competitors, bench
+from epinorm.tools.kernelbench.protocol import make_case
+from epinorm.tools.report import markdown_table
+from epinorm.tools.results import Row, device_name, device_slug, merge_rows
+from epinorm.tools.timing import Settings
 from micro import MICRO, bench_micro
 from shapes import SHAPES, Shape
 

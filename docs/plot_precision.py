@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib
 
-from epinorm.cuda.hopper_plan import fold_steps
+from epinorm.backends.cuda.plan.hopper import fold_steps
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 import epinorm
-from epinorm.results import commit, device_name
+from epinorm.tools.results import commit, device_name
 
 NOISE = 0.1
 FEATURES = 16

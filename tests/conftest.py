@@ -63,8 +63,8 @@ def pytorch_settings() -> Iterator[None]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call of a chain went the short way (`epinorm.caller`)."""
-    from epinorm.caller import Caller
+    """Whether each call of a chain went the short way (`epinorm.operator.dispatch`)."""
+    from epinorm.operator.dispatch import Caller
 
     ways: list[bool] = []
     again = Caller.again

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from epinorm.cuda.jit import KernelSource, compiled
-from epinorm.kernelbench.export import export
+from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
+from epinorm.tools.export.export import export
 
 __all__ = ["EXAMPLE", "MODES", "check_kernels", "exported_of", "load"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import epinorm
-from epinorm import accumulation, autograd
+from epinorm.operator import accumulation, autograd
 
 M, K, N = 16, 32, 48
 

@@ -7,10 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from epinorm import bench as bench_module
-from epinorm.bench import Case, Competitors, bench, fp32_precision_set, linear_calls, model_runner
-from epinorm.kernelbench.protocol import NoChainError, make_case
-from epinorm.timing import (
+from epinorm.tools import bench as bench_module
+from epinorm.tools.bench import (
+    Case,
+    Competitors,
+    bench,
+    fp32_precision_set,
+    linear_calls,
+    model_runner,
+)
+from epinorm.tools.kernelbench.protocol import NoChainError, make_case
+from epinorm.tools.timing import (
     Runner,
     Settings,
     gpu_times,

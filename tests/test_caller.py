@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
-from epinorm import calls
-from epinorm.caller import MOST_KINDS, Caller, caller_of
-from epinorm.prepack import marked
+from epinorm.backends.prepack import marked
+from epinorm.operator import calls
+from epinorm.operator.dispatch import MOST_KINDS, Caller, caller_of
 
 K, N, ROWS = 12, 16, 5
 OPERATOR = "linear_norm"
@@ -267,8 +267,8 @@ def test_a_fact_of_the_caller_is_no_fact_of_another(short: list[bool]) -> None:
 
 def test_a_weight_is_planned_anew_where_it_is_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this were a GPU: prepack changes which strategy is fastest, for that weight alone."""
-    monkeypatch.setattr("epinorm.calls.keeps", lambda weight: id(weight) in marked)
-    monkeypatch.setattr("epinorm.caller.follows_setting", lambda *_: True)
+    monkeypatch.setattr("epinorm.operator.calls.keeps", lambda weight: id(weight) in marked)
+    monkeypatch.setattr("epinorm.operator.dispatch.follows_setting", lambda *_: True)
     planned: list[bool] = []
     monkeypatch.setattr(calls, "planned", [lambda problem, _: planned.append(problem.prepacked)])
     calls.forget_plans()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm
-from epinorm.pointwise import DEFINITIONS, Pointwise
+from epinorm.chain.pointwise import DEFINITIONS, Pointwise
 
 numbers = st.floats(allow_nan=False)
 eps = st.floats(min_value=0, allow_nan=False)

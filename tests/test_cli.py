@@ -15,9 +15,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epinorm.cli import app
-from epinorm.console import interruptible, progress
-from epinorm.kernelbench import protocol
+from epinorm.tools.cli.main import app
+from epinorm.tools.console import interruptible, progress
+from epinorm.tools.kernelbench import protocol
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = str(ROOT / "examples" / "matmul_groupnorm_leakyrelu_sum.py")

@@ -14,16 +14,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epinorm.cli import app
-from epinorm.cuda.hopper import Tile
-from epinorm.cuda.hopper_fp32_weight import fp32_weight_tiles
-from epinorm.cuda.hopper_plan import choose_tile
-from epinorm.cuda.jit import KernelSource, compiled
-from epinorm.kernelbench import ProblemError, export_hopper
-from epinorm.kernelbench.export import chosen_gemm, export, forbidden_words
-from epinorm.kernelbench.judge_source import remarks
-from epinorm.kernelbench.protocol import NoChainError
-from epinorm.plan import Problem
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import fp32_weight_tiles
+from epinorm.backends.cuda.gemm.hopper.text import Tile
+from epinorm.backends.cuda.plan.hopper import choose_tile
+from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
+from epinorm.problem import Problem
+from epinorm.tools.cli.main import app
+from epinorm.tools.export import hopper as export_hopper
+from epinorm.tools.export.export import chosen_gemm, export, forbidden_words
+from epinorm.tools.judge.source import remarks
+from epinorm.tools.kernelbench import ProblemError
+from epinorm.tools.kernelbench.protocol import NoChainError
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -9,14 +9,15 @@ from types import ModuleType
 import pytest
 import torch
 
+from epinorm.backends.cuda.gemm.portable import product as portable_product
+from epinorm.backends.cuda.gemm.portable.text import product_shared_bytes, shared_bytes
+from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.chain import Chain
-from epinorm.cuda import portable_plan, portable_product
-from epinorm.cuda.portable import product_shared_bytes, shared_bytes
-from epinorm.kernelbench.export import export, forbidden_words
-from epinorm.kernelbench.export_portable import GPUS
-from epinorm.kernelbench.export_text import MODES as PRECISIONS
-from epinorm.kernelbench.protocol import NoChainError
-from epinorm.plan import Problem
+from epinorm.problem import Problem
+from epinorm.tools.export.export import export, forbidden_words
+from epinorm.tools.export.portable import GPUS
+from epinorm.tools.export.text import MODES as PRECISIONS
+from epinorm.tools.kernelbench.protocol import NoChainError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -249,7 +250,7 @@ def test_the_portable_core_can_be_forced(tmp_path: Path) -> None:
     assert {key[0] for key in exported.FORWARD} == {"portable"}
     assert exported._forward_core((9, 0), "bfloat16", True, 1024, 1024, 1024, 2) == "portable"
     assert exported._backward_core((9, 0), "bfloat16", 1024, 1024) == "portable"
-    assert "hopper_linear_norm.cu" not in exported.KERNELS
+    assert "gemm/hopper/hopper_linear_norm.cu" not in exported.KERNELS
     assert all(f"@CHAIN {i}@" in text for i in range(len(exported.CHAINS)))
     assert "wgmma.mma_async" not in text
     assert "EPINORM_CORE" not in text
@@ -267,7 +268,7 @@ def test_the_header_of_a_file_for_hopper_alone(tmp_path: Path) -> None:
     exported.CUDA_VERSION = (13, 0)
     assert exported._forward_core((8, 0), "bfloat16", True, 1024, 1024, 1024, 2) is None
     assert exported._backward_core((8, 0), "bfloat16", 1024, 1024) is None
-    assert "portable_linear_norm.cu" not in exported.KERNELS
+    assert "gemm/portable/portable_linear_norm.cu" not in exported.KERNELS
 
 
 @pytest.mark.parametrize("core", ["auto"], indirect=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import exported
-from epinorm.kernelbench.problem import load_problem
-from epinorm.timing import Settings
+from epinorm.tools.kernelbench.problem import load_problem
+from epinorm.tools.timing import Settings
 
 PROBLEM = Path(__file__).parent / "zoo" / "problem.py"
 SETTINGS = Settings(cpu_runs=2, cpu_seconds=0.1)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epinorm.cli import app
-from epinorm.kernelbench import ProblemError, judge_process
-from epinorm.kernelbench.judge import judge
-from epinorm.kernelbench.judge_facts import Check, JudgeOptions, Verdict
-from epinorm.kernelbench.judge_source import remarks
+from epinorm.tools.cli.main import app
+from epinorm.tools.judge import process as judge_process
+from epinorm.tools.judge.facts import Check, JudgeOptions, Verdict
+from epinorm.tools.judge.judge import judge
+from epinorm.tools.judge.source import remarks
+from epinorm.tools.kernelbench import ProblemError
 
 ZOO = Path(__file__).parent / "zoo"
 PROBLEM = ZOO / "problem.py"

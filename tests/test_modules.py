@@ -107,7 +107,7 @@ def test_torch_fx_sees_one_call():
     block = LinearNorm(10, 24, norm=GroupNorm(4), post="relu")
     traced = torch.fx.symbolic_trace(block)
     calls = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert calls == [epinorm.functional.apply_chain]
+    assert calls == [epinorm.operator.functional.apply_chain]
     x = torch.randn(5, 10)
     assert torch.equal(traced(x), block(x))
 

@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import epinorm
-from epinorm import Chain, GroupNorm, LinearNorm, ops, reference, transforms
-from epinorm.calls import run_inference
+from epinorm import Chain, GroupNorm, LinearNorm
+from epinorm.chain import reference
+from epinorm.operator import ops, transforms
+from epinorm.operator.calls import run_inference
 
 NORMS = ["group_norm(2,1e-05)", "layer_norm(1e-05)", "rms_norm"]
 STRATEGIES = ["auto", "reference"]

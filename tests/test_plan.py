@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import epinorm
+from epinorm.backends.choice import _warn_once, backend_of, plan_for
 from epinorm.chain import Chain
-from epinorm.plan import Plan, Problem, _warn_once, backend_of, plan_for
+from epinorm.problem import Plan, Problem
 
 
 def problem(device="cpu", dtype=torch.float32, m=8):
@@ -20,10 +21,10 @@ def problem(device="cpu", dtype=torch.float32, m=8):
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """Stand in for epinorm.cuda.plan; returns the list of what it answers and was asked."""
+    """Stand in for plan.strategy of CUDA; returns what it answers and was asked."""
     asked = []
-    module = types.ModuleType("epinorm.cuda.plan")
-    module.__spec__ = types.SimpleNamespace(name="epinorm.cuda.plan")
+    module = types.ModuleType("epinorm.backends.cuda.plan.strategy")
+    module.__spec__ = types.SimpleNamespace(name="epinorm.backends.cuda.plan.strategy")
     module.answer = Plan("reference", "the GPU is too old")
 
     def plan_cuda(problem, strategy):
@@ -31,7 +32,7 @@ def fake_cuda(monkeypatch):
         return module.answer
 
     module.plan_cuda, module.asked = plan_cuda, asked
-    monkeypatch.setitem(sys.modules, "epinorm.cuda.plan", module)
+    monkeypatch.setitem(sys.modules, "epinorm.backends.cuda.plan.strategy", module)
     plan_for.cache_clear()
     _warn_once.cache_clear()
     yield module
@@ -41,9 +42,9 @@ def fake_cuda(monkeypatch):
 
 @pytest.fixture
 def fake_cpu(monkeypatch):
-    """Stand in for epinorm.cpu.supports."""
+    """Stand in for epinorm.backends.cpu.supports."""
     answers = types.SimpleNamespace(why_not=None)
-    monkeypatch.setattr("epinorm.cpu.supports", lambda problem: answers.why_not)
+    monkeypatch.setattr("epinorm.backends.cpu.supports", lambda problem: answers.why_not)
     plan_for.cache_clear()
     yield answers
     plan_for.cache_clear()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from epinorm.pointwise import (
+from epinorm.chain.pointwise import (
     DEFINITIONS,
     Pointwise,
     as_pointwise,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import epinorm
-from epinorm.prepack import _hooks, _modules, _state, marked, prepack, prepacked, unprepack
+from epinorm.backends.prepack import _hooks, _modules, _state, marked, prepack, prepacked, unprepack
 
 pytestmark = pytest.mark.filterwarnings("ignore:prepack keeps nothing")
 

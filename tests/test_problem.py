@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.kernelbench import ProblemError, load_problem
+from epinorm.tools.kernelbench import ProblemError, load_problem
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "matmul_groupnorm_leakyrelu_sum.py"
 

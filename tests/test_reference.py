@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from epinorm import reference
-from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm
-from epinorm.plan import Forward, Inputs, Plan, Problem, Wanted
+from epinorm.backends.reference import backward, forward
+from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm, reference
 from epinorm.precision import product_precision
-from epinorm.reference_backend import backward, forward
+from epinorm.problem import Forward, Inputs, Plan, Problem, Wanted
 
 NORMS = [GroupNorm(4, 1e-3), LayerNorm(1e-3), RMSNorm(1e-3), RMSNorm()]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from epinorm import report
-from epinorm.plots import draw
-from epinorm.results import Row, commit, device_slug, merge_rows, read_rows, write_atomic
+from epinorm.tools import report
+from epinorm.tools.plots import draw
+from epinorm.tools.results import Row, commit, device_slug, merge_rows, read_rows, write_atomic
 
 ROOT = Path(__file__).parents[1]
 
@@ -273,7 +273,7 @@ def test_every_results_file_reads_back() -> None:
 
 def test_the_command_draws_a_results_file(tmp_path: Path) -> None:
     merge_rows(tmp_path / "gpu.json", [ROW])
-    command = [sys.executable, "-m", "epinorm.report"]
+    command = [sys.executable, "-m", "epinorm.tools.report"]
     done = subprocess.run([*command, str(tmp_path / "gpu.json")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {p.name for p in tmp_path.iterdir()} == {"gpu.json", "gpu.png", "gpu.svg", "gpu.html"}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import epinorm
-from epinorm.caller import Caller
+from epinorm.operator.dispatch import Caller
 from epinorm.rewrite import unfuse
 
 _spec = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))

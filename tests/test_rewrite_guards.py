@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import register_parametrization
 
 import epinorm
-from epinorm.caller import Caller
+from epinorm.operator.dispatch import Caller
 
 K, N, GROUPS, ROWS = 12, 16, 4, 5
 

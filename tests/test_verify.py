@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from epinorm.accuracy import (
+from epinorm.tools.accuracy import (
     FLOOR_ULPS,
     Comparison,
     Verification,
     allowed_error,
     relative_error,
 )
-from epinorm.kinks import away_from_kinks
-from epinorm.verify import (
+from epinorm.tools.kinks import away_from_kinks
+from epinorm.tools.verify import (
     draw_inputs,
     poisoned_memory,
     randomize_parameters,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from epinorm.accumulation import accumulate_in_place
+from epinorm.backends.prepack import prepack, prepacked, unprepack
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm
-from epinorm.functional import linear_norm
-from epinorm.modules import LinearNorm
-from epinorm.prepack import prepack, prepacked, unprepack
+from epinorm.operator.accumulation import accumulate_in_place
+from epinorm.operator.functional import linear_norm
+from epinorm.operator.modules import LinearNorm
 
 __version__ = "0.1.0"
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from epinorm import reference, reference_backend
-from epinorm.accuracy import allowed_error, relative_error
-from epinorm.chain import Chain
-from epinorm.cpu import backend, supports
-from epinorm.plan import Inputs, Plan, Problem, Wanted
+from epinorm.backends import reference as reference_backend
+from epinorm.backends.cpu import backend, supports
+from epinorm.chain import Chain, reference
+from epinorm.problem import Inputs, Plan, Problem, Wanted
+from epinorm.tools.accuracy import allowed_error, relative_error
 
 PLAN = Plan("cpu", "a test")
 NAMES = ("y", "dx", "dweight", "dbias", "dnorm_weight", "dnorm_bias")
@@ -94,7 +94,7 @@ def make_case() -> MakeCase:
 
 
 def _check_as_accurate_as_eager(cases: list[Case]) -> None:
-    """Each result's error, over all cases together, is at most eager's own (epinorm.accuracy)."""
+    """Each result's error, over all cases together, is at most eager's own (tools.accuracy)."""
     ours, eager, exact = ([case.__getattribute__(how)() for case in cases] for how in HOW)
     dtype = cases[0].problem.dtype
     for index, first in enumerate(exact[0]):

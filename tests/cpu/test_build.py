@@ -14,19 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.cpu import build, supports
-from epinorm.cuda import cache
+from epinorm.backends import cache
+from epinorm.backends.cpu import build, supports
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the CPU kernels need Linux")
 
-SOURCE = str(Path(build.__file__).parents[2])
+SOURCE = str(Path(build.__file__).parents[3])
 
 RUN = """
     import warnings, torch
     from epinorm.chain import Chain
-    from epinorm.cpu import backend, supports
-    from epinorm.plan import Inputs, Plan, Problem, plan_for
-    from epinorm import reference_backend
+    from epinorm.backends.cpu import backend, supports
+    from epinorm.backends.choice import plan_for
+    from epinorm.problem import Inputs, Plan, Problem
+    from epinorm.backends import reference as reference_backend
 
     torch.manual_seed(0)
     chain = Chain.parse("group_norm(4)|leaky_relu(0.02)|scale(2)")

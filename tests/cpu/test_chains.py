@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epinorm import reference_backend
-from epinorm.accuracy import relative_error
-from epinorm.cpu import backend
-from epinorm.cpu.blocks import choose_blocks
-from epinorm.plan import Wanted
-from epinorm.pointwise import DEFINITIONS
+from epinorm.backends import reference as reference_backend
+from epinorm.backends.cpu import backend
+from epinorm.backends.cpu.blocks import choose_blocks
+from epinorm.chain.pointwise import DEFINITIONS
+from epinorm.problem import Wanted
+from epinorm.tools.accuracy import relative_error
 
 pytestmark = pytest.mark.usefixtures("needs_kernels")
 

@@ -7,11 +7,11 @@ import ctypes
 import pytest
 import torch
 
-from epinorm import reference
-from epinorm.accuracy import relative_error
-from epinorm.cpu import build
-from epinorm.plan import Inputs
-from epinorm.pointwise import DEFINITIONS
+from epinorm.backends.cpu import build
+from epinorm.chain import reference
+from epinorm.chain.pointwise import DEFINITIONS
+from epinorm.problem import Inputs
+from epinorm.tools.accuracy import relative_error
 
 pytestmark = pytest.mark.usefixtures("needs_kernels")
 
@@ -105,7 +105,7 @@ def test_bf16_rounds_to_nearest_even(make_case):
     case = make_case(f"group_norm({n})", 5, 8, n, torch.bfloat16, torch.float32)
     problem = case.problem.__class__(**{**case.problem.__dict__, "out_dtype": torch.bfloat16})
     inputs: Inputs = case.inputs._replace(norm_bias=values)
-    from epinorm.cpu import backend
+    from epinorm.backends.cpu import backend
 
     y = backend.forward(problem, None, inputs).y
     assert torch.equal(y.nan_to_num(7.0), values.bfloat16().nan_to_num(7.0).expand(5, n))
@@ -139,7 +139,7 @@ def test_elementary_functions(name):
 
 
 def test_reference_agrees_with_float64(make_case):
-    """The cases' own truth is what epinorm.reference says."""
+    """The cases' own truth is what epinorm.chain.reference says."""
     case = make_case("gelu|layer_norm|add_channel", 50, 16, 24, torch.float64)
     y = reference.linear_norm(
         *(case.inputs.x, case.inputs.weight, case.inputs.bias, case.problem.chain),

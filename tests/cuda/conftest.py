@@ -18,23 +18,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from epinorm import caller, calls
+from epinorm.backends.cuda.fp32 import planes, rescue
+from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.norm import forward as norm_forward
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan import strategy as cuda_plan
+from epinorm.backends.cuda.plan import tuned
+from epinorm.backends.cuda.runtime import device, driver, launch, tensor_map
 from epinorm.chain import RMSNorm
-from epinorm.cuda import (
-    device,
-    driver,
-    hopper_forward,
-    hopper_plan,
-    launch,
-    norm_forward,
-    planes,
-    rescue,
-    tensor_map,
-    tuned,
-)
-from epinorm.cuda import plan as cuda_plan
+from epinorm.chain.reference import epilogue
+from epinorm.operator import calls
+from epinorm.operator import dispatch as caller
 from epinorm.precision import product_precision
-from epinorm.reference import epilogue
 
 SMS = 132
 SHARED_BYTES = 232448

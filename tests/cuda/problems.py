@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from epinorm.chain import Chain
-from epinorm.plan import Problem
+from epinorm.problem import Problem
 
 EASY = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
 HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"

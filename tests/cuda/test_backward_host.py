@@ -9,22 +9,15 @@ import weakref
 import pytest
 import torch
 
-from epinorm import calls
-from epinorm.cuda import (
-    backward,
-    gradient_planes,
-    hopper_product,
-    norm_backward,
-    norm_planes,
-    plane_products,
-    planes,
-    rescue,
-    rescue_gradient,
-)
-from epinorm.cuda.device import Gpu
-from epinorm.cuda.kept_planes import KeptPlanes, nbytes_kept
-from epinorm.cuda.planes import splitter
-from epinorm.plan import Plan
+from epinorm.backends.cuda import backward, plane_products
+from epinorm.backends.cuda.fp32 import gradient_planes, norm_planes, planes, rescue, rescue_gradient
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, nbytes_kept
+from epinorm.backends.cuda.fp32.planes import splitter
+from epinorm.backends.cuda.gemm.hopper import product as hopper_product
+from epinorm.backends.cuda.norm import backward as norm_backward
+from epinorm.backends.cuda.runtime.device import Gpu
+from epinorm.operator import calls
+from epinorm.problem import Plan
 
 CPU = torch.device("cpu")
 SHARED = 232448

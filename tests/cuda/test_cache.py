@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from epinorm.cuda import cache, jit
-from epinorm.cuda.jit import KernelSource
+from epinorm.backends import cache
+from epinorm.backends.cuda.runtime import jit
+from epinorm.backends.cuda.runtime.jit import KernelSource
 
 KEY = cache.key_of("a kernel")
 FACTS = {"entry": "k", "arch": "sm_90a", "registers": 10}
@@ -278,7 +279,7 @@ def test_a_writer_killed_half_way_leaves_only_a_temporary_file(root: Path) -> No
     """The child dies by SIGKILL after half of the bytes; nothing that can be loaded is left."""
     code = (
         "import os, signal\n"
-        "from epinorm.cuda import cache\n"
+        "from epinorm.backends.cuda import cache\n"
         "class Half:\n"
         "    def __init__(self, d, mode): self.d = d\n"
         "    def __enter__(self): return self\n"

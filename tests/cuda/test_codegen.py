@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin
+from epinorm.backends.cuda.text.chain_text import chain_text
+from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.chain import Chain
-from epinorm.cuda.codegen import chain_text
-from epinorm.cuda.jit import KernelSource, compile_cubin
-from epinorm.cuda.source import read_kernel
-from epinorm.pointwise import DEFINITIONS
+from epinorm.chain.pointwise import DEFINITIONS
 
 CHAINS = (
     "group_norm(4)",
@@ -52,7 +52,7 @@ void post(long long n, T* x, T* g, T* operands, T* y, T* dx, T* d_operands) {
 
 def host_library(chain: Chain, folder: Path) -> ctypes.CDLL:
     text = chain_text(chain)
-    device_header = read_kernel("chain.cuh")
+    device_header = read_kernel("common/chain.cuh")
     assert text.startswith(device_header)
     (folder / "chain.cpp").write_text(HOST + text.removeprefix(device_header) + EXPORTS)
     library = folder / "chain.so"

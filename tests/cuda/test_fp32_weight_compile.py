@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from epinorm.cuda import hopper_plan
-from epinorm.cuda.hopper import SHARED_LIMIT, Tile
-from epinorm.cuda.hopper_fp32_weight import (
+from epinorm.backends.cuda.fp32.planes import split_shape
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
     fp32_weight_source,
     fp32_weight_tiles,
     shared_bytes,
     split_and_sample_source,
     stages_of_weight,
 )
-from epinorm.cuda.jit import Compiled, compiled
-from epinorm.cuda.planes import split_shape
-from epinorm.plan import Problem
+from epinorm.backends.cuda.gemm.hopper.text import SHARED_LIMIT, Tile
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.runtime.jit import Compiled, compiled
+from epinorm.problem import Problem
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -34,7 +34,7 @@ def check(problem: Problem, tile: Tile, writes_plane: bool = False) -> Compiled:
     source = fp32_weight_source(hopper_plan.instance_for(problem, tile), writes_plane)
     layout = (
         f"static_assert(kBarrierOffset + kBarrierBytes == {shared_bytes(tile)}, "
-        '"hopper_fp32_weight.py and the kernel lay it out differently");\n'
+        '"gemm/hopper/fp32_weight.py and the kernel lay it out differently");\n'
     )
     result = compiled(dataclasses.replace(source, text=source.text + layout))
     assert (result.spill_bytes, result.stack_bytes) == (0, 0), result.log

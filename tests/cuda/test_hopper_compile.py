@@ -17,11 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.cuda import hopper_plan
-from epinorm.cuda.hopper import Tile, largest_stages, linear_norm_source, shared_bytes
-from epinorm.cuda.jit import KernelSource, compiled
-from epinorm.cuda.planes import split_source
-from epinorm.plan import Problem
+from epinorm.backends.cuda.fp32.planes import split_source
+from epinorm.backends.cuda.gemm.hopper.text import (
+    Tile,
+    largest_stages,
+    linear_norm_source,
+    shared_bytes,
+)
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
+from epinorm.problem import Problem
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.cuda import hopper_plan
-from epinorm.cuda import plan as cuda_plan
-from epinorm.cuda.device import Gpu
-from epinorm.cuda.hopper import Tile, shared_bytes
-from epinorm.plan import Problem
+from epinorm.backends.cuda.gemm.hopper.text import Tile, shared_bytes
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan import strategy as cuda_plan
+from epinorm.backends.cuda.runtime.device import Gpu
+from epinorm.problem import Problem
 
 sys.path.insert(0, str(Path(__file__).parent))
 

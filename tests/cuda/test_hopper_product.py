@@ -7,20 +7,20 @@ import dataclasses
 import pytest
 import torch
 
-from epinorm.chain import Chain
-from epinorm.cuda.device import Gpu
-from epinorm.cuda.gradient_planes import gradient_source
-from epinorm.cuda.hopper import (
+from epinorm.backends.cuda.fp32.gradient_planes import gradient_source
+from epinorm.backends.cuda.gemm.hopper.product import TILES, ProductShape, add_splits_source, choose
+from epinorm.backends.cuda.gemm.hopper.text import (
     Tile,
     product_into_source,
     product_shared_bytes,
     product_source,
 )
-from epinorm.cuda.hopper_plan import fold_steps
-from epinorm.cuda.hopper_product import TILES, ProductShape, add_splits_source, choose
-from epinorm.cuda.jit import compiled
-from epinorm.cuda.plane_products import planes_taken
-from epinorm.plan import Problem
+from epinorm.backends.cuda.plan.hopper import fold_steps
+from epinorm.backends.cuda.plane_products import planes_taken
+from epinorm.backends.cuda.runtime.device import Gpu
+from epinorm.backends.cuda.runtime.jit import compiled
+from epinorm.chain import Chain
+from epinorm.problem import Problem
 
 SHARED_LIMIT = 227 * 1024
 SMS = 132
@@ -128,7 +128,7 @@ def problem(m: int, k: int, n: int, precision: str) -> Problem:
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu((9, 0), SMS, SHARED_LIMIT, SHARED_LIMIT + 1024)
-    monkeypatch.setattr("epinorm.cuda.plane_products.gpu_of", lambda device: gpu)
+    monkeypatch.setattr("epinorm.backends.cuda.plane_products.gpu_of", lambda device: gpu)
 
 
 @pytest.mark.usefixtures("h200")

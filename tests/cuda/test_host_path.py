@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import epinorm
-from epinorm import caller as caller_module
+from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.norm.forward import norm_forward
+from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.chain import Chain
-from epinorm.cuda import hopper_plan
-from epinorm.cuda.norm_forward import norm_forward
-from epinorm.plan import Inputs, Problem
+from epinorm.operator import dispatch as caller_module
+from epinorm.problem import Inputs, Problem
 
 K, N, GROUPS, ROWS = 64, 128, 8, 24
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -325,7 +326,7 @@ def test_memory_that_is_used_again_is_read_again(way: Any, gpu: Any) -> None:
 
 
 def test_a_new_plan_is_followed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epinorm.cuda import tune
+    from epinorm.tools import tune
 
     fused, x = fused_model(BF16), torch.randn(ROWS, K).bfloat16()
     with torch.no_grad():
@@ -333,14 +334,14 @@ def test_a_new_plan_is_followed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> No
         check(fused, x)
         before = gpu.launches[-1].source.tile
         tiles = [t for t in hopper_plan.candidates(problem_of(gpu)) if t != before]
-        monkeypatch.setattr("epinorm.cuda.hopper_forward.choose_tile", lambda *_, **__: tiles[0])
+        monkeypatch.setattr(hopper_forward, "choose_tile", lambda *_, **__: tiles[0])
         tune.forget_plans()
         check(fused, x)
     assert gpu.launches[-1].source.tile == tiles[0]
 
 
 def problem_of(gpu: Any) -> Any:
-    from epinorm import calls
+    from epinorm.operator import calls
 
     (prepared,) = calls._prepared.values()
     return prepared.problem

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.cuda import cache, device, jit
-from epinorm.cuda.jit import KernelSource, compile_cubin
+from epinorm.backends import cache
+from epinorm.backends.cuda.runtime import device, jit
+from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin
 
 TEXT = """
 extern "C" __global__ void other(float* y) { y[threadIdx.x] = 1.f; }
@@ -160,7 +161,7 @@ def test_threads_compile_side_by_side() -> None:
 
 def test_importing_the_machinery_imports_no_compiler() -> None:
     code = (
-        "import sys, torch; before = set(sys.modules); import epinorm.cuda.jit; "
+        "import sys, torch; before = set(sys.modules); import epinorm.backends.cuda.runtime.jit; "
         "print(sorted(m for m in set(sys.modules) - before if m.startswith('cuda')))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from epinorm.cuda import kept_planes
-from epinorm.cuda.kept_planes import VARIABLE, KeptPlanes, nbytes_kept, room_for
+from epinorm.backends.cuda.fp32 import kept_planes
+from epinorm.backends.cuda.fp32.kept_planes import VARIABLE, KeptPlanes, nbytes_kept, room_for
 
 CPU = torch.device("cpu")
 

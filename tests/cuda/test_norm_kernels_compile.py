@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from epinorm.chain import Chain
-from epinorm.cuda.jit import KernelSource, compiled
-from epinorm.cuda.norm_backward_text import (
+from epinorm.backends.cuda.norm.backward_text import (
     Outputs,
     backward_plan,
     backward_plans,
@@ -13,10 +11,12 @@ from epinorm.cuda.norm_backward_text import (
     column_sums_source,
     row_sums_source,
 )
-from epinorm.cuda.norm_forward import forward_plan, forward_plans, forward_source
-from epinorm.cuda.norm_tile import vector_width
-from epinorm.plan import Problem, Wanted
-from epinorm.pointwise import DEFINITIONS
+from epinorm.backends.cuda.norm.forward import forward_plan, forward_plans, forward_source
+from epinorm.backends.cuda.norm.tile import vector_width
+from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
+from epinorm.chain import Chain
+from epinorm.chain.pointwise import DEFINITIONS
+from epinorm.problem import Problem, Wanted
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 ARCHITECTURES = {"sm_80": 163, "sm_90a": 227, "sm_100": 227}

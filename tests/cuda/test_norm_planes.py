@@ -16,11 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_norm_kernels_compile import EASY, HEAVY, problem_of
 
-from epinorm.chain import Chain
-from epinorm.cuda.jit import compiled
-from epinorm.cuda.norm_backward_text import Outputs, backward_plan, backward_source
-from epinorm.cuda.norm_planes import worthwhile
-from epinorm.cuda.norm_planes_text import (
+from epinorm.backends.cuda.fp32.norm_planes import worthwhile
+from epinorm.backends.cuda.fp32.norm_planes_text import (
     FEWEST_STAGES,
     MOST_STRIPS,
     faint_rows,
@@ -28,9 +25,12 @@ from epinorm.cuda.norm_planes_text import (
     rescale_source,
     rows_plan,
 )
-from epinorm.cuda.norm_tile import vector_width
-from epinorm.cuda.planes import TOLERANCE
-from epinorm.plan import Problem, Wanted
+from epinorm.backends.cuda.fp32.planes import TOLERANCE
+from epinorm.backends.cuda.norm.backward_text import Outputs, backward_plan, backward_source
+from epinorm.backends.cuda.norm.tile import vector_width
+from epinorm.backends.cuda.runtime.jit import compiled
+from epinorm.chain import Chain
+from epinorm.problem import Problem, Wanted
 
 ARCH = "sm_90a"
 KB62_THREADS = 768

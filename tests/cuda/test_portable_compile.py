@@ -14,19 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.cuda import portable_plan, portable_product
-from epinorm.cuda.device import Gpu
-from epinorm.cuda.jit import KernelSource, compiled
-from epinorm.cuda.planes import split_source
-from epinorm.cuda.portable import (
+from epinorm.backends.cuda.fp32.planes import split_source
+from epinorm.backends.cuda.fp32.rescue import rescue_source
+from epinorm.backends.cuda.fp32.rescue_gradient import rescue_gradient_source, tile_of
+from epinorm.backends.cuda.gemm.portable import product as portable_product
+from epinorm.backends.cuda.gemm.portable.text import (
     linear_norm_source,
     product_shared_bytes,
     product_source,
     shared_bytes,
 )
-from epinorm.cuda.rescue import rescue_source
-from epinorm.cuda.rescue_gradient import rescue_gradient_source, tile_of
-from epinorm.plan import Problem
+from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.runtime.device import Gpu
+from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
+from epinorm.problem import Problem
 
 sys.path.insert(0, str(Path(__file__).parent))
 

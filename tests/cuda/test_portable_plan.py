@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from epinorm.cuda import plan as cuda_plan
-from epinorm.cuda import portable_plan, portable_product
-from epinorm.cuda.core import wanted_core
-from epinorm.cuda.device import Gpu
-from epinorm.cuda.plane_products import planes_taken
-from epinorm.cuda.portable import product_shared_bytes, shared_bytes
+from epinorm.backends.cuda.gemm.portable import product as portable_product
+from epinorm.backends.cuda.gemm.portable.text import product_shared_bytes, shared_bytes
+from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.plan import strategy as cuda_plan
+from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.plane_products import planes_taken
+from epinorm.backends.cuda.runtime.device import Gpu
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -39,7 +40,7 @@ def on(monkeypatch):
         monkeypatch.setattr(cuda_plan, "capability", lambda device: gpu.capability)
         monkeypatch.setattr(cuda_plan, "sm_count", lambda device: gpu.multiprocessors)
         monkeypatch.setattr(cuda_plan, "gpu_of", lambda device: gpu)
-        monkeypatch.setattr("epinorm.cuda.plane_products.gpu_of", lambda device: gpu)
+        monkeypatch.setattr("epinorm.backends.cuda.plane_products.gpu_of", lambda device: gpu)
 
     return become
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epinorm.cuda import prepared
+from epinorm.backends.cuda.runtime import prepared
 
 SIZES = [(), (3,), (0,), (2, 3), (0, 3), (3, 0), (2, 3, 4), (5, 1, 2)]
 

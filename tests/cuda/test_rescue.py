@@ -6,11 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from epinorm.chain import Chain
-from epinorm.cuda import rescue
-from epinorm.cuda.jit import compile_cubin
-from epinorm.cuda.prepared import PreparedByProblem
-from epinorm.cuda.rescue import (
+from epinorm.backends.cuda.fp32 import rescue
+from epinorm.backends.cuda.fp32.rescue import (
     MOST_SPLITS,
     STATIC_BYTES,
     RescueTile,
@@ -18,8 +15,11 @@ from epinorm.cuda.rescue import (
     rescue_tile,
     splits_of,
 )
-from epinorm.plan import Problem
-from epinorm.pointwise import DEFINITIONS
+from epinorm.backends.cuda.runtime.jit import compile_cubin
+from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
+from epinorm.chain import Chain
+from epinorm.chain.pointwise import DEFINITIONS
+from epinorm.problem import Problem
 
 F32 = torch.float32
 EASY = "group_norm({groups})|leaky_relu(0.01)|scale(2)"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from epinorm.cuda.jit import compile_cubin
-from epinorm.cuda.rescue import STATIC_BYTES
-from epinorm.cuda.rescue_gradient import TILE, rescue_gradient_source
+from epinorm.backends.cuda.fp32.rescue import STATIC_BYTES
+from epinorm.backends.cuda.fp32.rescue_gradient import TILE, rescue_gradient_source
+from epinorm.backends.cuda.runtime.jit import compile_cubin
 
 MOST_REGISTERS = 255
 """Of a thread where a block of 256 has a multiprocessor to itself; more would be spilled."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from epinorm.cuda import source
-from epinorm.cuda.jit import KernelSource, compile_cubin
+from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin
+from epinorm.backends.cuda.text import source
 
 
 @pytest.fixture

@@ -14,15 +14,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epinorm import plan as general_plan
-from epinorm import reference_backend
+from epinorm.backends import cache
+from epinorm.backends import choice as general_plan
+from epinorm.backends import reference as reference_backend
+from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.gemm.hopper.text import Tile
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan import strategy as cuda_plan
+from epinorm.backends.cuda.plan import tuned
+from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.chain import Chain
-from epinorm.cli import app
-from epinorm.cuda import cache, hopper_forward, hopper_plan, tune, tuned
-from epinorm.cuda import plan as cuda_plan
-from epinorm.cuda.hopper import Tile
-from epinorm.cuda.tuned import Choice
-from epinorm.plan import Inputs, Plan, Problem
+from epinorm.problem import Inputs, Plan, Problem
+from epinorm.tools import tune
+from epinorm.tools.cli.main import app
 
 GPU = "NVIDIA H200"
 SMS = 132

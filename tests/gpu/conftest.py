@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from epinorm.accuracy import allowed_error, relative_error
+from epinorm.backends.cuda.norm.backward import NormGradients, norm_backward
+from epinorm.backends.cuda.norm.forward import norm_forward
 from epinorm.chain import Chain
-from epinorm.cuda.norm_backward import NormGradients, norm_backward
-from epinorm.cuda.norm_forward import norm_forward
-from epinorm.plan import Forward, Inputs, Problem, Wanted
-from epinorm.reference import epilogue
-from epinorm.verify import poisoned_memory
+from epinorm.chain.reference import epilogue
+from epinorm.problem import Forward, Inputs, Problem, Wanted
+from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.verify import poisoned_memory
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -13,18 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epinorm import calls
-from epinorm.accuracy import allowed_error, relative_error
+from epinorm.backends.cuda.fp32.planes import Planes
+from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.gemm.hopper.text import Tile, largest_stages
+from epinorm.backends.cuda.gemm.portable import forward as portable_forward
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.runtime.device import gpu_of
+from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.chain import Chain, RMSNorm
-from epinorm.cuda import hopper_forward, hopper_plan, portable_forward, portable_plan
-from epinorm.cuda.core import wanted_core
-from epinorm.cuda.device import gpu_of
-from epinorm.cuda.hopper import Tile, largest_stages
-from epinorm.cuda.planes import Planes
-from epinorm.cuda.prepared import PreparedByProblem
-from epinorm.plan import Core, Forward, Inputs, Problem
-from epinorm.reference import epilogue
-from epinorm.verify import poisoned_memory
+from epinorm.chain.reference import epilogue
+from epinorm.operator import calls
+from epinorm.problem import Core, Forward, Inputs, Problem
+from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.verify import poisoned_memory
 
 CHAIN = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
 

@@ -20,14 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import make_product
 
 from conftest import CHAIN, make_case
-from epinorm.cuda import hopper_product, portable_product
-from epinorm.cuda.hopper_fp32_forward import Fp32Weight
-from epinorm.cuda.hopper_fp32_weight import fp32_weight_tiles
-from epinorm.cuda.hopper_product import ProductShape, prepare_adding
-from epinorm.cuda.norm_planes import DzPlanes
-from epinorm.cuda.plane_products import PlaneProducts
-from epinorm.cuda.rescue_gradient import prepare_rescue
-from epinorm.plan import Wanted
+from epinorm.backends.cuda.fp32.norm_planes import DzPlanes
+from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
+from epinorm.backends.cuda.gemm.hopper import product as hopper_product
+from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import fp32_weight_tiles
+from epinorm.backends.cuda.gemm.hopper.product import ProductShape, prepare_adding
+from epinorm.backends.cuda.gemm.portable import product as portable_product
+from epinorm.backends.cuda.plane_products import PlaneProducts
+from epinorm.problem import Wanted
 
 EVERY = Wanted(True, True, True, True, True, ())
 HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"

@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import dtype_of, forced_core
 
 import epinorm
-from epinorm import autograd
-from epinorm.accuracy import allowed_error, relative_error
-from epinorm.calls import run_backward
-from epinorm.cuda.hopper_product import TILES, AddingProduct, Product, ProductShape
-from epinorm.cuda.hopper_product import Choice as TileChoice
+from epinorm.backends.cuda.gemm.hopper.product import TILES, AddingProduct, Product, ProductShape
+from epinorm.backends.cuda.gemm.hopper.product import Choice as TileChoice
+from epinorm.operator import autograd
+from epinorm.operator.calls import run_backward
+from epinorm.tools.accuracy import allowed_error, relative_error
 
 M, K, N, GROUPS = 2048, 4096, 4096, 256
 """Large enough that fp32 takes planes for dW, in sums that are not split."""

@@ -18,16 +18,16 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from epinorm.accuracy import relative_error
-from epinorm.bench import fp32_precision_set
-from epinorm.cuda.hopper import Tile
-from epinorm.cuda.hopper_fp32_weight import fp32_weight_tiles
-from epinorm.cuda.hopper_plan import choose_tile
-from epinorm.kernelbench import export_hopper
-from epinorm.kernelbench.export import export
-from epinorm.kernelbench.judge import judge
-from epinorm.kernelbench.judge_facts import JudgeOptions
-from epinorm.plan import Problem
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import fp32_weight_tiles
+from epinorm.backends.cuda.gemm.hopper.text import Tile
+from epinorm.backends.cuda.plan.hopper import choose_tile
+from epinorm.problem import Problem
+from epinorm.tools.accuracy import relative_error
+from epinorm.tools.bench import fp32_precision_set
+from epinorm.tools.export import hopper as export_hopper
+from epinorm.tools.export.export import export
+from epinorm.tools.judge.facts import JudgeOptions
+from epinorm.tools.judge.judge import judge
 from exported import start
 
 Precision = Literal["highest", "high", "native"]

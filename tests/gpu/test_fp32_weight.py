@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import ProductCase, bits, forced_tile, make_product, matmul_precision
 
 import epinorm
-from epinorm.accuracy import allowed_error, relative_error
-from epinorm.cuda import hopper_plan, kept_planes
-from epinorm.cuda.hopper_fp32_forward import Fp32Weight
-from epinorm.cuda.hopper_fp32_weight import fp32_weight_tiles
-from epinorm.cuda.planes import Planes, split
-from epinorm.cuda.tune import forget_plans
+from epinorm.backends.cuda.fp32 import kept_planes
+from epinorm.backends.cuda.fp32.planes import Planes, split
+from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import fp32_weight_tiles
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.tune import forget_plans
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

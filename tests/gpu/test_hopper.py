@@ -21,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import bits, forced_tile, make_product, matmul_precision
 
 import epinorm
-from epinorm.accuracy import allowed_error, relative_error
-from epinorm.cuda import hopper_forward as hopper_forward_module
-from epinorm.cuda import hopper_plan
-from epinorm.cuda.hopper import Tile
-from epinorm.cuda.planes import split
-from epinorm.cuda.prepared import PreparedByProblem
-from epinorm.plan import plan_for
-from epinorm.pointwise import DEFINITIONS
+from epinorm.backends.choice import plan_for
+from epinorm.backends.cuda.fp32.planes import split
+from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward_module
+from epinorm.backends.cuda.gemm.hopper.text import Tile
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
+from epinorm.chain.pointwise import DEFINITIONS
+from epinorm.tools.accuracy import allowed_error, relative_error
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

@@ -15,21 +15,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import matmul_precision
 
 import epinorm
-from epinorm import calls
-from epinorm.accuracy import allowed_error, relative_error
+from epinorm.backends.choice import plan_for
+from epinorm.backends.cuda.fp32.planes import split
+from epinorm.backends.cuda.gemm.hopper.product import TILES, Choice, Product, ProductShape, choose
+from epinorm.backends.cuda.gemm.hopper.text import Tile
+from epinorm.backends.cuda.norm.backward import Largest
+from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.chain import Chain
-from epinorm.cuda.hopper import Tile
-from epinorm.cuda.hopper_product import (
-    TILES,
-    Choice,
-    Product,
-    ProductShape,
-    choose,
-)
-from epinorm.cuda.norm_backward import Largest
-from epinorm.cuda.plane_products import PlaneProducts
-from epinorm.cuda.planes import split
-from epinorm.plan import Core, Inputs, Problem, plan_for
+from epinorm.operator import calls
+from epinorm.problem import Core, Inputs, Problem
+from epinorm.tools.accuracy import allowed_error, relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from epinorm.kernelbench.judge import judge
-from epinorm.kernelbench.judge_facts import JudgeOptions, Verdict
+from epinorm.tools.judge.facts import JudgeOptions, Verdict
+from epinorm.tools.judge.judge import judge
 
 ZOO = Path(__file__).parents[1] / "zoo"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.cuda import device
-from epinorm.cuda.driver import driver
-from epinorm.cuda.jit import KernelSource, load
-from epinorm.cuda.launch import Kernel, f32, f64, i32, i64, tensor_map, u32, u64
+from epinorm.backends.cuda.runtime import device
+from epinorm.backends.cuda.runtime.driver import driver
+from epinorm.backends.cuda.runtime.jit import KernelSource, load
+from epinorm.backends.cuda.runtime.launch import Kernel, f32, f64, i32, i64, tensor_map, u32, u64
 
 pytestmark = pytest.mark.gpu
 
@@ -342,8 +342,9 @@ def test_a_dependent_launch_starts_before_the_one_ahead_has_ended(dependent: boo
 CHILD = f"""
 import time, torch
 x = torch.ones(1000, device="cuda"); y = torch.full_like(x, float("nan")); torch.cuda.synchronize()
-from epinorm.cuda import cache, device, jit
-from epinorm.cuda.launch import f32, i32
+from epinorm.backends import cache
+from epinorm.backends.cuda.runtime import device, jit
+from epinorm.backends.cuda.runtime.launch import f32, i32
 started = time.perf_counter()
 compiled, real = [], jit.compile_cubin
 jit.compile_cubin = lambda source: compiled.append(source) or real(source)

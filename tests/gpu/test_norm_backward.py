@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from epinorm.accuracy import relative_error
+from epinorm.backends.cuda.backward import backward
+from epinorm.backends.cuda.forward import forward
+from epinorm.backends.cuda.norm.backward import Factors, Largest, norm_backward
 from epinorm.chain import Chain
-from epinorm.cuda.backward import backward
-from epinorm.cuda.forward import forward
-from epinorm.cuda.norm_backward import Factors, Largest, norm_backward
-from epinorm.plan import Forward, Inputs, Plan, Problem, Wanted
+from epinorm.problem import Forward, Inputs, Plan, Problem, Wanted
+from epinorm.tools.accuracy import relative_error
 
 PLAN = Plan("epilogue", "test")
 CHAINS = (

@@ -9,11 +9,11 @@ import itertools
 import pytest
 import torch
 
-from epinorm.accuracy import allowed_error, relative_error
-from epinorm.cuda.forward import forward
-from epinorm.cuda.norm_forward import forward_plans
-from epinorm.plan import Plan
-from epinorm.pointwise import DEFINITIONS
+from epinorm.backends.cuda.forward import forward
+from epinorm.backends.cuda.norm.forward import forward_plans
+from epinorm.chain.pointwise import DEFINITIONS
+from epinorm.problem import Plan
+from epinorm.tools.accuracy import allowed_error, relative_error
 
 CHANNELS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 31, 32, 33, 64, 96, 100, 128, 256, 1000, 1024)
 CHANNELS += (4096, 8192)
@@ -206,8 +206,8 @@ def test_cuda_graph_replays_forward_and_backward(norm_case):
     case = norm_case(16, 8, 100)
     case.backward(case.forward())
     graph = torch.cuda.CUDAGraph()
-    from epinorm.cuda.norm_backward import norm_backward
-    from epinorm.cuda.norm_forward import norm_forward
+    from epinorm.backends.cuda.norm.backward import norm_backward
+    from epinorm.backends.cuda.norm.forward import norm_forward
 
     with torch.cuda.graph(graph):
         kept = norm_forward(case.problem, case.z, case.inputs)

@@ -16,13 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from product_case import matmul_precision
 
+from epinorm.backends.cuda import plane_products
+from epinorm.backends.cuda.fp32.norm_planes import beside_dx
+from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.chain import Chain
-from epinorm.cuda import plane_products
-from epinorm.cuda.norm_planes import beside_dx
-from epinorm.cuda.plane_products import PlaneProducts
-from epinorm.plan import Forward, Inputs, Problem, Wanted
-from epinorm.reference import epilogue
-from epinorm.verify import poisoned_memory
+from epinorm.chain.reference import epilogue
+from epinorm.problem import Forward, Inputs, Problem, Wanted
+from epinorm.tools.verify import poisoned_memory
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from epinorm import Chain, GroupNorm, LayerNorm, LinearNorm, RMSNorm, linear_norm, ops, reference
+from epinorm import Chain, GroupNorm, LayerNorm, LinearNorm, RMSNorm, linear_norm
+from epinorm.chain import reference
+from epinorm.operator import ops
 
 NORMS = [GroupNorm(16), LayerNorm(), RMSNorm()]
 

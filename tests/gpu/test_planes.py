@@ -9,8 +9,8 @@ where the list is too short, and where the scale leaves 2^±60, by 2.
 import pytest
 import torch
 
-from epinorm.cuda.planes import LISTED, split, splitter
-from epinorm.verify import poisoned_memory
+from epinorm.backends.cuda.fp32.planes import LISTED, split, splitter
+from epinorm.tools.verify import poisoned_memory
 
 STEP = {1: 2.0**-11, 2: 2.0**-22}  # of the element
 FINEST = {1: 2.0**-25, 2: 2.0**-36}  # of a scaled row

@@ -20,16 +20,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import bits, make_product, matmul_precision
 
 import epinorm
-from epinorm.accuracy import allowed_error, relative_error
-from epinorm.cuda import portable_forward as portable_forward_module
-from epinorm.cuda import portable_plan
-from epinorm.cuda.device import gpu_of
-from epinorm.cuda.hopper_product import ProductShape
-from epinorm.cuda.portable import PortableTile, largest_stages
-from epinorm.cuda.portable_forward import portable_forward
-from epinorm.cuda.portable_product import prepare_product
-from epinorm.cuda.prepared import PreparedByProblem
-from epinorm.verify import poisoned_memory
+from epinorm.backends.cuda.gemm.hopper.product import ProductShape
+from epinorm.backends.cuda.gemm.portable import forward as portable_forward_module
+from epinorm.backends.cuda.gemm.portable.forward import portable_forward
+from epinorm.backends.cuda.gemm.portable.product import prepare_product
+from epinorm.backends.cuda.gemm.portable.text import PortableTile, largest_stages
+from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.runtime.device import gpu_of
+from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
+from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.verify import poisoned_memory
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from product_case import ProductCase, make_product
 
-from epinorm.accuracy import allowed_error, relative_error
+from epinorm.tools.accuracy import allowed_error, relative_error
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

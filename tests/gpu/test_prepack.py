@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 import epinorm
-from epinorm import GroupNorm, LinearNorm, calls, linear_norm
-from epinorm.cuda import hopper_forward, hopper_plan
-from epinorm.cuda.prepared import PreparedByProblem
-from epinorm.prepack import marked, prepack, prepacked, unprepack
+from epinorm import GroupNorm, LinearNorm, linear_norm
+from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
+from epinorm.backends.prepack import marked, prepack, prepacked, unprepack
+from epinorm.operator import calls
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),

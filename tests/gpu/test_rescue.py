@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from epinorm.accuracy import allowed_error, relative_error
+from epinorm.backends.cuda.fp32 import rescue as guard
+from epinorm.backends.cuda.fp32.rescue import rescue, rescue_launch, rescue_tile, splits_of
+from epinorm.backends.cuda.runtime.device import sm_count
+from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.chain import Chain
-from epinorm.cuda import rescue as guard
-from epinorm.cuda.device import sm_count
-from epinorm.cuda.prepared import starts_early
-from epinorm.cuda.rescue import rescue, rescue_launch, rescue_tile, splits_of
-from epinorm.plan import Forward, Inputs, Problem
-from epinorm.reference import apply_pointwise, epilogue, linear_norm
+from epinorm.chain.reference import apply_pointwise, epilogue, linear_norm
+from epinorm.problem import Forward, Inputs, Problem
+from epinorm.tools.accuracy import allowed_error, relative_error
 
 EASY = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
 HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from epinorm.accuracy import allowed_error, relative_error
-from epinorm.cuda.planes import LISTED
-from epinorm.cuda.rescue_gradient import prepare_rescue
+from epinorm.backends.cuda.fp32.planes import LISTED
+from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
+from epinorm.tools.accuracy import allowed_error, relative_error
 
 ULP = torch.finfo(torch.float32).eps
 NAN = float("nan")

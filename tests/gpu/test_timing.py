@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from epinorm.timing import CYCLES_PER_US, Runner, Settings, gpu_times, wall_times
+from epinorm.tools.timing import CYCLES_PER_US, Runner, Settings, gpu_times, wall_times
 
 DEVICE = torch.device("cuda")
 SETTINGS = Settings(runs=5, wall_calls=5, wall_blocks=3)

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import dtype_of, forced_core
 
 import epinorm
-from epinorm.accuracy import allowed_error, relative_error
-from epinorm.cuda import kept_planes
+from epinorm.backends.cuda.fp32 import kept_planes
+from epinorm.tools.accuracy import allowed_error, relative_error
 
 M, K, N, GROUPS = 2048, 4096, 4096, 256
 """Large enough that fp32 takes planes, in its backward pass too (asserted below)."""

@@ -13,16 +13,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import make_product, matmul_precision
 
 import epinorm
-from epinorm.accuracy import allowed_error, relative_error
-from epinorm.cuda import hopper_plan, tune, tuned
-from epinorm.cuda.core import wanted_core
-from epinorm.cuda.device import sm_count
-from epinorm.cuda.forward import forward
-from epinorm.cuda.hopper import Tile
-from epinorm.cuda.hopper_forward import launch_with
-from epinorm.cuda.tuned import Choice
-from epinorm.plan import Plan, plan_for
-from epinorm.timing import Settings
+from epinorm.backends.choice import plan_for
+from epinorm.backends.cuda.forward import forward
+from epinorm.backends.cuda.gemm.hopper.forward import launch_with
+from epinorm.backends.cuda.gemm.hopper.text import Tile
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan import tuned
+from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.plan.tuned import Choice
+from epinorm.backends.cuda.runtime.device import sm_count
+from epinorm.problem import Plan
+from epinorm.tools import tune
+from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.timing import Settings
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available()

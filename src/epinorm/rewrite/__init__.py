@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from epinorm.plan import Strategy
+from epinorm.problem import Strategy
 from epinorm.rewrite.explain import Explanation, Row, explain
 from epinorm.rewrite.program import Settings
 from epinorm.rewrite.replace import fuse_module, unfuse_module

@@ -16,10 +16,11 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from epinorm.backends.choice import plan_for
+from epinorm.backends.prepack import keeps
 from epinorm.chain import GroupNorm
-from epinorm.plan import Problem, plan_for
 from epinorm.precision import product_precision
-from epinorm.prepack import keeps
+from epinorm.problem import Problem
 from epinorm.rewrite.match import Candidate
 from epinorm.rewrite.program import Analysis, Settings, layers_of
 from epinorm.rewrite.replace import analyse_modes, settings_of

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm
-from epinorm.pointwise import Pointwise
+from epinorm.chain.pointwise import Pointwise
 from epinorm.rewrite.spelling import Applied, arguments, is_dropout, may_mutate, read, target_name
 from epinorm.rewrite.trace import has_hooks
 

@@ -10,19 +10,12 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from epinorm.plan import Strategy
+from epinorm.problem import Strategy
 from epinorm.rewrite.guard import GuardCode, hook_conditions
 from epinorm.rewrite.match import Candidate, find
 from epinorm.rewrite.site import Site, build_site, load_function
 from epinorm.rewrite.spelling import is_dropout, plain_type, target_name
-from epinorm.rewrite.trace import (
-    TENSOR,
-    Trace,
-    Untraceable,
-    is_simple,
-    same,
-    trace,
-)
+from epinorm.rewrite.trace import TENSOR, Trace, Untraceable, is_simple, same, trace
 
 __all__ = [
     "Parameters",

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from epinorm.caller import Caller
 from epinorm.chain import GroupNorm, Norm
-from epinorm.functional import apply_chain
-from epinorm.modules import parameter_of
-from epinorm.plan import Strategy
+from epinorm.operator.dispatch import Caller
+from epinorm.operator.functional import apply_chain
+from epinorm.operator.modules import parameter_of
+from epinorm.problem import Strategy
 from epinorm.rewrite.guard import GuardCode, hook_conditions
 from epinorm.rewrite.match import Candidate
 from epinorm.rewrite.spelling import arguments

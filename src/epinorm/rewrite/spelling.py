@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from epinorm.pointwise import Pointwise, as_pointwise
+from epinorm.chain.pointwise import Pointwise, as_pointwise
 
 __all__ = ["Applied", "arguments", "is_dropout", "may_mutate", "plain_type", "read", "target_name"]
 

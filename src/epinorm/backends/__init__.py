@@ -1,0 +1,1 @@
+"""What computes a problem: plain PyTorch, the CPU, CUDA GPUs."""

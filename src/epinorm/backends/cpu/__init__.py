@@ -1,0 +1,60 @@
+"""The fused chain on the CPU.
+
+PyTorch's matrix product on blocks of rows that stay in cache, and a small C++ kernel, compiled for
+the chain and the machine when it is first used, that does everything else to a block before it
+leaves the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from epinorm.backends.cpu import build
+from epinorm.backends.cpu.build import warn_once
+from epinorm.backends.cpu.codegen import CPP_TYPES, kernel_source
+from epinorm.problem import Problem
+
+__all__ = ["supports"]
+
+# Measured on two cores (docs/cpu.md): beyond these, cutting the product into parts loses more than
+# one pass over its result wins.
+LONE_ROWS = 4
+LONE_WEIGHT = 2**20
+DOUBLE_WEIGHT = 2**20
+
+
+def supports(problem: Problem) -> str | None:
+    """None where the fused CPU kernels serve the problem and pay, else one sentence why not.
+
+    Compiles nothing: a build that fails later is remembered and named from then on. Where only a
+    compiler is missing or failed, warns once in a process.
+    """
+    if problem.device.type != "cpu":
+        return f"the tensors are on {problem.device}, not on the CPU"
+    for dtype in (problem.dtype, problem.norm_dtype, problem.out_dtype):
+        if dtype not in CPP_TYPES:
+            return f"the CPU kernels know float32, float64 and bfloat16, not {dtype}"
+    if not (problem.m and problem.k and problem.n):
+        return f"there is nothing to compute for shape ({problem.m}, {problem.k}) → {problem.n}"
+    if (reason := _does_not_pay(problem)) is not None:
+        return reason
+    reason = build.compiler_problem() or build.failure(kernel_source(problem))
+    if reason is not None:
+        warn_once(reason)
+    return reason
+
+
+def _does_not_pay(problem: Problem) -> str | None:
+    """Where the product is nearly all of the work and PyTorch computes it faster in one piece."""
+    values = problem.k * problem.n
+    if problem.m < LONE_ROWS and values > LONE_WEIGHT:
+        return (
+            f"reading a weight of {problem.n} × {problem.k} for {problem.m} rows is all of the "
+            "work, and PyTorch's product alone does it best"
+        )
+    if problem.dtype == torch.float64 and values > DOUBLE_WEIGHT:
+        return (
+            f"a float64 product with a weight of {problem.n} × {problem.k} is nearly all of the "
+            "work, and PyTorch's product in one piece is faster than in tiles"
+        )
+    return None

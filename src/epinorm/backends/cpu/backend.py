@@ -1,0 +1,202 @@
+"""The fused chain on the CPU: a backend (epinorm.problem) over the compiled kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epinorm.backends import reference as reference_backend
+from epinorm.backends.choice import plan_for
+from epinorm.backends.cpu import abi
+from epinorm.backends.cpu.blocks import Blocks, choose_blocks
+from epinorm.backends.cpu.build import BuildError, load_kernel, load_runner, warn_once
+from epinorm.backends.cpu.codegen import kernel_source
+from epinorm.chain import RMSNorm
+from epinorm.problem import Forward, Gradients, Inputs, Plan, Problem, Wanted
+
+__all__ = ["backward", "forward"]
+
+_NOTHING = tuple(torch.empty(0) for _ in range(3))
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What all calls of one problem share; ``template``: the arguments without the pointers."""
+
+    runner: ctypes.CDLL
+    blocks: Blocks
+    template: abi.Problem
+
+
+_prepared: dict[int, tuple[Problem, _Prepared]] = {}
+_MAX_PREPARED = 1024
+
+
+def _prepare(problem: Problem) -> _Prepared:
+    # By identity: hashing a problem's fields takes longer than all else here. The problem is kept,
+    # so that no other one can get its address.
+    found = _prepared.get(id(problem))
+    if found is not None:
+        return found[1]
+    if len(_prepared) >= _MAX_PREPARED:
+        _prepared.clear()
+    prepared = _make(problem)
+    _prepared[id(problem)] = problem, prepared
+    return prepared
+
+
+def _make(problem: Problem) -> _Prepared:
+    library = load_kernel(kernel_source(problem), str(problem.chain))
+    kernel = abi.Kernel()
+    library.epinorm_describe(problem.n, problem.groups, ctypes.byref(kernel))
+    norm = problem.chain.norm
+    eps = norm.eps
+    if isinstance(norm, RMSNorm) and eps is None:
+        eps = torch.finfo(problem.stats_dtype).eps
+    assert eps is not None
+    runner = load_runner()
+    blocks = choose_blocks(problem, bool(runner.epinorm_can_pack()))
+    template = abi.Problem(
+        abi.Call(problem.n, problem.groups, eps),
+        kernel,
+        abi.Blocks(
+            *(blocks.rows, blocks.columns, blocks.inner, blocks.outer, blocks.chunks),
+            *(blocks.dx_rows, blocks.packed),
+        ),
+        *(problem.m, problem.k),
+        *(abi.DTYPE_CODES[problem.dtype], abi.DTYPE_CODES[problem.out_dtype]),
+    )
+    return _Prepared(runner, blocks, template)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _call(
+    problem: Problem,
+    prepared: _Prepared,
+    inputs: Inputs,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    operand_gradients: tuple[Tensor | None, ...] = (),
+) -> abi.Problem:
+    """The runner's arguments, without results. The tensors must outlive it."""
+    x, weight, bias, norm_weight, norm_bias, operands = inputs
+    result = abi.Problem.from_buffer_copy(prepared.template)
+    result.x, result.x_stride = x.data_ptr(), x.stride(0)
+    result.weight, result.weight_stride = weight.data_ptr(), weight.stride(0)
+    result.bias = _pointer(bias)
+    call = result.call
+    call.norm_weight, call.norm_bias = _pointer(norm_weight), _pointer(norm_bias)
+    if problem.training:
+        call.mean, call.rstd = _pointer(mean), _pointer(rstd)
+    if count := len(operands):
+        pointers = ctypes.c_void_p * count
+        strides = [
+            operand.stride(0) if kind == "element" else 0
+            for operand, kind in zip(operands, problem.chain.operand_kinds, strict=True)
+        ]
+        gradients = operand_gradients or (None,) * count
+        addresses = pointers(*(t.data_ptr() for t in operands))
+        rows = (ctypes.c_int64 * count)(*strides)
+        results = pointers(*(_pointer(t) for t in gradients))
+        call.operands = ctypes.addressof(addresses)
+        call.operand_strides = ctypes.addressof(rows)
+        call.operand_gradients = ctypes.addressof(results)
+        result.arrays = addresses, rows, results  # the struct holds addresses only
+    return result
+
+
+def _run(prepared: _Prepared, function: Callable[..., int], call: abi.Problem) -> None:
+    if function(call):
+        raise RuntimeError(prepared.runner.epinorm_message().decode(errors="replace"))
+
+
+def _fall_back(error: BuildError) -> None:
+    warn_once(str(error))
+    plan_for.cache_clear()  # so that the next plan, and explain, name the reason
+
+
+def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
+    """Compute y (M, N) in one pass over the rows; see epinorm.problem for the shapes and dtypes.
+
+    Where the kernels cannot be built, warns once and computes with PyTorch's own layers. Raises
+    RuntimeError with PyTorch's message where its product fails.
+    """
+    try:
+        prepared = _prepare(problem)
+    except BuildError as error:
+        _fall_back(error)
+        return reference_backend.forward(problem, plan, inputs)
+    m, n, x = problem.m, problem.n, inputs.x
+    y = x.new_empty((m, n), dtype=problem.out_dtype)
+    z = mean = rstd = None
+    if problem.training:
+        z = x.new_empty((m, n))
+        rstd = x.new_empty((m, problem.groups), dtype=problem.stats_dtype)
+        if not isinstance(problem.chain.norm, RMSNorm):
+            mean = torch.empty_like(rstd)
+    call = _call(problem, prepared, inputs, mean, rstd)
+    call.y, call.y_stride, call.z = y.data_ptr(), n, _pointer(z)
+    _run(prepared, prepared.runner.epinorm_forward, call)
+
+    if z is None or rstd is None:
+        return Forward(y, *_NOTHING)
+    return Forward(y, z, x.new_empty(0) if mean is None else mean, rstd)
+
+
+def backward(
+    problem: Problem, plan: Plan, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
+) -> Gradients:
+    """Compute the wanted gradients from dy (M, N) and what forward kept; raises as forward does."""
+    try:
+        prepared = _prepare(problem)
+    except BuildError as error:
+        _fall_back(error)
+        return reference_backend.backward(problem, plan, inputs, kept, dy, want)
+    m, k, n, x, blocks = problem.m, problem.k, problem.n, inputs.x, prepared.blocks
+    kinds = problem.chain.operand_kinds
+    if dy.stride(1) != 1 and n > 1:
+        dy = dy.contiguous()
+
+    by_parts = want.weight and blocks.weight_parts
+    dx = x.new_empty((m, k)) if want.x else None
+    dweight = x.new_empty((n, k)) if want.weight else None
+    weight_parts = x.new_empty((blocks.chunks, n, k)) if by_parts else None
+    whole_dz = (blocks.dx_rows and want.x) or (want.weight and not by_parts)
+    dz = x.new_empty((m, n)) if whole_dz else None
+    elements = tuple(
+        x.new_empty((m, n), dtype=problem.norm_dtype) if kind == "element" and wanted else None
+        for kind, wanted in zip(kinds, want.operands, strict=True)
+    )
+    mean = kept.mean if kept.mean.numel() else None
+    call = _call(problem, prepared, inputs, mean, kept.rstd, elements)
+    call.z, call.y, call.y_stride = kept.z.data_ptr(), dy.data_ptr(), dy.stride(0)
+    call.dz, call.dx, call.dweight = _pointer(dz), _pointer(dx), _pointer(dweight)
+    call.dweight_parts = _pointer(weight_parts)
+    # In the kernel's order: bias, norm_weight, norm_bias, then the operands that are channels.
+    sums = [
+        x.new_empty(n) if want.bias else None,
+        x.new_empty(n, dtype=problem.norm_dtype) if want.norm_weight else None,
+        x.new_empty(n, dtype=problem.norm_dtype) if want.norm_bias else None,
+    ]
+    sums += [
+        x.new_empty(n, dtype=problem.norm_dtype) if wanted else None
+        for kind, wanted in zip(kinds, want.operands, strict=True)
+        if kind == "channel"
+    ]
+    addresses = (ctypes.c_void_p * len(sums))(*(_pointer(t) for t in sums))
+    call.norm_dtype = abi.DTYPE_CODES[problem.norm_dtype]
+    call.column_sums = ctypes.addressof(addresses)
+    _run(prepared, prepared.runner.epinorm_backward, call)
+    channels = iter(sums[3:])
+    operands = tuple(
+        next(channels) if kind == "channel" else element
+        for kind, element in zip(kinds, elements, strict=True)
+    )
+    return Gradients(dx, dweight, sums[0], sums[1], sums[2], operands)

@@ -1,0 +1,243 @@
+"""Compile the CPU kernels on first use and keep them in epinorm's cache.
+
+The runner (PyTorch's headers; about three seconds) is compiled once, a chain's kernel (no headers;
+under a second) once for each chain and dtypes. PyTorch's ``cpp_extension`` names the folders, but
+its ``load`` does not run: a build of its that was killed leaves a lock for which the next one waits
+forever. Here every build has a folder of its own and a time limit, and the result is renamed into
+the cache, so no lock can be left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from epinorm.backends import cache
+from epinorm.backends.cpu.abi import declare_kernel, declare_runner
+
+__all__ = ["BuildError", "compiler_problem", "failure", "load_kernel", "load_runner", "warn_once"]
+
+HERE = Path(__file__).parent
+KERNEL_HEADERS = ("call.h", "lanes.h", "elementary.h", "strip.h")
+RUNNER_FILES = ("call.h", "packed.h", "parts.h", "runner.cpp")
+TIME_LIMIT_SECONDS = 300.0
+OLDEST_GCC = 12
+"""The first with __builtin_shufflevector."""
+
+# No -ffast-math: NaN and infinity mean what they say. errno and traps are never looked at, and
+# without them square roots and selections become vector instructions.
+# Hidden: every kernel's names are the same, and the loader merges some of them (GNU unique ones)
+# across libraries, so that one chain would read another's constants.
+COMMON_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-w", "-fvisibility=hidden", "-fno-gnu-unique")
+KERNEL_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd")
+RUNNER_FLAGS = ("-O2", "-fopenmp")
+
+_lock = threading.Lock()
+_loaded: dict[str, ctypes.CDLL] = {}
+_failures: dict[str, str] = {}
+_RUNNER = "runner"
+
+
+class BuildError(RuntimeError):
+    """The CPU kernels cannot be built here; the text says why."""
+
+
+def compiler_problem() -> str | None:
+    """None where a compiler is found, or one sentence that says what is missing. Starts nothing."""
+    if sys.platform != "linux":
+        return f"the CPU kernels are built on Linux only, and this is {sys.platform}"
+    if _compiler_path() is None:
+        wanted = os.environ.get("CXX")
+        return (
+            f"there is no C++ compiler: CXX={wanted} is not a program"
+            if wanted
+            else "there is no C++ compiler: install g++ (12 or newer), or name one in CXX"
+        )
+    return None
+
+
+def failure(source: str) -> str | None:
+    """Why this kernel's or the runner's build failed earlier in this process, or None."""
+    return _failures.get(_RUNNER) or _failures.get(source)
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    """Say once in a process that PyTorch's own layers serve instead, and why."""
+    warnings.warn(f"epinorm computes with PyTorch's own layers: {reason}", stacklevel=4)
+
+
+def load_runner() -> ctypes.CDLL:
+    """The library that cuts the work into parts; raises BuildError where it cannot be built."""
+    return _load(_RUNNER, "its runner", _runner_parts, declare_runner)
+
+
+def load_kernel(source: str, name: str) -> ctypes.CDLL:
+    """The library of one chain's kernel text; raises BuildError where it cannot be built."""
+    return _load(source, name, lambda: _kernel_parts(source), declare_kernel)
+
+
+def _runner_parts() -> tuple[dict[str, str], str, list[str]]:
+    from torch.utils import cpp_extension
+
+    files = {name: (HERE / name).read_text() for name in RUNNER_FILES}
+    folders = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return files, "runner.cpp", [*RUNNER_FLAGS, abi, *folders, *libraries, "-ltorch_cpu", "-lc10"]
+
+
+def _kernel_parts(source: str) -> tuple[dict[str, str], str, list[str]]:
+    files = {name: (HERE / name).read_text() for name in KERNEL_HEADERS}
+    return {**files, "kernel.cpp": source}, "kernel.cpp", list(KERNEL_FLAGS)
+
+
+def _load(
+    identity: str,
+    name: str,
+    parts: Callable[[], tuple[dict[str, str], str, list[str]]],
+    declare: Callable[[ctypes.CDLL], None],
+) -> ctypes.CDLL:
+    if (library := _loaded.get(identity)) is not None:
+        return library
+    with _lock:
+        if (library := _loaded.get(identity)) is not None:
+            return library
+        if (reason := _failures.get(identity)) is not None:
+            raise BuildError(reason)
+        try:
+            library = _open(_machine_code(*parts(), name))
+            declare(library)
+        except (BuildError, OSError) as error:
+            _failures[identity] = reason = str(error).strip()
+            raise BuildError(reason) from error
+        _loaded[identity] = library
+        return library
+
+
+def _machine_code(files: dict[str, str], main: str, flags: list[str], name: str) -> bytes:
+    """The shared object, from the cache or from the compiler."""
+    compiler, version = _compiler()
+    facts = (version, torch.__version__, _cpu(), *COMMON_FLAGS, *flags)
+    key = cache.key_of("cpu", *facts, *(part for item in files.items() for part in item))
+    kept = cache.read(key)
+    if kept is not None:
+        return kept.payload
+    code = _compile(compiler, files, main, flags, name)
+    cache.write(key, {"entry": f"cpu: {name}", "arch": platform.machine()}, code)
+    return code
+
+
+def _compile(compiler: str, files: dict[str, str], main: str, flags: list[str], name: str) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="epinorm-") as folder:
+        for file, text in files.items():
+            Path(folder, file).write_text(text)
+        command = [compiler, *COMMON_FLAGS, main, *flags, "-o", "kernel.so"]
+        _run(command, folder, name)
+        return Path(folder, "kernel.so").read_bytes()
+
+
+def _run(command: list[str], folder: str, name: str) -> None:
+    notice = f"epinorm: compiling {name} for this CPU (first use, a few seconds)"
+    terminal = sys.stderr.isatty()
+    print(notice, end="" if terminal else "\n", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    log = Path(folder, "log")
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        try:
+            while process.poll() is None:
+                seconds = time.monotonic() - began
+                if seconds > TIME_LIMIT_SECONDS:
+                    raise BuildError(
+                        f"{command[0]} did not finish {name} within {TIME_LIMIT_SECONDS:g} s"
+                    )
+                if terminal:
+                    print(f"\r{notice} {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+                time.sleep(0.02)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            if terminal:
+                print(file=sys.stderr, flush=True)
+    if process.returncode:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        shown = next((line for line in lines if "error" in line), lines[-1] if lines else "")
+        raise BuildError(f"{command[0]} failed on {name} (exit {process.returncode}): {shown}")
+
+
+def _open(code: bytes) -> ctypes.CDLL:
+    """Load exactly these bytes: no path that someone could exchange in between."""
+    if hasattr(os, "memfd_create"):
+        # Stays open: the loader takes a second library of the same name for the first one.
+        descriptor = os.memfd_create("epinorm-kernel", os.MFD_CLOEXEC)
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(code)
+        return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    with tempfile.TemporaryDirectory(prefix="epinorm-") as folder:
+        path = Path(folder, "kernel.so")
+        path.write_bytes(code)
+        return ctypes.CDLL(str(path))
+
+
+def _compiler_path() -> str | None:
+    named = os.environ.get("CXX")
+    for candidate in (named,) if named else ("g++", "c++"):
+        if found := shutil.which(candidate):
+            return found
+    return None
+
+
+@lru_cache(maxsize=8)
+def _version_of(path: str) -> str:
+    try:
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"the C++ compiler {path} does not run: {error}") from error
+    first, *rest = answer.stdout.splitlines() or [""]
+    number = re.search(r"(\d+)\.\d+\.\d+", first)
+    if "Free Software Foundation" not in " ".join(rest):
+        # Its OpenMP would be another one than PyTorch's: two pools of threads in one process.
+        raise BuildError(f"the CPU kernels need g++, and {path} is {first or 'unknown'}")
+    if number is None or int(number[1]) < OLDEST_GCC:
+        raise BuildError(f"the CPU kernels need g++ {OLDEST_GCC} or newer, and {path} is {first}")
+    return first
+
+
+def _compiler() -> tuple[str, str]:
+    problem = compiler_problem()
+    path = _compiler_path()
+    if problem is not None or path is None:
+        raise BuildError(problem or "there is no C++ compiler")
+    return path, _version_of(path)
+
+
+@lru_cache(maxsize=1)
+def _cpu() -> str:
+    """What -march=native looks at: a cache in a shared home folder serves several machines."""
+    wanted = ("model name", "flags", "Features", "CPU part")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

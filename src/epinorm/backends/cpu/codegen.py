@@ -1,0 +1,143 @@
+"""The C++ text of one chain's CPU kernel: its types, its norm and its operations.
+
+The text is the same for any shape, number of groups and eps, so these share one compiled kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from epinorm.chain import RMSNorm
+from epinorm.chain.pointwise import Pointwise, cpp_function
+from epinorm.problem import Problem
+
+__all__ = ["CPP_TYPES", "kernel_source"]
+
+CPP_TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bf16"}
+"""The dtypes that the kernels know, by their names in lanes.h."""
+
+_TEMPLATE = """\
+#include "elementary.h"
+#include "strip.h"
+
+#define EPINORM_FUNCTION EPINORM_INLINE
+#define EPINORM_INFINITY __builtin_inf()
+
+namespace epinorm {{
+
+{functions}
+
+struct Chain {{
+  using T = {stats};
+  using Z = {dtype};
+  using P = {norm_dtype};
+  using Y = {out_dtype};
+  static constexpr bool kCentred = {centred};
+  static constexpr bool kPre = {has_pre};
+  static constexpr int kOperands = {operands};
+  static constexpr int kChannelOperands = {channel_operands};
+  static constexpr bool kIsElement[] = {{{is_element}}};
+
+  struct Values {{ {members} }};
+  EPINORM_INLINE Values values(T* const* o, int64_t c, int l) {{ {load} }}
+  EPINORM_INLINE void keep_pre(T* const* o, int64_t c, int l, const Values& d) {{ {keep_pre} }}
+  EPINORM_INLINE void keep_post(T* const* o, int64_t c, int l, const Values& d) {{ {keep_post} }}
+
+  EPINORM_INLINE T pre(T x, const Values& v) {{
+    {pre}
+  }}
+  EPINORM_INLINE T post(T x, const Values& v) {{
+    {post}
+  }}
+  EPINORM_INLINE T pre_backward(T g, T x0, const Values& v, Values& d) {{
+    {pre_backward}
+  }}
+  EPINORM_INLINE T post_backward(T g, T x0, const Values& v, Values& d) {{
+    {post_backward}
+  }}
+}};
+
+}}  // namespace epinorm
+
+EPINORM_EXPORT void epinorm_describe(int64_t n, int64_t groups, EpinormKernel* kernel) {{
+  epinorm::describe<epinorm::Chain>(n, groups, kernel);
+}}
+"""
+
+
+def _functions(stage: str, operations: Sequence[Pointwise]) -> list[str]:
+    texts = []
+    for index, operation in enumerate(operations):
+        name = f"{stage}{index}"
+        texts.append(cpp_function(f"{name}_forward", operation, "forward"))
+        texts.append(cpp_function(f"{name}_backward", operation, "backward"))
+        if operation.operand is not None:
+            texts.append(cpp_function(f"{name}_operand", operation, "operand_backward"))
+    return texts
+
+
+def _operand_indices(operations: Sequence[Pointwise], first: int) -> list[int | None]:
+    indices: list[int | None] = []
+    for operation in operations:
+        indices.append(None if operation.operand is None else first)
+        first += operation.operand is not None
+    return indices
+
+
+def _forward(stage: str, indices: Sequence[int | None]) -> str:
+    steps = [
+        f"x = {stage}{i}_forward(x{'' if t is None else f', v.t{t}'});"
+        for i, t in enumerate(indices)
+    ]
+    return "\n    ".join([*steps, "return x;"])
+
+
+def _backward(stage: str, indices: Sequence[int | None]) -> str:
+    """Recompute what went into each operation, then walk back through them."""
+    operands = ["" if t is None else f", v.t{t}" for t in indices]
+    last = len(indices) - 1
+    steps = [
+        f"const T x{i + 1} = {stage}{i}_forward(x{i}{operands[i]});" for i in range(max(last, 0))
+    ]
+    for i in range(last, -1, -1):
+        if indices[i] is not None:
+            steps.append(f"d.t{indices[i]} = {stage}{i}_operand(g, x{i}{operands[i]});")
+        steps.append(f"g = {stage}{i}_backward(g, x{i}{operands[i]});")
+    return "\n    ".join([*steps, "return g;"])
+
+
+def _keep(indices: Sequence[int | None]) -> str:
+    return " ".join(f"o[{t}][c * kLanes + l] = d.t{t};" for t in indices if t is not None)
+
+
+def kernel_source(problem: Problem) -> str:
+    """The translation unit of the problem's chain and dtypes; raises KeyError for other dtypes."""
+    chain = problem.chain
+    kinds = chain.operand_kinds
+    pre = _operand_indices(chain.pre, 0)
+    post = _operand_indices(chain.post, sum(t is not None for t in pre))
+    loads = [
+        f"o[{i}][{'c * kLanes + l' if kind == 'element' else 'c'}]" for i, kind in enumerate(kinds)
+    ]
+    return _TEMPLATE.format(
+        functions="\n".join([*_functions("pre", chain.pre), *_functions("post", chain.post)]),
+        stats=CPP_TYPES[problem.stats_dtype],
+        dtype=CPP_TYPES[problem.dtype],
+        norm_dtype=CPP_TYPES[problem.norm_dtype],
+        out_dtype=CPP_TYPES[problem.out_dtype],
+        centred=str(not isinstance(chain.norm, RMSNorm)).lower(),
+        has_pre=str(bool(chain.pre)).lower(),
+        operands=len(kinds),
+        channel_operands=sum(kind == "channel" for kind in kinds),
+        is_element=", ".join([str(kind == "element").lower() for kind in kinds] or ["false"]),
+        members=" ".join(f"T t{i};" for i in range(len(kinds))),
+        load=f"return {{{', '.join(loads)}}};",
+        keep_pre=_keep(pre),
+        keep_post=_keep(post),
+        pre=_forward("pre", pre),
+        post=_forward("post", post),
+        pre_backward=_backward("pre", pre),
+        post_backward=_backward("post", post),
+    )

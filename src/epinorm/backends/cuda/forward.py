@@ -1,0 +1,56 @@
+"""The forward pass on a CUDA GPU: the one place that turns a plan's strategy into kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from epinorm.backends.cuda.gemm.hopper import forward as hopper
+from epinorm.backends.cuda.gemm.portable.forward import portable_forward
+from epinorm.backends.cuda.norm import forward as norm
+from epinorm.problem import Forward, Inputs, Plan, Problem, Run
+
+__all__ = ["bind", "forward"]
+
+
+def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
+    """y and what backward needs, on the inputs' GPU and its current stream.
+
+    Raises ``ValueError`` for a strategy that this backend does not have.
+    """
+    if plan.strategy == "epilogue":
+        return _epilogue(problem, inputs)
+    if plan.strategy == "single":
+        if plan.core == "portable":
+            return portable_forward(problem, inputs)
+        return hopper.hopper_forward(problem, inputs)
+    raise ValueError(
+        f"the CUDA backend has no strategy {plan.strategy!r}: expected 'single' or 'epilogue'"
+    )
+
+
+def _epilogue(problem: Problem, inputs: Inputs) -> Forward:
+    """A library product, without the bias, in PyTorch's precision setting; then the norm kernel."""
+    return norm.norm_forward(problem, linear(inputs.x, inputs.weight), inputs)
+
+
+def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) -> Run | None:
+    """``forward`` for tensors like ``inputs``: see ``epinorm.problem.Run``; y_size: y's size.
+
+    None where nothing shorter than ``forward`` exists.
+    """
+    if plan.strategy == "single":
+        return None if plan.core == "portable" else hopper.bind(problem, inputs, y_size)
+    normalise = norm.bind(problem, y_size)
+
+    def run(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: tuple[Tensor, ...],
+    ) -> Forward:
+        return normalise(linear(x, weight), bias, norm_weight, norm_bias, operands)
+
+    return run

@@ -1,0 +1,1 @@
+"""fp32 as fp16 planes: conversion, guards, gradients."""

@@ -1,0 +1,100 @@
+"""dz as the planes that the two backward products of an fp32 chain sum over.
+
+`fp32/split_gradient.cu` says how the scales of W's and x's planes, which run along the summed
+index, are taken into dz.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.fp32.planes import TOLERANCE
+from epinorm.backends.cuda.norm.backward import Factors, Largest
+from epinorm.backends.cuda.runtime.device import arch_of, sm_count
+from epinorm.backends.cuda.runtime.jit import KernelSource, load
+from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
+from epinorm.backends.cuda.text.source import kernel_text
+
+__all__ = ["GradientPlanes", "GradientSplitter", "gradient_source"]
+
+SIGNATURE = "p" + "pp" + "pipi" + "pppp" + "pppp" + "iii"
+"""dz; the factors of columns and rows; the largest magnitudes of rows and columns, each with the
+number of its parts; hi, lo, scale, flags by row; the same by column; m, n, rows of a block."""
+
+THREADS = 256
+STRIP_COLUMNS = 256
+STRIP_ROWS = THREADS // (STRIP_COLUMNS // 4)
+MOST_ROWS = 64
+"""Of a block: kStripColumns, kStripRows and kMostRows there."""
+BLOCKS_PER_SM = 4
+
+
+class GradientPlanes(NamedTuple):
+    """dz's planes with a scale a row, or a column; (m, n) fp16 each, in ``buffer``.
+
+    buffer: (planes, m, n) fp16, then the scales. scale and flags: addresses; the flags belong to
+    the `Largest` that the planes were made with.
+    """
+
+    buffer: Tensor
+    scale: int
+    flags: int
+
+
+def gradient_source(planes: int, by_row: bool, by_column: bool, arch: str) -> KernelSource:
+    """The kernel's text; compiles without a GPU."""
+    prelude = (
+        f"constexpr int kPlanes = {planes};\nconstexpr float kTolerance = {TOLERANCE[planes]};\n"
+        f"constexpr bool kByRow = {str(by_row).lower()};\n"
+        f"constexpr bool kByColumn = {str(by_column).lower()};\n"
+    )
+    return KernelSource("split_gradient", kernel_text("fp32/split_gradient.cu", prelude), arch)
+
+
+class GradientSplitter:
+    """Splits a dz (m, n), n a multiple of 8, for dX (``by_row``), dW (``by_column``), or both."""
+
+    def __init__(
+        self, planes: int, m: int, n: int, by_row: bool, by_column: bool, device: torch.device
+    ) -> None:
+        self.m, self.n, self.by_row, self.by_column = m, n, by_row, by_column
+        self.plane_bytes = 2 * m * n
+        self.lo = (planes - 1) * self.plane_bytes
+        self.scale = planes * self.plane_bytes
+        self.new_row = new_tensor((self.scale + 4 * m,), torch.uint8, device)
+        self.new_column = new_tensor((self.scale + 4 * n,), torch.uint8, device)
+        strips = -(-n // STRIP_COLUMNS)
+        wanted = max(BLOCKS_PER_SM * sm_count(device) // strips, 1)
+        self.sizes = (m, n, min(max(-(-m // wanted), STRIP_ROWS), MOST_ROWS))
+        kernel = load(gradient_source(planes, by_row, by_column, arch_of(device)), device)
+        # Rows run along the dimension that may be long.
+        grid = (-(-m // self.sizes[2]), strips)
+        self.launch = kernel.prepare(SIGNATURE, grid, THREADS, dependent=starts_early(device))
+
+    def __call__(
+        self, dz: Tensor, factors: Factors, largest: Largest
+    ) -> tuple[GradientPlanes | None, GradientPlanes | None]:
+        """The planes by row and by column of dz, (m, n) fp32, contiguous."""
+        rows = columns = None
+        targets = [0] * 8
+        if self.by_row:
+            buffer = self.new_row()
+            at = buffer.data_ptr()
+            rows = GradientPlanes(buffer, at + self.scale, largest.row_flags)
+            targets[:4] = (at, at + self.lo, rows.scale, rows.flags)
+        if self.by_column:
+            buffer = self.new_column()
+            at = buffer.data_ptr()
+            columns = GradientPlanes(buffer, at + self.scale, largest.column_flags)
+            targets[4:] = (at, at + self.lo, columns.scale, columns.flags)
+        self.launch(
+            dz.data_ptr(),
+            *factors,
+            *(largest.rows, largest.row_parts, largest.columns, largest.column_parts),
+            *targets,
+            *self.sizes,
+        )
+        return rows, columns

@@ -1,0 +1,290 @@
+"""dz written once, as the planes of both products: for fp32 chains whose rows a cluster holds.
+
+`fp32/norm_backward_planes.cu` writes dz's planes with a scale a row, `fp32/rescale_planes.cu`
+gives x's planes the scales with which dW is a sum over the same. fp32 dz is computed only where
+something is flagged, by the ordinary norm kernel, for the range guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.fp32.gradient_planes import GradientPlanes
+from epinorm.backends.cuda.fp32.norm_planes_text import (
+    RowsPlan,
+    faint_rows,
+    planes_source,
+    rescale_source,
+    rows_plan,
+)
+from epinorm.backends.cuda.fp32.planes import Splitter
+from epinorm.backends.cuda.norm.backward import (
+    FLAGS_ALIGNMENT,
+    Factors,
+    NormGradients,
+    RowSums,
+    Vectors,
+    norm_backward,
+)
+from epinorm.backends.cuda.norm.backward_text import Outputs
+from epinorm.backends.cuda.norm.text import OPERAND_SIGNATURE
+from epinorm.backends.cuda.norm.tile import ceil_div
+from epinorm.backends.cuda.runtime.device import arch_of, sm_count
+from epinorm.backends.cuda.runtime.jit import load
+from epinorm.backends.cuda.runtime.prepared import new_tensor
+from epinorm.problem import Forward, Inputs, Problem, Wanted
+
+__all__ = ["DzPlanes", "WrittenDz", "beside_dx", "worthwhile"]
+
+SIGNATURE = "plpl" + "pp" + "ppp" + "pp" + "ppppp" + "i" + "pppp" + "p" + "li"
+"""dy and z with their row strides; mean, rstd; bias, gamma, beta; `Factors`; dz's planes, their
+scales, powers, what is not held, in how many words; powers' ranges, columns' largest magnitudes and
+flags, whether anything is flagged; partial sums; M, groups. Then the operands and their
+gradients."""
+RESCALE_SIGNATURE = "ppp" + "pp" + "pp" + "ii" + "pppi" + "p" + "pp" + "p" + "iiiiii"
+"""x's planes and flags; W's scales and flags; rows' powers, what is not held, in how many parts and
+words; ranges, columns' largest, partial sums, how many of each; rows' flags; columns' scales and
+flags; whether anything is flagged; M, units of a row, N, `Faint`. Then the sums."""
+
+RESCALE_THREADS, RESCALE_COLUMNS = 256, 32
+"""kThreads and kColumns there."""
+RESCALE_BLOCKS = 4
+"""Of a multiprocessor, for x's planes: they seldom have anything to do."""
+UNIT_BYTES = 16
+MOST_VALUES = (1 << 31) - 1
+"""Of dz, and units of x's planes, so that 32 bits count them."""
+_LAUNCH, _BYTES = 4.0, 3.5e6
+"""Microseconds that two more small launches cost; bytes that a conversion moves in one."""
+
+
+def worthwhile(problem: Problem, planes: int) -> bool:
+    """Whether this is faster than to split an fp32 dz, and takes no more memory at its peak.
+
+    dz's planes are written once instead of twice, and dz is neither written nor read in fp32. z
+    still waits for the range guard when dz is allocated, so with one plane, and n beyond 2 k, more
+    would be held than when dX is computed.
+    """
+    m, k, n = problem.m, problem.k, problem.n
+    saved = (8 + 2 * planes) * m * n
+    small = planes == 2 or n <= 2 * k
+    return small and saved > _LAUNCH * _BYTES and m * max(n, ceil_div(k, 8)) <= MOST_VALUES
+
+
+def beside_dx(problem: Problem, planes: int) -> bool:
+    """Whether `rescale_planes.cu` may wait until dX's last tiles leave multiprocessors idle.
+
+    z then waits for the range guard while dX is there, which must not be the peak: later W's planes
+    make room for dW. Only where dW is allocated: added into a gradient, dX itself is the peak.
+    """
+    return 4 * problem.m * problem.n <= (4 - 2 * planes) * problem.n * problem.k
+
+
+class WrittenDz:
+    """What the products take: dz's planes, the same with other scales and flags for each of them.
+
+    flags: holds them. any_flag: the address of a word there, not 0 where anything is flagged.
+    beside_dx: when to `finish`.
+    """
+
+    def __init__(
+        self,
+        by_row: GradientPlanes,
+        by_column: GradientPlanes,
+        flags: Tensor,
+        any_flag: int,
+        beside_dx: bool,
+        rescale: Callable[[], None],
+        scratch: Tensor,
+    ) -> None:
+        self.by_row, self.by_column = by_row, by_column
+        self.flags, self.any_flag, self.beside_dx = flags, any_flag, beside_dx
+        self._rescale, self._scratch = rescale, [scratch]
+
+    def finish(self) -> None:
+        """Launch what fills the flags, the scales of ``by_column`` and the sums; once: before dX
+        or, where it is ``beside_dx``, right behind it. There the kernel does not wait for the norm
+        kernel: launched before dX it would read what is not there yet."""
+        self._rescale()
+        self._scratch.clear()
+
+
+class DzPlanes:
+    """The launches of one problem, for each vector width and set of gradients."""
+
+    def __init__(self, problem: Problem, planes: int, split_x: Splitter, split_w: Splitter) -> None:
+        self.problem, self.planes = problem, planes
+        self.splitters = split_x, split_w
+        self.vectors = Vectors(problem)
+        self.launches: dict[tuple[int, Wanted, bool], _Launches | None] = {}
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        kept: Forward,
+        dy: Tensor,
+        want: Wanted,
+        x: Tensor,
+        weight: Tensor,
+        factors: Factors,
+        beside: bool,
+    ) -> tuple[NormGradients, WrittenDz] | None:
+        """The sums over rows and the operands' gradients, and dz as planes, still to `finish`:
+        beside dX, or, as it says, before.
+
+        None where no cluster can hold whole rows. x, weight: their planes as `planes.Splitter` lays
+        them out; x's become those for dW, in other scales.
+        """
+        vector, matrices, parameters = self.vectors(inputs, kept, dy)
+        key, other = (vector, want, beside), (vector, want, not beside)
+        if key not in self.launches:
+            # A CUDA graph that is being captured forbids to load another kernel.
+            if other in self.launches and torch.cuda.is_current_stream_capturing():
+                key = other
+            else:
+                self.launches[key] = self._prepare(vector, want, beside, dy.device)
+        launches = self.launches[key]
+        if launches is None:
+            return None
+        return launches(kept, matrices, parameters, x, weight, factors)
+
+    def in_fp32(
+        self, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted, written: WrittenDz
+    ) -> Tensor:
+        """dz (M, N) for the range guard: computed where anything is flagged, else never filled."""
+        only = Wanted(True, False, False, False, False, tuple(False for _ in want.operands))
+        dz = norm_backward(self.problem, inputs, kept, dy, only, if_wanted=written.any_flag).dz
+        assert dz is not None
+        return dz
+
+    def _prepare(
+        self, vector: int, want: Wanted, beside: bool, device: torch.device
+    ) -> _Launches | None:
+        outputs = Outputs.of(self.problem, want, True, True)
+        plan = rows_plan(self.problem, vector, outputs, self.planes, arch_of(device))
+        if plan is None:
+            return None
+        return _Launches(self.problem, self.planes, plan, outputs, *self.splitters, beside, device)
+
+
+class _Launches:
+    """The kernels of one problem, vector width and set of gradients, ready to launch."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        planes: int,
+        plan: RowsPlan,
+        outputs: Outputs,
+        split_x: Splitter,
+        split_w: Splitter,
+        beside: bool,
+        device: torch.device,
+    ) -> None:
+        self.beside = beside
+        m, n, arch = problem.m, problem.n, arch_of(device)
+        self.split_x, self.split_w = split_x, split_w
+        self.sizes = m, problem.groups
+        self.sums = RowSums(problem, outputs, device)
+        kernel = load(planes_source(problem, plan, outputs, planes, arch), device)
+        if plan.strips > 1:
+            at_once = kernel.clusters_at_once(plan.strips, plan.tile.threads)
+        else:
+            at_once = kernel.blocks_per_sm(plan.tile.threads) * sm_count(device)
+        self.parts = ceil_div(m, ceil_div(m, max(at_once, 1)))
+        operands = OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
+        self.main = kernel.prepare(
+            SIGNATURE + operands + "p" * sum(outputs.elements),
+            (plan.strips, self.parts),
+            plan.tile.threads,
+            cluster=plan.strips if plan.strips > 1 else None,
+            dependent=True,
+        )
+        self.row_parts = plan.strips * plan.tile.row_warps
+        self.scratch = _Scratch(problem, outputs, self.row_parts, self.parts)
+        self.new_scratch = new_tensor((self.scratch.nbytes,), torch.uint8, device)
+        self.flags = _Flags(m, n)
+        self.new_flags = new_tensor((self.flags.nbytes,), torch.uint8, device)
+        self.lo, self.scale = (planes - 1) * 2 * m * n, planes * 2 * m * n
+        self.column_scale = self.scale + 4 * m
+        self.new_planes = new_tensor((self.column_scale + 4 * n,), torch.uint8, device)
+        units = split_x.padded * 2 // UNIT_BYTES
+        self.rescale_sizes = (m, units, n, *faint_rows(m, problem.k))
+        sums = sum(outputs.sums)
+        blocks = (1 + sums) * ceil_div(n, RESCALE_COLUMNS) + ceil_div(m, RESCALE_THREADS)
+        blocks += min(ceil_div(m * units, RESCALE_THREADS), RESCALE_BLOCKS * sm_count(device))
+        source = rescale_source(planes, sums, beside, arch)
+        rescale = load(source, device)
+        self.rescale = rescale.prepare(
+            RESCALE_SIGNATURE + "p" * sums, blocks, RESCALE_THREADS, dependent=True
+        )
+
+    def __call__(
+        self,
+        kept: Forward,
+        matrices: list[int],
+        parameters: tuple[int, int, int],
+        x: Tensor,
+        weight: Tensor,
+        factors: Factors,
+    ) -> tuple[NormGradients, WrittenDz]:
+        """Launch the first kernel; matrices: addresses and row strides of dy, z and operands."""
+        sums, elements = self.sums.new()
+        planes, scratch, flags = self.new_planes(), self.new_scratch(), self.new_flags()
+        hi, partial_sums, s = planes.data_ptr(), scratch.data_ptr(), self.scratch
+        any_flag = flags.data_ptr()
+        row_flags, column_flags = any_flag + self.flags.rows, any_flag + self.flags.columns
+        powers, spoilt = partial_sums + s.powers, partial_sums + s.spoilt
+        ranges, largest = partial_sums + s.ranges, partial_sums + s.columns
+        self.main(
+            *matrices[:4],
+            *(kept.mean.data_ptr(), kept.rstd.data_ptr(), *parameters, *factors),
+            *(hi, hi + self.lo, hi + self.scale, powers, spoilt, s.words),
+            *(ranges, largest, column_flags, any_flag, partial_sums),
+            *self.sizes,
+            *matrices[4:],
+            *[t.data_ptr() for t in elements if t is not None],
+        )
+        at, w, split = x.data_ptr(), weight.data_ptr(), self.split_x
+        column_scale = hi + self.column_scale
+        rescale = partial(
+            self.rescale,
+            *(at + split.hi, at + split.lo, at + split.flags),
+            *(w + self.split_w.scale, w + self.split_w.flags),
+            *(powers, spoilt, self.row_parts, s.words),
+            *(ranges, largest, partial_sums, self.parts),
+            *(row_flags, column_scale, column_flags, any_flag),
+            *self.rescale_sizes,
+            *[t.data_ptr() for t in sums],
+        )
+        by_row = GradientPlanes(planes, hi + self.scale, row_flags)
+        by_column = GradientPlanes(planes, column_scale, column_flags)
+        written = WrittenDz(by_row, by_column, flags, any_flag, self.beside, rescale, scratch)
+        return self.sums.named(None, sums, elements, None), written
+
+
+class _Flags:
+    """Where flags lie that are read until the last product; offsets in bytes. The word that says
+    whether there are any is first."""
+
+    def __init__(self, m: int, n: int) -> None:
+        self.rows = FLAGS_ALIGNMENT
+        self.columns = self.rows + ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
+        self.nbytes = self.columns + n
+
+
+class _Scratch:
+    """One allocation for what the two kernels hand to each other; offsets in bytes."""
+
+    def __init__(self, problem: Problem, outputs: Outputs, row_parts: int, parts: int) -> None:
+        m, n = problem.m, problem.n
+        end = 4 * parts * sum(outputs.sums) * n  # the partial sums are first
+        self.columns, end = end, end + 4 * parts * n
+        self.powers, end = end, end + 4 * m
+        self.ranges, end = end, end + 8 * parts
+        self.words = ceil_div(ceil_div(m, parts), 32)
+        self.spoilt, end = end, end + 4 * row_parts * parts * self.words
+        self.nbytes = end

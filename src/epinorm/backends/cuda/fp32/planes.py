@@ -1,0 +1,212 @@
+"""fp32 matrices as fp16 planes: what the tensor cores multiply in place of fp32.
+
+A row v becomes (hi + lo 2^-11) scale with a power of two for a scale; `fp32/split_rows.cuh`
+says how, docs/precision.md why. x and W are split by one launch into one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.runtime.device import arch_of, sm_count
+from epinorm.backends.cuda.runtime.jit import KernelSource, load
+from epinorm.backends.cuda.runtime.prepared import starts_early
+from epinorm.backends.cuda.text.source import kernel_text
+
+__all__ = ["Planes", "Splitter", "split", "split_source", "splitter"]
+
+THREADS = 256
+MOST_VECTORS = 8
+"""float4 that a thread keeps between finding a row's largest value and splitting it."""
+COLUMN_MULTIPLE = 8
+"""Rows of 16-bit numbers must start on 16 bytes for the copy engine."""
+ROW_MULTIPLE = 16
+"""Where the second matrix's rows begin, so that its flags begin on 16 bytes too."""
+ORDERED_MULTIPLE = 32
+"""Columns among which weight_fragments.cuh changes places."""
+VECTOR_BYTES = 16
+LISTED = 4
+"""Columns of a row that are remembered where the planes do not hold them."""
+
+SIGNATURE = "plpl" + "ppppp" + "iiiii"
+"""Both matrices and their row strides; hi, lo, scale, flags, spoilt; ``Splitter.numbers``."""
+
+# What a plane pair and a single plane must hold of each element, relatively. Two: an fp32 product's
+# own error. One: 2^-11 is what TF32 keeps; a little more is let through for values 2^-28 of their
+# row's largest, of which every row of a large random matrix has some.
+TOLERANCE = {2: "0x1p-20f", 1: "0x1p-8f"}
+
+
+Order = Literal["plain", "ordered", "both"]
+"""Of a plane's columns: as they are, as weight_fragments.cuh wants them, or a plane of each."""
+
+
+@dataclass(frozen=True)
+class Planes:
+    """The planes of a (rows, columns) fp32 matrix.
+
+    hi, lo: (rows, columns rounded up to 8) fp16; lo is hi again where there is one plane. scale:
+    (rows,) fp32. flags: (rows,) uint8, 0 where the planes hold the row, 1 where they hold all of it
+    but the columns in spoilt, 2 where they do not. spoilt: (rows, 4) int32, in any order, -1 where
+    there are fewer; not written but where the flag is 1.
+    """
+
+    hi: Tensor
+    lo: Tensor
+    scale: Tensor
+    flags: Tensor
+    spoilt: Tensor
+
+
+@dataclass(frozen=True)
+class SplitShape:
+    """Who splits a row: a team of ``threads``, each of which keeps ``vectors`` float4."""
+
+    threads: int
+    vectors: int
+
+    @property
+    def block_rows(self) -> int:
+        return THREADS // self.threads
+
+
+def split_shape(rows: int, columns: int, sms: int) -> SplitShape:
+    """As few threads as keep a row in registers with four loads in flight each (docs/prepack.md).
+
+    More where there are too few rows for all multiprocessors; in rows of 8192 and more, eight.
+    """
+    threads = 8
+    while threads < THREADS and (
+        threads * 4 * MOST_VECTORS // 2 < columns
+        or (THREADS // threads * sms > rows and threads * 4 < columns)
+    ):
+        threads *= 2
+    return SplitShape(threads, min(MOST_VECTORS, max(1, -(-columns // (threads * 4)))))
+
+
+def split_prelude(
+    planes: int, columns: int, aligned: bool, shape: SplitShape, order: Order = "plain"
+) -> str:
+    """The constants of `split_rows.cuh`; aligned: each row starts on 16 bytes."""
+    return (
+        f"constexpr int kPlanes = {planes}, kRowThreads = {shape.threads};\n"
+        f"constexpr int kRowVectors = {shape.vectors};\n"
+        f"constexpr float kTolerance = {TOLERANCE[planes]};\n"
+        f"constexpr bool kAligned = {str(aligned).lower()};\n"
+        f"constexpr bool kPlain = {str(order != 'ordered').lower()};\n"
+        f"constexpr bool kOrdered = {str(order != 'plain').lower()};\n"
+    )
+
+
+def split_source(
+    planes: int, columns: int, aligned: bool, arch: str, rows: int = 1 << 20, sms: int = 132
+) -> KernelSource:
+    """The kernel that splits ``rows`` rows in all; `aligned`: each starts on 16 bytes."""
+    prelude = split_prelude(planes, columns, aligned, split_shape(rows, columns, sms))
+    return KernelSource("split", kernel_text("fp32/split.cu", prelude), arch)
+
+
+class Splitter:
+    """Splits one matrix, or two with as many columns, into one buffer of ``nbytes`` bytes.
+
+    In the buffer, each for the rows of both matrices: hi, lo (where there are two planes), spoilt,
+    scale, flags. The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``,
+    ``spoilt``, ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's
+    beginning.
+    """
+
+    def __init__(
+        self,
+        planes: int,
+        columns: int,
+        rows: int,
+        more_rows: int,
+        device: torch.device,
+    ) -> None:
+        self.planes, self.columns, self.rows, self.more_rows = planes, columns, rows, more_rows
+        self.device = device
+        self.padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        self.second = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if more_rows else rows
+        self.all_rows = self.second + more_rows
+        plane_bytes = self.all_rows * self.padded * 2
+        self.hi, self.lo = 0, (planes - 1) * plane_bytes
+        self.second_plane = self.second * self.padded * 2
+        self.spoilt = planes * plane_bytes
+        self.scale = self.spoilt + 4 * LISTED * self.all_rows
+        self.flags = self.scale + 4 * self.all_rows
+        self.nbytes = self.flags + self.all_rows
+        self.numbers = (rows, self.second, self.all_rows, columns, self.padded)
+        self._launches: dict[bool, Callable[..., None]] = {}
+
+    def __call__(self, buffer: int, first: Tensor, second: Tensor | None = None) -> None:
+        """Launch; buffer: the address of ``nbytes`` bytes, a multiple of 16. The matrices are fp32
+        with contiguous columns; rows may have a stride."""
+        address, stride = first.data_ptr(), first.stride(0)
+        more, more_stride = (0, 0) if second is None else (second.data_ptr(), second.stride(0))
+        aligned = (address | more | 4 * (stride | more_stride)) % VECTOR_BYTES == 0
+        self.launch(aligned)(
+            *(address, stride, more, more_stride),
+            *(buffer, buffer + self.lo),
+            *(buffer + self.scale, buffer + self.flags, buffer + self.spoilt),
+            *self.numbers,
+        )
+
+    def launch(self, aligned: bool) -> Callable[..., None]:
+        """What a call launches, for who keeps it: a function of the arguments of ``SIGNATURE``.
+
+        aligned: all rows of the matrices begin at multiples of 16 bytes. Loads the kernel, which is
+        not possible while a CUDA graph is captured.
+        """
+        return self._launches.get(aligned) or self._prepare(aligned)
+
+    def planes_in(self, buffer: Tensor, second: bool = False) -> Planes:
+        """The first or the second matrix's planes in a buffer; buffer: (nbytes,) uint8."""
+        begin, rows = (self.second, self.more_rows) if second else (0, self.rows)
+
+        def rows_of(offset: int, width: int, dtype: torch.dtype) -> Tensor:
+            start = offset + begin * width * dtype.itemsize
+            part = buffer[start : start + rows * width * dtype.itemsize].view(dtype)
+            return part.view(rows, width) if width > 1 else part
+
+        return Planes(
+            rows_of(self.hi, self.padded, torch.float16),
+            rows_of(self.lo, self.padded, torch.float16),
+            rows_of(self.scale, 1, torch.float32),
+            rows_of(self.flags, 1, torch.uint8),
+            rows_of(self.spoilt, LISTED, torch.int32),
+        )
+
+    def _prepare(self, aligned: bool) -> Callable[..., None]:
+        device, columns, rows = self.device, self.columns, self.all_rows
+        sms = sm_count(device)
+        arch = arch_of(device)
+        source = split_source(self.planes, columns, aligned, arch, rows, sms)
+        blocks = -(-rows // split_shape(rows, columns, sms).block_rows)
+        kernel = load(source, device)
+        launch = kernel.prepare(SIGNATURE, blocks, THREADS, dependent=starts_early(device))
+        self._launches[aligned] = launch
+        return launch
+
+
+@lru_cache(maxsize=1024)
+def splitter(
+    planes: int, columns: int, rows: int, more_rows: int, device: torch.device
+) -> Splitter:
+    """The splitter of these sizes; to be kept by who calls it often."""
+    return Splitter(planes, columns, rows, more_rows, device)
+
+
+def split(values: Tensor, planes: int) -> Planes:
+    """Split a (rows, columns) fp32 matrix, columns contiguous, into one or two planes."""
+    rows, columns = values.shape
+    split_rows = splitter(planes, columns, rows, 0, values.device)
+    buffer = torch.empty(split_rows.nbytes, dtype=torch.uint8, device=values.device)
+    if rows:
+        split_rows(buffer.data_ptr(), values)
+    return split_rows.planes_in(buffer)

@@ -1,0 +1,204 @@
+// What flagged rows of x or W spoilt in y = post(norm(pre(x Wᵀ + bias))), computed again in plain fp32.
+//
+// The kernel before this one multiplied planes of fp16 that cannot hold the flagged rows (split_rows.cuh).
+// Each (row, group) with a flagged row, or a flagged column among its channels, is overwritten here;
+// no other is touched, so that a result never depends on its neighbours' flags.
+//
+// Nothing flagged is the ordinary case: every block then reads the flags, or its share of them where
+// there are many, and ends.
+//
+// The prelude defines the chain (codegen.py); kRows, kColumns and kWidth of a tile: rows, columns
+// used, columns multiplied; kBlockK and kStages of the ring; kSplits, the blocks of a cluster, which
+// share the sum over k of each item; kAligned (every row of x and w begins at a multiple of 16 bytes);
+// kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kKeep (training: z, mean and rstd are
+// written); kFlagsLate (the previous kernel writes flags); OPERAND_PARAMETERS, OPERAND_LIST,
+// STRIDE_LIST.
+#include "common/dependent.cuh"
+#include "common/numeric.cuh"
+#include "fp32/rescue_splits.cuh"
+#include "common/variance.cuh"
+
+struct Epilogue {
+  const float *bias, *gamma, *beta;
+  const float* operands[chain::kSlots];
+  i64 strides[chain::kSlots];
+  const Flag* row_flags;
+  float *y, *z, *mean, *rstd;
+  int n;
+};
+
+// The rows of an item, and its groups with a flagged column.
+struct GroupSelection : Selection {
+  Flag groups[kColumns / kGroup];
+};
+
+// Fills `selection` as `select_rows` does: a flagged column needs every row.
+EPINORM_FUNCTION int select(GroupSelection& selection, const Item& item, const Flag* row_flags,
+                            const Flag* column_flags, int m, int n) {
+  const int thread = threadIdx.x, column = item.first_column + thread;
+  const bool column_flagged = thread < kColumns && column < n && column_flags[column] != 0;
+  __syncthreads();  // the last item's selection is no longer read
+  if (thread < kColumns / kGroup) selection.groups[thread] = 0;
+  const bool every_row = __syncthreads_or(column_flagged) != 0;
+  if (column_flagged) selection.groups[thread / kGroup] = 1;
+  return select_rows(selection, item, every_row, row_flags, m);
+}
+
+// Adds the tiles of all blocks of the cluster up in this block's own, in its part of the rows, which it
+// returns. No other block reads these rows of this tile, nor are they written in any other.
+EPINORM_FUNCTION Range add_tiles(float* tile, int rows) {
+  const Range own = own_rows(rows);
+  if constexpr (kSplits > 1) {
+    cluster_sync();  // all tiles are there
+    for (int i = own.first * kColumns + threadIdx.x; i < own.end * kColumns; i += kThreads) {
+      float* place = tile + i / kColumns * kTileStride + i % kColumns;
+      *place = sum_of_blocks(place);
+    }
+    cluster_sync();  // the sums are there, and from here on a block reads its own tile alone
+  }
+  return own;
+}
+
+// A team holds one (row, group): the lanes' columns are interleaved, and divide the group.
+constexpr int kLowestBit = kGroup & -kGroup;
+constexpr int kLanes = kLowestBit < 32 ? kLowestBit : 32;
+constexpr int kTeams = kThreads / kLanes;
+constexpr int kGroups = kColumns / kGroup;  // of a tile
+
+EPINORM_FUNCTION float team_sum(float value) {
+#pragma unroll
+  for (int offset = 1; offset < kLanes; offset *= 2)
+    value += __shfl_xor_sync(kAllLanes, value, offset);
+  return value;
+}
+
+EPINORM_FUNCTION void load_operands(float (&t)[chain::kSlots], const Epilogue& e, int row,
+                                    int column) {
+#pragma unroll
+  for (int i = 0; i < chain::kOperands; ++i)
+    t[i] = e.operands[i][chain::is_channel(i) ? column : row * e.strides[i] + column];
+}
+
+// From the tile of the linear's output without bias to y, for the (row, group)s that are flagged in
+// these rows of the tile. Every lane only reads and writes its own values of it, so no barrier is
+// needed.
+EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range rows,
+                             int first_column, const Epilogue& e) {
+  constexpr float kInverse = 1.0f / kGroup;
+  const int lane = threadIdx.x % kLanes;
+  const int end_cell = rows.end * kGroups;
+  for (int first = rows.first * kGroups + threadIdx.x / 32 * (32 / kLanes); first < end_cell;
+       first += kTeams) {
+    const int cell = first + threadIdx.x % 32 / kLanes;
+    const int group = cell % kGroups, column = first_column + group * kGroup;
+    const bool inside = cell < end_cell && column < e.n;
+    const int row = inside ? selection.rows[cell / kGroups] : 0;
+    const bool flagged = inside && (selection.groups[group] || e.row_flags[row]);
+    if (!__any_sync(kAllLanes, flagged)) continue;
+    const int end = flagged ? kGroup : 0;  // a team that is not flagged only takes part in the sums
+    float* values = tile + cell / kGroups * kTileStride + group * kGroup;
+    const i64 at = static_cast<i64>(row) * e.n + column;
+    float t[chain::kSlots];
+
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = lane; i < end; i += kLanes) {
+      const float z = values[i];
+      if (kKeep) e.z[at + i] = z;
+      load_operands(t, e, row, column + i);
+      values[i] = chain::pre_apply<float>(kHasBias ? z + e.bias[column + i] : z, t);
+      sum += values[i];
+    }
+    const float mean = chain::kCentred ? team_sum(sum) * kInverse : 0.0f;
+    float squares = 0.0f, distances = 0.0f;
+#pragma unroll 4
+    for (int i = lane; i < end; i += kLanes) {
+      const float distance = values[i] - mean;
+      squares += distance * distance;
+      distances += distance;
+    }
+    squares = team_sum(squares);
+    distances = chain::kCentred ? team_sum(distances) : 0.0f;
+    const float shift = distances * kInverse;  // what rounding left out of the mean
+    const float rstd = reciprocal_sqrt(variance<kGroup>(squares, distances, shift) +
+                                       chain::epsilon<float>());
+#pragma unroll 4
+    for (int i = lane; i < end; i += kLanes) {
+      const float factor = kHasGamma ? rstd * e.gamma[column + i] : rstd;
+      const float constant = (kHasBeta ? e.beta[column + i] : 0.0f) - shift * factor;
+      const float distance = values[i] - mean;
+      load_operands(t, e, row, column + i);
+      const bool moved = chain::kCentred || kHasBeta;
+      e.y[at + i] =
+          chain::post_apply<float>(moved ? distance * factor + constant : distance * factor, t);
+    }
+    if (kKeep && flagged && lane == 0) {
+      const i64 cell_at = static_cast<i64>(row) * (e.n / kGroup) + column / kGroup;
+      if (chain::kCentred) e.mean[cell_at] = mean + shift;
+      e.rstd[cell_at] = rstd;
+    }
+  }
+}
+
+constexpr int kFewFlags = 8192;  // of a kind: up to here a block reads them all first
+constexpr int kLooks = 4;        // items that a warp looks at in a round
+
+// x: (m, k), rows x_stride apart. w: (n, k), w_stride. row_flags: (m,), column_flags: (n,), both at
+// multiples of 4 bytes and, but for kFlagsLate, written before the previous kernel began. y, z: (m, n).
+// mean, rstd: (m, groups).
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    rescue(const float* x, i64 x_stride, const float* w, i64 w_stride, const float* bias,
+           const float* gamma, const float* beta, const Flag* row_flags, const Flag* column_flags,
+           float* y, float* z, float* mean, float* rstd, int m, int n, int k OPERAND_PARAMETERS) {
+  extern __shared__ __align__(16) float shared[];
+  __shared__ GroupSelection selection;
+  __shared__ Flag near[kLooks * kWarps];
+  let_next_kernel_start();  // it waits for this one, which waits for the one before
+  if (kFlagsLate) wait_for_previous_kernel();
+  if (m <= kFewFlags && n <= kFewFlags) {
+    const bool any = any_flag(row_flags, m, kThreads) | any_flag(column_flags, n, kThreads);
+    if (!__syncthreads_or(any)) {
+      wait_for_previous_kernel();  // the next kernel must not run beside the previous one
+      return;
+    }
+  }
+  const ItemOrder order(m, n);
+  // All below is decided by flags and an item's index, so alike in all blocks of a cluster.
+  const int warp = threadIdx.x / 32, step = gridDim.x / kSplits;
+  bool waited = false;
+  for (int first = blockIdx.x / kSplits; first < order.count(); first += step * kLooks * kWarps) {
+    bool any = false;
+    for (int look = 0; look < kLooks; ++look) {
+      const int index = first + (look * kWarps + warp) * step;
+      bool found = false;
+      if (index < order.count())
+        found = __any_sync(kAllLanes,
+                           flagged_near(order.at(index), row_flags, column_flags, m, n));
+      if (threadIdx.x % 32 == 0) near[look * kWarps + warp] = found;
+      any |= found;
+    }
+    const bool work = __syncthreads_or(any) != 0;
+    if (!waited) wait_for_previous_kernel();
+    waited = true;
+    if (!work) continue;
+    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, STRIDE_LIST, row_flags, y, z, mean, rstd, n};
+    for (int look = 0; look < kLooks * kWarps; ++look) {
+      if (!near[look]) continue;
+      const Item item = order.at(first + look * step);
+      const int rows = select(selection, item, row_flags, column_flags, m, n);
+      if (rows <= 0) continue;
+      const int column = item.first_column;
+      const Range own = own_k(k);
+      const int length = own.end - own.first;
+      const float *own_x = x + own.first, *own_w = w + own.first;
+      if (rows <= Place<kThinRows>::kHeight)
+        multiply<kThinRows>(shared, selection, rows, own_x, x_stride, own_w, w_stride, column, n,
+                            length);
+      else
+        multiply<kFullRows>(shared, selection, rows, own_x, x_stride, own_w, w_stride, column, n,
+                            length);
+      finish(shared, selection, add_tiles(shared, rows), column, e);
+    }
+    __syncthreads();  // `near` is read no more
+  }
+}

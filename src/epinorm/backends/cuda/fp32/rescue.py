@@ -1,0 +1,284 @@
+"""The range guard of fp32: what fp16 planes could not hold, computed again in plain fp32.
+
+`split_rows.cuh` flags the rows of x and of W that scaled planes of fp16 do not hold. The product of
+planes is garbage where one of them takes part; this kernel, launched right after it, overwrites
+just that. The flags never leave the GPU, so nothing waits and a CUDA graph replays it with other
+inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.norm.text import OPERAND_SIGNATURE, matrix_arguments, parameter_addresses
+from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
+from epinorm.backends.cuda.runtime.jit import KernelSource, load
+from epinorm.backends.cuda.runtime.launch import Kernel
+from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, starts_early
+from epinorm.backends.cuda.text.chain_text import chain_text
+from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.problem import Forward, Inputs, Problem
+
+__all__ = [
+    "LARGEST_GROUP",
+    "MOST_SPLITS",
+    "RescueTile",
+    "prepare_guard",
+    "rescue",
+    "rescue_launch",
+    "rescue_source",
+    "rescue_tile",
+    "splits_of",
+]
+
+SIGNATURE = "plpl" + "ppp" + "pp" + "pppp" + "iii"
+"""x, w and their row strides; bias, gamma, beta; the flags; y, z, mean, rstd; m, n, k."""
+
+THREADS = 256
+VECTOR_BYTES = 16
+CHUNK_ROWS = 1024
+LARGEST_GROUP = 256
+LARGEST_SHARED = 232448
+"""Bytes that a block of any GPU so far can have."""
+
+MOST_SPLITS = 8
+"""Blocks of a cluster of any GPU that has clusters."""
+SHORTEST_SPLIT = 512
+"""Values of the summed index that are worth a block of their own."""
+
+_VALUES = 128 * 128  # of a tile: 64 a thread
+_PAD = 4  # values between rows in shared memory
+STATIC_BYTES = 1024  # of shared memory that the kernels have besides, at most
+
+
+@dataclass(frozen=True)
+class RescueTile:
+    """What a block computes at once: ``rows`` by ``width`` products, of which ``columns`` are used
+    (whole groups, so that a group's statistics stay in the block). limit: bytes of shared memory
+    that a block can have; 99 KB suffice."""
+
+    rows: int
+    width: int
+    columns: int
+    limit: int = LARGEST_SHARED
+
+    @property
+    def block_k(self) -> int:
+        """Values of K in a stage of the ring. Longer ones are faster (kb62 on an H200, before sums
+        were shared, one flagged row and all of them: 427 and 3758 us against 473 and 3919), but
+        spill in the wide tile."""
+        return 32 if self.width == 128 else 16
+
+    @property
+    def stages(self) -> int:
+        """Slots of the ring."""
+        most = 3 if self.width == 128 else 4
+        return most if most * self._slot_bytes <= self.limit - STATIC_BYTES else most - 1
+
+    @property
+    def _slot_bytes(self) -> int:
+        return (self.rows + self.width) * (self.block_k + _PAD) * 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block, as `rescue_product.cuh` lays it out."""
+        finished = self.rows * (self.width + _PAD) * 4
+        return max(self.stages * self._slot_bytes, finished)
+
+    def items(self, m: int, n: int) -> int:
+        """How many shares the work has if all is flagged (`rescue_items.cuh`)."""
+        return -(-m // CHUNK_ROWS) * -(-n // self.columns) * (CHUNK_ROWS // self.rows)
+
+    def takers(self, m: int, n: int, at_once: int) -> int:
+        """How many blocks, or clusters of them, take these shares in turn, of ``at_once`` that run
+        together.
+
+        The shares that one flagged column makes are as many apart as there are strips of columns:
+        a number of takers without a divisor in common with that gets them in different hands.
+        """
+        strips, takers = -(-n // self.columns), min(self.items(m, n), max(at_once, 1))
+        while takers < self.items(m, n) and math.gcd(takers, strips) > 1:
+            takers -= 1
+        return takers
+
+
+def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
+    """The tile that wastes the fewest columns on groups of ``group`` channels.
+
+    limit: as in ``RescueTile``. Raises `ValueError` for a group that does not fit: 2, 4 and the
+    multiples of 8 up to 256 do.
+    """
+    if group not in (2, 4) and (group % 8 or not 8 <= group <= LARGEST_GROUP):
+        raise ValueError(
+            "the range guard serves groups of 2, 4 or a multiple of 8 channels up to "
+            f"{LARGEST_GROUP}, but got {group}"
+        )
+    tiles = [
+        RescueTile(_VALUES // width, width, width // group * group, limit)
+        for width in (128, 256)
+        if width >= group
+    ]
+    return max(tiles, key=lambda tile: tile.columns / tile.width)
+
+
+def splits_of(tile: RescueTile, rows: int, columns: int, length: int, multiprocessors: int) -> int:
+    """How many blocks, 1, 2, 4 or 8, share each sum of ``length`` products of a (rows, columns)
+    result: until one flag, of a row or of a column, keeps more than a quarter of the GPU at
+    work.
+
+    One is what chance brings: a row by estimate in one of ten random dz of 16384 x 1024, a column
+    in one of ten or twenty random W of 8192 x 8192. The same whatever is flagged, so that a result
+    does not depend on its neighbours' flags.
+    """
+    tiles = min(-(-rows // tile.rows), -(-columns // tile.columns))
+    splits = 1
+    while (
+        splits < MOST_SPLITS
+        and tiles * splits * 4 <= multiprocessors
+        and length >= splits * 2 * SHORTEST_SPLIT
+    ):
+        splits *= 2
+    return splits
+
+
+def rescue_source(
+    problem: Problem,
+    aligned: bool,
+    arch: str,
+    limit: int = LARGEST_SHARED,
+    flags_late: bool = False,
+    splits: int = 1,
+) -> KernelSource:
+    """The kernel's text for ``problem``'s chain and group size; compiles without a GPU.
+
+    aligned: each row of x and of weight begins at a multiple of 16 bytes. limit: as in
+    ``RescueTile``. flags_late: the kernel before it writes flags. splits: blocks that share a sum,
+    1 before sm_90.
+    Raises `ValueError` for a problem that is not fp32 throughout, or a group that does not fit.
+    """
+    dtypes = (problem.dtype, problem.norm_dtype, problem.out_dtype)
+    if any(dtype != torch.float32 for dtype in dtypes):
+        raise ValueError(f"the range guard is for float32 throughout, but got {dtypes}")
+    group = problem.n // problem.groups
+    tile = rescue_tile(group, limit)
+    constants = {
+        "kRows": tile.rows,
+        "kColumns": tile.columns,
+        "kWidth": tile.width,
+        "kBlockK": tile.block_k,
+        "kStages": tile.stages,
+        "kSplits": splits,
+        "kAligned": aligned,
+        "kGroup": group,
+        "kHasBias": problem.has_bias,
+        "kHasGamma": problem.has_norm_weight,
+        "kHasBeta": problem.has_norm_bias,
+        "kKeep": problem.training,
+        "kFlagsLate": flags_late,
+    }
+    count = len(problem.chain.operand_kinds)
+    parameters = "".join(f", const float* operand{i}, long long stride{i}" for i in range(count))
+    operands = ", ".join(f"operand{i}" for i in range(count)) or "nullptr"
+    strides = ", ".join(f"stride{i}" for i in range(count)) or "0"
+    prelude = (
+        chain_text(problem.chain)
+        + "".join(f"constexpr int {name} = {int(value)};\n" for name, value in constants.items())
+        + f"#define OPERAND_PARAMETERS {parameters}\n"
+        + f"#define OPERAND_LIST {{{operands}}}\n"
+        + f"#define STRIDE_LIST {{{strides}}}\n"
+    )
+    return KernelSource("rescue", kernel_text("fp32/rescue.cu", prelude), arch)
+
+
+def prepare_guard(
+    kernel: Kernel,
+    device: torch.device,
+    signature: str,
+    tile: RescueTile,
+    splits: int,
+    shape: tuple[int, int],
+) -> Callable[..., None]:
+    """A function of ``signature``'s arguments that launches a guard of a result of this shape, of
+    which ``splits`` blocks share each sum."""
+    # No more clusters than run at once: each takes its items in turn, so one that started when
+    # others have ended would take as long again.
+    at_once = (
+        kernel.clusters_at_once(splits, THREADS, tile.shared_bytes)
+        if splits > 1
+        else sm_count(device)
+    )
+    return kernel.prepare(
+        signature,
+        tile.takers(*shape, at_once) * splits,
+        THREADS,
+        shared_bytes=tile.shared_bytes,
+        cluster=splits if splits > 1 else None,
+        dependent=starts_early(device),
+    )
+
+
+def rescue(
+    problem: Problem, inputs: Inputs, row_flags: Tensor, column_flags: Tensor, forward: Forward
+) -> None:
+    """Overwrite y and, in training, z, mean and rstd wherever a flagged row or column takes part.
+
+    row_flags (M,) and column_flags (N,), uint8, nonzero where a row of x or of weight is flagged;
+    contiguous, at addresses that are multiples of 4, and complete before the last kernel of the
+    stream begins. inputs: fp32, rows may have a stride. forward: contiguous; (row, group)s without
+    a flag keep their bits. Every launch of the same values gives the same bits. Raises `ValueError`
+    as `rescue_source` does.
+    """
+    if problem.m == 0:
+        return
+    x, weight = inputs.x, inputs.weight
+    at = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0))
+    aligned = (at[0] | at[2] | (at[1] | at[3]) * 4) % VECTOR_BYTES == 0
+    rescue_launch(problem, aligned)(
+        *at,
+        *parameter_addresses(inputs),
+        *(row_flags.data_ptr(), column_flags.data_ptr()),
+        *(t.data_ptr() for t in forward),
+        *(problem.m, problem.n, problem.k, *matrix_arguments(inputs.operands)[0]),
+    )
+
+
+def rescue_launch(problem: Problem, aligned: bool, flags_late: bool = False) -> Callable[..., None]:
+    """What ``rescue`` launches, for who keeps it: a function of the arguments of ``SIGNATURE``.
+
+    aligned: each row of x and of weight begins at a multiple of 16 bytes. flags_late: the kernel
+    before it in the stream writes flags.
+    """
+    return _prepared(problem)(aligned, flags_late)
+
+
+class _Prepared:
+    """The launches for one problem, by whether x and weight are aligned and flags are late."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.launches: dict[tuple[bool, bool], Callable[..., None]] = {}
+
+    def __call__(self, aligned: bool, flags_late: bool) -> Callable[..., None]:
+        return self.launches.get((aligned, flags_late)) or self._prepare(aligned, flags_late)
+
+    def _prepare(self, aligned: bool, flags_late: bool) -> Callable[..., None]:
+        problem, device = self.problem, self.problem.device
+        limit = max_shared_bytes(device)
+        tile = rescue_tile(problem.n // problem.groups, limit)
+        m, n = problem.m, problem.n
+        # Clusters came with sm_90, as early starts did.
+        clusters = starts_early(device)
+        splits = splits_of(tile, m, n, problem.k, sm_count(device)) if clusters else 1
+        source = rescue_source(problem, aligned, arch_of(device), limit, flags_late, splits)
+        signature = SIGNATURE + OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
+        launch = prepare_guard(load(source, device), device, signature, tile, splits, (m, n))
+        self.launches[aligned, flags_late] = launch
+        return launch
+
+
+_prepared = PreparedByProblem(_Prepared)

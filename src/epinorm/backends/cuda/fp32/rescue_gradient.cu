@@ -1,0 +1,115 @@
+// What flagged rows spoilt in a backward product of an fp32 chain, computed again in plain fp32:
+// result (m, n) = A (m, k) · b (k, n), where A is dZ for dX and dZᵀ for dW.
+//
+// The kernel before this one multiplied planes of fp16 that cannot hold what is flagged. A flagged row
+// of A spoils just that row of the result; an index of the sum, flagged by kSomeColumns, just the
+// columns in its list, and flagged by kWhole, everything. Nothing else is written. Nothing flagged is
+// the ordinary case: every block then reads the flags and ends.
+//
+// With kAdds that kernel added to a result that was there, but for flagged rows, and they are added
+// here. For any flagged index of the sum it added nothing: it would have to know the columns in its
+// epilogue, which has no registers left. Then all is added here.
+//
+// The prelude defines kRows, kColumns = kWidth of a tile; kBlockK and kStages of the ring;
+// kTransposedA (`a` is (k, m)); kAligned (every row of an `a` that is (m, k) begins at a multiple of
+// 16 bytes); kAdds; kSplits, the blocks of a cluster, which share the sum over k of each item.
+#include "common/dependent.cuh"
+#include "fp32/rescue_columns.cuh"
+#include "fp32/rescue_splits.cuh"
+
+static_assert(kColumns == kWidth, "columns need not be whole groups here");
+static_assert(kThreads % kColumns == 0, "a thread stores one column of a tile");
+
+constexpr int kFlagBytes = 16;        // read at a time
+constexpr int kFewFlags = 32 * 1024;  // of rows: up to here a block reads them all
+
+// As any_flag, 16 flags at a time.
+EPINORM_FUNCTION u32 any_flag_wide(const Flag* flags, int count) {
+  if (reinterpret_cast<u64>(flags) % kFlagBytes != 0) return any_flag(flags, count, kThreads);
+  const int whole = count / kFlagBytes;
+  const uint4* units = reinterpret_cast<const uint4*>(flags);
+  u32 any = 0;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < whole; i += kThreads) {
+    const uint4 unit = __ldcg(units + i);
+    any |= unit.x | unit.y | unit.z | unit.w;
+  }
+  const int left = whole * kFlagBytes + threadIdx.x;
+  if (left < count) any |= __ldcg(flags + left);
+  return any;
+}
+
+// The same for the rows that the items from `first` on, `step` apart, take theirs from.
+EPINORM_FUNCTION bool any_row_flag(const ItemOrder& order, int first, int step,
+                                   const Flag* row_flags, int m) {
+  u32 any = 0;
+#pragma unroll 8
+  for (int index = first; index < order.count(); index += step)
+    any |= four_flags(row_flags, order.at(index).first_row + threadIdx.x * 4, m);
+  return any != 0;
+}
+
+// From the tile to the result; with several blocks a sum, each adds their tiles in the order of k for
+// its share of the rows. A thread stores its column of all rows, or of the flagged ones alone.
+EPINORM_FUNCTION void store(const float* tile, const Selection& selection, int rows,
+                            int first_column, bool all_rows, const Flag* row_flags, float* result,
+                            int n) {
+  if constexpr (kSplits > 1) cluster_sync();  // all tiles are there
+  const Range own = own_rows(rows);
+  for (int i = own.first * kColumns + threadIdx.x; i < own.end * kColumns; i += kThreads) {
+    const int row = i / kColumns, column = i % kColumns;
+    if (first_column + column >= n || !(all_rows || row_flags[selection.rows[row]])) continue;
+    const float value = sum_of_blocks(tile + row * kTileStride + column);
+    float& target = result[static_cast<i64>(selection.rows[row]) * n + first_column + column];
+    target = kAdds ? target + value : value;
+  }
+  if constexpr (kSplits > 1) cluster_sync();  // no tile is read any more
+}
+
+// a: (m, k), or (k, m) with kTransposedA, rows a_stride apart. b: (k, n), b_stride. row_flags: (m,),
+// sum_flags: (k,), both at multiples of 4 bytes, sum_columns: (k,), all written before the previous
+// kernel began; with kAdds sum_columns is not read.
+// result: (m, n), of which the previous kernel wrote the rows that are not flagged.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    rescue_gradient(const float* a, i64 a_stride, const float* b, i64 b_stride,
+                    const Flag* row_flags, const Flag* sum_flags, const ColumnList* sum_columns,
+                    float* result, int m, int n, int k) {
+  extern __shared__ __align__(16) float shared[];
+  __shared__ Selection selection;
+  __shared__ SpoiltColumns spoilt;
+  let_next_kernel_start();  // it waits for this one, which waits for the one before
+  const ItemOrder order(m, n);
+  const int step = gridDim.x / kSplits, first = blockIdx.x / kSplits;
+  const bool any_row = m <= kFewFlags ? any_flag_wide(row_flags, m)
+                                      : any_row_flag(order, first, step, row_flags, m);
+  const u32 of_sum = any_flag_wide(sum_flags, k);
+  const bool any_index = __syncthreads_or(of_sum) != 0;
+  const bool work = __syncthreads_or(any_row) != 0 || any_index;
+  wait_for_previous_kernel();  // also without work: the next kernel must not run beside that one
+  if (!work) return;
+  bool everything = any_index;
+  if (!kAdds && any_index)
+    everything = __syncthreads_or(any_whole(of_sum)) != 0 ||
+                 !gather(spoilt, sum_flags, sum_columns, k);
+  const bool some_columns = any_index && !everything;
+
+  const Range own = own_k(k);
+  const int length = own.end - own.first;
+  const float* own_a = a + (kTransposedA ? own.first * a_stride : own.first);
+  const float* own_b = b + own.first * b_stride;
+  for (int index = first; index < order.count(); index += step) {
+    const Item item = order.at(index);
+    const int column = item.first_column;
+    const bool all_rows = everything || (some_columns && spoilt.has(column + threadIdx.x % kColumns));
+    const bool every_row = __syncthreads_or(all_rows) != 0;  // no more reads of the last selection, tile
+    const int rows = select_rows(selection, item, every_row, row_flags, m);
+    if (rows <= 0) continue;
+    if (rows <= Place<kThinRows>::kHeight)
+      multiply<kThinRows, kTransposedA, true>(shared, selection, rows, own_a, a_stride, own_b,
+                                              b_stride, column, n, length);
+    else
+      multiply<kFullRows, kTransposedA, true>(shared, selection, rows, own_a, a_stride, own_b,
+                                              b_stride, column, n, length);
+    store(shared, selection, rows, column, all_rows, row_flags, result, n);
+  }
+}

@@ -1,0 +1,25 @@
+// What hopper_fp32_weight.cu needs before it begins, by one launch: x as a plane (split_rows.cuh), and the
+// scales of W's rows (sample_rows.cuh). It lets no kernel start early: hopper_fp32_weight's blocks take a whole
+// multiprocessor each, and kept blocks of this one waiting (measured: 6 us).
+#include "common/dependent.cuh"
+#include "fp32/sample_rows.cuh"
+#include "fp32/split_rows.cuh"
+
+static_assert(kThreads == kSampleThreads, "blocks of either kind");
+
+// x: (m, k), rows x_stride apart, by the last blocks; the first sample W's rows. The rest as in split_rows.cuh and
+// sample_rows.cuh.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    split_and_sample(const float* x, i64 x_stride, u16* hi, u16* ordered, float* scale, Flag* flag,
+                     ColumnList* columns, const float* w, i64 w_stride, float* w_scale, Flag* w_flag,
+                     ColumnList* w_columns, int m, int n, int k, int k_padded) {
+  wait_for_previous_kernel();
+  const int sampling = (n + kSampleRows - 1) / kSampleRows, block = blockIdx.x;
+  if (block < sampling) {
+    sample_rows(w, w_stride, w_scale, w_flag, w_columns, block * kSampleRows, n, k);
+  } else {
+    const int row = (block - sampling) * kTeams + threadIdx.x / kRowThreads;
+    split_row(row < m ? x + row * x_stride : nullptr, row, k,
+              {hi, ordered, scale, flag, columns, k_padded});
+  }
+}

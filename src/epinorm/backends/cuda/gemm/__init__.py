@@ -1,0 +1,1 @@
+"""Products with what follows them in their epilogue."""

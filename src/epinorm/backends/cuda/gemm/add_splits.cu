@@ -1,0 +1,29 @@
+// The second step of a product whose sum was split over blocks: splits (kSplits, count) in fp32, one
+// after the other in a fixed order, into `out`. The prelude defines kSplits and OutType.
+#include "common/dependent.cuh"
+#include "common/storage.cuh"
+
+constexpr int kThreads = 256;
+
+template <class Type>
+__device__ __forceinline__ void store_four(typename Type::Storage* out, const float4& v) {
+  if constexpr (sizeof(typename Type::Storage) == 4)
+    *reinterpret_cast<float4*>(out) = v;
+  else
+    *reinterpret_cast<uint2*>(out) = {Type::store_pair(v.x, v.y), Type::store_pair(v.z, v.w)};
+}
+
+// count is a multiple of 4, both matrices begin on 16 bytes.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    add_splits(const float* splits, typename OutType::Storage* out, i64 count) {
+  wait_for_previous_kernel();
+  const i64 at = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (at >= count) return;
+  float4 sum = *reinterpret_cast<const float4*>(splits + at);
+#pragma unroll
+  for (int split = 1; split < kSplits; ++split) {
+    const float4 v = *reinterpret_cast<const float4*>(splits + split * count + at);
+    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  }
+  store_four<OutType>(out + at, sum);
+}

@@ -1,0 +1,1 @@
+"""By wgmma and TMA (sm_90)."""

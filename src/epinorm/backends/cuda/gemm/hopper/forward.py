@@ -1,0 +1,371 @@
+"""Strategy `single` on Hopper: the whole forward chain in the product's epilogue.
+
+fp32 takes three launches: x and W are split into planes (planes.py), multiplied, and what planes do
+not hold is computed again (rescue.py). Where x has few rows, W is converted on its way into the
+product instead (gemm/hopper/fp32_forward.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, room_for
+from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, splitter
+from epinorm.backends.cuda.fp32.rescue import LARGEST_GROUP, rescue_launch
+from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight, readable
+from epinorm.backends.cuda.gemm.hopper.launch import Launch, addresses
+from epinorm.backends.cuda.gemm.hopper.text import Tile, linear_norm_source, shared_bytes
+from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
+from epinorm.backends.cuda.plan.hopper import (
+    choose_tile,
+    instance_for,
+    persistent_blocks,
+    planes_of,
+)
+from epinorm.backends.cuda.plane_products import planes_taken
+from epinorm.backends.cuda.runtime.device import sm_count
+from epinorm.backends.cuda.runtime.jit import load
+from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, new_tensor
+from epinorm.backends.prepack import marked
+from epinorm.problem import Forward, Inputs, Problem, Run, StepForward
+
+__all__ = ["bind", "hopper_forward", "launch_with"]
+
+_SIGNATURE = "mmmm" + "ppppppppp" + "iii"
+"""x hi and lo, w hi and lo; y, z, bias, gamma, beta, row and column scale, mean, rstd; m, n, k."""
+
+
+def hopper_forward(problem: Problem, inputs: Inputs, weight: Planes | None = None) -> Forward:
+    """y and what backward needs, by one kernel (fp32: and the conversion of x and W to planes).
+
+    ``weight``: the planes of ``inputs.weight`` where they are known already.
+    """
+    return _prepared(problem)(inputs, weight)
+
+
+def bind(problem: Problem, inputs: Inputs, y_size: tuple[int, ...]) -> Run:
+    """``hopper_forward`` bound to all but the tensors, which are like ``inputs``; y's size."""
+    return _prepared(problem).bind(inputs.x.stride(0), inputs.weight.stride(0), y_size)
+
+
+class _PreparedForward:
+    """How a problem is computed, with its weight as it is or prepacked."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.ordinary = _launch_of(problem, prepacked=False)
+        self.prepacked: _Launch | None = None
+
+    def __call__(self, inputs: Inputs, weight: Planes | None) -> Forward:
+        if (marked or weight is not None) and self.problem.dtype == torch.float32:
+            found = self._with_kept_weight(inputs, weight)
+            if found is not None:
+                return found
+        return self.ordinary(inputs)
+
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Run:
+        ordinary = self.ordinary.bind(x_stride, w_stride, y_size)
+        if self.problem.dtype != torch.float32:
+            return ordinary
+        size, keeping = (self.problem.m, self.problem.k), _keeping(self.problem, self.ordinary)
+
+        def run(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            norm_weight: Tensor | None,
+            norm_bias: Tensor | None,
+            operands: tuple[Tensor, ...],
+        ) -> Forward:
+            if id(weight) in marked:
+                matrix = x.view(size) if x.dim() != 2 else x
+                inputs = Inputs(matrix, weight, bias, norm_weight, norm_bias, operands)
+                found = self._with_kept_weight(inputs, None)
+                if found is not None:
+                    return found._replace(y=found.y.view(y_size))
+            if keeping is not None:  # training: x has two dimensions
+                inputs = Inputs(x, weight, bias, norm_weight, norm_bias, operands)
+                found = self._with_planes_left(keeping, inputs)
+                if found is not None:
+                    return found
+            return ordinary(x, weight, bias, norm_weight, norm_bias, operands)
+
+        return run
+
+    def _with_kept_weight(self, inputs: Inputs, weight: Planes | None) -> Forward | None:
+        entry = marked.get(id(inputs.weight))
+        if entry is None and weight is None:
+            return None
+        launch = self.prepacked
+        if launch is None:
+            launch = self.prepacked = _launch_of(self.problem, prepacked=True)
+        if not isinstance(launch, _Split):
+            return launch(inputs)
+        if weight is None:
+            assert entry is not None
+            kept = entry.converted(inputs.weight, launch.split_weight)
+            return None if kept is None else launch(inputs, launch.weight_in(kept))
+        return launch(inputs, _weight_of(weight))
+
+    def _with_planes_left(self, launch: _Leaving, inputs: Inputs) -> Forward | None:
+        """The same, and the planes stay for the backward pass where there is room for them, in
+        memory that backward gives back before dW is allocated."""
+        if not room_for(launch.nbytes_left, self.problem.device):
+            return None
+        return launch.leaving(inputs)
+
+
+class _Leaving(Protocol):
+    """A launch that can leave planes for the backward pass, of ``nbytes_left`` bytes."""
+
+    @property
+    def nbytes_left(self) -> int: ...
+
+    def leaving(self, inputs: Inputs) -> Forward: ...
+
+
+def _keeping(problem: Problem, ordinary: _Launch) -> _Leaving | None:
+    """``ordinary`` with its planes left, where the backward pass reads planes too."""
+    if not (problem.training and problem.m) or isinstance(ordinary, _Direct):
+        return None
+    if not planes_taken(problem, True, True)[0]:
+        return None
+    if isinstance(ordinary, _Fp32Weight):
+        return _Fp32Weight(problem, ordinary.tile, leaves=True)
+    return _Split(problem, ordinary.tile, prepacked=True)
+
+
+def _launch_of(problem: Problem, prepacked: bool, fp32_weight: bool = True) -> _Launch:
+    tile = choose_tile(problem, sm_count(problem.device), prepacked, fp32_weight)
+    if tile is None:
+        raise RuntimeError(f"no tile of the Hopper kernel fits {problem}")
+    return launch_with(problem, tile, prepacked)
+
+
+def launch_with(problem: Problem, tile: Tile, prepacked: bool = False) -> _Launch:
+    """A function from ``Inputs`` to ``Forward``, by the kernel with this tile."""
+    if tile.fp32_weight:
+        return _Fp32Weight(problem, tile)
+    scaled = problem.dtype == torch.float32 and not tile.tf32
+    return _Split(problem, tile, prepacked) if scaled else _Direct(problem, tile)
+
+
+class _Fp32Weight(Fp32Weight):
+    """Converts W on the way; as planes where the copy engine cannot read it."""
+
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
+        run = super().bind(x_stride, w_stride, y_size)
+        otherwise: Callable[..., Forward] | None = None
+
+        def run_where_readable(x: Tensor, weight: Tensor, *more: Any) -> Forward:
+            nonlocal otherwise
+            if readable(weight.data_ptr(), w_stride):
+                return run(x, weight, *more)
+            if otherwise is None:
+                split = _launch_of(self.problem, False, fp32_weight=False)
+                otherwise = split.bind(x_stride, w_stride, y_size)
+            return otherwise(x, weight, *more)
+
+        return run_where_readable
+
+
+class _WithTile(Launch):
+    """By `hopper_linear_norm.cu` with this tile."""
+
+    def __init__(self, problem: Problem, tile: Tile) -> None:
+        super().__init__(problem)
+        self.tile = tile
+        self.launch = self._prepare()
+
+    def _prepare(self) -> Callable[..., None]:
+        problem, tile = self.problem, self.tile
+        instance = instance_for(problem, tile)
+        dynamic = shared_bytes(instance)
+        kernel = load(linear_norm_source(instance), problem.device, dynamic)
+        rows = -(-problem.m // (tile.block_m * tile.cluster))
+        tiles = rows * -(-problem.n // (tile.block_n * tile.group_blocks))
+        together = tile.cluster_blocks
+        blocks = persistent_blocks(tiles, sm_count(problem.device) // together) * together
+        return kernel.prepare(
+            _SIGNATURE + "p" * len(problem.chain.operand_kinds),
+            blocks,
+            tile.threads,
+            shared_bytes=dynamic,
+            cluster=together if together > 1 else None,
+            dependent=True,
+        )
+
+    def _keep_maps(
+        self, key: Any, x: tuple[Tensor, ...], w: tuple[Tensor, ...]
+    ) -> tuple[bytes, ...]:
+        """The maps of x's and W's planes."""
+        tile = self.tile
+        rows_of = ((x, tile.load_m or tile.block_m), (w, tile.box_n))
+        return self.keep_maps(
+            key, [(plane, rows, tile.block_k) for planes, rows in rows_of for plane in planes]
+        )
+
+
+class _Direct(_WithTile):
+    """x and W go into the product as they are."""
+
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
+        outputs, launch, maps = self.outputs(y_size), self.launch, self.maps
+        sizes, training = self.sizes, self.problem.training
+
+        def run(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            gamma: Tensor | None,
+            beta: Tensor | None,
+            operands: tuple[Tensor, ...],
+        ) -> Forward:
+            out = y, z, mean, rstd = outputs()
+            found = maps.get((x.data_ptr(), x_stride, weight.data_ptr(), w_stride))
+            if found is None:
+                x, weight = _readable(x.view(-1, x.shape[-1])), _readable(weight)
+                at = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0))
+                found = maps.get(at) or self._keep_maps(at, (x, x), (weight, weight))
+            if operands:
+                operands = tuple([operand.contiguous() for operand in operands])
+            launch(
+                *found,
+                y.data_ptr(),
+                z.data_ptr() if training else 0,
+                *parameters_at(bias, gamma, beta),
+                0,
+                0,
+                mean.data_ptr() if training else 0,
+                rstd.data_ptr() if training else 0,
+                *sizes,
+                *[operand.data_ptr() for operand in operands],
+            )
+            return out
+
+        return run if self.problem.m else lambda *_: outputs()
+
+
+class _Split(_WithTile):
+    """fp32 x and W as planes; W's are made in each call, or ``prepacked``."""
+
+    def __init__(self, problem: Problem, tile: Tile, prepacked: bool) -> None:
+        super().__init__(problem, tile)
+        self.planes = planes_of(problem)
+        # Wider groups come here in tests alone: plan.py leaves them to the library's product.
+        self.rescued = problem.chain.channels_per_group(problem.n) <= LARGEST_GROUP
+        rows = 0 if prepacked else problem.n
+        device = problem.device
+        self.split = splitter(self.planes, problem.k, problem.m, rows, device)
+        self.split_weight = splitter(self.planes, problem.k, problem.n, 0, device)
+        self.new_buffer = new_tensor((self.split.nbytes,), torch.uint8, device)
+        self.new_weight = new_tensor((self.split_weight.nbytes,), torch.uint8, device)
+        self.kernels: dict[bool, tuple[Callable[..., None], Callable[..., None] | None]] = {}
+        if problem.m:
+            self._load(aligned=True)  # now: a CUDA graph may be captured when it is first needed
+
+    def _load(self, aligned: bool) -> tuple[Callable[..., None], Callable[..., None] | None]:
+        """Of the splitting kernel and of the range guard's."""
+        guard = rescue_launch(self.problem, aligned) if self.rescued else None
+        found = self.kernels[aligned] = (self.split.launch(aligned), guard)
+        return found
+
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
+        """As ``Launch.bind``; the function takes a ``_Weight`` too, and its buffer if the planes
+        are to be left for the backward pass."""
+        outputs, new_buffer, launch, maps = (
+            self.outputs(y_size), self.new_buffer, self.launch, self.maps
+        )  # fmt: skip
+        split, kernels, sizes = self.split, self.kernels, self.sizes
+        stride_bytes = (x_stride | w_stride) * 4
+
+        def run(
+            x: Tensor,
+            w: Tensor,
+            bias: Tensor | None,
+            gamma: Tensor | None,
+            beta: Tensor | None,
+            operands: tuple[Tensor, ...],
+            weight: _Weight | None = None,
+            left: Tensor | None = None,
+        ) -> Forward:
+            out = outputs()
+            matrices = x_at, _, w_at, _ = x.data_ptr(), x_stride, w.data_ptr(), w_stride
+            aligned = not (x_at | w_at | stride_bytes) % VECTOR_BYTES
+            convert, guard = kernels.get(aligned) or self._load(aligned)
+            buffer = new_buffer()
+            at = buffer.data_ptr()
+            scale, flags = at + split.scale, at + split.flags
+            convert(
+                *matrices, at, at + split.lo, scale, flags, at + split.spoilt, *split.numbers
+            )  # fmt: skip
+            if weight is None:
+                column_scale, column_flags = scale + 4 * split.second, flags + split.second
+                found = maps.get(at)
+                if found is None:
+                    found = self._new_maps(at, buffer, split.planes_in(buffer, True))
+            else:
+                hi, column_scale, column_flags, planes = weight
+                found = maps.get((at, hi)) or self._new_maps((at, hi), buffer, planes())
+            parameters = parameters_at(bias, gamma, beta)
+            y, z, mean, rstd = targets = addresses(out)
+            dense = [operand.contiguous() for operand in operands] if operands else ()
+            launch(
+                *found, y, z, *parameters, scale, column_scale, mean, rstd, *sizes,
+                *[operand.data_ptr() for operand in dense],
+            )  # fmt: skip
+            if guard is not None:
+                given = matrix_arguments(operands)[0] if operands else ()
+                guard(*matrices, *parameters, flags, column_flags, *targets, *sizes, *given)
+            if left is None:
+                return out
+            more = StepForward._make(out)
+            more.left = KeptPlanes(buffer, left)
+            return more
+
+        return run if self.problem.m else lambda *_: outputs()
+
+    @property
+    def nbytes_left(self) -> int:
+        """Bytes of the planes that ``leaving`` leaves."""
+        return self.split.nbytes + self.split_weight.nbytes
+
+    def leaving(self, inputs: Inputs) -> Forward:
+        """As a call, and planes are left: W's by a launch and in a buffer of their own."""
+        buffer = self.new_weight()
+        self.split_weight(buffer.data_ptr(), inputs.weight)
+        return self(inputs, self.weight_in(buffer), buffer)
+
+    def weight_in(self, kept: Tensor) -> _Weight:
+        """Where the parts of a converted weight are."""
+        at, split = kept.data_ptr(), self.split_weight
+        return at, at + split.scale, at + split.flags, partial(split.planes_in, kept)
+
+    def _new_maps(self, key: Any, buffer: Tensor, w: Planes) -> tuple[bytes, ...]:
+        x = self.split.planes_in(buffer)
+        return self._keep_maps(key, (x.hi, x.lo), (w.hi, w.lo))
+
+
+_Weight = tuple[int, int, int, Callable[[], Planes]]
+"""Where a weight's hi plane, scales and flags are; and the planes themselves, for tensor maps."""
+
+
+def _weight_of(w: Planes) -> _Weight:
+    return w.hi.data_ptr(), w.scale.data_ptr(), w.flags.data_ptr(), lambda: w
+
+
+def _readable(matrix: Tensor) -> Tensor:
+    """The matrix itself, or a copy where the copy engine cannot read its rows."""
+    if matrix.data_ptr() % 16 or matrix.stride(0) * matrix.element_size() % 16:
+        return matrix.clone(memory_format=torch.contiguous_format)
+    return matrix
+
+
+_Launch = _Direct | _Split | _Fp32Weight
+
+_prepared = PreparedByProblem(_PreparedForward)

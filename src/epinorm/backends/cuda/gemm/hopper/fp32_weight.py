@@ -1,0 +1,96 @@
+"""The Hopper kernel that reads W as fp32 and converts it on the way: its instances.
+
+One plane alone (`high`). `hopper_fp32_weight.cu` says how it works, `plan/hopper.py` when it is
+taken: where x has so few rows that a pass which makes a plane of W costs more.
+"""
+
+from __future__ import annotations
+
+from epinorm.backends.cuda.fp32.planes import TOLERANCE, SplitShape, split_prelude
+from epinorm.backends.cuda.gemm.hopper.text import ARCH, SHARED_LIMIT, STEP_BYTES, Tile
+from epinorm.backends.cuda.runtime.jit import KernelSource
+from epinorm.backends.cuda.text.instance import Instance, constants, epilogue_prelude
+from epinorm.backends.cuda.text.source import kernel_text
+
+__all__ = [
+    "fp32_weight_source",
+    "fp32_weight_tiles",
+    "shared_bytes",
+    "split_and_sample_source",
+    "stages_of_weight",
+]
+
+BLOCK_N = 128
+STAGE_BYTES_OF_WEIGHT = BLOCK_N * 2 * STEP_BYTES
+"""64 columns of fp32, for as many halves of x's rows."""
+_VERDICT_BYTES = 16
+
+
+def fp32_weight_tiles() -> list[Tile]:
+    """What there is to choose from: rows of x by 128 rows of W, which gives columns of y."""
+    # Few row tiles that share a column tile: they read the same rows of W, in fp32.
+    return [Tile(m, BLOCK_N, 4, ping_pong=False, group=4, fp32_weight=True) for m in (128, 256)]
+
+
+def stages_of_weight(tile: Tile) -> int:
+    """Slots of W's ring: as many as fit beside x's."""
+    barriers = 16  # of a slot of either ring, and the verdict's and the epilogue's
+    left = SHARED_LIMIT - tile.stages * (tile.block_m * STEP_BYTES + barriers)
+    return (left - barriers - _VERDICT_BYTES) // (STAGE_BYTES_OF_WEIGHT + barriers)
+
+
+def shared_bytes(tile: Tile) -> int:
+    """Dynamic shared memory of a block, as `hopper_fp32_weight.cu` lays it out."""
+    stages = stages_of_weight(tile)
+    rings = stages * STAGE_BYTES_OF_WEIGHT + tile.stages * tile.block_m * STEP_BYTES
+    return rings + _VERDICT_BYTES + (stages + tile.stages + 1) * 16
+
+
+def fp32_weight_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:
+    """The kernel's text for one instance; compiles without a GPU.
+
+    writes_plane: W's plane is kept for the backward pass.
+    """
+    tile = instance.tile
+    prelude = constants(
+        {
+            "kBlockN": BLOCK_N,
+            "kBlockM": tile.block_m,
+            "kStagesW": stages_of_weight(tile),
+            "kStagesX": tile.stages,
+            "kTileGroup": tile.group,
+            "kWritesPlane": writes_plane,
+            "kPlanes": 1,
+        }
+    )
+    prelude += f"constexpr float kTolerance = {TOLERANCE[1]};\n"
+    prelude += _wgmma_text(tile.block_m) + epilogue_prelude(instance)
+    text = kernel_text("gemm/hopper/hopper_fp32_weight.cu", prelude)
+    return KernelSource("linear_norm_fp32_weight", text, ARCH)
+
+
+def _wgmma_text(columns: int) -> str:
+    """wgmma.mma_async.m64n<columns>k16 of fp16 with A from registers, as a function."""
+    count = columns // 2
+    d = ", ".join(f"%{i}" for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    return (
+        f"__device__ __forceinline__ void wgmma_a(float (&d)[{count}], const unsigned (&a)[4], "
+        "unsigned long long b) {\n"
+        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 '
+        f'{{{d}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 0;"\n'
+        f'    : {outputs} : {inputs}, "l"(b));\n}}\n'
+    )
+
+
+def split_and_sample_source(
+    columns: int, aligned: bool, shape: SplitShape, both: bool
+) -> KernelSource:
+    """The kernel that makes x's plane and estimates the scales of W's rows.
+
+    aligned: each row of x starts on 16 bytes. both: x's plane is written as it is, too.
+    """
+    prelude = split_prelude(1, columns, aligned, shape, "both" if both else "ordered")
+    return KernelSource("split_and_sample", kernel_text("fp32/split_and_sample.cu", prelude), ARCH)

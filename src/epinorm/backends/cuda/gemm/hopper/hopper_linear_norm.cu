@@ -1,0 +1,216 @@
+// y = post(norm(pre(x Wᵀ + bias))) in one kernel: load, multiply, normalise, activate, store.
+//
+// Persistent blocks of one producer thread and two warpgroups that multiply; see hopper_pipeline.cuh.
+// When a tile's product is done its warpgroup normalises it in registers, while the other one
+// multiplies and the producer loads ahead.
+//
+// The prelude defines what hopper_pipeline.cuh and norm_epilogue.cuh need, OPERAND_PARAMETERS and
+// OPERAND_LIST.
+#include "common/dependent.cuh"
+#include "gemm/hopper/hopper_pipeline.cuh"
+
+constexpr int kWarpColumns = kConsumerN;
+constexpr int kVectorColumns = kConsumerN, kVectorThreads = kWarpgroupThreads;
+constexpr int kParts = kGroupBlocks * kColumnParts;
+constexpr bool kAlignedRows = true;
+constexpr bool kPacksAffine = !kPingPong;  // all warps are in the epilogue at once
+#define COMBINES_PARTS
+#include "gemm/norm_epilogue.cuh"
+
+constexpr int kStoreBytes = 4 * kStoreBufferBytes;  // of a warpgroup
+constexpr int kPairBytes = 2 * 4;  // two numbers that parts of a group exchange
+
+static_assert(!kSharedGroup || kCluster == 1, "the cluster's rank is the part's");
+constexpr int kExchanges = kSharedGroup ? 2 : 0;  // buffers in turn, each with a barrier
+constexpr int kExchangeBytes = kExchanges * kParts * kProductM * kPairBytes;
+constexpr int kExchangeBarrier = 2 + kConsumers;  // named, after hopper_pipeline.cuh's
+
+// Shared memory: the ring, the store buffers, the vectors, the exchange, the barriers (hopper.py
+// adds them up too).
+constexpr int kStoreOffset = kRingBytes;
+constexpr int kVectorOffset = kStoreOffset + kConsumers * kStoreBytes;
+constexpr int kExchangeOffset = kVectorOffset + kConsumers * kVectorBytes;
+constexpr int kBarrierOffset = kExchangeOffset + kExchangeBytes;
+
+__device__ __forceinline__ void share_vectors(const Fetched& fetched, float* vectors, int consumer,
+                                              int thread) {
+  named_barrier_sync(1 + consumer, kWarpgroupThreads);  // the last tile's are no longer read
+  store_vectors(fetched, vectors, thread);
+  named_barrier_sync(1 + consumer, kWarpgroupThreads);
+}
+
+// What the parts of a shared group tell each other about two rows: each sends two numbers a row to
+// every block of the cluster. Two buffers in turn: who fills one again has waited for the exchange
+// after it, and a part takes part in that only after reading the buffer.
+struct PartExchange {
+  u32 buffers, barriers;  // [2][kParts][kProductM] pairs and [2], shared addresses
+  int part;
+  u32 uses = 0;
+
+  static constexpr u32 kPartBytes = kProductM * kPairBytes;
+
+  // On return every part's pair of the lane's first row lies at the address, kPartBytes apart, and
+  // those of the row 8 below 8 pairs further.
+  __device__ __forceinline__ u32 exchange(const float (&first)[2], const float (&second)[2]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroupThreads / 32;
+    const u32 turn = uses % 2, barrier = barriers + turn * 8;
+    const u32 rows = buffers + turn * kParts * kPartBytes + (warp * 16 + lane / 4) * kPairBytes;
+    const u32 own = rows + part * kPartBytes;
+    ++uses;
+    if (kGroupBlocks == 1) {
+      if (lane % 4 == 0)
+        for (int lower = 0; lower < 2; ++lower)
+          store_pair(own + lower * 8 * kPairBytes, first[lower], second[lower]);
+      named_barrier_sync(kExchangeBarrier, kConsumerThreads);
+    } else {
+      if (threadIdx.x == 0) barrier_arrive_expect(barrier, kParts * kPartBytes);
+      if (lane % 4 == 0) send_to_blocks(first, second, own, barrier);
+      barrier_wait(barrier, (uses - 1) / 2 % 2);
+    }
+    return rows;
+  }
+
+  static __device__ __forceinline__ void send_to_blocks(const float (&first)[2],
+                                                        const float (&second)[2], u32 to,
+                                                        u32 barrier) {
+#pragma unroll
+    for (int block = 0; block < kGroupBlocks; ++block)
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower)
+        store_async(address_in_block(to + lower * 8 * kPairBytes, block), first[lower],
+                    second[lower], address_in_block(barrier, block));
+  }
+
+  // From this part's means and squares around them to the group's.
+  __device__ __forceinline__ void operator()(float (&means)[2], float (&squares)[2]) {
+    const u32 rows = exchange(means, squares);
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      const u32 row = rows + lower * 8 * kPairBytes;
+      float sum = 0.0f, around_own = 0.0f, between = 0.0f;
+#pragma unroll 4
+      for (int other = 0; other < kParts; ++other) {
+        const float2 pair = load_pair(row + other * kPartBytes);
+        sum += pair.x;
+        around_own += pair.y;
+      }
+      means[lower] = sum * (1.0f / kParts);
+#pragma unroll 4
+      for (int other = 0; other < kParts; ++other) {
+        const float distance = load_pair(row + other * kPartBytes).x - means[lower];
+        between += distance * distance;
+      }
+      squares[lower] = around_own + between * kWarpColumns;
+    }
+  }
+};
+
+// The sums of two rows over a group's lanes, and over all parts where the group is shared.
+struct GroupSum {
+  PartExchange parts;
+  int part = parts.part;
+
+  __device__ __forceinline__ void operator()(float (&sums)[2]) {
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) sums[lower] = Segment::sum(sums[lower]);
+    if constexpr (kSharedGroup) {
+      const u32 rows = parts.exchange(sums, sums);
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        sums[lower] = 0.0f;
+#pragma unroll
+        for (int other = 0; other < kParts; ++other)
+          sums[lower] += load_pair(rows + lower * 8 * kPairBytes + other * PartExchange::kPartBytes).x;
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, unsigned char* shared,
+                                        int consumer, int first_tile, int tile_step, int rank,
+                                        int k_steps) {
+  const int thread = threadIdx.x % kWarpgroupThreads, warp = thread / 32;
+  const u32 buffer =
+      shared_address(shared + kStoreOffset + consumer * kStoreBytes + warp * kStoreBufferBytes);
+  float* vectors = reinterpret_cast<float*>(shared + kVectorOffset + consumer * kVectorBytes);
+  GroupSum group_sum = {{shared_address(shared + kExchangeOffset), ring.resident_barrier + 8,
+                         static_cast<int>(rank * kColumnParts + consumer)}};
+  const TileOrder order(e.m, e.n);
+  const Share share(consumer);
+  const int turn = kPingPong ? consumer : 0;
+  Slot slot;
+  slot.skip(turn * k_steps);
+  if (kResident && kVectors > 0) {  // one column tile: its vectors stay
+    Fetched fetched;
+    fetch_vectors(fetched, e, share.first_column, thread);
+    share_vectors(fetched, vectors, consumer, thread);
+  }
+  if (kResident) wait_for_resident(ring);
+  const int first_index = first_tile + turn * tile_step, index_step = kTurns * tile_step;
+  int count = 0;
+  Tile next = order.tile_at(first_index, rank);
+  for (int index = first_index; index < order.count();
+       index += index_step, slot.skip((kTurns - 1) * k_steps), ++count) {
+    const Tile tile = next;
+    const int first_column = tile.n + share.first_column;
+    Fetched fetched;
+    if (!kResident) fetch_vectors(fetched, e, first_column, thread);
+    Accumulators v;
+    multiply_tile(v, ring, slot, share, k_steps, count, [&] {
+      if (!kResident && kVectors > 0) share_vectors(fetched, vectors, consumer, thread);
+      next = order.tile_at(index + index_step, rank);
+    });
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block) {
+      const int warp_row = tile.m + (share.first_block + block) * kProductM + warp * 16;
+      finish_row_block(v[block], e, {vectors, 0}, group_sum, buffer, warp_row, first_column);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    linear_norm(const __grid_constant__ TensorMap x_hi, const __grid_constant__ TensorMap x_lo,
+                const __grid_constant__ TensorMap w_hi, const __grid_constant__ TensorMap w_lo,
+                typename OutType::Storage* y, typename KeptType::Storage* z,
+                const typename KeptType::Storage* bias, const typename NormType::Storage* gamma,
+                const typename NormType::Storage* beta, const float* row_scale,
+                const float* column_scale, float* mean, float* rstd, int m, int n,
+                int k OPERAND_PARAMETERS) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const Ring ring(shared_address(shared), shared_address(shared + kBarrierOffset));
+  const int warpgroup = threadIdx.x / kWarpgroupThreads;
+  const int rank = kClusterBlocks == 1 ? 0 : cluster_rank();
+  const int first_tile = blockIdx.x / kClusterBlocks, tile_step = gridDim.x / kClusterBlocks;
+  const TileOrder order(m, n);
+  const Tile first = order.tile_at(first_tile, rank);  // its divisions hide behind the barriers' start
+  if (threadIdx.x == kConsumerThreads) {
+    tma_prefetch(&x_hi);
+    tma_prefetch(&w_hi);
+  }
+  start_together<kExchanges>(ring);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  const int k_steps = (k + kBlockK - 1) / kBlockK;
+  if (warpgroup == kConsumers) {
+    give_registers<kProducerRegisters>();
+    if (threadIdx.x == kConsumerThreads) {
+      const Operands16 operands = {{&x_hi, &x_lo}, {&w_hi, &w_lo}, order.row_tiles == 1};
+      if (kResident) load_resident(ring, operands);
+      Slot slot;
+      Tile tile = first;
+      for (int index = first_tile; index < order.count();) {
+        load_tile(ring, slot, operands, tile, k_steps, rank);
+        index += tile_step;
+        tile = order.tile_at(index, rank);
+      }
+    }
+  } else {
+    take_registers<kConsumerRegisters>();
+    wait_for_neighbours();
+    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, row_scale, column_scale,
+                        y, z, mean, rstd, m, n};
+    consume(ring, e, shared, warpgroup, first_tile, tile_step, rank, k_steps);
+  }
+  end_together();
+}

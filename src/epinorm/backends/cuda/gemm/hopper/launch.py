@@ -1,0 +1,69 @@
+"""What every launch of a Hopper kernel with the chain in its epilogue has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.runtime.launch import tensor_map
+from epinorm.backends.cuda.runtime.prepared import new_tensor
+from epinorm.chain import RMSNorm
+from epinorm.problem import Forward, Inputs, Problem
+
+__all__ = ["Launch", "addresses"]
+
+MOST_MAPS = 512
+MOST_BOUND = 64
+
+
+class Launch:
+    """Everything about a problem's launch that does not change from call to call."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.sizes = (problem.m, problem.n, problem.k)
+        self.maps: dict[Any, tuple[bytes, ...]] = {}
+        self.bound: dict[Any, Callable[..., Forward]] = {}
+
+    def __call__(self, inputs: Inputs, *more: Any) -> Forward:
+        strides = inputs.x.stride(0), inputs.weight.stride(0)
+        run = self.bound.get(strides)
+        if run is None:
+            if len(self.bound) >= MOST_BOUND:
+                self.bound.clear()
+            run = self.bound[strides] = self.bind(*strides, self.sizes[:2])
+        return run(*inputs, *more)
+
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
+        """A ``Run`` for these strides of rows."""
+        raise NotImplementedError
+
+    def outputs(self, y_size: tuple[int, ...]) -> Callable[[], Forward]:
+        """A function that makes what a call returns, not filled in."""
+        problem, device = self.problem, self.problem.device
+        new_y = new_tensor(y_size, problem.out_dtype, device)
+        nothing = torch.empty((0,), dtype=torch.float32, device=device)
+        if not problem.training:
+            return lambda: Forward._make((new_y(), nothing, nothing, nothing))
+        new_z = new_tensor((problem.m, problem.n), problem.dtype, device)
+        new_statistic = new_tensor((problem.m, problem.groups), torch.float32, device)
+        if isinstance(problem.chain.norm, RMSNorm):
+            return lambda: Forward._make((new_y(), new_z(), nothing, new_statistic()))
+        return lambda: Forward._make((new_y(), new_z(), new_statistic(), new_statistic()))
+
+    def keep_maps(self, key: Any, boxes: Iterable[tuple[Tensor, int, int]]) -> tuple[bytes, ...]:
+        """Encode the maps of matrices, each with the rows and columns of its boxes; the key holds
+        what differs between calls."""
+        if len(self.maps) >= MOST_MAPS:
+            self.maps.clear()
+        maps = self.maps[key] = tuple(tensor_map(*box).data for box in boxes)
+        return maps
+
+
+def addresses(out: Forward) -> tuple[int, int, int, int]:
+    """Of y, z, mean and rstd."""
+    y, z, mean, rstd = out
+    return y.data_ptr(), z.data_ptr(), mean.data_ptr(), rstd.data_ptr()

@@ -1,0 +1,297 @@
+"""The backward products on the Hopper core: dX = dZ W and dW = dZᵀ x, in 16 bit or by planes.
+
+Operands lie along the summed index or across it, as they come. Where the tiles do not fill the GPU
+and the sum is long, it is split over blocks, and `gemm/add_splits.cu` adds the parts up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.gemm.hopper.text import (
+    ARCH,
+    STEP_BYTES,
+    Tile,
+    product_into_source,
+    product_shared_bytes,
+    product_source,
+)
+from epinorm.backends.cuda.plan.hopper import fold_steps, persistent_blocks
+from epinorm.backends.cuda.runtime.device import sm_count
+from epinorm.backends.cuda.runtime.jit import KernelSource, load
+from epinorm.backends.cuda.runtime.launch import tensor_map
+from epinorm.backends.cuda.runtime.prepared import new_tensor
+from epinorm.backends.cuda.text.instance import TYPES
+from epinorm.backends.cuda.text.source import kernel_text
+
+__all__ = [
+    "TILES",
+    "AddingProduct",
+    "Choice",
+    "Planes",
+    "Product",
+    "ProductShape",
+    "add_splits_source",
+    "choose",
+    "library_like",
+    "prepare_adding",
+    "prepare_product",
+]
+
+THREADS = Tile(64, 64, 0).threads
+"""Of a block: every tile here has two warpgroups that multiply."""
+BOX = 64
+"""Rows and columns of a box of an operand that does not run along the summed index."""
+BLOCK_K = STEP_BYTES // 2
+SIGNATURE = "mmmm" + "pp" + "iiii"
+"""a hi and lo, b hi and lo; c, row scale; rows, columns, length of a part, parts."""
+ADDING_SIGNATURE = "mmmm" + "pppp" + "iii"
+"""a hi and lo, b hi and lo; c, row scale, flags of rows and of the sum; rows, columns, length."""
+
+Planes = tuple[Tensor, Tensor, Tensor, Tensor]
+"""a's planes hi and lo, then b's."""
+
+MOST_PARTS = 32
+MOST_MAPS = 256
+ADD_THREADS, ADD_VALUES = 256, 4
+"""Of add_splits: threads of a block, and values that each adds up."""
+
+
+@dataclass(frozen=True)
+class TileCost:
+    """A tile and what it costs, in cycles, measured on an H200 (docs/hopper.md): a step along the
+    summed index, and what it costs besides, by the bytes of a result's element."""
+
+    tile: Tile
+    step: float
+    epilogue: dict[int, float]
+    splits: bool = True
+    """False where a part of a sum would make registers spill."""
+
+
+TILES: dict[int, tuple[TileCost, ...]] = {
+    1: (
+        TileCost(Tile(128, 256, 4, ping_pong=False), 1050, {4: 5800, 2: 2950}),
+        TileCost(Tile(64, 256, 5), 565, {4: 1200, 2: 300}),
+        TileCost(Tile(128, 192, 5), 800, {4: 2100}, splits=False),  # in 16 bit it would spill
+        TileCost(Tile(128, 128, 6), 565, {4: 1700, 2: 800}),
+    ),
+    2: (TileCost(Tile(128, 128, 3, ping_pong=False), 1565, {4: 2500}),),
+}
+"""By planes. Two need all registers of both warpgroups for one tile."""
+START = 6000
+CYCLES_PER_MICROSECOND = 1550.0
+"""What the clock falls to while tensor cores are busy."""
+ADD_LAUNCH, ADD_BYTES = 3.0, 3.0e6
+"""Of add_splits, in microseconds and bytes a microsecond."""
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """c (rows, columns) = a · b over ``length``; planes of each operand, bytes of c's elements."""
+
+    rows: int
+    columns: int
+    length: int
+    planes: int
+    out_bytes: int
+
+    @property
+    def steps(self) -> int:
+        return -(-self.length // BLOCK_K)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile, into how many parts each sum is split, and the estimated time."""
+
+    tile: Tile
+    parts: int
+    microseconds: float
+
+
+def _tiles(shape: ProductShape, tile: Tile) -> int:
+    return -(-shape.rows // tile.block_m) * -(-shape.columns // tile.block_n)
+
+
+def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
+    for cost in TILES[shape.planes]:
+        tile = cost.tile
+        if shape.planes == 2:
+            tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
+        tiles = _tiles(shape, tile)
+        tried = set()
+        most = min(MOST_PARTS, shape.steps // 4, 2 * sms // tiles) if cost.splits else 1
+        for wanted in (1, *range(2, most + 1)):
+            steps = -(-shape.steps // wanted)
+            parts = -(-shape.steps // steps)
+            out_bytes = 4 if parts > 1 else shape.out_bytes
+            if parts in tried or out_bytes not in cost.epilogue:
+                continue
+            tried.add(parts)
+            rounds = -(-tiles * parts // sms)
+            cycles = START + rounds * (steps * cost.step + cost.epilogue[out_bytes])
+            microseconds = cycles / CYCLES_PER_MICROSECOND
+            if parts > 1:
+                moved = shape.rows * shape.columns * (4 * parts + shape.out_bytes)
+                microseconds += ADD_LAUNCH + moved / ADD_BYTES
+            yield Choice(tile, parts, microseconds)
+
+
+@lru_cache(maxsize=1024)
+def choose(shape: ProductShape, sms: int) -> Choice:
+    """The tile and the parts of least estimated time."""
+    return min(_choices(shape, sms), key=lambda choice: choice.microseconds)
+
+
+def library_like(shape: ProductShape, sms: int) -> float:
+    """Microseconds that the library needs in 16 bit: it was measured as fast as our first tile."""
+    first = TILES[1][0].tile
+    return min(c.microseconds for c in _choices(shape, sms) if c.tile == first)
+
+
+def add_splits_source(parts: int, out_dtype: torch.dtype) -> KernelSource:
+    """The kernel that adds up the parts; compiles without a GPU."""
+    prelude = f"constexpr int kSplits = {parts};\n#define OutType {TYPES[out_dtype]}\n"
+    return KernelSource("add_splits", kernel_text("gemm/add_splits.cu", prelude), ARCH)
+
+
+class _Operands:
+    """The tensor maps of a's and b's planes, as they were asked for so far."""
+
+    def __init__(self, rows_of_a: int) -> None:
+        self.boxes = (rows_of_a, rows_of_a, BOX, BOX)
+        self.maps: dict[Any, tuple[bytes, ...]] = {}
+
+    def __call__(self, key: Any, operands: Callable[[], Planes]) -> tuple[bytes, ...]:
+        maps = self.maps.get(key)
+        if maps is None:
+            if len(self.maps) >= MOST_MAPS:
+                self.maps.clear()
+            maps = self.maps[key] = tuple(
+                tensor_map(plane, rows, BOX).data
+                for plane, rows in zip(operands(), self.boxes, strict=True)
+            )
+        return maps
+
+
+class Product:
+    """c (rows, columns) = a · b, ready to launch.
+
+    a: (rows, length), or (length, rows) unless ``major_k_a``; b: (length, columns); planes of
+    ``dtype``. With ``scaled`` a's row i counts scale[i].
+    """
+
+    def __init__(
+        self,
+        shape: ProductShape,
+        choice: Choice,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        scaled: bool,
+        major_k_a: bool,
+        device: torch.device,
+    ) -> None:
+        parts, planes = choice.parts, shape.planes
+        tile = choice.tile
+        self.shape, self.parts = shape, parts
+        self.maps = _Operands(tile.block_m if major_k_a else BOX)
+        self.new = new_tensor((shape.rows, shape.columns), out_dtype, device)
+        self.numbers = (shape.rows, shape.columns, -(-shape.steps // parts) * BLOCK_K, parts)
+        product_dtype = torch.float32 if parts > 1 else out_dtype
+        source = product_source(
+            tile, planes, dtype, product_dtype, scaled, major_k_a, False, parts > 1
+        )
+        dynamic = product_shared_bytes(tile, planes)
+        self.launch = load(source, device, dynamic).prepare(
+            SIGNATURE,
+            persistent_blocks(_tiles(shape, tile) * parts, sm_count(device)),
+            THREADS,
+            shared_bytes=dynamic,
+            dependent=True,
+        )
+        self.add: Callable[..., None] | None = None
+        if parts > 1:
+            self.count = count = shape.rows * shape.columns
+            self.new_parts = new_tensor((parts * count,), torch.float32, device)
+            blocks = -(-count // (ADD_THREADS * ADD_VALUES))
+            add = load(add_splits_source(parts, out_dtype), device)
+            self.add = add.prepare("ppl", blocks, ADD_THREADS, dependent=True)
+
+    def __call__(self, key: Any, operands: Callable[[], Planes], scale: int) -> Tensor:
+        """Multiply; operands: a's planes hi and lo, then b's, asked for where ``key``, all that
+        their tensor maps depend on, is new."""
+        maps = self.maps(key, operands)
+        result = self.new()
+        if self.add is None:
+            self.launch(*maps, result.data_ptr(), scale, *self.numbers)
+            return result
+        parts = self.new_parts()
+        self.launch(*maps, parts.data_ptr(), scale, *self.numbers)
+        self.add(parts.data_ptr(), result.data_ptr(), self.count)
+        return result
+
+
+class AddingProduct:
+    """c += a · b of fp16 planes into an fp32 c; otherwise as `Product`, with a's rows scaled."""
+
+    def __init__(
+        self, shape: ProductShape, tile: Tile, major_k_a: bool, device: torch.device
+    ) -> None:
+        self.maps = _Operands(tile.block_m if major_k_a else BOX)
+        self.sizes = (shape.rows, shape.columns, shape.length)
+        dynamic = product_shared_bytes(tile, shape.planes)
+        source = product_into_source(tile, shape.planes, major_k_a)
+        self.launch = load(source, device, dynamic).prepare(
+            ADDING_SIGNATURE,
+            persistent_blocks(_tiles(shape, tile), sm_count(device)),
+            THREADS,
+            shared_bytes=dynamic,
+            dependent=True,
+        )
+
+    def __call__(
+        self,
+        key: Any,
+        operands: Callable[[], Planes],
+        scale: int,
+        result: Tensor,
+        row_flags: int,
+        summed_flags: int,
+    ) -> None:
+        """Add to ``result`` (rows, columns), contiguous, from a 16-byte address; the rest as for
+        `Product`. Not to rows that are flagged, nor to any if an index of the sum is; the addresses
+        of (rows,) and (length,) uint8, multiples of 4."""
+        addresses = (result.data_ptr(), scale, row_flags, summed_flags)
+        self.launch(*self.maps(key, operands), *addresses, *self.sizes)
+
+
+@lru_cache(maxsize=1024)
+def prepare_product(
+    shape: ProductShape,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    scaled: bool,
+    major_k_a: bool,
+    device: torch.device,
+) -> Product:
+    """The product of this shape by the tile that `choose` takes."""
+    choice = choose(shape, sm_count(device))
+    return Product(shape, choice, dtype, out_dtype, scaled, major_k_a, device)
+
+
+@lru_cache(maxsize=1024)
+def prepare_adding(
+    shape: ProductShape, major_k_a: bool, device: torch.device
+) -> AddingProduct | None:
+    """The product of this shape into a result that is there already; None where sums are better
+    split, since a kernel of its own then adds up their parts."""
+    choice = choose(shape, sm_count(device))
+    return AddingProduct(shape, choice.tile, major_k_a, device) if choice.parts == 1 else None

@@ -1,0 +1,133 @@
+// The rings of hopper_fp32_weight.cu: W goes through one as fp32, x through another as a plane of fp16.
+// Two threads load, one each. x's ring is lent to the epilogue at a tile's end, while W's is filled on.
+//
+// The prelude defines kBlockN, the rows of W of a tile, and kBlockM, those of x; kStagesW, kStagesX;
+// kTileGroup (TileOrder).
+#pragma once
+#include "common/hopper_barrier.cuh"
+#include "common/hopper_tma.cuh"
+#include "common/hopper_wgmma.cuh"
+#include "common/tile_order.cuh"
+#include "gemm/hopper/weight_fragments.cuh"
+
+constexpr int kWarpgroupThreads = 128, kConsumers = 2;
+constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
+constexpr int kConsumerWarps = kConsumerThreads / 32;
+constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
+
+constexpr int kBoxBytesW = kBlockN * kSwizzleRowBytes;
+constexpr int kStageBytesW = 2 * kBoxBytesW;
+constexpr int kStageBytesX = kBlockM * kSwizzleRowBytes;
+constexpr int kOffsetX = kStagesW * kStageBytesW;
+constexpr int kRingsBytes = kOffsetX + kStagesX * kStageBytesX;
+
+template <int kCount>
+struct Slot {
+  int stage = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ int before() const { return stage == 0 ? kCount - 1 : stage - 1; }
+};
+using SlotW = Slot<kStagesW>;
+using SlotX = Slot<kStagesX>;
+
+// Shared addresses. judged: the tile's products are done, and `again` says whether they are made once more.
+// returned: the epilogue has given x's ring back.
+struct Rings {
+  u32 data, barriers;
+
+  __device__ __forceinline__ u32 w(int stage) const { return data + stage * kStageBytesW; }
+  __device__ __forceinline__ u32 x(int stage) const { return data + kOffsetX + stage * kStageBytesX; }
+  __device__ __forceinline__ u32 full_w(int stage) const { return barriers + stage * 16; }
+  __device__ __forceinline__ u32 empty_w(int stage) const { return full_w(stage) + 8; }
+  __device__ __forceinline__ u32 full_x(int stage) const { return full_w(kStagesW + stage); }
+  __device__ __forceinline__ u32 empty_x(int stage) const { return full_x(stage) + 8; }
+  __device__ __forceinline__ u32 judged() const { return full_w(kStagesW + kStagesX); }
+  __device__ __forceinline__ u32 returned() const { return judged() + 8; }
+};
+constexpr int kBarrierBytes = (kStagesW + kStagesX + 1) * 16;
+
+__device__ __forceinline__ void rings_init(const Rings& rings) {
+#pragma unroll
+  for (int stage = 0; stage < kStagesW; ++stage) {
+    barrier_init(rings.full_w(stage), 1);
+    barrier_init(rings.empty_w(stage), kConsumerWarps);
+  }
+#pragma unroll
+  for (int stage = 0; stage < kStagesX; ++stage) {
+    barrier_init(rings.full_x(stage), 1);
+    barrier_init(rings.empty_x(stage), kConsumerWarps);
+  }
+  barrier_init(rings.judged(), 1);
+  barrier_init(rings.returned(), kConsumerWarps);
+  barrier_init_fence();
+}
+
+struct Place {
+  int n, m;  // first row of W and of x
+};
+
+struct TileOrder {
+  int row_tiles, column_tiles;  // of W's rows, of x's
+
+  __device__ __forceinline__ TileOrder(int n, int m)
+      : row_tiles((n + kBlockN - 1) / kBlockN), column_tiles((m + kBlockM - 1) / kBlockM) {}
+  __device__ __forceinline__ int count() const { return row_tiles * column_tiles; }
+  __device__ __forceinline__ Place at(int index) const {
+    const TilePlace place = grouped_tile<kTileGroup>(index, row_tiles, column_tiles);
+    return {place.row * kBlockN, place.column * kBlockM};
+  }
+};
+
+// Waits until the tile's products are done; whether they are to be made once more.
+__device__ __forceinline__ bool wait_for_verdict(const Rings& rings, const volatile int* again,
+                                                 u32& parity) {
+  barrier_wait(rings.judged(), parity);
+  parity ^= 1;
+  return *again != 0;
+}
+
+__device__ __forceinline__ void load_w(const Rings& rings, const TensorMap* w,
+                                       const TileOrder& order, int k_steps,
+                                       const volatile int* again) {
+  SlotW slot;
+  u32 parity = 0;
+  for (int index = blockIdx.x; index < order.count(); index += gridDim.x) {
+    const int row = order.at(index).n;
+    do {
+      for (int step = 0; step < k_steps; ++step, slot.next()) {
+        const u32 full = rings.full_w(slot.stage);
+        barrier_wait(rings.empty_w(slot.stage), slot.parity ^ 1);
+        barrier_arrive_expect(full, kStageBytesW);
+#pragma unroll
+        for (int box = 0; box < 2; ++box)
+          tma_load(rings.w(slot.stage) + box * kBoxBytesW, w, full, step * kStepK + box * kBoxColumns,
+                   row);
+      }
+    } while (wait_for_verdict(rings, again, parity));
+  }
+}
+
+__device__ __forceinline__ void load_x(const Rings& rings, const TensorMap* x,
+                                       const TileOrder& order, int k_steps,
+                                       const volatile int* again) {
+  SlotX slot;
+  u32 parity = 0, returned = 0;
+  for (int index = blockIdx.x; index < order.count(); index += gridDim.x, returned ^= 1) {
+    const int row = order.at(index).m;
+    do {
+      for (int step = 0; step < k_steps; ++step, slot.next()) {
+        const u32 full = rings.full_x(slot.stage);
+        barrier_wait(rings.empty_x(slot.stage), slot.parity ^ 1);
+        barrier_arrive_expect(full, kStageBytesX);
+        tma_load(rings.x(slot.stage), x, full, step * kStepK, row);
+      }
+    } while (wait_for_verdict(rings, again, parity));
+    barrier_wait(rings.returned(), returned);
+  }
+}

@@ -1,0 +1,331 @@
+// The epilogue of a product whose accumulators lie as wgmma's and mma.sync's do (group_stats.cuh): from
+// the linear's output to y, 16 rows of a warp at a time.
+//
+// The prelude defines the chain (codegen.py); kGroupColumns; kHasBias, kHasGamma, kHasBeta; kScaled
+// (operands are scaled planes); kKeep (training: z, mean and rstd are written); kAffineScale (of gamma
+// and beta: a constant taken out of post); the types OutType, KeptType and NormType; kChannelOperands.
+// The kernel defines, before it includes this:
+//   kWarpColumns, kAccumulators    columns of a warp's accumulators, and a thread's of 16 rows
+//   kVectorColumns, kVectorThreads columns whose vectors lie together in shared memory, and the
+//                                  threads that put them there
+//   kParts                         that share a group wider than kWarpColumns, each with so many of it
+//   kAlignedRows                   rows of y and z start on 16 bytes
+//   kPacksAffine                   gamma and beta of 16 bits stay so in shared memory
+//   COMBINES_PARTS                 a macro, where group_sum.parts can combine the parts of a group
+#pragma once
+#include "common/group_stats.cuh"
+#include "gemm/row_store.cuh"
+#include "common/storage.cuh"
+
+// Vectors of the tile's columns that the epilogue reads, kept as fp32 in shared memory.
+constexpr int kBiasVector = 0;
+constexpr int kGammaVector = kBiasVector + kHasBias;
+constexpr int kBetaVector = kGammaVector + kHasGamma;
+constexpr int kScaleVector = kBetaVector + kHasBeta;
+constexpr int kOperandVector = kScaleVector + kScaled;
+constexpr int kVectors = kOperandVector + kChannelOperands;
+constexpr int kVectorSlots = kVectors > 0 ? kVectors : 1;
+constexpr int kVectorLoads = (kVectorColumns + kVectorThreads - 1) / kVectorThreads;
+
+constexpr int kVectorBytes = kVectors * kVectorColumns * 4;
+
+// Those of two columns lie together then: one load of 8 bytes instead of two. That pays where shared
+// memory limits the store pass; elsewhere unpacking costs more.
+constexpr bool kPackedAffine = kPacksAffine && kHasGamma && kHasBeta &&
+                               sizeof(typename OutType::Storage) == 2 &&
+                               sizeof(typename NormType::Storage) == 2;
+constexpr u32 kPackedPairBytes = 8;
+constexpr bool kScaledWhenPacked = NormType::kRangeOfFloat;  // else the scale could overflow
+
+// A group wider than a warp's columns: all that share it add up their parts through shared memory.
+constexpr bool kSharedGroup = kGroupColumns > kWarpColumns;
+static_assert(!kSharedGroup || kGroupColumns == kParts * kWarpColumns, "a group is all parts");
+static_assert(kSharedGroup || kWarpColumns % kGroupColumns == 0, "a warp has whole groups");
+using Segment = Segments<kSharedGroup ? kWarpColumns : kGroupColumns>;
+
+struct Epilogue {
+  const typename KeptType::Storage* bias;  // the linear's dtype: under autocast not the norm's
+  const typename NormType::Storage *gamma, *beta;
+  const typename NormType::Storage* operands[chain::kSlots];
+  const float *row_scale, *column_scale;
+  typename OutType::Storage* y;
+  typename KeptType::Storage* z;
+  float *mean, *rstd;
+  int m, n;
+};
+
+// The vectors as a warp sees them: from its first column on, of those that lie together.
+struct Vectors {
+  const float* all;
+  u32 first_column;
+
+  __device__ __forceinline__ u32 address(u32 vector, u32 column) const {
+    return shared_address(all + vector * kVectorColumns + first_column + column);
+  }
+  // Of an even column's gamma, of the next one's and of both betas.
+  __device__ __forceinline__ u32 packed_affine(u32 column) const {
+    return shared_address(all + kGammaVector * kVectorColumns) +
+           (first_column + column) / 2 * kPackedPairBytes;
+  }
+};
+
+// This thread's share of the tile's vectors as they lie in memory. Issued before the product and
+// converted after it: a conversion here would wait for the load.
+using Fetched = u32[kVectorSlots][kVectorLoads];
+
+__device__ __forceinline__ void fetch_vectors(Fetched& fetched, const Epilogue& e, int first_column,
+                                              int thread) {
+#pragma unroll
+  for (int load = 0; load < kVectorLoads; ++load) {
+    const int at = load * kVectorThreads + thread, column = first_column + at;
+    const bool inside = at < kVectorColumns && column < e.n;
+    if (kHasBias) fetched[kBiasVector][load] = inside ? raw_bits(e.bias[column]) : 0;
+    if (kHasGamma) fetched[kGammaVector][load] = inside ? raw_bits(e.gamma[column]) : 0;
+    if (kHasBeta) fetched[kBetaVector][load] = inside ? raw_bits(e.beta[column]) : 0;
+    if (kScaled) fetched[kScaleVector][load] = inside ? raw_bits(e.column_scale[column]) : 0;
+    int slot = kOperandVector;
+#pragma unroll
+    for (int i = 0; i < chain::kOperands; ++i)
+      if (chain::is_channel(i))
+        fetched[slot++][load] = inside ? raw_bits(e.operands[i][column]) : 0;
+  }
+}
+
+__device__ __forceinline__ float fetched_value(u32 bits, int vector) {
+  if (kHasBias && vector == kBiasVector) return from_raw_bits<KeptType>(bits);
+  if (kScaled && vector == kScaleVector) return from_raw_bits<Float32>(bits);
+  const float value = from_raw_bits<NormType>(bits);
+  return vector < kScaleVector ? value * kAffineScale : value;  // gamma, beta; an operand
+}
+
+__device__ __forceinline__ void store_packed(u32 bits, float* vectors, int vector, int column) {
+  const u32 at = Vectors{vectors, 0}.packed_affine(column - column % 2) +
+                 (vector == kBetaVector) * 4 + column % 2 * 2;
+  const u16 number = kScaledWhenPacked ? NormType::store(fetched_value(bits, vector)) : bits;
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(number) : "memory");
+}
+
+// Into shared memory, where nobody reads the last tile's any more.
+__device__ __forceinline__ void store_vectors(const Fetched& fetched, float* vectors, int thread) {
+#pragma unroll
+  for (int vector = 0; vector < kVectors; ++vector)
+#pragma unroll
+    for (int load = 0; load < kVectorLoads; ++load) {
+      const int at = load * kVectorThreads + thread;
+      if (at >= kVectorColumns) continue;
+      if (kPackedAffine && (vector == kGammaVector || vector == kBetaVector))
+        store_packed(fetched[vector][load], vectors, vector, at);
+      else
+        vectors[vector * kVectorColumns + at] = fetched_value(fetched[vector][load], vector);
+    }
+}
+
+// A vector's values at the two columns of a chunk that this lane holds. Volatile keeps the loads near
+// their use: hoisted, they would push accumulators out of the registers.
+__device__ __forceinline__ float2 pair_at(const Vectors& vectors, int vector, int chunk,
+                                          int quad_lane) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(pair.x), "=f"(pair.y)
+               : "r"(vectors.address(vector, chunk * kChunkColumns + quad_lane * 2)));
+  return pair;
+}
+
+struct Affine {
+  float2 gamma, beta;
+};
+
+template <class Type>
+__device__ __forceinline__ Affine packed_affine_at(const Vectors& vectors, int chunk,
+                                                   int quad_lane) {
+  u32 gamma, beta;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(gamma), "=r"(beta)
+               : "r"(vectors.packed_affine(chunk * kChunkColumns + quad_lane * 2)));
+  constexpr float kScale = kScaledWhenPacked ? 1.0f : kAffineScale;
+  const float2 g = Type::load_pair(gamma), b = Type::load_pair(beta);
+  return {{g.x * kScale, g.y * kScale}, {b.x * kScale, b.y * kScale}};
+}
+
+// Gamma and beta of the same two columns; what the norm has not is not used.
+template <class Type>
+__device__ __forceinline__ Affine affine_at(const Vectors& vectors, int chunk, int quad_lane) {
+  if constexpr (kPackedAffine) return packed_affine_at<Type>(vectors, chunk, quad_lane);
+  return {kHasGamma ? pair_at(vectors, kGammaVector, chunk, quad_lane) : float2{},
+          kHasBeta ? pair_at(vectors, kBetaVector, chunk, quad_lane) : float2{}};
+}
+
+__device__ __forceinline__ float of(float2 pair, int i) { return i == 0 ? pair.x : pair.y; }
+
+// The chain's tensor operands at one element.
+__device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const Epilogue& e,
+                                              const Vectors& vectors, int chunk, int quad_lane, int i,
+                                              int row, int first_column) {
+  int slot = kOperandVector;
+#pragma unroll
+  for (int k = 0; k < chain::kOperands; ++k) {
+    if (chain::is_channel(k)) {
+      t[k] = of(pair_at(vectors, slot++, chunk, quad_lane), i);
+    } else {
+      const int column = first_column + chunk * kChunkColumns + quad_lane * 2 + i;
+      const bool inside = row < e.m && column < e.n;
+      t[k] = inside ? NormType::load(e.operands[k][static_cast<i64>(row) * e.n + column]) : 0.f;
+    }
+  }
+}
+
+// The linear's output from the scaled planes' product.
+__device__ __forceinline__ void undo_scales(float (&v)[kAccumulators], const float (&row_scale)[2],
+                                            const Vectors& vectors, int quad_lane) {
+#pragma unroll
+  for (int chunk = 0; chunk < kWarpColumns / kChunkColumns; ++chunk) {
+    const float2 scale = pair_at(vectors, kScaleVector, chunk, quad_lane);
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        v[accumulator(chunk, lower, i)] *= row_scale[lower] * of(scale, i);
+  }
+}
+
+// Means and rstds go to memory through the warp's buffer too, kBatchGroups groups of 16 rows at a time:
+// the lanes that have them would store 4 bytes to each of 8 rows.
+constexpr int kWarpGroups = kSharedGroup ? 1 : kWarpColumns / kGroupColumns;
+constexpr int kSegmentGroups = 4 / Segment::kLanes;
+
+__device__ constexpr int batch_groups() {
+  int groups = kPlanes == 2 ? 16 : 8;  // else registers spill in some chains
+  while (kWarpGroups % groups != 0 || groups % kSegmentGroups != 0) --groups;
+  return groups;
+}
+constexpr int kBatchGroups = batch_groups();
+constexpr int kBatchValues = kStoreRows * kBatchGroups;
+
+__device__ __forceinline__ void stage_statistics(const Statistics (&stats)[2], u32 buffer,
+                                                 int segment) {
+  const int lane = lane_here(), quad_lane = lane % 4;
+  if (!Segment::leads(quad_lane)) return;
+  const int group = Segment::group(segment, quad_lane) % kBatchGroups;
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    const u32 at = buffer + ((lane / 4 + lower * 8) * kBatchGroups + group) * 4;
+    if (chain::kCentred) store_shared(at, stats[lower].mean);
+    store_shared(at + kBatchValues * 4, stats[lower].rstd);
+  }
+}
+
+__device__ __forceinline__ void store_statistics(const Epilogue& e, u32 buffer, int warp_row,
+                                                 int first_group) {
+  const int lane = lane_here(), groups = e.n / kGroupColumns;
+  __syncwarp();
+#pragma unroll
+  for (int first = 0; first < kBatchValues; first += 32) {
+    const int value = first + lane;
+    const int row = warp_row + value / kBatchGroups, group = first_group + value % kBatchGroups;
+    if (value < kBatchValues && row < e.m && group < groups) {
+      const i64 at = static_cast<i64>(row) * groups + group;
+      if (chain::kCentred) e.mean[at] = load_shared(buffer + value * 4);
+      e.rstd[at] = load_shared(buffer + (kBatchValues + value) * 4);
+    }
+  }
+  __syncwarp();
+}
+
+// From the linear's output without bias to its normalised value, in place, for one segment.
+template <class GroupSum>
+__device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], const Epilogue& e,
+                                                  const Vectors& vectors, GroupSum& group_sum,
+                                                  u32 buffer, int warp_row, int first_column,
+                                                  int segment) {
+  using Group = Segment;
+  const int quad_lane = threadIdx.x % 4, row = warp_row + threadIdx.x % 32 / 4;
+  const int first = segment * Group::kGroupChunks;
+  float t[chain::kSlots];
+#pragma unroll
+  for (int chunk = first; chunk < first + Group::kGroupChunks; ++chunk) {
+    const float2 bias = kHasBias ? pair_at(vectors, kBiasVector, chunk, quad_lane) : float2{};
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& value = v[accumulator(chunk, lower, i)];
+        load_operands(t, e, vectors, chunk, quad_lane, i, row + lower * 8, first_column);
+        value = chain::pre_apply<float>(kHasBias ? value + of(bias, i) : value, t);
+      }
+  }
+  Statistics stats[2];
+#ifdef COMBINES_PARTS
+  if constexpr (kSharedGroup && chain::kCentred) {
+    normalise_parts<kGroupColumns, kWarpColumns>(stats, v, chain::epsilon<float>(), group_sum.parts);
+  } else
+#endif
+  {
+    normalise_group<kGroupColumns, kSharedGroup ? kWarpColumns : kGroupColumns, chain::kCentred>(
+        stats, v, segment, chain::epsilon<float>(), group_sum);
+  }
+  if (!kKeep || (kSharedGroup && group_sum.part != 0)) return;
+  constexpr int kBatchSegments = kBatchGroups / kSegmentGroups;
+  stage_statistics(stats, buffer, segment);
+  if (segment % kBatchSegments == kBatchSegments - 1) {
+    const int batch = segment / kBatchSegments;
+    store_statistics(e, buffer, warp_row, first_column / kGroupColumns + batch * kBatchGroups);
+  }
+}
+
+// From the normalised value to y, in place, for one chunk.
+__device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Epilogue& e,
+                                             const Vectors& vectors, int row, int first_column,
+                                             int chunk) {
+  const int quad_lane = threadIdx.x % 4;
+  const Affine affine = affine_at<NormType>(vectors, chunk, quad_lane);
+  float t[chain::kSlots];
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& value = v[accumulator(chunk, lower, i)];
+      float y = value;
+      if (kHasGamma) y *= of(affine.gamma, i);
+      if (kHasBeta) y += of(affine.beta, i);
+      load_operands(t, e, vectors, chunk, quad_lane, i, row + lower * 8, first_column);
+      value = chain::post_apply<float>(y, t);
+    }
+}
+
+// Two passes over a row block in registers: the first holds all shuffles and no store, so that they
+// overlap; the second computes each part of y just before it is written.
+template <class GroupSum>
+__device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epilogue& e,
+                                            const Vectors& vectors, GroupSum& group_sum, u32 buffer,
+                                            int warp_row, int first_column) {
+  using Store = RowStore<OutType, kWarpColumns, kAlignedRows>;
+  constexpr int kSegments = kWarpColumns / kChunkColumns / Segment::kGroupChunks;
+  constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
+  const int row = warp_row + lane_here() / 4;
+#pragma unroll
+  for (int segment = 0; segment < kSegments; ++segment)
+    normalise_segment(v, e, vectors, group_sum, buffer, warp_row, first_column, segment);
+  Store::store(e.y, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
+#pragma unroll
+    for (int chunk = part * kPartChunks; chunk < (part + 1) * kPartChunks; ++chunk)
+      finish_chunk(v, e, vectors, row, first_column, chunk);
+  });
+}
+
+// From the product of 16 rows to y, and to z, mean and rstd where they are kept.
+template <class GroupSum>
+__device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], const Epilogue& e,
+                                                 const Vectors& vectors, GroupSum& group_sum,
+                                                 u32 buffer, int warp_row, int first_column) {
+  const int lane = threadIdx.x % 32;
+  if (kScaled) {
+    const int row = warp_row + lane / 4;
+    const float row_scale[2] = {row < e.m ? e.row_scale[row] : 0.f,
+                                row + 8 < e.m ? e.row_scale[row + 8] : 0.f};
+    undo_scales(v, row_scale, vectors, lane % 4);
+  }
+  if (kKeep)
+    RowStore<KeptType, kWarpColumns, kAlignedRows>::store(e.z, buffer, v, warp_row, first_column,
+                                                          e.m, e.n, [](int) {});
+  finish_rows(v, e, vectors, group_sum, buffer, warp_row, first_column);
+}

@@ -1,0 +1,1 @@
+"""By mma.sync, on every GPU since Ampere."""

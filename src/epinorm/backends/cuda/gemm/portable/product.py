@@ -1,0 +1,123 @@
+"""Products of 16-bit matrices or planes on any GPU since Ampere, nothing after them: dX and dW.
+
+Operands lie along the summed index or across it, as they come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.gemm.hopper.product import ProductShape
+from epinorm.backends.cuda.gemm.portable.text import (
+    PortableTile,
+    product_shared_bytes,
+    product_source,
+)
+from epinorm.backends.cuda.plan.portable import product_microseconds
+from epinorm.backends.cuda.runtime.device import Gpu, arch_of, gpu_of
+from epinorm.backends.cuda.runtime.jit import load
+from epinorm.backends.cuda.runtime.prepared import starts_early
+
+__all__ = ["Product", "choose_tile", "microseconds", "prepare_product"]
+
+SIGNATURE = "ppppll" + "pp" + "iii"
+"""a hi and lo, b hi and lo, their strides in numbers; c, row scale; rows, columns, length."""
+
+TILES = {
+    1: (PortableTile(64, 64, 2, 4, 64), PortableTile(64, 64, 2, 4, 32)),
+    2: (PortableTile(64, 32, 2, 4, 32),),
+}
+"""By planes: the first of which three slots fit."""
+FEWEST_STAGES = 3
+MOST_STAGES = 6
+MOST_KEPT = 256
+
+
+def choose_tile(planes: int, gpu: Gpu) -> PortableTile:
+    """The tile for operands of so many planes, with the slots that fit this GPU."""
+    for tile in TILES[planes]:
+        stages = min(gpu.shared_of_block // tile.stage_bytes(planes), MOST_STAGES)
+        if stages >= FEWEST_STAGES:
+            return dataclasses.replace(tile, stages=stages)
+    raise RuntimeError(f"{gpu.shared_of_block} bytes of shared memory are too few for any tile")
+
+
+def microseconds(shape: ProductShape, gpu: Gpu) -> float:
+    """Estimated time of a product."""
+    tile = choose_tile(shape.planes, gpu)
+    return product_microseconds(shape.rows, shape.columns, shape.length, shape.planes, tile, gpu)
+
+
+class Product:
+    """c (rows, columns) = a · b, ready to launch.
+
+    a: (rows, length), or (length, rows) unless ``major_k_a``; b: (length, columns); planes of
+    ``dtype`` in rows of whole 16-byte units, or zeros up to the next. With ``scaled`` a's row i
+    counts scale[i].
+    """
+
+    def __init__(
+        self,
+        shape: ProductShape,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        scaled: bool,
+        major_k_a: bool,
+        device: torch.device,
+    ) -> None:
+        rows, columns = shape.rows, shape.columns
+        tile = choose_tile(shape.planes, gpu_of(device))
+        aligned = columns * out_dtype.itemsize % 16 == 0
+        source = product_source(
+            *(tile, shape.planes, dtype, out_dtype, scaled, major_k_a, False),
+            arch_of(device),
+            aligned_rows=aligned,
+        )
+        dynamic = product_shared_bytes(tile, shape.planes)
+        self.launch: Callable[..., None] = load(source, device, dynamic).prepare(
+            SIGNATURE,
+            tile.tiles(rows, columns),
+            tile.threads,
+            shared_bytes=dynamic,
+            dependent=starts_early(device),
+        )
+        self.new = partial(torch.empty, (rows, columns), dtype=out_dtype, device=device)
+        self.sizes = (rows, columns, shape.length)
+        self.addresses: dict[Any, tuple[int, ...]] = {}
+
+    def __call__(
+        self, key: Any, operands: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]], scale: int
+    ) -> Tensor:
+        """Multiply; operands: a's planes hi and lo, then b's, asked for where ``key``, all that
+        their addresses and strides depend on, is new."""
+        at = self.addresses.get(key) or self._keep_addresses(key, *operands())
+        result = self.new()
+        self.launch(*at, result.data_ptr(), scale, *self.sizes)
+        return result
+
+    def _keep_addresses(self, key: Any, *planes: Tensor) -> tuple[int, ...]:
+        if len(self.addresses) >= MOST_KEPT:
+            self.addresses.clear()
+        pointers = tuple(plane.data_ptr() for plane in planes)
+        strides = (planes[0].stride(0), planes[2].stride(0))
+        at = self.addresses[key] = (*pointers, *strides)
+        return at
+
+
+@lru_cache(maxsize=1024)
+def prepare_product(
+    shape: ProductShape,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    scaled: bool,
+    major_k_a: bool,
+    device: torch.device,
+) -> Product:
+    """The product of this shape."""
+    return Product(shape, dtype, out_dtype, scaled, major_k_a, device)

@@ -1,0 +1,1 @@
+"""The norm kernels, forward and backward."""

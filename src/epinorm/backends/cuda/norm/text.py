@@ -1,0 +1,116 @@
+"""What the norm kernels' text begins with: types, the tile, the chain and its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.norm.tile import Tile
+from epinorm.backends.cuda.text.chain_text import chain_text
+from epinorm.backends.cuda.text.source import read_kernel
+from epinorm.problem import Inputs, Problem
+
+__all__ = [
+    "OPERAND_SIGNATURE",
+    "matrix_arguments",
+    "norm_text",
+    "parameter_addresses",
+    "parameters_at",
+    "types_text",
+]
+
+OPERAND_SIGNATURE = "pl"
+"""The launch arguments of one operand: its address and its row stride."""
+
+_CUDA_TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+def types_text(problem: Problem) -> str:
+    """The definitions that norm_types.cuh needs."""
+    types = {
+        "EPINORM_Z": problem.dtype,
+        "EPINORM_P": problem.norm_dtype,
+        "EPINORM_Y": problem.out_dtype,
+        "EPINORM_T": problem.stats_dtype,
+    }
+    return "".join(f"#define {name} {_CUDA_TYPES[dtype]}\n" for name, dtype in types.items())
+
+
+def norm_text(
+    kernel: str, problem: Problem, tile: Tile, more: Mapping[str, int], extra: str = ""
+) -> str:
+    """The whole text of ``<kernel>.cu`` for this problem and tile.
+
+    ``more`` are the kernel's own integer constants, ``extra`` text of its own. The text depends on
+    the channels in a group, not on M or the number of groups.
+    """
+    constants = {
+        "kChannels": problem.n // problem.groups,
+        "kVector": tile.vector,
+        "kLanes": tile.lanes,
+        "kVectors": tile.vectors,
+        "kRows": tile.rows,
+        "kWarpsX": tile.warps_x,
+        "kWarpsY": tile.warps_y,
+        "kKeep": tile.keep,
+        "kResident": tile.resident,
+        "kPrefetch": tile.prefetch,
+        "kHasBias": problem.has_bias,
+        "kHasGamma": problem.has_norm_weight,
+        "kHasBeta": problem.has_norm_bias,
+        **more,
+    }
+    lines = [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
+    prelude = "".join((types_text(problem), *lines, _operands_text(problem), extra))
+    return chain_text(problem.chain) + prelude + read_kernel(f"{kernel}.cu")
+
+
+def parameter_addresses(inputs: Inputs) -> tuple[int, int, int]:
+    """Addresses of bias, gamma and beta, 0 for what is not there."""
+    return parameters_at(*inputs[2:5])
+
+
+def parameters_at(
+    bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None
+) -> tuple[int, int, int]:
+    """The addresses of the parameters, 0 for what is not there."""
+    return (
+        0 if bias is None else bias.data_ptr(),
+        0 if gamma is None else gamma.data_ptr(),
+        0 if beta is None else beta.data_ptr(),
+    )
+
+
+def matrix_arguments(matrices: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Each matrix's address and row stride in values; and what must be aligned, in bytes, or-ed.
+
+    A channel operand (N,) has a stride too, which is not read.
+    """
+    arguments: list[int] = []
+    aligned = 0
+    for t in matrices:
+        address, stride = t.data_ptr(), t.stride(0)
+        arguments += (address, stride)
+        aligned |= address
+        if t.dim() == 2:
+            aligned |= stride * t.element_size()
+    return arguments, aligned
+
+
+def _operands_text(problem: Problem) -> str:
+    count = len(problem.chain.operand_kinds)
+    parameters = "".join(f", const P* operand{i}, i64 stride{i}" for i in range(count))
+    pointers = ", ".join(f"operand{i}" for i in range(count)) or "nullptr"
+    strides = ", ".join(f"stride{i}" for i in range(count)) or "0"
+    return (
+        f"#define EPINORM_OPERAND_PARAMETERS {parameters}\n"
+        f"#define EPINORM_OPERAND_POINTERS {{{pointers}}}\n"
+        f"#define EPINORM_OPERAND_STRIDES {{{strides}}}\n"
+    )

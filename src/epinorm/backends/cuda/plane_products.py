@@ -1,0 +1,288 @@
+"""dX and dW of an fp32 chain by fp16 planes: who takes them, and how they are computed.
+
+The planes of W and x are those of the forward pass where it kept them (fp32/kept_planes.py). The
+norm kernel writes dz as planes (fp32/norm_planes.py); or, where no cluster holds whole rows or just
+one of the products is computed here, it writes dz, and what the scales of its planes are made from,
+and one kernel splits it. Each product is followed by the range guard, which computes flagged rows
+again in plain fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.fp32.gradient_planes import GradientPlanes, GradientSplitter
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
+from epinorm.backends.cuda.fp32.norm_planes import DzPlanes, WrittenDz, beside_dx, worthwhile
+from epinorm.backends.cuda.fp32.planes import Splitter, splitter
+from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
+from epinorm.backends.cuda.gemm.hopper import product as hopper_product
+from epinorm.backends.cuda.gemm.hopper.product import (
+    AddingProduct,
+    Planes,
+    ProductShape,
+    prepare_adding,
+)
+from epinorm.backends.cuda.gemm.portable import product as portable_product
+from epinorm.backends.cuda.norm.backward import Factors, Largest, NormGradients, norm_backward
+from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.runtime.device import gpu_of
+from epinorm.problem import Core, Forward, Inputs, Problem, Wanted
+
+__all__ = ["PlaneProducts", "planes_taken"]
+
+Product = hopper_product.Product | portable_product.Product
+
+HOPPER = (9, 0)
+# Of an H200's library products in fp32, floating-point operations a microsecond: dX, dW.
+_LIBRARY = {"high": (400e6, 240e6), "highest": (50e6, 50e6)}
+_BYTES = 3.5e6
+"""That a conversion, or a product too small for its arithmetic to matter, moves a microsecond on an
+H200."""
+_PRODUCT_LAUNCHES, _SPLIT_LAUNCH = 8.0, 4.0
+"""Microseconds of a product with its guard, and of a conversion."""
+
+
+@lru_cache(maxsize=1024)
+def planes_taken(
+    problem: Problem, want_x: bool, want_weight: bool, core: Core = "hopper"
+) -> tuple[bool, bool]:
+    """Whether dX and dW are computed from planes: where conversions cost less than they save."""
+    m, k, n = problem.m, problem.k, problem.n
+    # Rows of dz, dX and dW are whole 16-byte units.
+    if problem.dtype != torch.float32 or m == 0 or n % 8 or k % 4:
+        return False, False
+    planes = 2 if problem.precision == "highest" else 1
+    gpu = gpu_of(problem.device)
+    moved = _BYTES if gpu.capability == HOPPER else portable_plan.bytes_per_microsecond(gpu)
+    flops, least = 2.0 * m * n * k, 4.0 * (m * n + n * k + m * k) / moved
+
+    def split(values: int, copies: int) -> float:
+        return _SPLIT_LAUNCH + values * (4 + 2 * planes * copies) / moved
+
+    def ours(rows: int, length: int, converted: int) -> float:
+        shape = ProductShape(rows, k, length, planes, 4)
+        if core == "portable":
+            product = portable_product.microseconds(shape, gpu)
+        else:
+            product = hopper_product.choose(shape, gpu.multiprocessors).microseconds
+        return _PRODUCT_LAUNCHES + max(product, least * planes / 2) + split(converted, 1)
+
+    rates = _LIBRARY[problem.precision]
+    if gpu.capability != HOPPER:
+        rates = (portable_plan.library_flops(problem, gpu),) * 2
+    library = [3.0 + max(flops / rate, least) for rate in rates]
+    by_planes = [ours(m, n, n * k), ours(n, m, m * k)]
+    wanted = (want_x, want_weight)
+
+    def cost(taken: tuple[bool, bool]) -> float:
+        parts = [(by_planes[i] if taken[i] else library[i]) for i in range(2) if wanted[i]]
+        return sum(parts) + (split(m * n, sum(taken)) if any(taken) else 0.0)
+
+    choices = [
+        (x, w) for x in (False, True) for w in (False, True) if x <= want_x and w <= want_weight
+    ]
+    return min(choices, key=cost)
+
+
+class _Operands(NamedTuple):
+    """The buffers of W's and x's planes, and their scales as dz takes them over."""
+
+    weight: Tensor | None
+    x: Tensor | None
+    factors: Factors
+
+
+class PlaneProducts:
+    """The two products of one problem, or one of them, ready to launch."""
+
+    def __init__(
+        self, problem: Problem, by_x: bool, by_weight: bool, core: Core = "hopper"
+    ) -> None:
+        m, k, n, device = problem.m, problem.k, problem.n, problem.device
+        self.planes = 2 if problem.precision == "highest" else 1
+        self.by_x, self.by_weight = by_x, by_weight
+        self.split_weight = splitter(self.planes, k, n, 0, device)
+        self.split_x = splitter(self.planes, k, m, 0, device)
+        self.split_gradient = GradientSplitter(self.planes, m, n, by_x, by_weight, device)
+        self.shape, self.k, self.core, self.device = (m, n), k, core, device
+        self.adds_loaded = False
+        self.problem = problem
+        self.dz_planes: DzPlanes | None = None
+        if by_x and by_weight and core == "hopper" and worthwhile(problem, self.planes):
+            self.dz_planes = DzPlanes(problem, self.planes, self.split_x, self.split_weight)
+        self.beside_dx = beside_dx(problem, self.planes)
+
+        def product(rows: int, length: int, major_k_a: bool) -> Product:
+            shape = ProductShape(rows, k, length, self.planes, 4)
+            half, single = torch.float16, torch.float32
+            if core == "portable":
+                return portable_product.prepare_product(
+                    shape, half, single, True, major_k_a, device
+                )
+            return hopper_product.prepare_product(shape, half, single, True, major_k_a, device)
+
+        self.dx = product(m, n, True) if by_x else None
+        self.dw = product(n, m, False) if by_weight else None
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        kept: list[Forward],
+        dy: Tensor,
+        want: Wanted,
+        left: KeptPlanes | None,
+        into: Tensor | None,
+    ) -> tuple[NormGradients, Tensor | None, Tensor | None]:
+        """The norm's gradients with dz, dX and dW; the arguments are those of `backward`."""
+        operands = [self.operands(inputs, left)]
+        beside = into is None and self.beside_dx
+        found = self._write(inputs, kept[0], dy, want, operands[0], beside)
+        if found is None:
+            norm = norm_backward(self.problem, inputs, kept[0], dy, want, operands[0].factors)
+            kept.clear()
+            assert norm.dz is not None
+            assert norm.largest is not None
+            return norm, *self.multiply(inputs, operands, norm.dz, norm.largest, into)
+        norm, written = found
+
+        def dz() -> Tensor:
+            written.finish()
+            assert self.dz_planes is not None
+            in_fp32 = self.dz_planes.in_fp32(inputs, kept[0], dy, want, written)
+            kept.clear()
+            return in_fp32
+
+        # `written` holds the flags, for as long as the products are launched.
+        by: list[GradientPlanes | None] = [written.by_row, written.by_column]
+        if written.beside_dx:
+            return norm, *self._multiply(inputs, operands, dz, by, into)
+        now = dz()
+        return norm, *self._multiply(inputs, operands, lambda: now, by, into)
+
+    def _write(
+        self,
+        inputs: Inputs,
+        kept: Forward,
+        dy: Tensor,
+        want: Wanted,
+        operands: _Operands,
+        beside: bool,
+    ) -> tuple[NormGradients, WrittenDz] | None:
+        """dz as planes straight from the norm kernel, where it can; x's become those for dW."""
+        weight, x, factors = operands
+        if self.dz_planes is None or x is None or weight is None:
+            return None
+        return self.dz_planes(inputs, kept, dy, want, x, weight, factors, beside)
+
+    def operands(self, inputs: Inputs, kept: KeptPlanes | None) -> _Operands:
+        """The planes that were kept, taken over, or new ones."""
+        weight = x = None
+        columns = rows = 0
+        if self.by_x:
+            weight = None if kept is None else kept.take_weight()
+            if weight is None:
+                weight = _split(self.split_weight, inputs.weight)
+            columns = weight.data_ptr() + self.split_weight.scale
+        if self.by_weight:
+            x = None if kept is None else kept.take_x()
+            if x is None:
+                x = _split(self.split_x, inputs.x)
+            rows = x.data_ptr() + self.split_x.scale
+        return _Operands(weight, x, Factors(columns, rows))
+
+    def multiply(
+        self,
+        inputs: Inputs,
+        operands: list[_Operands],
+        dz: Tensor,
+        largest: Largest,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dX (m, k) and dW (n, k), fp32, where they are computed here.
+
+        operands: one, taken out of the list, so that W's planes are free before dW is allocated.
+        into: (n, k) fp32, contiguous, that dW may be added to; where it was, it is returned for dW.
+        """
+        by = list(self.split_gradient(dz, operands[0].factors, largest))
+        return self._multiply(inputs, operands, lambda: dz, by, into)
+
+    def _multiply(
+        self,
+        inputs: Inputs,
+        operands: list[_Operands],
+        dz: Callable[[], Tensor],
+        by: list[GradientPlanes | None],
+        into: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As `multiply`; dz: launches what fills it, asked for behind dX's product; by: its planes
+        for dX and for dW, taken out of the list too."""
+        weight, x, _ = operands.pop()
+        by_column, by_row = by.pop(), by.pop()
+        dx = dw = in_fp32 = None
+        if self.dx is not None and weight is not None and by_row is not None:
+            dx = self.dx(*self._given(by_row, weight, self.split_weight))
+            flags = by_row.flags, *_flags_in(weight, self.split_weight)
+            in_fp32 = dz()
+            prepare_rescue(dx, in_fp32, inputs.weight, False, *flags)()
+        weight = by_row = None
+        if self.dw is not None and x is not None and by_column is not None:
+            given = self._given(by_column, x, self.split_x)
+            flags = by_column.flags, *_flags_in(x, self.split_x)
+            if in_fp32 is None:
+                in_fp32 = dz()
+            adding = None if into is None else self._adding()
+            if into is None or adding is None:
+                dw = self.dw(*given)
+                prepare_rescue(dw, in_fp32, inputs.x, True, *flags)()
+            else:
+                dw = into
+                rescue = prepare_rescue(dw, in_fp32, inputs.x, True, *flags, adds=True)
+                self.adds_loaded = True
+                adding(*given, dw, *flags[:2])
+                rescue()
+        return dx, dw
+
+    def _adding(self) -> AddingProduct | None:
+        """What adds dW to a gradient that is there already, where our core can.
+
+        Its kernels are loaded when first used, which a CUDA graph that is being captured forbids.
+        """
+        if self.core != "hopper":
+            return None
+        if not self.adds_loaded and torch.cuda.is_current_stream_capturing():
+            return None
+        m, n = self.shape
+        return prepare_adding(ProductShape(n, self.k, m, self.planes, 4), False, self.device)
+
+    def _given(
+        self, a: GradientPlanes, b: Tensor, of_b: Splitter
+    ) -> tuple[Any, Callable[[], Planes], int]:
+        """A product's arguments: what its operands' maps are kept under, the operands, the scales
+        of a's rows."""
+
+        def operands() -> Planes:
+            m, n = self.shape
+            bytes_of_planes = a.buffer[: self.planes * 2 * m * n]
+            stored = bytes_of_planes.view(torch.float16).view(self.planes, m, n)
+            planes = of_b.planes_in(b)
+            return stored[0], stored[self.planes - 1], planes.hi, planes.lo
+
+        return (a.buffer.data_ptr(), b.data_ptr()), operands, a.scale
+
+
+def _flags_in(buffer: Tensor, split: Splitter) -> tuple[int, int]:
+    """The addresses of the rows' flags and of what columns they spoilt."""
+    at = buffer.data_ptr()
+    return at + split.flags, at + split.spoilt
+
+
+def _split(split: Splitter, matrix: Tensor) -> Tensor:
+    buffer = torch.empty(split.nbytes, dtype=torch.uint8, device=matrix.device)
+    split(buffer.data_ptr(), matrix)
+    return buffer

@@ -1,0 +1,1 @@
+"""From kernel text to a launch: compiler, driver, arguments."""

@@ -1,0 +1,173 @@
+"""Python values as a kernel's arguments, in a buffer that the driver copies from.
+
+A signature has one letter an argument (see `FIELDS`); its layout is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from epinorm.backends.cuda.runtime.tensor_map import (
+    TENSOR_MAP_ALIGNMENT,
+    TENSOR_MAP_BYTES,
+    TensorMap,
+)
+
+__all__ = [
+    "FIELDS",
+    "Frame",
+    "Layout",
+    "f32",
+    "f64",
+    "i32",
+    "i64",
+    "layout_of",
+    "packed",
+    "u32",
+    "u64",
+]
+
+
+class i32(int):
+    """An `int` argument."""
+
+
+class i64(int):
+    """A `long long` argument."""
+
+
+class u32(int):
+    """An `unsigned` argument."""
+
+
+class u64(int):
+    """An `unsigned long long` argument."""
+
+
+class f32(float):
+    """A `float` argument, rounded from Python's float."""
+
+
+class f64(float):
+    """A `double` argument."""
+
+
+# CUlaunchConfig: grid, block and shared bytes, which stay; then, packed with the arguments, stream,
+# attributes and number of attributes.
+_SHAPE = struct.Struct("<7I4x")
+_CONFIG = "<QQI4x"
+_CONFIG_BYTES = _SHAPE.size + struct.calcsize(_CONFIG)
+_ALIGNMENT = TENSOR_MAP_ALIGNMENT
+
+# Letter in a signature -> struct code, size and alignment in bytes.
+FIELDS: dict[str, tuple[str, int, int]] = {
+    "p": ("Q", 8, 8),
+    "i": ("i", 4, 4),
+    "l": ("q", 8, 8),
+    "u": ("I", 4, 4),
+    "v": ("Q", 8, 8),
+    "f": ("f", 4, 4),
+    "d": ("d", 8, 8),
+    "m": (f"{TENSOR_MAP_BYTES}s", TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where each argument of one signature lies in the buffer."""
+
+    signature: str
+    format: str
+    offsets: tuple[int, ...]
+    size: int
+
+
+class Frame:
+    """A buffer for launches of one shape, one at a time: CUlaunchConfig, arguments, pointers to
+    them. shape: the first seven fields of CUlaunchConfig.
+
+    ``pack`` fills in the stream, the attributes and their number, and the arguments.
+    """
+
+    def __init__(self, layout: Layout, shape: Sequence[int]) -> None:
+        count = len(layout.offsets)
+        self._storage = ctypes.create_string_buffer(layout.size + _ALIGNMENT)
+        base = ctypes.addressof(self._storage)
+        shift = -base % _ALIGNMENT
+        pointers = (base + shift + offset for offset in layout.offsets)
+        self._pointers = (ctypes.c_void_p * max(count, 1))(*pointers)
+        _SHAPE.pack_into(self._storage, shift, *shape)
+        fields = struct.Struct(layout.format)
+        self.pack = partial(fields.pack_into, self._storage, shift + _SHAPE.size)
+        self.config = ctypes.c_void_p(base + shift)
+        self.parameters = ctypes.c_void_p(ctypes.addressof(self._pointers))
+
+
+@cache
+def layout_of(signature: str) -> Layout:
+    """Layout of a signature; raises `ValueError` for a letter that stands for nothing."""
+    codes, offsets, end = [_CONFIG], [], _CONFIG_BYTES
+    for letter in signature:
+        if letter not in FIELDS:
+            raise ValueError(
+                f"a signature has letters out of {''.join(FIELDS)}, but got {signature!r}"
+            )
+        code, size, alignment = FIELDS[letter]
+        padding = -end % alignment
+        codes.append(f"{padding}x{code}" if padding else code)
+        offsets.append(end + padding)
+        end += padding + size
+    return Layout(signature, "".join(codes), tuple(offsets), end)
+
+
+def packed(arguments: Sequence[object]) -> tuple[str, list[Any]]:
+    """Signature and bare values; raises `TypeError` for what is no argument of a kernel."""
+    letters, values = [], []
+    for argument in arguments:
+        kind = _KINDS.get(type(argument)) or _kind_of(argument)
+        letters.append(kind[0])
+        values.append(kind[1](argument))
+    return "".join(letters), values
+
+
+_Kind = tuple[str, Callable[[Any], Any]]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    if not tensor.is_cuda:
+        raise ValueError(f"a kernel's tensor must be on its GPU, but got one on {tensor.device}")
+    return tensor.data_ptr()
+
+
+def _itself(value: object) -> object:
+    return value
+
+
+_KINDS: dict[type, _Kind] = {
+    torch.Tensor: ("p", _address),
+    torch.nn.Parameter: ("p", _address),
+    type(None): ("p", lambda _: 0),
+    i32: ("i", _itself),
+    i64: ("l", _itself),
+    u32: ("u", _itself),
+    u64: ("v", _itself),
+    f32: ("f", _itself),
+    f64: ("d", _itself),
+    TensorMap: ("m", lambda map_: map_.data),
+}
+
+
+def _kind_of(argument: object) -> _Kind:
+    if isinstance(argument, torch.Tensor):
+        return _KINDS[torch.Tensor]
+    raise TypeError(
+        "a kernel's argument must be a tensor, None, a TensorMap or a number wrapped as i32, i64, "
+        f"u32, u64, f32 or f64, but got {argument!r} of type {type(argument).__name__}"
+    )

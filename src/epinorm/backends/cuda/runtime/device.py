@@ -1,0 +1,138 @@
+"""Facts about a GPU that choose and size a kernel: architecture, multiprocessors, shared memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+__all__ = [
+    "Gpu",
+    "arch_of",
+    "arch_of_capability",
+    "capability",
+    "device_index",
+    "gpu_of",
+    "max_shared_bytes",
+    "sm_count",
+    "supported",
+]
+
+OLDEST_CAPABILITY = (8, 0)
+"""Ampere: the first with cp.async and with bf16 in its tensor cores."""
+
+Device = torch.device | int | str | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What sizes a kernel. shared_of_block, shared_of_multiprocessor: bytes of shared memory."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_of_block: int
+    shared_of_multiprocessor: int
+
+
+def device_index(device: Device = None) -> int:
+    """Number of a CUDA device as PyTorch counts; None, or 'cuda' without a number, is the current.
+
+    Raises `ValueError` for a device of another kind.
+    """
+    if isinstance(device, int):
+        return device
+    if device is not None:
+        device = torch.device(device)
+        if device.type != "cuda":
+            raise ValueError(f"expected a CUDA device, but got {device}")
+        if device.index is not None:
+            return int(device.index)
+    return torch.cuda.current_device()
+
+
+def arch_of(device: Device = None) -> str:
+    """Architecture that kernels for this GPU are compiled for, such as 'sm_90a'."""
+    return arch_of_capability(*capability(device))
+
+
+def arch_of_capability(major: int, minor: int) -> str:
+    """'sm_90a' for 9.0, since wgmma and setmaxnreg belong to that very chip; else 'sm_<xy>'."""
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def capability(device: Device = None) -> tuple[int, int]:
+    """Compute capability, such as (9, 0)."""
+    return _capability(device_index(device))
+
+
+def sm_count(device: Device = None) -> int:
+    """Number of streaming multiprocessors."""
+    return int(_properties(device_index(device)).multi_processor_count)
+
+
+def max_shared_bytes(device: Device = None) -> int:
+    """Shared memory in bytes that one block can have, static and dynamic together."""
+    properties = _properties(device_index(device))
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def gpu_of(device: Device = None) -> Gpu:
+    """The facts of this GPU, as the driver reports them."""
+    return _gpu(device_index(device))
+
+
+def supported(device: Device = None) -> str | None:
+    """None where our kernels can run on this device, else one sentence that says why not."""
+    if device is not None and not isinstance(device, int):
+        kind = torch.device(device).type
+        if kind != "cuda":
+            return f"the CUDA kernels need an NVIDIA GPU, but the device is {kind}"
+    if not torch.cuda.is_available():
+        return "the CUDA kernels need an NVIDIA GPU, but PyTorch sees none"
+    return _supported(device_index(device))
+
+
+@cache
+def _supported(index: int) -> str | None:
+    if torch.version.hip is not None:
+        return "the CUDA kernels need an NVIDIA GPU, but this PyTorch is built for ROCm"
+    name, found = torch.cuda.get_device_name(index), _capability(index)
+    if found < OLDEST_CAPABILITY:
+        oldest = ".".join(map(str, OLDEST_CAPABILITY))
+        return (
+            f"the CUDA kernels need compute capability {oldest} or newer, "
+            f"but {name} has {found[0]}.{found[1]}"
+        )
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "the CUDA kernels are compiled with cuda-core, which is not installed"
+    from epinorm.backends.cuda.runtime.driver import driver
+
+    try:
+        driver()
+    except RuntimeError as error:
+        return f"the CUDA kernels cannot be launched: {error}"
+    return None
+
+
+@cache
+def _gpu(index: int) -> Gpu:
+    properties = _properties(index)
+    return Gpu(
+        _capability(index),
+        int(properties.multi_processor_count),
+        max_shared_bytes(index),
+        int(properties.shared_memory_per_multiprocessor),
+    )
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    major, minor = torch.cuda.get_device_capability(index)
+    return major, minor
+
+
+@cache
+def _properties(index: int) -> torch._C._CudaDeviceProperties:
+    return torch.cuda.get_device_properties(index)

@@ -1,0 +1,273 @@
+"""From CUDA text to a loaded kernel: NVRTC through cuda-core, with a cache on disk.
+
+A kernel is looked for in this process, then on disk, then compiled. Compiling needs no GPU, no CUDA
+toolkit and no host compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import io
+import logging
+import re
+import threading
+import time
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from epinorm.backends import cache
+from epinorm.backends.cuda.runtime.device import device_index
+from epinorm.backends.cuda.runtime.driver import check, driver, make_primary_context_current
+from epinorm.backends.cuda.runtime.launch import Kernel
+
+__all__ = ["Compiled", "KernelSource", "cache_key", "compile_cubin", "compiled", "load"]
+
+SLOW_COMPILE_SECONDS = 3.0
+STANDARD = "c++17"
+NOT_REPORTED = -1
+
+_log = logging.getLogger("epinorm")
+
+_ALIASES = {
+    "maxrregcount": "max_register_count",
+    "fmad": "fma",
+    "generate_line_info": "lineinfo",
+}
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One kernel to compile.
+
+    entry: an `extern "C"` symbol of text. arch: such as 'sm_90a'. options: compiler options, each
+    a field of cuda-core's `ProgramOptions`, as 'use_fast_math', 'fma=false' or
+    'max_register_count=168' (NVRTC's spelling '--maxrregcount=168' does too).
+    """
+
+    entry: str
+    text: str
+    arch: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code and what ptxas says about it; a figure that it did not report is -1.
+
+    spill_bytes: spill stores and loads together. shared_bytes: static shared memory of a block.
+    stack_bytes: local memory of a thread.
+    """
+
+    cubin: bytes
+    log: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    stack_bytes: int
+
+
+def compile_cubin(source: KernelSource) -> Compiled:
+    """Compile for `source.arch`, on a machine with or without a GPU.
+
+    Raises `RuntimeError` with the compiler's log where the text does not compile or has no such
+    entry, `ValueError` for an option that cuda-core does not know.
+    """
+    program_class, options_class = _compiler()
+    options = options_class(**_program_options(source, options_class))
+    log = io.StringIO()
+    started = time.perf_counter()
+    try:
+        program = program_class(source.text, "c++", options)
+        cubin = bytes(program.compile("cubin", logs=log).code)
+    except Exception as error:  # cuda-core's own class, which differs between its versions
+        raise RuntimeError(
+            f"compiling {source.entry} for {source.arch} failed: {error}\n{log.getvalue()}"
+        ) from error
+    seconds = time.perf_counter() - started
+    if seconds > SLOW_COMPILE_SECONDS:
+        _log.warning("epinorm: compiling %s for %s took %.1f s", source.entry, source.arch, seconds)
+    return _read_log(source, cubin, log.getvalue())
+
+
+def compiled(source: KernelSource) -> Compiled:
+    """The kernel from the cache on disk, or compiled and kept there; needs no GPU."""
+    key = cache_key(source)
+    record = cache.read(key)
+    if record is not None:
+        known = {name: record.facts[name] for name in _FIGURES}
+        return Compiled(cubin=record.payload, **known)  # type: ignore[arg-type]
+    result = compile_cubin(source)
+    facts: dict[str, str | int] = {name: getattr(result, name) for name in _FIGURES}
+    cache.write(key, {**facts, "entry": source.entry, "arch": source.arch}, result.cubin)
+    return result
+
+
+def cache_key(source: KernelSource) -> str:
+    """Key that holds everything that the machine code depends on."""
+    return cache.key_of(source.text, source.entry, source.arch, *source.options, *_versions())
+
+
+def load(
+    source: KernelSource,
+    device: torch.device | int | None = None,
+    dynamic_shared_bytes: int = 0,
+    max_cluster: int = 1,
+) -> Kernel:
+    """The kernel on this GPU, from memory, else from the cache on disk, else compiled.
+
+    dynamic_shared_bytes and max_cluster: the largest of any launch, in bytes and blocks (a launch
+    that needs more raises them itself). Raises `RuntimeError` where the kernel is not loaded yet
+    and the current stream is being captured: nothing is compiled or loaded inside a capture.
+    """
+    index = device_index(device)
+    kernel = _kernels.get((source, index)) or _load(source, index)
+    if dynamic_shared_bytes or max_cluster > 1:
+        kernel.reserve(dynamic_shared_bytes, max_cluster)
+    return kernel
+
+
+_FIGURES = ("log", "registers", "spill_bytes", "shared_bytes", "stack_bytes")
+
+_kernels: dict[tuple[KernelSource, int], Kernel] = {}
+_libraries: dict[KernelSource, tuple[int, Compiled]] = {}
+_locks: dict[KernelSource, threading.Lock] = {}
+
+
+def _load(source: KernelSource, index: int) -> Kernel:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"kernel {source.entry} is not loaded yet and nothing can be compiled or loaded while "
+            "a CUDA graph is captured: make one call with these shapes before the capture"
+        )
+    with _locks.setdefault(source, threading.Lock()):
+        kernel = _kernels.get((source, index))
+        if kernel is None:
+            handle, facts = _libraries.get(source) or _load_library(source)
+            _load_eagerly(handle, index, source.entry)
+            kernel = _kernels[source, index] = Kernel(handle, source.entry, index, facts)
+    return kernel
+
+
+def _load_library(source: KernelSource) -> tuple[int, Compiled]:
+    """Handle of the kernel, which holds for every GPU of this architecture; never unloaded."""
+    result = compiled(source)
+    torch.cuda.init()
+    library, handle = ctypes.c_void_p(), ctypes.c_void_p()
+    api = driver()
+    check(
+        api.cuLibraryLoadData(ctypes.byref(library), result.cubin, None, None, 0, None, None, 0),
+        f"loading {source.entry} for {source.arch}",
+    )
+    check(
+        api.cuLibraryGetKernel(ctypes.byref(handle), library, source.entry.encode()),
+        f"finding {source.entry} in its cubin",
+    )
+    assert handle.value is not None
+    _libraries[source] = handle.value, result
+    return handle.value, result
+
+
+def _load_eagerly(handle: int, index: int, entry: str) -> None:
+    """Put the code on the GPU now: the driver else does it at the first launch, maybe a capture."""
+    with torch.cuda.device(index):
+        make_primary_context_current(index)
+        function = ctypes.c_void_p()
+        check(
+            driver().cuKernelGetFunction(ctypes.byref(function), handle),
+            f"loading {entry} onto cuda:{index}",
+        )
+
+
+def _read_log(source: KernelSource, cubin: bytes, log: str) -> Compiled:
+    """The figures of `source.entry` in what `ptxas -v` prints."""
+    sections = log.split("Compiling entry function '")
+    mine = [part for part in sections[1:] if part.startswith(source.entry + "'")]
+    if len(sections) > 1 and not mine:
+        raise RuntimeError(
+            f"the text compiles for {source.arch} but has no kernel {source.entry}: "
+            f'is it declared extern "C"?\n{log}'
+        )
+    text = mine[0] if mine else ""
+    registers = _sum(r"Used (\d+) registers", text)
+    spills = [_sum(rf"(\d+) bytes spill {kind}", text) for kind in ("stores", "loads")]
+    return Compiled(
+        cubin=cubin,
+        log=log,
+        registers=registers,
+        spill_bytes=NOT_REPORTED if NOT_REPORTED in spills else sum(spills),
+        # ptxas leaves shared memory out where there is none.
+        shared_bytes=max(_sum(r"(\d+) bytes smem", text), 0) if registers >= 0 else NOT_REPORTED,
+        stack_bytes=_sum(r"(\d+) bytes stack frame", text),
+    )
+
+
+def _sum(pattern: str, text: str) -> int:
+    found = re.findall(pattern, text)
+    return sum(map(int, found)) if found else NOT_REPORTED
+
+
+def _compiler() -> tuple[Any, Any]:
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError:  # before 0.5 the same classes were here
+        try:
+            from cuda.core.experimental import Program, ProgramOptions
+        except ImportError as error:
+            raise RuntimeError(
+                f"kernels are compiled with cuda-core, which cannot be imported: {error}"
+            ) from error
+    return Program, ProgramOptions
+
+
+def _program_options(source: KernelSource, options_class: Any) -> dict[str, object]:
+    known = {field.name for field in fields(options_class)}
+    ptxas = ["-v"]
+    chosen: dict[str, object] = {"arch": source.arch, "std": STANDARD}
+    for option in source.options:
+        name, has_value, text = option.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        name = _ALIASES.get(name, name)
+        if name not in known:
+            raise ValueError(f"{option!r} is not an option of cuda-core's ProgramOptions")
+        if name == "ptxas_options":
+            ptxas.append(text)
+        else:
+            chosen[name] = _option_value(text) if has_value else True
+    return {**chosen, "ptxas_options": ptxas}
+
+
+def _option_value(text: str) -> object:
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.isdecimal() else text
+
+
+@lru_cache(maxsize=1)
+def _versions() -> tuple[str, ...]:
+    """Versions of the compiler and of what sets its default options.
+
+    NVRTC's package says which build it is, where NVRTC itself, which takes most of a start from the
+    cache to load, says only major.minor.
+    """
+    packages = [f"{name} {v}" for name in _NVRTC if (v := _version(name)) is not None]
+    if not packages:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+        packages = [f"nvrtc {major}.{minor}"]
+    return (*packages, *(f"{name} {_version(name)}" for name in _WRAPPERS))
+
+
+_NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+_WRAPPERS = ("cuda-core", "cuda-bindings")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

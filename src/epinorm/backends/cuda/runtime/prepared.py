@@ -1,0 +1,83 @@
+"""What is made once for a problem and used by every call with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.runtime.device import capability
+from epinorm.problem import Problem
+
+__all__ = ["PreparedByProblem", "new_tensor", "starts_early"]
+
+T = TypeVar("T")
+
+MOST_KEPT = 4096
+
+
+def starts_early(device: torch.device) -> bool:
+    """Can the norm kernels be launched while the kernel before them ends (sm_90 and later)?
+
+    Each of them executes griddepcontrol.wait before it touches memory, so it reads and writes
+    nothing until that kernel is complete; only the launch itself is hidden. (The range guards read
+    flags before it, which are older; `rescale_planes.cu` says why it need not wait.)
+    """
+    return capability(device) >= (9, 0)
+
+
+# What torch.compile's own code allocates with: past the dispatcher, in a third of the time. PyTorch
+# promises neither function; torch.empty serves where one is missing.
+_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
+
+def new_tensor(
+    size: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], Tensor]:
+    """A function that makes a contiguous tensor, not filled in, each time that it is called."""
+    ordinary = partial(torch.empty, size, dtype=dtype, device=device)
+    empty, current_device, index = _empty_strided_cuda, _current_device, device.index
+    if empty is None or current_device is None or device.type != "cuda" or index is None:
+        return ordinary
+    strides = tuple(math.prod(max(n, 1) for n in size[i + 1 :]) for i in range(len(size)))
+
+    def new() -> Tensor:
+        # It knows no device but the current one.
+        return empty(size, strides, dtype) if current_device() == index else ordinary()
+
+    return new
+
+
+class PreparedByProblem(Generic[T]):
+    """``make(problem)``, kept for equal problems.
+
+    A problem is looked for by identity first: hashing one costs more than a launch. The entry holds
+    the problem itself, so that its identity cannot be taken over by another.
+    """
+
+    def __init__(self, make: Callable[[Problem], T]) -> None:
+        self._make = make
+        self._by_identity: dict[int, tuple[Problem, T]] = {}
+        self._by_value: dict[Problem, T] = {}
+
+    def __call__(self, problem: Problem) -> T:
+        entry = self._by_identity.get(id(problem))
+        if entry is not None and entry[0] is problem:
+            return entry[1]
+        if max(len(self._by_identity), len(self._by_value)) >= MOST_KEPT:
+            self.clear()
+        value = self._by_value.get(problem)
+        if value is None:
+            value = self._by_value[problem] = self._make(problem)
+        self._by_identity[id(problem)] = (problem, value)
+        return value
+
+    def clear(self) -> None:
+        """Make each anew when next asked for."""
+        self._by_identity.clear()
+        self._by_value.clear()

@@ -1,0 +1,145 @@
+"""Tensor maps: what the tensor memory accelerator (TMA) must know to copy a tile of a matrix.
+
+Encoding one is a computation on the host, 1.5 us; the last ones are kept, by everything that goes
+into them. The address is enough to tell two tensors apart: it is unique over all GPUs of a process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from epinorm.backends.cuda.runtime.driver import check, driver
+
+__all__ = ["TensorMap", "tensor_map"]
+
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP_ALIGNMENT = 64
+
+# CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion of cuda.h.
+_DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+
+LARGEST_BOX = 256
+_KEPT = 512
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A CUtensorMap: the argument for a `const __grid_constant__ CUtensorMap` (128 bytes).
+
+    It holds an address, not the tensor: whoever launches keeps the tensor alive.
+    """
+
+    data: bytes
+
+
+def tensor_map(
+    tensor: torch.Tensor,
+    box_rows: int,
+    box_cols: int,
+    swizzle: int = 128,
+    l2_promotion: int = 256,
+) -> TensorMap:
+    """Tensor map that copies boxes of `box_rows` x `box_cols` out of or into a matrix.
+
+    tensor: (rows, columns), fp16, bf16 or fp32, on a GPU, columns contiguous, rows a multiple of
+    16 bytes apart, starting on 16 bytes. Elements outside it read as zero and are not written.
+    `swizzle` and `l2_promotion` are in bytes. In a kernel the first coordinate is the column; it
+    must be a multiple of 16 bytes, else the GPU stops with "illegal instruction".
+    Raises `ValueError` or `TypeError` for what the hardware cannot address. Source: PTX ISA,
+    section "Tensors"; CUDA driver API, cuTensorMapEncodeTiled.
+    """
+    return _encode(
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        box_rows,
+        box_cols,
+        swizzle,
+        l2_promotion,
+    )
+
+
+@lru_cache(maxsize=_KEPT)
+def _encode(
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    box_rows: int,
+    box_cols: int,
+    swizzle: int,
+    l2_promotion: int,
+) -> TensorMap:
+    _validate(address, shape, strides, dtype, box_rows, box_cols, swizzle, l2_promotion)
+    rows, cols = shape
+    # Storage for a map that can be moved to the next 64-byte boundary.
+    buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+    shift = -ctypes.addressof(buffer) % TENSOR_MAP_ALIGNMENT
+    row_bytes = max(strides[0], cols) * dtype.itemsize if rows == 1 else strides[0] * dtype.itemsize
+    row_bytes = -(-row_bytes // 16) * 16  # differs from the stride only where there is one row
+    check(
+        driver().cuTensorMapEncodeTiled(
+            ctypes.addressof(buffer) + shift,
+            _DATA_TYPES[dtype],
+            2,
+            address,
+            (ctypes.c_uint64 * 2)(cols, rows),
+            (ctypes.c_uint64 * 1)(row_bytes),
+            (ctypes.c_uint32 * 2)(box_cols, box_rows),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,  # no interleave
+            _SWIZZLES[swizzle],
+            _L2_PROMOTIONS[l2_promotion],
+            0,  # out of bounds: zeros
+        ),
+        f"encoding a tensor map of {rows} x {cols} {dtype} with box {box_rows} x {box_cols}",
+    )
+    return TensorMap(buffer.raw[shift : shift + TENSOR_MAP_BYTES])
+
+
+def _validate(
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    box_rows: int,
+    box_cols: int,
+    swizzle: int,
+    l2_promotion: int,
+) -> None:
+    if dtype not in _DATA_TYPES:
+        raise TypeError(f"a tensor map needs float16, bfloat16 or float32, but got {dtype}")
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"a tensor map needs a matrix with elements, but got shape {shape}")
+    if strides[1] != 1 and shape[1] != 1:
+        raise ValueError(f"a tensor map needs contiguous columns, but got strides {strides}")
+    if shape[0] > 1 and strides[0] * dtype.itemsize % 16:
+        raise ValueError(
+            f"a tensor map needs rows a multiple of 16 bytes apart, "
+            f"but they are {strides[0] * dtype.itemsize} bytes apart"
+        )
+    if address % 16:
+        raise ValueError(f"a tensor map needs data on a 16-byte boundary, but got {address:#x}")
+    if not (1 <= box_rows <= LARGEST_BOX and 1 <= box_cols <= LARGEST_BOX):
+        raise ValueError(
+            f"a tensor map's box has 1 to {LARGEST_BOX} rows and columns, "
+            f"but got {box_rows} x {box_cols}"
+        )
+    if swizzle not in _SWIZZLES or l2_promotion not in _L2_PROMOTIONS:
+        raise ValueError(
+            f"swizzle must be one of {[*_SWIZZLES]} and l2_promotion one of {[*_L2_PROMOTIONS]} "
+            f"bytes, but got {swizzle} and {l2_promotion}"
+        )
+    if box_cols * dtype.itemsize % 16:
+        raise ValueError(f"a box row must be a multiple of 16 bytes, but has {box_cols} {dtype}")
+    if swizzle and box_cols * dtype.itemsize > swizzle:
+        raise ValueError(
+            f"a box row of {box_cols * dtype.itemsize} bytes does not fit swizzle {swizzle}"
+        )

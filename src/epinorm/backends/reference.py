@@ -1,0 +1,113 @@
+"""The backend in plain PyTorch: any device, any dtype, bit for bit what the unfused layers give.
+
+What it keeps as ``z`` is the linear's output with its bias already added: adding the bias after
+rounding to 16 bits would cost accuracy that eager does not lose. Only its own backward reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epinorm.chain import GroupNorm, LayerNorm, Norm, RMSNorm
+from epinorm.chain.reference import apply_pointwise, epilogue
+from epinorm.problem import Forward, Gradients, Inputs, Plan, Problem, Wanted
+
+__all__ = ["backward", "forward"]
+
+
+def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
+    """Compute y (M, N) with PyTorch's own layers; the statistics come out of the norm itself."""
+    chain = problem.chain
+    z = F.linear(inputs.x, inputs.weight, inputs.bias)
+    remaining = iter(inputs.operands)
+    u = apply_pointwise(z.to(problem.out_dtype), chain.pre, remaining)
+    y, mean, rstd = _normalize(u, chain.norm, inputs.norm_weight, inputs.norm_bias)
+    y = apply_pointwise(y, chain.post, remaining)
+    if not problem.training:
+        nothing = z.new_empty(0)
+        return Forward(y, nothing, nothing, nothing)
+    rstd = rstd.to(problem.stats_dtype).reshape(problem.m, problem.groups)
+    mean = mean.to(problem.stats_dtype)
+    return Forward(y, z, mean if isinstance(chain.norm, RMSNorm) else mean.reshape_as(rstd), rstd)
+
+
+def _normalize(
+    u: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    m, n = u.shape
+    if isinstance(norm, GroupNorm):
+        u = u.contiguous()
+        return torch.native_group_norm(u, weight, bias, m, n, 1, norm.num_groups, norm.eps)
+    if isinstance(norm, LayerNorm):
+        return torch.native_layer_norm(u, [n], weight, bias, norm.eps)
+    y, rstd = torch.ops.aten._fused_rms_norm(u, [n], weight, norm.eps)
+    return y if bias is None else y + bias, u.new_empty(0), rstd
+
+
+def backward(
+    problem: Problem, plan: Plan, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
+) -> Gradients:
+    """Differentiate the epilogue from the kept z by PyTorch's autograd, then the linear by hand."""
+    want_z = want.x or want.weight or want.bias
+    leaves = [
+        None if t is None else t.detach().requires_grad_(wanted)
+        for t, wanted in (
+            (kept.z.to(problem.out_dtype), want_z),
+            (inputs.norm_weight, want.norm_weight),
+            (inputs.norm_bias, want.norm_bias),
+            *zip(inputs.operands, want.operands, strict=True),
+        )
+    ]
+    z, norm_weight, norm_bias, *operands = leaves
+    assert z is not None
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    with _autograd():
+        y = epilogue(
+            z, problem.chain, norm_weight, norm_bias, [t for t in operands if t is not None]
+        )
+        found = iter(torch.autograd.grad(y, wanted, dy) if wanted else ())
+    dz, d_norm_weight, d_norm_bias, *d_operands = (
+        next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves
+    )
+    dx = dweight = dbias = None
+    if dz is not None:
+        dz = dz.to(problem.dtype)
+        dx = dz.mm(inputs.weight) if want.x else None
+        dweight = dz.t().mm(inputs.x) if want.weight else None
+        dbias = dz.sum(0) if want.bias else None
+    return Gradients(
+        dx, dweight, dbias, d_norm_weight, d_norm_bias, tuple(_own(g, dy) for g in d_operands)
+    )
+
+
+def _own(gradient: Tensor | None, dy: Tensor) -> Tensor | None:
+    """A residual's gradient may be dy itself; an operator must return memory of its own."""
+    if gradient is None or gradient.untyped_storage().data_ptr() != dy.untyped_storage().data_ptr():
+        return gradient
+    return gradient.clone(memory_format=torch.contiguous_format)
+
+
+_AUTOGRAD_KEYS = (
+    torch._C.DispatchKey.AutogradFunctionality,
+    torch._C.DispatchKey.AutogradOther,
+    torch._C.DispatchKey.ADInplaceOrView,
+)
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Let autograd record inside an operator's kernel, which runs below it."""
+    excluded = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in _AUTOGRAD_KEYS]
+    for key in _AUTOGRAD_KEYS:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for key, was in zip(_AUTOGRAD_KEYS, excluded, strict=True):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, was)

@@ -1,0 +1,178 @@
+"""What is fused: Linear → pointwise* → Norm → pointwise*, as one frozen, hashable value.
+
+The canonical text, e.g. ``group_norm(512,1e-05)|leaky_relu(0.01)|scale(2)``, names the chain in
+results, caches and operator schemas, and parses back to the same chain.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from epinorm.chain.pointwise import (
+    OperandKind,
+    Pointwise,
+    PointwiseLike,
+    as_pointwise_list,
+    format_number,
+    parse_number,
+    parse_pointwise,
+    split_call,
+)
+
+__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm"]
+
+
+def _check_eps(eps: float) -> None:
+    if not eps >= 0:
+        raise ValueError(f"eps must be a number >= 0, got {eps}")
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    """Group normalisation over each sample's channels in num_groups groups (Wu and He, 2018)."""
+
+    num_groups: int
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_groups, bool) or not isinstance(self.num_groups, int):
+            raise TypeError(f"num_groups must be an int, got {type(self.num_groups).__name__}")
+        if self.num_groups < 1:
+            raise ValueError(f"num_groups must be at least 1, got {self.num_groups}")
+        _check_eps(self.eps)
+
+    def __str__(self) -> str:
+        return f"group_norm({self.num_groups},{format_number(self.eps)})"
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """Layer normalisation over the output features (Ba, Kiros and Hinton, 2016)."""
+
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        _check_eps(self.eps)
+
+    def __str__(self) -> str:
+        return f"layer_norm({format_number(self.eps)})"
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """Root-mean-square normalisation over the output features (Zhang and Sennrich, 2019).
+
+    ``eps=None`` is PyTorch's default: the machine epsilon of the type that it computes in.
+    """
+
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.eps is not None:
+            _check_eps(self.eps)
+
+    def __str__(self) -> str:
+        return "rms_norm" if self.eps is None else f"rms_norm({format_number(self.eps)})"
+
+
+Norm = GroupNorm | LayerNorm | RMSNorm
+
+_NORM_NAMES = ("group_norm", "layer_norm", "rms_norm")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The operations after the linear layer: pointwise ``pre``, ``norm``, pointwise ``post``."""
+
+    norm: Norm
+    pre: tuple[Pointwise, ...] = ()
+    post: tuple[Pointwise, ...] = ()
+
+    @staticmethod
+    def build(
+        norm: Norm,
+        pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
+        post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    ) -> Chain:
+        """Make a chain from operations given as texts, activation modules or Pointwise."""
+        if not isinstance(norm, Norm):
+            raise TypeError(
+                "norm must be epinorm.GroupNorm, epinorm.LayerNorm or epinorm.RMSNorm, "
+                f"got {type(norm).__name__}"
+            )
+        return Chain(norm, as_pointwise_list(pre), as_pointwise_list(post))
+
+    @staticmethod
+    def parse(text: str) -> Chain:
+        """Read a canonical text back; raises ValueError saying what is wrong with it."""
+        # Dynamo traces through the cache, and warns of it each time.
+        return _parse.__wrapped__(text) if torch.compiler.is_compiling() else _parse(text)
+
+    def __str__(self) -> str:
+        return "|".join(str(part) for part in (*self.pre, self.norm, *self.post))
+
+    @property
+    def operand_kinds(self) -> tuple[OperandKind, ...]:
+        """The tensor operands in the order in which the chain takes them, pre before post."""
+        return tuple(op.operand for op in (*self.pre, *self.post) if op.operand is not None)
+
+    def groups(self, out_features: int) -> int:
+        """Groups per row of ``out_features`` channels; raises ValueError if they do not divide."""
+        if not isinstance(self.norm, GroupNorm):
+            return 1
+        if out_features % self.norm.num_groups:
+            raise ValueError(
+                f"num_groups must divide the number of output features: got num_groups="
+                f"{self.norm.num_groups} and {out_features} output features"
+            )
+        return self.norm.num_groups
+
+    def channels_per_group(self, out_features: int) -> int:
+        """Channels that share one mean and variance; raises ValueError as ``groups`` does."""
+        return out_features // self.groups(out_features)
+
+
+def _is_norm(text: str) -> bool:
+    return split_call(text)[0] in _NORM_NAMES
+
+
+def _parse_norm(text: str) -> Norm:
+    name, arguments = split_call(text)
+    if name == "group_norm":
+        if not 1 <= len(arguments) <= 2:
+            raise ValueError(f"cannot read {text!r}: expected group_norm(num_groups, eps)")
+        groups = parse_number(arguments[0], text)
+        if not groups.is_integer():
+            raise ValueError(f"num_groups must be a whole number, got {arguments[0]}")
+        return GroupNorm(int(groups), *(parse_number(a, text) for a in arguments[1:]))
+    if len(arguments) > 1:
+        raise ValueError(f"cannot read {text!r}: expected {name}(eps)")
+    norm_type = LayerNorm if name == "layer_norm" else RMSNorm
+    return norm_type(*(parse_number(a, text) for a in arguments))
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> Chain:
+    parts = [part for part in text.split("|") if part.strip()]
+    norms = [index for index, part in enumerate(parts) if _is_norm(part)]
+    if len(norms) != 1:
+        names = [split_call(part)[0] for part in parts]
+        near = [
+            m for name in names for m in difflib.get_close_matches(name, _NORM_NAMES, 1, cutoff=0.7)
+        ]
+        hint = f"; did you mean {near[0]!r}?" if near and not norms else ""
+        raise ValueError(
+            f"a chain holds exactly one of {', '.join(_NORM_NAMES)}; {text!r} has {len(norms)}"
+            + hint
+        )
+    at = norms[0]
+    return Chain(
+        _parse_norm(parts[at]),
+        tuple(parse_pointwise(part) for part in parts[:at]),
+        tuple(parse_pointwise(part) for part in parts[at + 1 :]),
+    )

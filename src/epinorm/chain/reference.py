@@ -1,0 +1,59 @@
+"""The chain in plain PyTorch, any dtype and device: the definition of correct."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm
+from epinorm.chain.pointwise import Pointwise
+
+__all__ = ["apply_pointwise", "epilogue", "linear_norm", "normalize"]
+
+
+def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Normalise z (..., N) as PyTorch's own layer does; weight and bias are (N,) or None."""
+    if isinstance(norm, GroupNorm):
+        return F.group_norm(z, norm.num_groups, weight, bias, norm.eps)
+    if isinstance(norm, LayerNorm):
+        return F.layer_norm(z, z.shape[-1:], weight, bias, norm.eps)
+    normalized = F.rms_norm(z, z.shape[-1:], weight, norm.eps)
+    return normalized if bias is None else normalized + bias
+
+
+def apply_pointwise(
+    x: Tensor, operations: Sequence[Pointwise], operands: Iterator[Tensor]
+) -> Tensor:
+    """Apply the operations in order to x (..., N), drawing from operands as they are needed."""
+    for operation in operations:
+        x = operation(x, next(operands) if operation.operand else None)
+    return x
+
+
+def epilogue(
+    z: Tensor,
+    chain: Chain,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    operands: Sequence[Tensor] = (),
+) -> Tensor:
+    """Everything after the linear layer: z (..., N) with its bias added → y (..., N)."""
+    remaining = iter(operands)
+    z = apply_pointwise(z, chain.pre, remaining)
+    z = normalize(z, chain.norm, norm_weight, norm_bias)
+    return apply_pointwise(z, chain.post, remaining)
+
+
+def linear_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chain: Chain,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    operands: Sequence[Tensor] = (),
+) -> Tensor:
+    """The whole chain: x (..., K), weight (N, K), bias (N,) → y (..., N)."""
+    return epilogue(F.linear(x, weight, bias), chain, norm_weight, norm_bias, operands)

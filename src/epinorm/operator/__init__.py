@@ -1,0 +1,1 @@
+"""The operation itself: checks, dispatch, PyTorch's library, autograd."""

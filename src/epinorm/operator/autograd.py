@@ -1,0 +1,263 @@
+"""The operators' gradients, of first order by our kernels and of any higher one by PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from epinorm.chain import Chain
+from epinorm.chain.reference import epilogue
+from epinorm.operator.accumulation import added, existing_gradient
+from epinorm.operator.calls import Facts, run_backward
+from epinorm.operator.schema import library, linear_norm, linear_norm_backward, linear_norm_forward
+from epinorm.problem import Forward, Inputs, Run, StepForward
+
+__all__ = ["differentiable", "is_plain", "is_undisturbed"]
+
+WEIGHT = Inputs._fields.index("weight")
+
+_AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+_PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_autocast = torch._C._is_any_autocast_enabled
+_profiler = torch._C._autograd._profiler_enabled
+_trace = torch._C._get_tracing_state
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def is_undisturbed() -> bool:
+    """Whether there is no mode, transform, autocast, profile or trace that may want a call."""
+    return (
+        not _dispatch_modes()
+        and not _function_modes()
+        and _transform() is None
+        and forward_ad._current_level < 0
+        and not _autocast()
+        and not _profiler()
+        and _trace() is None
+    )
+
+
+def is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether only autograd may want this call: undisturbed, and its tensors of no subclass."""
+    return is_undisturbed() and _PLAIN_TYPES.issuperset(map(type, tensors))
+
+
+def _has_tangent(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether forward-mode differentiation is under way through one of the tensors."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _in_reference(tensors: Sequence[Any], facts: Facts) -> Tensor:
+    """The chain in PyTorch's own differentiable operations, rounding where the kernels do."""
+    x, weight, bias, norm_weight, norm_bias, *operands = tensors
+    z = F.linear(x, weight, bias).to(facts[3] or x.dtype)
+    return epilogue(z, Chain.parse(facts[0]), norm_weight, norm_bias, operands)
+
+
+def _scatter(found: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    remaining = iter(found)
+    return [next(remaining) if want else None for want in wanted]
+
+
+@contextmanager
+def _next_level() -> Iterator[None]:
+    """Go below autograd, where under torch.func the next level's autograd may wait.
+
+    It must find gradients enabled, which a Function's forward has switched off.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            yield
+        else:
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                yield
+
+
+class _SingleLevel(_SingleLevelFunction):
+    """A Function that torch.func calls at one of its levels; apply is made in C, unseen by mypy."""
+
+    if TYPE_CHECKING:
+        apply: Any
+
+
+class _LinearNorm(_SingleLevel):
+    """``linear_norm`` with its gradient; run: computes it where nothing but autograd wants it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run | None, facts: Facts, *tensors: Any) -> Any:
+        return _LinearNorm.keep(ctx, run, facts, tensors).y
+
+    @staticmethod
+    def keep(ctx: Any, run: Run | None, facts: Facts, tensors: Sequence[Any]) -> Forward:
+        """Run forward and save what backward reads."""
+        inputs = (*tensors[:5], tensors[5:])
+        if run is not None:
+            kept = run(*inputs)
+        else:
+            with _next_level():
+                kept = Forward(*linear_norm_forward(*inputs, *facts))
+        ctx.save_for_backward(kept.z, kept.mean, kept.rstd, *tensors)
+        ctx.facts, ctx.run, ctx.left = facts, run, None
+        if _saving_hooks(False) is not None:
+            # Hooks may hand back other strides; and who decides by them what is kept, as
+            # checkpointing does, would not see what is left besides: it is dropped.
+            ctx.run = None
+        elif isinstance(kept, StepForward):
+            ctx.left = kept.left
+            kept.left.restrict(*ctx.needs_input_grad[2:4])
+        return kept
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_not_differentiable: Any) -> Any:
+        left, ctx.left = ctx.left, None
+        saved = ctx.saved_tensors
+        kept, tensors, plain = list(saved[:3]), saved[3:], is_plain((dy, *saved))
+        del saved
+        inputs = (*tensors[:5], tensors[5:])
+        wanted = ctx.needs_input_grad[2:]
+        found: Sequence[Tensor | None]
+        create_graph = torch.is_grad_enabled()
+        if torch._C._functorch.is_legacy_batchedtensor(dy):
+            # is_grads_batched vectorises over dy by an older vmap, which knows no rule of ours.
+            with torch.enable_grad():
+                fresh = _fresh(tensors, wanted)
+                found = _first_order(dy, fresh, ctx.facts, wanted, create_graph)
+        elif not create_graph and plain:
+            # Without a retained graph, z is free once the norm kernel has read it: before dW, whose
+            # product is where memory peaks.
+            ctx.maybe_clear_saved_tensors()
+            x, weight = tensors[:2]
+            into = existing_gradient(weight, x) if wanted[WEIGHT] else None
+            found = run_backward(inputs, ctx.facts, kept, dy, wanted, ctx.run, left, into)
+            if into is not None and any(gradient is into for gradient in found):
+                added(weight, into)
+                found = [None if gradient is into else gradient for gradient in found]
+        else:
+            found = linear_norm_backward(dy, *inputs, *kept, *ctx.facts, wanted)
+        return None, None, *_scatter(found, wanted)
+
+
+class _LinearNormForward(_LinearNorm):
+    """``linear_norm_forward`` with y's gradient: torch.func differentiates it level by level.
+
+    Nothing flows back through z and the statistics: the gradient of ``linear_norm_backward``,
+    their only reader, is taken with respect to what they were computed from.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Run | None, facts: Facts, *tensors: Any) -> Any:
+        kept = _LinearNorm.keep(ctx, run, facts, tensors)
+        ctx.mark_non_differentiable(kept.z, kept.mean, kept.rstd)
+        return tuple(kept)
+
+
+class _LinearNormBackward(_SingleLevel):
+    """``linear_norm_backward`` with its own gradient, which goes through the reference."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, facts: Facts, wanted: Sequence[bool], kept: Any, dy: Tensor, *tensors: Any
+    ) -> Any:
+        with _next_level():
+            inputs = (*tensors[:5], tensors[5:])
+            found = linear_norm_backward(dy, *inputs, *kept, *facts, wanted)
+        ctx.save_for_backward(dy, *tensors)
+        ctx.facts, ctx.wanted = facts, wanted
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *second: Tensor) -> Any:
+        needed = ctx.needs_input_grad[3:]
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            dy, *tensors = _fresh(ctx.saved_tensors, [True, *ctx.wanted], needed)
+            first = _first_order(dy, tensors, ctx.facts, ctx.wanted)
+            leaves = [t for t, need in zip((dy, *tensors), needed, strict=True) if need]
+            found = torch.autograd.grad(
+                first, leaves, second, create_graph=create_graph, allow_unused=True
+            )
+        return None, None, None, *_scatter(found, needed)
+
+
+def _fresh(tensors: Sequence[Any], *leaves: Sequence[bool]) -> list[Any]:
+    """The same values as new nodes of the graph: of two inputs one may have come from the other."""
+    fresh = [None if t is None else t.view_as(t) for t in tensors]
+    with enable_inplace_requires_grad(True):
+        for t, *is_leaf in zip(fresh, *leaves, strict=True):
+            if any(is_leaf) and not t.requires_grad:
+                t.requires_grad_()
+    return fresh
+
+
+def _first_order(
+    dy: Tensor,
+    tensors: Sequence[Any],
+    facts: Facts,
+    wanted: Sequence[bool],
+    create_graph: bool = True,
+) -> list[Tensor]:
+    """The wanted gradients through the reference, themselves differentiable."""
+    y = _in_reference(tensors, facts)
+    leaves = [t for t, want in zip(tensors, wanted, strict=True) if want]
+    return list(torch.autograd.grad(y, leaves, dy, create_graph=create_graph))
+
+
+def differentiable(run: Run, facts: Facts, tensors: Sequence[Any]) -> Tensor:
+    """Compute ``linear_norm`` by ``run`` for plain tensors of which one wants a gradient."""
+    return _LinearNorm.apply(run, facts, *tensors)
+
+
+def _autograd(keyset: Any, *arguments: Any) -> Tensor:
+    tensors, facts = (*arguments[:5], *arguments[5]), arguments[6:]
+    if _has_tangent(tensors):
+        return _in_reference(tensors, facts)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        # Under torch.func this runs once for each level, each time for that level alone.
+        with enable_single_level_autograd_function():
+            return _LinearNorm.apply(None, facts, *tensors)
+    with torch._C._AutoDispatchBelowAutograd():
+        return linear_norm.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
+
+
+def _forward_autograd(keyset: Any, *arguments: Any) -> Any:
+    tensors, facts = (*arguments[:5], *arguments[5]), arguments[6:]
+    tangent = _has_tangent(tensors)
+    if not tangent and torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+        with enable_single_level_autograd_function():
+            return _LinearNormForward.apply(None, facts, *tensors)
+    with torch._C._AutoDispatchBelowAutograd():
+        kept = linear_norm_forward.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
+    return (_in_reference(tensors, facts), *kept[1:]) if tangent else kept
+
+
+def _backward_autograd(keyset: Any, dy: Tensor, *rest: Any) -> list[Tensor]:
+    tensors, kept, facts, wanted = (*rest[:5], *rest[5]), rest[6:9], rest[9:13], rest[13]
+    if _has_tangent((dy, *tensors)):
+        with torch.enable_grad():
+            return _first_order(dy, _fresh(tensors, wanted), facts, wanted)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(dy, *tensors):
+        with enable_single_level_autograd_function():
+            return list(_LinearNormBackward.apply(facts, wanted, kept, dy, *tensors))
+    with torch._C._AutoDispatchBelowAutograd():
+        return linear_norm_backward.redispatch(keyset & _AFTER_AUTOGRAD, dy, *rest)
+
+
+library.impl("linear_norm", _autograd, "Autograd", with_keyset=True)
+library.impl("linear_norm_forward", _forward_autograd, "Autograd", with_keyset=True)
+library.impl("linear_norm_backward", _backward_autograd, "Autograd", with_keyset=True)

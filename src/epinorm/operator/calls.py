@@ -1,0 +1,226 @@
+"""One call below PyTorch's dispatcher: check it, plan it, run the plan's backend.
+
+What a call was found to be is kept in a dictionary under everything that it depends on, so that a
+call like an earlier one costs a look-up, not a plan.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.choice import backend_of, bound, plan_for
+from epinorm.backends.prepack import keeps, marked
+from epinorm.chain import Chain
+from epinorm.operator.checks import check_call
+from epinorm.precision import product_precision
+from epinorm.problem import (
+    BackwardFunction,
+    Forward,
+    ForwardFunction,
+    Inputs,
+    Plan,
+    Problem,
+    Run,
+    StepLeftovers,
+    Wanted,
+)
+
+if TYPE_CHECKING:
+    from epinorm.operator.dispatch import Caller
+
+__all__ = [
+    "Facts",
+    "bind",
+    "callers",
+    "forget_plans",
+    "is_dense",
+    "planned",
+    "run_backward",
+    "run_forward",
+    "run_inference",
+]
+
+Facts = tuple[str, Any, bool, torch.dtype | None]
+"""The facts of a call as the operators' schemas order them: chain, strategy, strict, out_dtype."""
+
+
+class _Prepared(NamedTuple):
+    """Everything about a call that does not change while shapes, dtypes and settings stay."""
+
+    problem: Problem
+    plan: Plan
+    forward: ForwardFunction
+    backward: BackwardFunction
+
+
+_prepared: dict[tuple[Any, ...], _Prepared] = {}
+_MAX_PREPARED = 4096
+
+planned: list[Callable[[Problem, Inputs], None]] = []
+"""Told of each call that is planned: so `epinorm tune` learns which problems a model has."""
+
+
+callers: weakref.WeakSet[Caller] = weakref.WeakSet()
+"""All that keep what calls were found to be."""
+
+
+_prepared_of: weakref.WeakKeyDictionary[Run, _Prepared] = weakref.WeakKeyDictionary()
+"""What each bound function was made from."""
+
+
+def forget_plans() -> None:
+    """Plan each call anew."""
+    _prepared.clear()
+    for caller in list(callers):
+        caller.forget()
+
+
+def _prepare(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
+    x, weight, bias, norm_weight, norm_bias, operands = inputs
+    device = x.device
+    precision = product_precision(x.dtype, device.type)
+    prepacked = bool(marked) and keeps(weight)
+    key = (
+        *(facts, training, precision, prepacked),
+        *(x.shape, x.dtype, device, weight.shape, weight.dtype, weight.device),
+        None if bias is None else (bias.shape, bias.dtype, bias.device),
+        None if norm_weight is None else (norm_weight.shape, norm_weight.dtype, norm_weight.device),
+        None if norm_bias is None else (norm_bias.shape, norm_bias.dtype, norm_bias.device),
+        tuple((t.shape, t.dtype, t.device) for t in operands) if operands else (),
+    )
+    found = _prepared.get(key)
+    if found is not None:
+        return found
+    if len(_prepared) >= _MAX_PREPARED:
+        _prepared.clear()
+    prepared = _prepared[key] = _plan(inputs, facts, training, prepacked)
+    return prepared
+
+
+def _plan(inputs: Inputs, facts: Facts, training: bool, prepacked: bool) -> _Prepared:
+    chain, strategy, strict, out_dtype = Chain.parse(facts[0]), *facts[1:]
+    x = inputs.x
+    out_dtype = out_dtype or x.dtype
+    check_call(*inputs, chain, out_dtype)
+    problem = Problem(
+        chain=chain,
+        m=x.shape[0],
+        k=x.shape[1],
+        n=inputs.weight.shape[0],
+        dtype=x.dtype,
+        norm_dtype=out_dtype,
+        out_dtype=out_dtype,
+        has_bias=inputs.bias is not None,
+        has_norm_weight=inputs.norm_weight is not None,
+        has_norm_bias=inputs.norm_bias is not None,
+        training=training,
+        device=x.device,
+        precision=product_precision(x.dtype, x.device.type),
+        prepacked=prepacked and not training,
+    )
+    for tell in planned:
+        tell(problem, inputs)
+    plan = plan_for(problem, strategy, strict)
+    return _Prepared(problem, plan, *backend_of(plan.strategy))
+
+
+def _dense(t: Tensor) -> Tensor:
+    """Make the last dimension contiguous and rows disjoint; most tensors pass as they are."""
+    if t.is_contiguous() or (t.dim() == 2 and t.stride(1) == 1 and t.stride(0) >= t.shape[1]):
+        return t
+    return t.contiguous()
+
+
+def _inputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    operands: Sequence[Tensor],
+) -> Inputs:
+    return Inputs(
+        x if x.is_contiguous() else _dense(x),
+        weight if weight.is_contiguous() else _dense(weight),
+        None if bias is None else bias.contiguous(),
+        None if norm_weight is None else norm_weight.contiguous(),
+        None if norm_bias is None else norm_bias.contiguous(),
+        tuple(_dense(t) for t in operands) if operands else (),
+    )
+
+
+def is_dense(inputs: Inputs) -> bool:
+    """Whether the tensors are computed as they are, without copies."""
+    dense = _inputs(*inputs)
+    pairs = zip((*inputs[:5], *inputs.operands), (*dense[:5], *dense.operands), strict=True)
+    return all(a is b for a, b in pairs)
+
+
+def bind(inputs: Inputs, facts: Facts, training: bool, y_size: tuple[int, ...]) -> Run:
+    """What computes tensors like ``inputs``, which are dense; y_size: of y, leading dimensions
+    not folded."""
+    prepared = _prepare(inputs, facts, training)
+    run = bound(prepared.problem, prepared.plan, inputs, y_size)
+    _prepared_of[run] = prepared
+    return run
+
+
+def run_inference(tensors: Sequence[Any], facts: Facts) -> Tensor:
+    """Compute y (M, N) for ``tensors`` in the order of ``Inputs``; keep nothing."""
+    inputs = _inputs(*tensors)
+    prepared = _prepare(inputs, facts, False)
+    return prepared.forward(prepared.problem, prepared.plan, inputs).y
+
+
+def run_forward(tensors: Sequence[Any], facts: Facts) -> Forward:
+    """Compute y (M, N) and what backward needs."""
+    inputs = _inputs(*tensors)
+    prepared = _prepare(inputs, facts, True)
+    return prepared.forward(prepared.problem, prepared.plan, inputs)
+
+
+def run_backward(
+    tensors: Sequence[Any],
+    facts: Facts,
+    kept: Sequence[Tensor],
+    dy: Tensor,
+    wanted: Sequence[bool],
+    run: Run | None = None,
+    left: StepLeftovers | None = None,
+    into: Tensor | None = None,
+) -> list[Tensor]:
+    """Compute the wanted gradients, in the order of ``Inputs``; kept: z, mean and rstd, which a
+    backend lets go of when it has read them if this is the only list of them.
+
+    run: what ``bind`` made and the forward pass was computed by; left: what it left, see
+    ``StepForward``. into: a tensor like the weight that dW may be added to; where it was, it stands
+    in dW's place.
+    """
+    prepared = None if run is None else _prepared_of.get(run)
+    if prepared is not None and _has_the_set_precision(prepared.problem):
+        inputs, dense = Inputs._make(tensors), kept  # or they would not have been bound
+    else:
+        inputs = _inputs(*tensors)
+        prepared, left = _prepare(inputs, facts, True), None
+        dense = [t.contiguous() for t in kept]  # a hook may have handed back other strides
+    want = Wanted(wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], tuple(wanted[5:]))
+    forward = [Forward(dense[0], *dense)]  # backward never reads y
+    del dense
+    if isinstance(kept, list):
+        kept.clear()
+    problem, plan, dy = prepared.problem, prepared.plan, _dense(dy)
+    if plan.strategy in ("epilogue", "single"):
+        found = prepared.backward(problem, plan, inputs, forward, dy, want, left, into)
+    else:
+        found = prepared.backward(problem, plan, inputs, forward.pop(), dy, want)
+    return [g for g in (*found[:5], *found.operands) if g is not None]
+
+
+def _has_the_set_precision(problem: Problem) -> bool:
+    """Whether PyTorch's setting is still the one of the forward pass: backward follows it too."""
+    return product_precision(problem.dtype, problem.device.type) == problem.precision

@@ -1,0 +1,229 @@
+"""A chain's calls from one place: one like an earlier one goes straight to its kernels.
+
+The first call of a kind passes every check and is planned. What it was found to be is kept under
+all that this depends on, which is compared anew at each call: PyTorch's modes and settings, and of
+each tensor type, dtype, device, layout, sizes, strides and requires_grad. Those of the tensors are
+compared in one call of C++, by the guard that torch.compile puts before its own code. PyTorch does
+not promise that guard; where it is missing every call goes the long way, with the same result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.prepack import marked
+from epinorm.chain import Chain
+from epinorm.operator import calls, ops
+from epinorm.operator.autograd import differentiable, is_plain, is_undisturbed
+from epinorm.operator.checks import check_leading_dimensions
+from epinorm.precision import follows_setting, fp32_precision
+from epinorm.problem import Inputs, Run, Strategy
+
+__all__ = ["Caller", "caller_of"]
+
+MOST_KINDS = 16
+MOST_SIZES = 1024
+
+_tensor_guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_is_grad_enabled = torch.is_grad_enabled
+
+FIRST_OPERAND = len(Inputs._fields) - 1
+
+
+class Caller:
+    """``linear_norm`` for one chain, strategy and strictness."""
+
+    def __init__(self, chain: str, strategy: Strategy = "auto", strict: bool = False) -> None:
+        self.facts: calls.Facts = (chain, strategy, strict, None)
+        self._kinds: dict[int, list[_Kind]] = {}  # by number of tensors
+        calls.callers.add(self)
+
+    def forget(self) -> None:
+        """Take the long way at the next call."""
+        self._kinds = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: tuple[Tensor, ...],
+    ) -> Tensor:
+        """x (..., K) → y (..., N); see ``epinorm.linear_norm``."""
+        y = self.again(x, weight, bias, norm_weight, norm_bias, operands)
+        if y is None:
+            y = self.first(x, weight, bias, norm_weight, norm_bias, operands)
+        return y
+
+    def again(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: tuple[Tensor, ...],
+    ) -> Tensor | None:
+        """y if the call is like an earlier one, else None. Not to be traced by dynamo."""
+        if not is_undisturbed():
+            return None
+        tensors = (x, weight, bias, norm_weight, norm_bias, *operands)
+        for kind in self._kinds.get(len(tensors), ()):
+            if kind.fits(*tensors):
+                training = kind.wants_gradient and _is_grad_enabled()
+                run = kind.runs.get(kind.key(tensors, training))
+                if run is None:
+                    return None
+                if training and kind.is_matrix:
+                    return differentiable(run, self.facts, tensors)
+                if training:  # autograd has to know of the folding
+                    y = differentiable(run, self.facts, (_fold(x), *tensors[1:]))
+                    return y.view(*x.shape[:-1], y.shape[1])
+                return run(x, weight, bias, norm_weight, norm_bias, operands).y
+        return None
+
+    def first(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: tuple[Tensor, ...],
+    ) -> Tensor:
+        """y by way of all checks; the next call like this one finds what they found."""
+        y = call(x, weight, bias, norm_weight, norm_bias, operands, *self.facts[:3])
+        if _tensor_guards is not None:
+            self._keep(x, weight, bias, norm_weight, norm_bias, operands)
+        return y
+
+    def _keep(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: tuple[Tensor, ...],
+    ) -> None:
+        tensors = (x, weight, bias, norm_weight, norm_bias, *operands)
+        if x.dim() != 2 and (operands or not x.is_contiguous()):
+            return
+        if not is_plain(tensors):
+            return
+        matrix = x if x.dim() == 2 else x.view(math.prod(x.shape[:-1]), x.shape[-1])
+        inputs = Inputs(matrix, weight, bias, norm_weight, norm_bias, operands)
+        if not calls.is_dense(inputs):
+            return
+        kinds = self._kinds.setdefault(len(tensors), [])
+        kind = next((kind for kind in kinds if kind.fits(*tensors)), None)
+        if kind is None:
+            if len(kinds) >= MOST_KINDS:
+                return
+            kind = _Kind(tensors)
+            kinds.append(kind)
+        training = kind.wants_gradient and torch.is_grad_enabled()
+        if len(kind.runs) >= MOST_SIZES:
+            kind.runs.clear()
+        y_size = (*(matrix if training else x).shape[:-1], weight.shape[0])
+        key = kind.key(tensors, training)
+        run = calls.bind(inputs, self.facts, training, y_size)
+        if key == kind.key(tensors, training):  # no other thread changed the setting meanwhile
+            kind.runs[key] = run
+
+
+@lru_cache(maxsize=1024)
+def caller_of(chain: str, strategy: Strategy = "auto", strict: bool = False) -> Caller:
+    """The caller of everyone who has none of their own."""
+    return Caller(chain, strategy, strict)
+
+
+class _Kind:
+    """Tensors that differ from one another in leading dimensions and addresses at most.
+
+    runs: what computes them, by leading dimensions and all else that it depends on.
+    """
+
+    __slots__ = ("fits", "has_setting", "is_matrix", "runs", "wants_gradient")
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        x = tensors[0]
+        self.has_setting = follows_setting(x.dtype, x.device.type)
+        self.is_matrix = x.dim() == 2
+        self.wants_gradient = any(t is not None and t.requires_grad for t in tensors)
+        self.runs: dict[tuple[Any, ...], Run] = {}
+        self.fits = _guard(tensors)
+
+    def key(self, tensors: Sequence[Any], training: bool) -> tuple[Any, ...]:
+        """What a run depends on beyond the kind."""
+        setting = (fp32_precision(), id(tensors[1]) in marked) if self.has_setting else None
+        if len(tensors) == FIRST_OPERAND:
+            return tensors[0].shape, training, setting
+        return tensors[0].shape, training, setting, *[t.shape for t in tensors[FIRST_OPERAND:]]
+
+
+def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
+    """A function that says whether as many other tensors are of the same kind as these."""
+    places = [i for i, t in enumerate(tensors) if t is not None]
+    absent = [i for i, t in enumerate(tensors) if t is None]
+    sizes: list[list[int | None]] = [list(tensors[i].shape) for i in places]
+    strides: list[list[int | None]] = [list(tensors[i].stride()) for i in places]
+    for i, size in zip(places, sizes, strict=True):
+        if i == 0 or (i >= FIRST_OPERAND and len(size) == 2):  # the key holds them
+            size[:-1] = [None] * (len(size) - 1)
+    is_matrix = len(sizes[0]) == 2
+    if not is_matrix:  # contiguous, so that its strides follow from its sizes
+        strides[0] = [None] * len(sizes[0])
+    assert _tensor_guards is not None
+    given = [tensors[i] for i in places]
+    guards = _tensor_guards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = guards.check
+    if is_matrix and not absent:
+        return check
+
+    def fits(*others: Any) -> bool:
+        return (
+            all([others[i] is None for i in absent])
+            and check(*[others[i] for i in places])
+            and (is_matrix or others[0].is_contiguous())
+        )
+
+    return fits
+
+
+def call(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    operands: tuple[Tensor, ...],
+    chain: str,
+    strategy: Strategy,
+    strict: bool,
+) -> Tensor:
+    """x (..., K) → y (..., N): leading dimensions are folded for the operator."""
+    if x.dim() == 2:
+        return ops.call(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
+    parsed = Chain.parse(chain)
+    check_leading_dimensions(x, operands, parsed)
+    leading = x.shape[:-1]
+    folded = [
+        _fold(t) if kind == "element" else t
+        for t, kind in zip(operands, parsed.operand_kinds, strict=True)
+    ]
+    y = ops.call(_fold(x), weight, bias, norm_weight, norm_bias, folded, chain, strategy, strict)
+    return y.view(*leading, y.shape[-1])
+
+
+def _fold(t: Tensor) -> Tensor:
+    """(..., C) → (M, C)."""
+    return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)

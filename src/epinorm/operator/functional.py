@@ -1,0 +1,93 @@
+"""The operation as a function: ``linear_norm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from epinorm.chain import Chain, Norm
+from epinorm.chain.pointwise import PointwiseLike
+from epinorm.operator.dispatch import call, caller_of
+from epinorm.problem import Strategy
+
+__all__ = ["apply_chain", "linear_norm"]
+
+
+def linear_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    operands: Sequence[Tensor] = (),
+    strategy: Strategy = "auto",
+    strict: bool = False,
+) -> Tensor:
+    """Compute ``post(norm(pre(x @ weight.T + bias)))`` as one operation.
+
+    x is (..., K), and (M, K) for GroupNorm; weight (N, K); bias, norm_weight and norm_bias (N,)
+    or None; operands the tensors that ``pre`` and ``post`` take, in their order: (N,) for
+    ``mul_channel`` and ``add_channel``, the output's shape for ``add_residual``. All of one
+    floating dtype and on one device; returns (..., N) of that dtype. Under autocast dtypes follow
+    PyTorch's layers.
+
+    Raises what PyTorch's own layers raise for shapes, dtypes and devices that do not fit;
+    ValueError or TypeError for an unknown operation; RuntimeError where ``strategy`` cannot serve
+    the call, or where ``strict`` and nothing faster than PyTorch does.
+    """
+    chain = _chain_text(norm, pre, post)
+    return apply_chain(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
+
+
+def _chain_text(
+    norm: Norm,
+    pre: str | PointwiseLike | Iterable[PointwiseLike],
+    post: str | PointwiseLike | Iterable[PointwiseLike],
+) -> str:
+    # Texts alone may be remembered: a module's constants can change between calls.
+    # Dynamo traces through a cache, and warns of it each time.
+    if torch.compiler.is_compiling():
+        return str(Chain.build(norm, pre, post))
+    if (isinstance(pre, str) or pre == ()) and (isinstance(post, str) or post == ()):
+        return _known_chain_text(norm, pre, post)
+    return str(Chain.build(norm, pre, post))
+
+
+@lru_cache(maxsize=1024)
+def _known_chain_text(norm: Norm, pre: str | tuple[()], post: str | tuple[()]) -> str:
+    return str(Chain.build(norm, pre, post))
+
+
+def apply_chain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    operands: Sequence[Tensor],
+    chain: str,
+    strategy: Strategy = "auto",
+    strict: bool = False,
+) -> Tensor:
+    """``linear_norm`` for a chain that is already canonical text: the path of modules."""
+    if not isinstance(x, Tensor):
+        if has_torch_function_unary(x):  # torch.fx traces with a stand-in
+            return handle_torch_function(
+                *(apply_chain, (x,), x, weight, bias, norm_weight, norm_bias, operands, chain),
+                *(strategy, strict),
+            )
+        raise TypeError(f"x must be a Tensor, not {type(x).__name__}")
+    if torch.compiler.is_compiling():
+        return call(
+            *(x, weight, bias, norm_weight, norm_bias, tuple(operands), chain, strategy, strict)
+        )
+    caller = caller_of(chain, strategy, strict)
+    return caller(x, weight, bias, norm_weight, norm_bias, tuple(operands))

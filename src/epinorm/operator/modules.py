@@ -1,0 +1,82 @@
+"""The operation as a module: ``LinearNorm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm
+from epinorm.chain.pointwise import PointwiseLike
+from epinorm.operator.functional import apply_chain
+
+__all__ = ["LinearNorm", "parameter_of"]
+
+
+class LinearNorm(nn.Module):
+    """``nn.Linear``, a norm and pointwise operations around it, computed as one operation.
+
+    Holds the layers that it replaces as ``linear`` and ``norm``, made in that order: the same
+    parameter names, initial values and draws from the random generator as
+    ``nn.Sequential(OrderedDict(linear=nn.Linear(...), norm=nn.GroupNorm(...)))``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        norm: Norm,
+        affine: bool = True,
+        pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
+        post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        chain = Chain.build(norm, pre, post)
+        chain.groups(out_features)
+        self.chain = str(chain)
+        self.linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self.norm = _layer(norm, out_features, affine, device, dtype)
+
+    def forward(self, x: Tensor, *operands: Tensor) -> Tensor:
+        """x (..., in_features) → (..., out_features); operands as ``linear_norm`` takes them."""
+        # By way of _modules: nn.Module's own attribute look-up costs a microsecond each time.
+        linear, norm = self._modules["linear"], self._modules["norm"]
+        return apply_chain(
+            x,
+            *(parameter_of(linear, "weight"), parameter_of(linear, "bias")),
+            *(parameter_of(norm, "weight"), parameter_of(norm, "bias")),
+            operands,
+            self.chain,
+        )
+
+    def extra_repr(self) -> str:
+        return f"chain={self.chain!r}"
+
+
+def parameter_of(layer: nn.Module | None, name: str) -> Any:
+    """A layer's parameter, from where it is fastest; None where it does not exist, as RMSNorm's
+    bias."""
+    assert layer is not None
+    parameters = layer._parameters
+    return parameters[name] if name in parameters else getattr(layer, name, None)
+
+
+def _layer(
+    norm: Norm,
+    features: int,
+    affine: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.GroupNorm | nn.LayerNorm | nn.RMSNorm:
+    if isinstance(norm, GroupNorm):
+        return nn.GroupNorm(norm.num_groups, features, norm.eps, affine, device=device, dtype=dtype)
+    if isinstance(norm, LayerNorm):
+        return nn.LayerNorm(features, norm.eps, affine, device=device, dtype=dtype)
+    assert isinstance(norm, RMSNorm)
+    return nn.RMSNorm(features, norm.eps, affine, device=device, dtype=dtype)

@@ -1,0 +1,96 @@
+"""The operators as PyTorch's library holds them: schemas, kernels, and shapes without values.
+
+``linear_norm`` returns y alone. Where a gradient may be wanted, ``linear_norm_forward`` runs in its
+place, which also returns what ``linear_norm_backward`` needs; both are operators of their own, so
+that a compiled graph holds them and never traces into a kernel. Registered by
+``Library.define/impl``, whose calls cost a third of ``torch.library.custom_op``'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epinorm.chain import Chain, GroupNorm, RMSNorm
+from epinorm.operator.calls import run_backward, run_forward, run_inference
+from epinorm.operator.checks import check_call
+from epinorm.problem import Forward
+
+__all__ = ["library", "linear_norm", "linear_norm_backward", "linear_norm_forward"]
+
+_TENSORS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
+    "Tensor[] operands"
+)
+# out_dtype: what the norm computes in and y has, where autocast makes it differ from x's dtype.
+_FACTS = "str chain, str strategy, bool strict, ScalarType? out_dtype"
+_SCHEMAS = {
+    "linear_norm": f"({_TENSORS}, {_FACTS}) -> Tensor",
+    "linear_norm_forward": f"({_TENSORS}, {_FACTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_norm_backward": (
+        f"(Tensor dy, {_TENSORS}, Tensor z, Tensor mean, Tensor rstd, {_FACTS}, bool[] wanted)"
+        " -> Tensor[]"
+    ),
+}
+
+library = torch.library.Library("epinorm", "DEF")
+for _name, _schema in _SCHEMAS.items():
+    library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+linear_norm = torch.ops.epinorm.linear_norm.default
+linear_norm_forward = torch.ops.epinorm.linear_norm_forward.default
+linear_norm_backward = torch.ops.epinorm.linear_norm_backward.default
+
+# Where an operator's arguments split: six of Inputs, then four facts; backward has dy first, then
+# z, mean and rstd between the two, and ``wanted`` last.
+
+
+def _kernel(*arguments: Any) -> Tensor:
+    return run_inference(arguments[:6], arguments[6:])
+
+
+def _forward_kernel(*arguments: Any) -> Forward:
+    return run_forward(arguments[:6], arguments[6:])
+
+
+def _backward_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:
+    return run_backward(rest[:6], rest[9:13], rest[6:9], dy, rest[13])
+
+
+for _name, _function in (
+    ("linear_norm", _kernel),
+    ("linear_norm_forward", _forward_kernel),
+    ("linear_norm_backward", _backward_kernel),
+):
+    library.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+def _fake(*arguments: Any) -> Tensor:
+    x, weight, bias, norm_weight, norm_bias, operands, text, _strategy, _strict, out = arguments
+    dtype = out or x.dtype
+    check_call(x, weight, bias, norm_weight, norm_bias, operands, Chain.parse(text), dtype)
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+
+
+def _fake_forward(*arguments: Any) -> Forward:
+    y = _fake(*arguments)
+    x, norm = arguments[0], Chain.parse(arguments[6]).norm
+    groups = norm.num_groups if isinstance(norm, GroupNorm) else 1
+    stats_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rstd = x.new_empty((x.shape[0], groups), dtype=stats_dtype)
+    mean = rstd.new_empty(0) if isinstance(norm, RMSNorm) else torch.empty_like(rstd)
+    return Forward(y, x.new_empty(y.shape), mean, rstd)
+
+
+def _fake_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
+    tensors = (*rest[:5], *rest[5])
+    return [t.new_empty(t.shape) for t, want in zip(tensors, rest[13], strict=True) if want]
+
+
+for _name, _fake_function in (
+    ("linear_norm", _fake),
+    ("linear_norm_forward", _fake_forward),
+    ("linear_norm_backward", _fake_backward),
+):
+    torch.library.register_fake(f"epinorm::{_name}", _fake_function, lib=library)

@@ -1,0 +1,87 @@
+"""The operators under autocast and under torch.vmap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epinorm.chain import Chain
+from epinorm.chain.reference import epilogue
+from epinorm.operator.schema import library, linear_norm, linear_norm_backward, linear_norm_forward
+
+__all__: list[str] = []
+
+_CUDA_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+_NORM_OPERATORS = {"GroupNorm": "group_norm", "LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
+
+
+def _norm_is_fp32_under_autocast(chain: Chain) -> bool:
+    """Whether this PyTorch runs the chain's norm in fp32 (RMSNorm joined later than the others)."""
+    name = "aten::" + _NORM_OPERATORS[type(chain.norm).__name__]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+
+
+def _autocast_cuda(*arguments: Any) -> Tensor:
+    """The linear in autocast's dtype, the norm and all after it in fp32; fp64 is left alone."""
+    x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out = arguments
+    if not _norm_is_fp32_under_autocast(Chain.parse(text)):
+        return _autocast_reference(*arguments)
+    if x.dtype != torch.float64:
+        low, out = torch.get_autocast_dtype("cuda"), torch.float32
+        x, weight = x.to(low), weight.to(low)
+        bias = None if bias is None else bias.to(low)
+        norm_weight = None if norm_weight is None else norm_weight.to(out)
+        norm_bias = None if norm_bias is None else norm_bias.to(out)
+        operands = [t.to(out) for t in operands]
+    with torch._C._ExcludeDispatchKeyGuard(_CUDA_AUTOCAST):
+        return linear_norm(
+            *(x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out)
+        )
+
+
+def _autocast_reference(*arguments: Any) -> Tensor:
+    """Each of PyTorch's layers under its own autocast rule: dtypes mix as in no kernel of ours."""
+    x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, _ = arguments
+    if strict or strategy not in ("auto", "reference"):
+        asked = "strict=True" if strict else f"strategy {strategy!r}"
+        raise RuntimeError(
+            f"{asked} cannot be met: under autocast this chain runs on {x.device.type} in "
+            "PyTorch's own layers, which mix dtypes there"
+        )
+    z = F.linear(x, weight, bias)
+    return epilogue(z, Chain.parse(text), norm_weight, norm_bias, operands)
+
+
+library.impl("linear_norm", _autocast_cuda, "AutocastCUDA")
+library.impl("linear_norm", _autocast_reference, "AutocastCPU")
+
+
+def _register_vmap(operator: Any) -> None:
+    """One call for each sample: gradients of a weight that samples share need as many anyway."""
+
+    def by_sample(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        samples = [
+            operator(*(_take(a, d, i) for a, d in zip(arguments, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(samples[0], Tensor):
+            return torch.stack(samples), 0
+        outputs = type(samples[0])(torch.stack(s) for s in zip(*samples, strict=True))
+        return outputs, type(samples[0])(0 for _ in outputs)
+
+    torch.library.register_vmap(operator, by_sample, lib=library)
+
+
+def _take(argument: Any, dim: Any, index: int) -> Any:
+    if isinstance(argument, Tensor):
+        return argument if dim is None else argument.select(dim, index)
+    if isinstance(argument, (list, tuple)) and isinstance(dim, (list, tuple)):
+        return [_take(a, d, index) for a, d in zip(argument, dim, strict=True)]
+    return argument
+
+
+for _operator in (linear_norm, linear_norm_forward, linear_norm_backward):
+    _register_vmap(_operator)

@@ -1,0 +1,1 @@
+"""Commands and what they are made of: verify, bench, tune, report, export, judge."""

@@ -1,0 +1,298 @@
+"""Verify a fused model, then time it against what PyTorch offers, as DESIGN.md says.
+
+Verification comes first, and again after timing: a row that fails has no times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from epinorm.tools.accuracy import Verification
+from epinorm.tools.results import Row, commit, device_name, today
+from epinorm.tools.timing import (
+    DEFAULT_SETTINGS,
+    Runner,
+    Settings,
+    gpu_times,
+    peak_memory_mb,
+    time_interleaved,
+    wall_times,
+)
+from epinorm.tools.verify import Progress, draw_dy, verify
+
+__all__ = ["Case", "Competitors", "bench", "fp32_precision_set", "linear_calls", "model_runner"]
+
+Notify = Callable[[str, float], None]
+"""Told what is being done now, and the share of the whole that is done, from 0 to 1."""
+
+
+def _silent(stage: str, share: float) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Competitors:
+    """Who is timed besides ours, eager and the linear alone."""
+
+    compile: bool = True
+    autotune: bool = False
+
+
+DEFAULT_COMPETITORS = Competitors()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one row measures: ``model`` and ``candidate`` on ``inputs``.
+
+    ``facts`` are the row's m, k, n, groups, norm and chain as far as they are known.
+    """
+
+    name: str
+    model: nn.Module
+    candidate: nn.Module
+    inputs: tuple[Any, ...]
+    dtype: torch.dtype
+    precision: Literal["highest", "high", "native"]
+    device: torch.device
+    training: bool
+    strategy: str | None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def fp32_precision_set(precision: str) -> Iterator[None]:
+    """Compute fp32 products as ``precision`` ("highest", "high") says, and set it back."""
+    if precision == "native":
+        yield
+        return
+    saved = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(saved)
+
+
+def bench(
+    case: Case,
+    settings: Settings = DEFAULT_SETTINGS,
+    competitors: Competitors = DEFAULT_COMPETITORS,
+    notify: Notify = _silent,
+) -> tuple[Row, Verification]:
+    """Verify, time and verify again; the row has times only if both verifications pass."""
+    with fp32_precision_set(case.precision):
+        verification = _verify(case, 0, lambda share: notify("verifying", 0.1 * share))
+        row = _row(case, verification)
+        if not verification.passed:
+            return row, verification
+        runners, reasons = _runners(case, competitors, notify)
+        measured = _measure(case, runners, settings, notify)
+        again = _verify(case, 1, lambda share: notify("verifying again", 0.9 + 0.1 * share))
+        if not again.passed:
+            return _row(case, again), again
+        values: dict[str, Any] = {**measured, **reasons}
+        return replace(row, **values), verification
+
+
+def _verify(case: Case, seed: int, progress: Progress) -> Verification:
+    return verify(
+        case.model,
+        case.candidate,
+        case.inputs,
+        training=case.training,
+        seed=seed,
+        progress=progress,
+    )
+
+
+def _row(case: Case, verification: Verification) -> Row:
+    worst = verification.worst
+    facts = {name: case.facts.get(name) for name in ("m", "k", "n", "groups", "norm", "chain")}
+    return Row(
+        shape=case.name,
+        dtype=str(case.dtype).removeprefix("torch."),
+        precision=case.precision,
+        pass_="training" if case.training else "forward",
+        verified=verification.passed,
+        strategy=case.strategy,
+        gpu=device_name(case.device),
+        torch=torch.__version__,
+        commit=commit(),
+        date=today(),
+        ours_error=worst.ours,
+        eager_error=worst.eager,
+        error_of=f"{worst.what}, {worst.inputs}",
+        reason=None if verification.passed else str(worst),
+        **facts,
+    )
+
+
+def _measure(
+    case: Case, runners: Mapping[str, Runner], settings: Settings, notify: Notify
+) -> dict[str, float | None]:
+    def timing(share: float) -> None:
+        notify("timing", 0.5 + 0.4 * share)
+
+    # What the verification left behind would be counted, or be collected during a timed run.
+    gc.collect()
+    times = time_interleaved(runners, case.device, settings, timing)
+    measured: dict[str, float | None] = {f"{name}_us": value for name, value in times.items()}
+    notify("measuring the GPU's time, the host's and memory", 0.9)
+    for name, value in gpu_times(runners, case.device, settings).items():
+        measured[f"{name}_gpu_us"] = value
+    on_host = {n: runners[n] for n in ("ours", "eager", "linear") if n in runners}
+    for name, value in wall_times(on_host, case.device, settings).items():
+        measured[f"{name}_wall_us"] = value
+    for name in ("ours", "eager", "compile"):
+        if name in runners:
+            measured[f"{name}_peak_mb"] = peak_memory_mb(runners[name], case.device)
+    return measured
+
+
+def _runners(
+    case: Case, competitors: Competitors, notify: Notify
+) -> tuple[dict[str, Runner], dict[str, str]]:
+    """All that can be timed, and a reason for each competitor that cannot."""
+    runners = {
+        "ours": model_runner(case.candidate, case.inputs, case.training),
+        "eager": model_runner(case.model, case.inputs, case.training),
+    }
+    linear = linear_runner(case.model, case.inputs, case.training)
+    if linear is not None:
+        runners["linear"] = linear
+    reasons: dict[str, str] = {}
+    # Compilations of earlier rows would count towards dynamo's limit for this model's code.
+    torch._dynamo.reset()
+    modes = {"compile": None, "compile_autotune": "max-autotune-no-cudagraphs"}
+    wanted = {"compile": competitors.compile, "compile_autotune": competitors.autotune}
+    for index, (name, mode) in enumerate(modes.items()):
+        if not wanted[name]:
+            continue
+        notify(f"torch.compile{' max-autotune' if mode else ''} is compiling", 0.1 + 0.2 * index)
+        result = _compiled_runner(case, mode)
+        if isinstance(result, Runner):
+            runners[name] = result
+        else:
+            reasons[f"{name}_reason"] = result
+    prepacked = _prepacked(case)
+    if prepacked is not None:
+        runners["ours_prepacked"] = model_runner(prepacked, case.inputs, case.training)
+    return runners, reasons
+
+
+def _compiled_runner(case: Case, mode: str | None) -> Runner | str:
+    """The model under torch.compile, run once; or, in one line, why it does not run."""
+    try:
+        compiled = torch.compile(case.model, mode=mode, dynamic=False)
+        runner = model_runner(compiled, case.inputs, case.training)
+        runner.prepare()
+        runner.run()
+        runner.prepare()
+    except Exception as error:
+        # Whatever a compiler raises, from a missing g++ to an internal error, costs this column
+        # alone; the row says it.
+        text = next((line for line in str(error).splitlines() if line.strip()), "")
+        return f"{type(error).__name__}: {text.strip()}"[:300]
+    return runner
+
+
+def _prepacked(case: Case) -> nn.Module | None:
+    """The candidate with its weights converted once, verified; None where that does not exist."""
+    import epinorm
+
+    prepack = getattr(epinorm, "prepack", None)
+    if prepack is None or case.dtype != torch.float32 or case.training:
+        return None
+    if case.device.type != "cuda":
+        return None
+    packed = prepack(copy.deepcopy(case.candidate))
+    if not verify(case.model, packed, case.inputs, training=False, seed=2).passed:
+        return None
+    return packed
+
+
+def model_runner(
+    model: Callable[..., Any], inputs: Sequence[Any], training: bool, dy_seed: int = 0
+) -> Runner:
+    """Forward under no_grad, or forward and backward to every input and parameter.
+
+    In training, ``prepare`` sets all gradients to None, so that none is accumulated into.
+    """
+    if not training:
+        values = tuple(inputs)
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return model(*values)
+
+        return Runner(forward)
+
+    fresh = tuple(
+        v.detach().clone().requires_grad_()
+        if isinstance(v, Tensor) and v.is_floating_point()
+        else v
+        for v in inputs
+    )
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    leaves = [*parameters, *(v for v in fresh if isinstance(v, Tensor))]
+    dys: list[Tensor] = []
+
+    def clear() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+
+    def step() -> Any:
+        outputs = [v for v in tree_leaves(model(*fresh)) if isinstance(v, Tensor)]
+        if not dys:
+            dys.extend(draw_dy(outputs, dy_seed))
+        torch.autograd.backward(outputs, dys)
+        return outputs
+
+    return Runner(step, clear)
+
+
+class _Linears(nn.Module):
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(linears)
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        return [linear(x) for linear, x in zip(self.linears, inputs, strict=True)]
+
+
+def linear_calls(model: nn.Module, inputs: Sequence[Any]) -> list[tuple[nn.Linear, Tensor]]:
+    """The linear layers that the model calls and the input (..., K) of each, in order."""
+    calls: list[tuple[nn.Linear, Tensor]] = []
+
+    def remember(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        assert isinstance(module, nn.Linear)
+        calls.append((module, arguments[0].detach().clone()))
+
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    handles = [module.register_forward_pre_hook(remember) for module in linears]
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def linear_runner(model: nn.Module, inputs: Sequence[Any], training: bool) -> Runner | None:
+    """The model's linear layers alone, on their own inputs; None if it has none."""
+    calls = linear_calls(model, inputs)
+    if not calls:
+        return None
+    linears = _Linears([linear for linear, _ in calls])
+    return model_runner(linears, [x for _, x in calls], training)

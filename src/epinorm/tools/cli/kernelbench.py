@@ -1,0 +1,154 @@
+"""The command line for files of the KernelBench community: ``epinorm judge | export``."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from epinorm.tools.cli.main import (
+    DeviceOption,
+    DtypeOption,
+    FileArgument,
+    JsonOption,
+    PrecisionOption,
+    ScaleOption,
+    UsageError,
+    _choice,
+    _one_sentence,
+    _options,
+    app,
+)
+
+if TYPE_CHECKING:
+    from epinorm.tools.judge.facts import Verdict
+
+__all__ = ["export", "judge"]
+
+LARGEST_SEED = 2**31
+
+
+@app.command()
+def judge(
+    problem: FileArgument,
+    solution: Annotated[
+        Path, typer.Argument(metavar="SOLUTION", help="Python file that defines ModelNew.")
+    ],
+    dtype: DtypeOption = "float32",
+    precision: PrecisionOption = None,
+    device: DeviceOption = None,
+    forward_only: Annotated[
+        bool, typer.Option("--forward", help="Judge the forward pass alone, no gradients.")
+    ] = False,
+    scale: ScaleOption = 1,
+    timing: Annotated[
+        bool, typer.Option("--timing/--no-timing", help="Time a solution that is right.")
+    ] = True,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds that the solution's process may take in all.")
+    ] = 600.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Decides every input and parameter; by default a new one each time."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge the ModelNew of SOLUTION against the Model of FILE: right, honest, and how fast."""
+    with _one_sentence():
+        from epinorm.tools.console import progress
+        from epinorm.tools.judge.facts import JudgeOptions
+        from epinorm.tools.judge.judge import judge as run
+
+        chosen, products, where, _ = _options(dtype, precision, device, "auto")
+        if not time_limit > 0:
+            raise UsageError(f"--time-limit must be a number of seconds > 0, got {time_limit:g}")
+        options = JudgeOptions(
+            dtype=str(chosen).removeprefix("torch."),
+            precision=products,
+            device=str(where),
+            training=not forward_only,
+            timing=timing,
+            scale=scale,
+            seed=secrets.randbelow(LARGEST_SEED) if seed is None else seed,
+            time_limit=time_limit,
+        )
+        with progress(solution.name) as notify:
+            verdict = run(problem, solution, options, notify)
+        if as_json:
+            print(json.dumps(verdict.as_json(), indent=1))
+        else:
+            _show(verdict)
+    raise typer.Exit(0 if verdict.clean else 1)
+
+
+_MARKS = {"passed": "[green]passed[/]", "failed": "[red]failed[/]", "skipped": "[dim]skipped[/]"}
+
+
+def _show(verdict: Verdict) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from epinorm.tools.console import out
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("check", "", "reason"):
+        table.add_column(name, overflow="fold")
+    for check in verdict.checks:
+        table.add_row(check.name, _MARKS[check.status], escape(check.reason))
+    out.print(table)
+    out.print()
+    for note in verdict.notes:
+        out.print(f"note: {verdict.solution} {note}", markup=False)
+    for timing in verdict.timings:
+        out.print(
+            f"{timing.pass_}: {timing.solution_us:.0f} µs, eager {timing.eager_us:.0f} µs, "
+            f"[bold]{timing.speedup:.2f}×[/]"
+        )
+    facts = verdict.facts
+    where = f"{facts['dtype']} {facts['precision']} on {facts['gpu']}, seed {facts['seed']}"
+    if verdict.clean:
+        out.print(f"[bold green]clean[/] {escape(where)}")
+    else:
+        count = len(verdict.failures)
+        said = f"{count} check{'s' if count != 1 else ''} failed"
+        out.print(f"[bold red]not clean[/]: {said}, {escape(where)}")
+
+
+@app.command()
+def export(
+    file: FileArgument,
+    out_file: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the file.")
+    ] = Path("model_new.py"),
+    strategy: Annotated[
+        str,
+        typer.Option(help="single (our product), epilogue (PyTorch's), auto: ours where it can."),
+    ] = "auto",
+    gemm: Annotated[
+        str | None, typer.Option(help="own or library; by default what the strategy says.")
+    ] = None,
+) -> None:
+    """Write FILE's Model as ModelNew: one file that needs nothing but torch and a compiler."""
+    with _one_sentence():
+        from epinorm.tools.console import out, progress
+        from epinorm.tools.export.export import GEMMS, STRATEGIES, chosen_gemm
+        from epinorm.tools.export.export import export as run
+        from epinorm.tools.results import write_atomic
+
+        _choice("--strategy", strategy, STRATEGIES)
+        if gemm is not None:
+            _choice("--gemm", gemm, GEMMS)
+        with progress(file.name) as notify:
+            notify("reading and writing", 0.3)
+            exported = run(file, chosen_gemm(strategy, gemm))
+        try:
+            write_atomic(out_file, exported.text)
+        except OSError as error:
+            raise UsageError(f"{out_file} cannot be written: {error.strerror}") from error
+        out.print(f"wrote {out_file}: Linear → {exported.chain.replace('|', ' → ')}", markup=False)
+        for remark in exported.remarks:
+            out.print(f"note: {remark}", markup=False)
+        out.print(f"judge it on a GPU: epinorm judge {file} {out_file}", markup=False)

@@ -1,0 +1,433 @@
+"""The command line: ``epinorm bench | check | explain | tune | judge | export | info | cache``.
+
+Exit code 0: verified (or nothing to verify and all well); 1: verification failed, or the model has
+no chain to fuse; 2: bad input. What is wrong is one sentence on stderr; EPINORM_TRACEBACK=1 shows
+the traceback too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# torch takes a second to import: what needs it is imported by the commands, so that --help is fast.
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Linear → norm → activation as one operation: fuse a model, verify it, time it.",
+)
+cache_app = typer.Typer(no_args_is_help=False, help="The compiled kernels kept on disk.")
+app.add_typer(cache_app, name="cache")
+
+INTERRUPTED = 130
+"""The exit code of a command that Ctrl-C ended, as shells have it."""
+
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float64": "float64",
+    "fp64": "float64",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
+PRECISIONS = ("highest", "high")
+STRATEGIES = ("auto", "single", "epilogue", "cpu", "reference")
+
+FileArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE", help="Python file that defines Model, get_inputs() and get_init_inputs()."
+    ),
+]
+DtypeOption = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(help="fp32 products on CUDA: highest (IEEE, the default) or high (TF32)."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:N; by default the best that is there.")
+]
+TrainingOption = Annotated[
+    bool | None,
+    typer.Option("--training/--forward", help="Only that pass; by default both."),
+]
+ScaleOption = Annotated[
+    int,
+    typer.Option(
+        help="Divide every module-level size of FILE (lines such as batch_size = 1024) by this."
+    ),
+]
+StrategyOption = Annotated[str, typer.Option(help=f"How to compute: {', '.join(STRATEGIES)}.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+
+
+class UsageError(Exception):
+    """Bad input; the message is one sentence."""
+
+
+@contextlib.contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Turn whatever a command raises into one sentence on stderr and an exit code."""
+    import torch
+
+    from epinorm.tools.console import err, interruptible
+    from epinorm.tools.kernelbench.problem import ProblemError
+    from epinorm.tools.kernelbench.protocol import NoChainError
+
+    def fail(text: str, code: int) -> typer.Exit:
+        if os.environ.get("EPINORM_TRACEBACK"):
+            err.print_exception()
+        # Escaped: a message may hold [brackets], which rich would read as markup.
+        err.print("[bold red]error:[/] ", end="")
+        err.print(" ".join(text.split()), markup=False)
+        return typer.Exit(code)
+
+    try:
+        with interruptible():
+            yield
+    except (UsageError, ProblemError) as error:
+        raise fail(str(error), 2) from error
+    except NoChainError as error:
+        raise fail(str(error), 1) from error
+    except torch.OutOfMemoryError as error:
+        raise fail("out of GPU memory; try a larger --scale or a 16-bit --dtype", 2) from error
+    except KeyboardInterrupt as error:
+        raise fail("interrupted; no result was written", INTERRUPTED) from error
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        raise fail(
+            f"{error} ({type(error).__name__}; EPINORM_TRACEBACK=1 shows where)", 2
+        ) from error
+
+
+def _choice(option: str, value: str, known: tuple[str, ...] | dict[str, str]) -> str:
+    if value not in known:
+        names = dict.fromkeys(known.values() if isinstance(known, dict) else known)
+        raise UsageError(f"{option} must be one of {', '.join(names)}, got {value!r}")
+    return known[value] if isinstance(known, dict) else value
+
+
+def _options(
+    dtype: str, precision: str | None, device: str | None, strategy: str
+) -> tuple[Any, Any, Any, Any]:
+    """The options as torch.dtype, precision name, torch.device and strategy; raises UsageError."""
+    import torch
+
+    chosen = getattr(torch, _choice("--dtype", dtype, DTYPES))
+    where = _device(device)
+    _choice("--strategy", strategy, STRATEGIES)
+    if precision is not None:
+        _choice("--precision", precision, PRECISIONS)
+    if precision == "high" and where.type != "cuda":
+        raise UsageError(f"--precision high (TF32) exists on CUDA alone, the device is {where}")
+    products = (precision or "highest") if chosen == torch.float32 else "native"
+    return chosen, products, where, strategy
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(f"--device {name}: PyTorch {torch.__version__} sees no CUDA GPU here")
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise UsageError(
+                f"--device {name}: there are {torch.cuda.device_count()} GPUs, counted from 0"
+            )
+    return device
+
+
+def _passes(training: bool | None) -> tuple[bool, ...]:
+    return (False, True) if training is None else (training,)
+
+
+@app.command()
+def bench(
+    file: FileArgument,
+    dtype: DtypeOption = "float32",
+    precision: PrecisionOption = None,
+    device: DeviceOption = None,
+    training: TrainingOption = None,
+    scale: ScaleOption = 1,
+    strategy: StrategyOption = "auto",
+    out_folder: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Where results are written.")
+    ] = Path("epinorm-results"),
+    compile_: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Time torch.compile as well.")
+    ] = True,
+    autotune: Annotated[
+        bool, typer.Option(help="Time torch.compile's max-autotune as well (slow to compile).")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Fuse the model of FILE, verify it, time it against PyTorch; write JSON, picture and page."""
+    with _one_sentence():
+        from epinorm.tools.bench import Competitors
+        from epinorm.tools.bench import bench as run_case
+        from epinorm.tools.console import progress
+
+        cases = _cases(file, dtype, precision, device, training, scale, strategy)
+        rows, verifications = [], []
+        for case in cases:
+            label = "forward + backward" if case.training else "forward"
+            with progress(label) as notify:
+                row, verification = run_case(
+                    case, competitors=Competitors(compile_, autotune), notify=notify
+                )
+            rows.append(row)
+            verifications.append(verification)
+        if as_json:
+            print(json.dumps([row.as_json() for row in rows], indent=1))
+        else:
+            _show_bench(rows)
+        _write_results(out_folder, file.stem, rows, show=not as_json)
+    raise typer.Exit(0 if all(v.passed for v in verifications) else 1)
+
+
+def _cases(
+    file: Path,
+    dtype: str,
+    precision: str | None,
+    device: str | None,
+    training: bool | None,
+    scale: int,
+    strategy: str,
+) -> list[Any]:
+    from epinorm.tools.console import progress
+    from epinorm.tools.kernelbench.problem import load_problem
+    from epinorm.tools.kernelbench.protocol import make_cases
+
+    chosen, products, where, how = _options(dtype, precision, device, strategy)
+    with progress(file.name) as notify:
+        notify("making and fusing the model", 0.3)
+        problem = load_problem(file, scale)
+        return make_cases(problem, chosen, products, where, _passes(training), how)
+
+
+def _show_bench(rows: list[Any]) -> None:
+    from epinorm.tools.console import bench_table, headline, out
+
+    out.print(headline(rows[0]), markup=False)
+    out.print()
+    out.print(bench_table(rows))
+    out.print()
+    for row in rows:
+        for name, reason in (
+            ("torch.compile", row.compile_reason),
+            ("torch.compile max-autotune", row.compile_autotune_reason),
+        ):
+            if reason:
+                out.print(f"{name} did not run ({row.pass_}): {reason}", markup=False)
+        if row.verified:
+            out.print(
+                f"[green]verified[/] {row.pass_}: closest to its limit is {row.error_of}, error "
+                f"{row.ours_error:.1e}, eager's {row.eager_error:.1e}"
+            )
+        else:
+            out.print(f"[red]not verified[/] {row.pass_}, so no times: ", end="")
+            out.print(row.reason, markup=False)
+
+
+def _write_results(folder: Path, name: str, rows: list[Any], show: bool) -> None:
+    """Write NAME.json, .png, .svg and .html; where that cannot be, print and say so."""
+    from epinorm.tools.console import err, out, progress
+    from epinorm.tools.report import write_report
+    from epinorm.tools.results import merge_rows
+
+    try:
+        with progress("results") as notify:
+            notify("writing JSON, picture and page", 0.5)
+            path = folder / f"{name}.json"
+            merge_rows(path, rows)
+            written = [path, *write_report(folder, name, rows, name)]
+    except (OSError, ValueError) as error:  # ValueError: the file there holds something else
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        err.print(
+            f"results were not written to {folder}: {reason}; name another folder with --out",
+            markup=False,
+        )
+        if show:
+            print(json.dumps([row.as_json() for row in rows], indent=1))
+        return
+    if show:
+        kinds = ", ".join(p.suffix for p in written)
+        out.print(f"wrote {folder / name} ({kinds})", markup=False)
+
+
+@app.command()
+def check(
+    file: FileArgument,
+    dtype: DtypeOption = "float32",
+    precision: PrecisionOption = None,
+    device: DeviceOption = None,
+    training: TrainingOption = None,
+    scale: ScaleOption = 1,
+    strategy: StrategyOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Fuse the model of FILE and compare output and all gradients with eager and float64."""
+    with _one_sentence():
+        from epinorm.tools.bench import fp32_precision_set
+        from epinorm.tools.console import out, progress, verification_table
+        from epinorm.tools.verify import verify
+
+        cases = _cases(file, dtype, precision, device, training, scale, strategy)
+        results = []
+        for case in cases:
+            label = "forward + backward" if case.training else "forward"
+            with progress(label) as notify, fp32_precision_set(case.precision):
+                results.append(
+                    verify(
+                        case.model,
+                        case.candidate,
+                        case.inputs,
+                        training=case.training,
+                        progress=partial(notify, "verifying"),
+                    )
+                )
+        passed = all(result.passed for result in results)
+        if as_json:
+            print(json.dumps([r.as_json() for r in results], indent=1))
+        else:
+            for case, result in zip(cases, results, strict=True):
+                out.print(f"[bold]{'forward + backward' if case.training else 'forward'}[/]")
+                out.print(verification_table(result))
+                out.print()
+            out.print("[green]verified[/]" if passed else "[red]not verified[/]")
+    raise typer.Exit(0 if passed else 1)
+
+
+@app.command()
+def explain(
+    file: FileArgument,
+    dtype: DtypeOption = "float32",
+    precision: PrecisionOption = None,
+    device: DeviceOption = None,
+    scale: ScaleOption = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which chains FILE's model holds, what is fused and how, and why the rest is not."""
+    with _one_sentence():
+        from epinorm.rewrite import explain as explain_model
+        from epinorm.tools.bench import fp32_precision_set
+        from epinorm.tools.console import out, progress
+        from epinorm.tools.kernelbench.problem import load_problem
+
+        chosen, products, where, _ = _options(dtype, precision, device, "auto")
+        with progress(file.name) as notify, fp32_precision_set(products):
+            notify("making the model", 0.3)
+            model, inputs = load_problem(file, scale).make(chosen, where)
+            notify("looking for chains", 0.6)
+            explained = explain_model(model, *inputs)
+        if as_json:
+            print(explained.to_json())
+        else:
+            out.print(explained if out.is_terminal else str(explained), markup=False)
+    raise typer.Exit(0 if explained.fused else 1)
+
+
+@app.command()
+def info(as_json: JsonOption = False) -> None:
+    """Say what is here: Python, torch, GPU, compiler, cache folder, and what is supported."""
+    with _one_sentence():
+        from rich.table import Table
+
+        from epinorm.tools.console import out
+        from epinorm.tools.environment import facts
+
+        known = facts()
+        if as_json:
+            print(json.dumps(known, indent=1))
+            return
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in known.items():
+            table.add_row(f"[bold]{name}[/]", "–" if value is None else str(value))
+        out.print(table)
+
+
+@cache_app.callback(invoke_without_command=True)
+def cache(context: typer.Context) -> None:
+    """List the compiled kernels kept on disk; `epinorm cache clear` removes them."""
+    if context.invoked_subcommand is None:
+        cache_list()
+
+
+@cache_app.command("list")
+def cache_list(as_json: JsonOption = False) -> None:
+    """List the compiled kernels kept on disk."""
+    with _one_sentence():
+        from epinorm.backends import cache as store
+        from epinorm.tools.console import out
+
+        state, entries = store.info(), store.list_entries()
+        if as_json:
+            kernels = [
+                {"entry": e.entry, "arch": e.arch, "bytes": e.size, "path": str(e.path)}
+                for e in entries
+            ]
+            folder = None if state.folder is None else str(state.folder)
+            listed = {"folder": folder, "problem": state.problem, "kernels": kernels}
+            print(json.dumps(listed, indent=1))
+            return
+        if state.problem:
+            out.print(f"nothing is kept on disk: {state.problem}", markup=False)
+            return
+        for entry in entries:
+            out.print(f"{entry.size / 1024:8.1f} KB  {entry.arch:8}  {entry.entry}", markup=False)
+        out.print(
+            f"{len(entries)} kernels in {state.folder}: {state.size / 1e6:.1f} of at most "
+            f"{state.limit / 1e6:.0f} MB",
+            markup=False,
+        )
+
+
+@cache_app.command("clear")
+def cache_clear() -> None:
+    """Remove the compiled kernels kept on disk; they are compiled again when next used."""
+    with _one_sentence():
+        from epinorm.backends import cache as store
+        from epinorm.tools.console import out
+
+        out.print(f"removed {store.clear()} kernels from {store.info().folder}", markup=False)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        app()
+    except SystemExit as done:
+        # Python ends by SIGINT itself, whatever we return, if the interrupt passed through Python
+        # code that an extension module runs (CPython's unhandled_keyboard_interrupt).
+        if done.code == INTERRUPTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise
+
+
+# Adds its commands to `app`, which it takes from here.
+import epinorm.cli_kernelbench  # noqa: E402
+import epinorm.cli_tune  # noqa: E402, F401

@@ -1,0 +1,142 @@
+"""What the command line shows: progress, tables and one-sentence errors."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from epinorm.tools.accuracy import Verification
+from epinorm.tools.report import microseconds, over, setting, size, times
+from epinorm.tools.results import Row
+
+__all__ = ["bench_table", "err", "interruptible", "out", "progress", "verification_table"]
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(highlight=False, soft_wrap=True, stderr=True)
+
+Notify = Callable[[str, float], None]
+
+_COMPETITORS = (
+    ("ours", "epinorm"),
+    ("ours_prepacked", "epinorm, prepacked"),
+    ("eager", "eager"),
+    ("compile", "torch.compile"),
+    ("compile_autotune", "torch.compile max-autotune"),
+    ("linear", "linear alone"),
+)
+_PASSES = {"forward": "forward", "training": "forward + backward"}
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C counts also where the interpreter drops it: the next stage of `progress` raises it.
+
+    It drops what is raised in its own callbacks, of which imports have many.
+    """
+    main = threading.current_thread() is threading.main_thread()  # others may not set handlers
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        _interrupted.set()
+        signal.default_int_handler(number, frame)
+
+    _interrupted.clear()
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_interrupted = threading.Event()
+
+
+def _raise_if_interrupted() -> None:
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[Notify]:
+    """A bar on stderr that moves with (stage, share done); on no terminal, a line a stage."""
+    if not err.is_terminal:
+        last = [""]
+
+        def say(stage: str, share: float) -> None:
+            _raise_if_interrupted()
+            if stage != last[0]:
+                last[0] = stage
+                err.print(f"{label}: {stage} ...")
+
+        yield say
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(label, total=1.0)
+
+        def move(stage: str, share: float) -> None:
+            _raise_if_interrupted()
+            bar.update(task, completed=share, description=f"{label}: {stage}")
+
+        yield move
+
+
+def bench_table(rows: Sequence[Row]) -> Table:
+    """One line a competitor, two columns a pass: the time, and how many times ours is faster."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for row in rows:
+        table.add_column(_PASSES[row.pass_], justify="right")
+        table.add_column("epinorm is", justify="right", style="dim")
+    for key, name in _COMPETITORS:
+        values = [getattr(row, f"{key}_us") for row in rows]
+        if all(value is None for value in values):
+            continue
+        cells = []
+        for row, value in zip(rows, values, strict=True):
+            ratio = over(value, row.ours_us) if key != "ours" else None
+            cells += [microseconds(value, row.eager_us), "" if ratio is None else times(ratio)]
+        table.add_row(name, *cells, style="bold" if key == "ours" else None)
+    errors = []
+    for row in rows:
+        assert row.ours_error is not None
+        ratio = row.error_ratio
+        note = "" if ratio is None else f"{ratio:.2f}× eager's"
+        errors += [f"{row.ours_error:.1e}", note]
+    table.add_row("error against float64", *errors)
+    return table
+
+
+def headline(row: Row) -> str:
+    """What was run: chain, size, dtype, machine, strategy; two lines."""
+    sizes = "" if row.m is None else f" at {size(row)}"
+    how = f", strategy {row.strategy}" if row.strategy else ""
+    return f"Linear → {row.chain}{sizes}\n{setting(row).replace('`', '')} on {row.gpu}{how}"
+
+
+def verification_table(verification: Verification) -> Table:
+    """Every output and gradient: our error, eager's, their ratio and what is allowed."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("tensor", "inputs"):
+        table.add_column(head)
+    for head in ("error", "eager's error", "ratio", "allowed", ""):
+        table.add_column(head, justify="right")
+    for c in verification.comparisons:
+        verdict = "[green]ok[/]" if c.passed else f"[red]wrong[/] {c.reason or ''}".rstrip()
+        values = (f"{c.ours:.2e}", f"{c.eager:.2e}", times(c.ratio), f"{c.allowed:.2e}")
+        table.add_row(c.what, c.inputs, *values, verdict)
+    return table

@@ -1,0 +1,1 @@
+"""A problem as one self-contained file."""

@@ -1,0 +1,1 @@
+"""Whether a solution is right, and how fast."""

@@ -1,0 +1,409 @@
+"""The checks of a judgement, each a function of the session that says passed, failed or skipped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epinorm.tools.accuracy import Comparison, Outcome, differences
+from epinorm.tools.judge.facts import Status
+from epinorm.tools.judge.observe import Observed, observe
+from epinorm.tools.judge.process import SolutionError
+from epinorm.tools.judge.session import LARGE_MEAN_FLOOR_64, Session, outside_public_tolerance
+from epinorm.tools.verify import InputKind, draw_inputs, run_model
+
+__all__ = ["CHECKS", "NamedCheck", "from_comparisons"]
+
+PUBLIC_TRIALS = 5
+MAGNITUDES = (0.01, 100.0)
+OTHER_BATCHES = (0, 1, 3)
+OUTLIER = 1e12
+
+Result = tuple[Status, str]
+
+
+@dataclass(frozen=True)
+class NamedCheck:
+    """A check and the names of the lines that it adds to the verdict."""
+
+    names: tuple[str, ...]
+    run: Callable[[Session], Sequence[Result]]
+    needs_gradients: bool = False
+    vital: bool = False
+
+
+def from_comparisons(comparisons: Sequence[Comparison]) -> Result:
+    """Passed with the one closest to its limit, or failed with the worst ones."""
+    if not comparisons:
+        return "skipped", "eager itself has no finite result there"
+    failed = sorted((c for c in comparisons if not c.passed), key=lambda c: -c.strain)
+    if failed:
+        more = f" (and {len(failed) - 2} more)" if len(failed) > 2 else ""
+        return "failed", "; ".join(str(c) for c in failed[:2]) + more
+    worst = max(comparisons, key=lambda c: c.strain)
+    return "passed", f"closest to its limit: {worst}"
+
+
+def _file(session: Session) -> list[Result]:
+    options = session.options
+    answer = session.process.ask(
+        "load",
+        path=session.process.solution,
+        device=str(session.device),
+        dtype=options.dtype,
+        precision=options.precision,
+    )
+    return [("passed", f"defines ModelNew, loaded in {answer['seconds']:.1f} s")]
+
+
+def _parameters(session: Session) -> list[Result]:
+    state, trained = session.process.construct(session.init, session.options.seed)
+    ours = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
+    model = session.model
+    theirs = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
+    names = _names(ours, theirs, [n for n, p in model.named_parameters() if p.requires_grad])
+    wrong = names(trained)
+    values = [
+        name
+        for name, tensor in model.state_dict().items()
+        if name in state and not torch.equal(tensor, state[name])
+    ]
+    if not wrong:
+        model.load_state_dict(state, strict=True)  # the way back; the worker goes the other way
+    model.to(device=session.device, dtype=session.dtype)
+    equal: Result = ("passed", f"all of {len(theirs)} tensors equal under one seed")
+    if values:
+        equal = ("failed", f"under one seed these differ from Model's: {', '.join(values)}")
+    if wrong:
+        return [("failed", wrong), equal if values else ("skipped", "the state_dict is another")]
+    session.process.set_state(model.state_dict())
+    return [("passed", f"{len(theirs)} tensors, loads both ways, strictly"), equal]
+
+
+def _names(
+    ours: dict[str, Any], theirs: dict[str, Any], trained_there: Sequence[str]
+) -> Callable[[Sequence[str]], str]:
+    def say(trained: Sequence[str]) -> str:
+        parts = []
+        if missing := [n for n in theirs if n not in ours]:
+            parts.append(f"its state_dict lacks {', '.join(missing)}")
+        if extra := [n for n in ours if n not in theirs]:
+            parts.append(f"its state_dict has, and Model's has not, {', '.join(extra)}")
+        parts += [
+            f"{name} is {ours[name]}, Model's is {theirs[name]}"
+            for name in theirs
+            if name in ours and ours[name] != theirs[name]
+        ]
+        if not parts and sorted(trained) != sorted(trained_there):
+            odd = sorted(set(trained) ^ set(trained_there))
+            parts.append(f"requires_grad differs for {', '.join(odd)}")
+        return "; ".join(parts)
+
+    return say
+
+
+def _public(session: Session) -> list[Result]:
+    """As constructed, on what get_inputs gives: the public protocol."""
+    worst, excused = 0.0, 0
+    for trial in range(PUBLIC_TRIALS):
+        inputs = session.fresh_inputs(session.options.seed + 1 + trial)
+        eager = run_model(session.model, inputs, False)
+        session.process.take_inputs(inputs)
+        ours = session.process.run(False, 0, (), session.device)
+        if len(ours.outputs) != len(eager.outputs):
+            return [("failed", f"{len(ours.outputs)} outputs, eager has {len(eager.outputs)}")]
+        for mine, theirs in zip(ours.outputs, eager.outputs, strict=True):
+            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                what = f"shape {tuple(mine.shape)} and {mine.dtype}"
+                return [("failed", f"{what}, eager has {tuple(theirs.shape)} and {theirs.dtype}")]
+            outside, difference = outside_public_tolerance(mine, theirs, session.tolerance)
+            worst = max(worst, difference)
+            if outside and _further_than_eager(session, inputs, ours, eager):
+                return [
+                    (
+                        "failed",
+                        f"{outside} of {mine.numel()} elements differ from eager by more than "
+                        f"{session.tolerance:g} (at most {difference:.2e}), trial {trial + 1}",
+                    )
+                ]
+            excused += outside
+        session.earlier.append((f"trial {trial + 1}", ours.outputs[0]))
+    said = f"{PUBLIC_TRIALS} trials, no element outside {session.tolerance:g}"
+    if excused:
+        said = (
+            f"{PUBLIC_TRIALS} trials, {excused} elements outside {session.tolerance:g} of eager, "
+            "but no more outside it of float64 than eager's own"
+        )
+    return [("passed", f"{said}; largest difference {worst:.1e}")]
+
+
+def _further_than_eager(
+    session: Session, inputs: Sequence[Any], ours: Outcome, eager: Outcome
+) -> bool:
+    """Whether more elements lie outside the tolerance around float64 than of eager's own.
+
+    In 16 bit eager itself leaves the public tolerance, so that a better result can differ from it.
+    """
+    truth, _ = session.expected_outputs(inputs)
+    counts = [
+        sum(
+            outside_public_tolerance(t, exact, session.tolerance)[0]
+            for t, exact in zip(outcome.outputs, truth.outputs, strict=True)
+        )
+        for outcome in (ours, eager)
+    ]
+    return counts[0] > counts[1]
+
+
+def _accuracy(session: Session) -> list[Result]:
+    session.randomize(session.options.seed + 11)
+    found: list[Comparison] = []
+    kinds: tuple[InputKind, InputKind] = ("rand", "randn")
+    for index, kind in enumerate(kinds):
+        inputs = draw_inputs(session.inputs, kind, session.options.seed + 1000 * (index + 1))
+        found += session.compared(kind, inputs)
+    return [from_comparisons(found)]
+
+
+def _gradients(session: Session) -> list[Result]:
+    found: list[Comparison] = []
+    kinds: tuple[InputKind, InputKind] = ("rand", "randn")
+    for index, kind in enumerate(kinds):
+        inputs = draw_inputs(session.inputs, kind, session.options.seed + 3000 * (index + 1))
+        found += session.compared(kind, inputs, training=True)
+    return [from_comparisons(found)]
+
+
+def _magnitudes(session: Session) -> list[Result]:
+    found = []
+    for index, factor in enumerate(MAGNITUDES):
+        drawn = draw_inputs(session.inputs, "randn", session.options.seed + 500 * (index + 1))
+        found += session.compared(f"randn × {factor:g}", _times(drawn, factor), stress=True)
+    if session.dtype != torch.float16:
+        drawn = draw_inputs(session.inputs, "randn", session.options.seed + 5000)
+        found += session.compared("rows of 1e-4 to 1e4", _rows_apart(drawn), stress=True)
+    return [from_comparisons(found)]
+
+
+def _times(inputs: Sequence[Any], factor: float) -> tuple[Any, ...]:
+    return tuple(
+        v * factor if isinstance(v, Tensor) and v.is_floating_point() else v for v in inputs
+    )
+
+
+def _rows_apart(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def scaled(v: Tensor) -> Tensor:
+        rows = v.shape[0] if v.dim() else 1
+        powers = torch.linspace(-4, 4, rows, device=v.device, dtype=torch.float64)
+        return (v.double() * (10**powers).view(-1, *[1] * (v.dim() - 1))).to(v.dtype)
+
+    return tuple(
+        scaled(v) if isinstance(v, Tensor) and v.is_floating_point() and v.dim() else v
+        for v in inputs
+    )
+
+
+def _large_mean(session: Session) -> list[Result]:
+    session.randomize(session.options.seed + 12, large_mean=True)
+    inputs = draw_inputs(session.inputs, "rand", session.options.seed + 6000)
+    floor = LARGE_MEAN_FLOOR_64 if session.dtype == torch.float64 else 0.0
+    found = session.compared("rand, biases far from zero", inputs, stress=True, floor=floor)
+    session.randomize(session.options.seed + 11)
+    return [from_comparisons(found)]
+
+
+def _outliers(session: Session) -> list[Result]:
+    """A huge value against weights of zero: an fp32 product does not see it, scaled fp16 does."""
+    if session.dtype == torch.float16:
+        return [("skipped", f"float16 does not hold {OUTLIER:g}")]
+    state = copy.deepcopy(session.model.state_dict())
+    drawn = draw_inputs(session.inputs, "randn", session.options.seed + 6500)
+    inputs = session.with_a_silent_feature(drawn, OUTLIER)
+    if inputs is None:
+        return [("skipped", "no input goes into a linear layer")]
+    try:
+        found = session.compared(f"{OUTLIER:g} in x against zeros in W", inputs, stress=True)
+    finally:
+        session.restore(state)
+    return [from_comparisons(found)]
+
+
+def _not_finite(session: Session) -> list[Result]:
+    inputs = draw_inputs(session.inputs, "randn", session.options.seed + 7000)
+    for value in inputs:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            flat = value.view(value.shape[0], -1) if value.dim() > 1 else value.view(1, -1)
+            flat[0, 0] = torch.nan
+            flat[-1, -1] = torch.inf
+    eager = run_model(session.model, inputs, False)
+    session.process.take_inputs(inputs)
+    ours = session.process.run(False, 0, (), session.device)
+    for mine, theirs in zip(ours.outputs, eager.outputs, strict=True):
+        if mine.shape != theirs.shape:
+            return [("failed", f"has shape {tuple(mine.shape)}, not {tuple(theirs.shape)}")]
+        wrong = int((mine.isfinite() != theirs.isfinite()).sum())
+        if wrong:
+            said = f"{wrong} of {mine.numel()} elements are NaN or Inf where eager's are not"
+            return [("failed", f"{said}, or the other way round, for one NaN and one Inf in x")]
+    return [("passed", "one NaN and one Inf in x spoil what they spoil in PyTorch, no more")]
+
+
+def _other_batches(session: Session) -> list[Result]:
+    tensors = [v for v in session.inputs if isinstance(v, Tensor) and v.is_floating_point()]
+    rows = {v.shape[0] if v.dim() else None for v in tensors}
+    if len(rows) != 1 or None in rows:
+        return [("skipped", "the inputs share no batch dimension")]
+    (batch,) = rows
+    found, tried = [], []
+    for size in (*OTHER_BATCHES, (batch or 0) + 1):
+        sized = tuple(
+            v.new_empty((size, *v.shape[1:]))
+            if isinstance(v, Tensor) and v.is_floating_point()
+            else v
+            for v in session.inputs
+        )
+        inputs = draw_inputs(sized, "randn", session.options.seed + 8000 + size)
+        try:
+            run_model(session.model, inputs, False)
+        except (RuntimeError, ValueError):
+            continue  # the original does not take this size either
+        tried.append(size)
+        label = f"batch {size}"
+        try:
+            found += session.compared(label, inputs, session.options.training, stress=True)
+        except SolutionError as error:
+            return [("failed", f"{label}: {error}")]
+    if not tried:
+        return [("skipped", "the original takes no other batch size")]
+    return [from_comparisons(found)]
+
+
+def _layout(session: Session) -> list[Result]:
+    def other(v: Any) -> Any:
+        if not isinstance(v, Tensor) or v.dim() < 2 or not v.is_floating_point():
+            return v
+        return v.transpose(0, 1).contiguous().transpose(0, 1)
+
+    drawn = draw_inputs(session.inputs, "randn", session.options.seed + 9000)
+    try:
+        found = session.compared("transposed memory", tuple(map(other, drawn)), stress=True)
+    except SolutionError as error:
+        return [("skipped", f"refuses inputs that are not contiguous: {error}")]
+    return [from_comparisons(found)]
+
+
+def _new_inputs(session: Session) -> list[Result]:
+    seed = session.options.seed
+    found = session.compared("input A", draw_inputs(session.inputs, "randn", seed + 101))
+    fresh = draw_inputs(session.inputs, "randn", seed + 102)
+    found += session.compared("new values in the memory of input A", fresh, into_old=True)
+    return [from_comparisons(found)]
+
+
+def _new_weights(session: Session) -> list[Result]:
+    inputs = draw_inputs(session.inputs, "randn", session.options.seed + 103)
+    found = session.compared("first weights", inputs)
+    session.randomize(session.options.seed + 13)
+    found += session.compared("new weights by load_state_dict", inputs)
+    session.randomize(session.options.seed + 14, behind=True)
+    found += session.compared("new weights through .data", inputs, stress=True)
+    return [from_comparisons(found)]
+
+
+def _repeatable(session: Session) -> list[Result]:
+    training = session.options.training
+    inputs = draw_inputs(session.inputs, "randn", session.options.seed + 104)
+    seed = session.options.seed
+    eager = [run_model(session.model, inputs, training, seed) for _ in range(2)]
+    session.process.take_inputs(inputs)
+    ours = [session.process.run(training, seed, (), session.device) for _ in range(2)]
+    changing = {c.what for c in differences(eager[0], eager[1], "randn")}
+    found = [c for c in differences(ours[0], ours[1], "randn") if c.what not in changing]
+    if found:
+        return [("failed", "; ".join(str(c) for c in found[:2]))]
+    answer = session.process.ask("keeps", result="")
+    if not answer["kept"]:
+        return [("failed", "a second call wrote into the output of the first")]
+    return [("passed", "a second run gives the same bits, and leaves the first one's output")]
+
+
+def _conduct(session: Session) -> list[Result]:
+    """What one call does besides its result; held against what the original itself does."""
+    inputs = draw_inputs(session.inputs, "randn", session.options.seed + 105)
+    theirs = Observed(**observe(session.model, _copies(inputs))[1].as_json())
+    truth, eager = session.expected_outputs(inputs)
+    streams = (False, True) if session.device.type == "cuda" else (False,)
+    found: list[Comparison] = []
+    seen = Observed()
+    for other in streams:
+        session.process.take_inputs(inputs)
+        outcome, observed = session.process.observe(other, session.device)
+        label = "randn, on a stream of its own" if other else "randn, inputs arriving late"
+        if session.device.type == "cuda":
+            outputs = tuple(t for t in outcome.outputs if t.is_floating_point())
+            found += session.judged(label, truth, eager, type(truth)(outputs, {}), True)
+        for name, entries in observed.items():
+            known = getattr(theirs, name)
+            getattr(seen, name).extend(e for e in entries if e not in known)
+    return [
+        _seen(seen.changed, "changed its ", "inputs, parameters and buffers as before"),
+        _seen(seen.aliases, "", "outputs have memory of their own"),
+        _seen(seen.odd_types, "", "outputs are plain tensors"),
+        _stream(session, seen, found),
+        _seen(seen.threads, "started threads that still run: ", "no thread left behind"),
+    ]
+
+
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    return [v.clone() if isinstance(v, Tensor) else v for v in inputs]
+
+
+def _seen(entries: Sequence[str], before: str, otherwise: str) -> Result:
+    unique = list(dict.fromkeys(entries))
+    if unique:
+        return "failed", before + ", ".join(unique[:4])
+    return "passed", otherwise
+
+
+def _stream(session: Session, seen: Observed, found: Sequence[Comparison]) -> Result:
+    if seen.late:
+        return "failed", "; ".join(dict.fromkeys(seen.late))
+    failed = [c for c in found if not c.passed]
+    if failed:
+        return "failed", f"does not work on the current stream: {failed[0]}"
+    if session.device.type != "cuda":
+        return "passed", "nothing was written after the call had returned (streams need a GPU)"
+    return "passed", "right with inputs that arrive late, on the default and on another stream"
+
+
+def _untouched(session: Session) -> list[Result]:
+    answer = session.process.ask("changes")
+    return [
+        _seen(answer["functions"], "replaced ", "no function of torch or time was replaced"),
+        _seen(answer["settings"], "changed ", "PyTorch's settings are as they were"),
+    ]
+
+
+CHECKS = (
+    NamedCheck(("file",), _file, vital=True),
+    NamedCheck(("parameters", "initial values"), _parameters, vital=True),
+    NamedCheck(("public protocol",), _public),
+    NamedCheck(("accuracy",), _accuracy),
+    NamedCheck(("gradients",), _gradients, needs_gradients=True),
+    NamedCheck(("magnitudes",), _magnitudes),
+    NamedCheck(("large mean",), _large_mean),
+    NamedCheck(("outliers",), _outliers),
+    NamedCheck(("NaN and Inf",), _not_finite),
+    NamedCheck(("batch sizes",), _other_batches),
+    NamedCheck(("memory layout",), _layout),
+    NamedCheck(("new inputs",), _new_inputs),
+    NamedCheck(("new weights",), _new_weights),
+    NamedCheck(("repeatable",), _repeatable),
+    NamedCheck(("inputs unchanged", "no aliases", "plain tensors", "streams", "threads"), _conduct),
+    NamedCheck(("functions untouched", "settings untouched"), _untouched),
+)

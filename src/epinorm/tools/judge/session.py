@@ -1,0 +1,231 @@
+"""The judge's own side: the original model, its float64 truth, and comparing against them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from epinorm.tools.accuracy import RATIO_RESOLUTION, Comparison, Outcome, compare
+from epinorm.tools.judge.facts import JudgeOptions
+from epinorm.tools.judge.process import SolutionProcess
+from epinorm.tools.kernelbench.problem import ProblemFile
+from epinorm.tools.kinks import away_from_kinks
+from epinorm.tools.verify import randomize_parameters, run_model
+
+__all__ = ["LARGE_MEAN_FLOOR_64", "PUBLIC_TOLERANCES", "STRESS_RATIO", "Session"]
+__all__ += ["outside_public_tolerance"]
+
+PUBLIC_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}
+"""KernelBench compares with atol = rtol = 1e-4 in fp32 and 1e-2 in 16 bit."""
+PUBLIC_TOLERANCE_16_BIT = 1e-2
+"""Also where TF32 is allowed: its products have the mantissa of fp16."""
+
+STRESS_RATIO = 2.0
+"""How many times eager's error is allowed on unusual inputs and sizes, where both are a matter of
+which roundings happened to cancel; at the problem's own size the limits of verify hold."""
+
+TF32_RATIO = 1.1 + RATIO_RESOLUTION
+TF32_ROUNDING = 2.0**-11
+"""With --precision high products have a mantissa of 10 bits: the ratio of the 16-bit types holds.
+Eager takes fp32 products for some sizes then (a single row), so half a spacing of TF32 is let
+through on unusual inputs and sizes."""
+
+LARGE_MEAN = {torch.float64: 1e4, torch.float32: 100.0}
+LARGE_MEAN_16_BIT = 4.0
+LARGE_MEAN_FLOOR_64 = 16 * 1e4 * torch.finfo(torch.float64).eps
+"""In float64 eager is the truth itself and has no error: there the mean's own last bits are let
+through (E[x²] − E[x]² loses ten thousand times more)."""
+
+
+@dataclass
+class Session:
+    """One judgement in progress. ``inputs`` are the problem's own, in its dtype on its device."""
+
+    problem: ProblemFile
+    options: JudgeOptions
+    process: SolutionProcess
+    device: torch.device
+    dtype: torch.dtype
+    model: nn.Module
+    init: Sequence[Any]
+    inputs: tuple[Any, ...]
+    earlier: list[tuple[str, Tensor]] = field(default_factory=list)
+
+    @staticmethod
+    def start(problem: ProblemFile, options: JudgeOptions, process: SolutionProcess) -> Session:
+        """Make the original model under the seed; raises ProblemError for what is wrong there."""
+        device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        _, inputs = problem.make(dtype, device, options.seed)
+        torch.manual_seed(options.seed)
+        init = problem.get_init_inputs()
+        torch.manual_seed(options.seed)
+        model = problem.model_type(*init)
+        return Session(problem, options, process, device, dtype, model, init, inputs)
+
+    @property
+    def tolerance(self) -> float:
+        """The public protocol's tolerance for this dtype and precision."""
+        if self.dtype == torch.float32 and self.options.precision == "high":
+            return PUBLIC_TOLERANCE_16_BIT
+        return PUBLIC_TOLERANCES.get(self.dtype, PUBLIC_TOLERANCE_16_BIT)
+
+    def randomize(self, seed: int, large_mean: bool = False, behind: bool = False) -> None:
+        """Random values for every vector of parameters, in both models.
+
+        ``large_mean``: the linear layers' biases are shifted far from zero, so that what enters the
+        norm has a mean far above its spread. ``behind``: the solution's go through ``.data``.
+        """
+        randomize_parameters(self.model, seed)
+        if large_mean:
+            shift = LARGE_MEAN.get(self.dtype, LARGE_MEAN_16_BIT)
+            with torch.no_grad():
+                for module in self.model.modules():
+                    if isinstance(module, nn.Linear) and module.bias is not None:
+                        module.bias.add_(shift)
+        if behind:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.mul_(0.75)
+        self.process.set_state(self.model.state_dict(), behind)
+
+    def with_a_silent_feature(self, inputs: Sequence[Any], value: float) -> tuple[Any, ...] | None:
+        """Inputs whose first feature is ``value``, after every linear layer's weight for it became
+        zero in both models: it must not be seen. None where no input goes into a linear layer."""
+        layers = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
+        widths = {layer.in_features for layer in layers}
+
+        def loud(v: Any) -> bool:
+            return (
+                isinstance(v, Tensor) and v.is_floating_point() and v.shape[-1:].numel() in widths
+            )
+
+        if not any(loud(v) for v in inputs):
+            return None
+        with torch.no_grad():
+            for layer in layers:
+                layer.weight[:, 0] = 0
+        self.process.set_state(self.model.state_dict())
+        changed = [v.clone() if loud(v) else v for v in inputs]
+        for tensor in changed:
+            if loud(tensor):
+                tensor[..., 0] = value
+        return tuple(changed)
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Give both models these parameters."""
+        self.model.load_state_dict(state)
+        self.process.set_state(state)
+
+    def fresh_inputs(self, seed: int) -> tuple[Any, ...]:
+        """What get_inputs gives under a seed, in the dtype and on the device that are judged."""
+        torch.manual_seed(seed)
+        return tuple(
+            v.to(device=self.device, dtype=self.dtype if v.is_floating_point() else None)
+            if isinstance(v, Tensor)
+            else v
+            for v in self.problem.get_inputs()
+        )
+
+    def compared(
+        self,
+        label: str,
+        inputs: Sequence[Any],
+        training: bool = False,
+        stress: bool = False,
+        into_old: bool = False,
+        floor: float = 0.0,
+    ) -> list[Comparison]:
+        """The solution's results on these inputs against float64 and eager.
+
+        What eager itself cannot compute in this dtype (overflow) is left out. ``stress``: allow
+        STRESS_RATIO. ``into_old``: the inputs come in the memory of those before. ``floor``: an
+        error that always passes.
+        """
+        truth, eager, kept = self._expected(inputs, training)
+        self.process.take_inputs(inputs, into_old)
+        ours = self.process.run(training, self.options.seed, kept, self.device)
+        found = self.judged(label, truth, eager, ours, stress)
+        return [replace(c, allowed=max(c.allowed, floor)) for c in found]
+
+    def judged(
+        self, label: str, truth: Outcome, eager: Outcome, ours: Outcome, stress: bool
+    ) -> list[Comparison]:
+        """``compare``, with the limits for ``stress`` and a word on answers given before."""
+        stale = self._stale(eager, ours)
+        self.earlier.append((label, ours.outputs[0] if ours.outputs else torch.empty(0)))
+        found = []
+        for one in compare(truth, eager, ours, self.dtype, label):
+            if not math.isfinite(one.eager):
+                continue
+            one = replace(one, allowed=self._allowed(one, stress))
+            if stale and not one.passed and one.what.startswith("output"):
+                one = replace(one, reason=f"is, bit for bit, the answer to {stale}")
+            found.append(one)
+        if len(ours.outputs) != len(truth.outputs):
+            reason = f"{len(ours.outputs)} outputs, the original has {len(truth.outputs)}"
+            found.append(Comparison("output", label, math.inf, 0.0, 0.0, reason))
+        return found
+
+    def _allowed(self, one: Comparison, stress: bool) -> float:
+        limits = [one.allowed]
+        if stress:
+            limits.append(STRESS_RATIO * one.eager)
+        if self.dtype == torch.float32 and self.options.precision == "high":
+            limits.append(TF32_ROUNDING if stress else TF32_RATIO * one.eager)
+        return max(limits)
+
+    def _stale(self, eager: Outcome, ours: Outcome) -> str | None:
+        """The inputs of an earlier call that had this very answer, if it is no coincidence."""
+        if not ours.outputs or not ours.outputs[0].numel():
+            return None
+        output = ours.outputs[0]
+        if bool((output == output.flatten()[0]).all()):
+            return None  # a constant is not remembered, it is wrong in its own way
+        for label, before in self.earlier:
+            if before.shape == output.shape and torch.equal(before, output):
+                return f"{label} before"
+        return None
+
+    def _expected(
+        self, inputs: Sequence[Any], training: bool
+    ) -> tuple[Outcome, Outcome, list[Tensor | None]]:
+        """Truth, eager and, in training, which elements lie away from a kink (see kinks.py)."""
+        exact_model = copy.deepcopy(self.model).double()
+        exact = tuple(
+            v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in inputs
+        )
+        truth, eager = run_model(exact_model, exact, False), run_model(self.model, inputs, False)
+        if not training:
+            return truth, eager, []
+        errors = [c.eager for c in compare(truth, eager, eager, self.dtype, "")]
+        error = max([*errors, torch.finfo(self.dtype).eps])
+        shapes = [output.shape for output in truth.outputs]
+        kept = away_from_kinks(exact_model, exact, shapes, error)
+        seed = self.options.seed
+        return (
+            run_model(exact_model, exact, True, seed, kept),
+            run_model(self.model, inputs, True, seed, kept),
+            kept,
+        )
+
+    def expected_outputs(self, inputs: Sequence[Any]) -> tuple[Outcome, Outcome]:
+        """Truth and eager, forward."""
+        truth, eager, _ = self._expected(inputs, False)
+        return truth, eager
+
+
+def outside_public_tolerance(result: Tensor, eager: Tensor, tolerance: float) -> tuple[int, float]:
+    """How many elements differ by more than the public protocol allows, and by how much at most."""
+    result, eager = result.double(), eager.double()
+    difference = (result - eager).abs()
+    close = torch.isclose(result, eager, rtol=tolerance, atol=tolerance, equal_nan=True)
+    worst = difference.nan_to_num(math.inf).max().item() if difference.numel() else 0.0
+    return int((~close).sum()), worst

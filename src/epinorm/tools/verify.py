@@ -1,0 +1,241 @@
+"""Is a candidate as accurate as the PyTorch model that it replaces? Truth is float64.
+
+Both models run on the same fresh inputs with the same parameters, drawn at random (norm parameters
+and biases too: at their initial ones and zeros a kernel that ignores them would pass). The truth is
+the same module in float64. What counts is the error relative to eager's own error, in the output
+and in every gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from epinorm.tools.accuracy import Comparison, Outcome, Verification, compare, differences
+from epinorm.tools.kinks import away_from_kinks
+
+__all__ = [
+    "draw_dy",
+    "draw_inputs",
+    "poisoned_memory",
+    "randomize_parameters",
+    "run_model",
+    "share_state",
+    "verify",
+]
+
+InputKind = Literal["rand", "randn"]
+
+Progress = Callable[[float], None]
+"""Told the share of the work that is done, from 0 to 1."""
+
+
+def _ignore(share: float) -> None:
+    pass
+
+
+def randomize_parameters(model: nn.Module, seed: int = 0) -> None:
+    """Give every one-dimensional parameter (norm weight and bias, linear bias) random values.
+
+    Weights of norms become 1 + randn/4, so that no sign or order of channels is special; every
+    other vector randn/2. Matrices keep the values that their layers drew. Changed in place.
+    """
+    norms = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(getattr(module, "weight", None), Tensor)
+    }
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 or not parameter.is_floating_point():
+                continue
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            value = 1 + noise / 4 if id(parameter) in norms else noise / 2
+            parameter.copy_(value.to(parameter.dtype))
+
+
+def share_state(source: nn.Module, target: nn.Module) -> None:
+    """Copy the state_dict of ``source`` into ``target``; raises RuntimeError where keys differ."""
+    target.load_state_dict(source.state_dict(), strict=True)
+
+
+def draw_inputs(inputs: Sequence[Any], kind: InputKind, seed: int) -> tuple[Any, ...]:
+    """Fresh floating tensors like ``inputs``, uniform in [0, 1) or normal; the rest unchanged."""
+    drawn = []
+    for index, value in enumerate(inputs):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            generator = torch.Generator(value.device).manual_seed(seed + index)
+            draw = torch.rand if kind == "rand" else torch.randn
+            fresh = draw(value.shape, generator=generator, device=value.device)
+            value = fresh.to(value.dtype)
+        drawn.append(value)
+    return tuple(drawn)
+
+
+@contextlib.contextmanager
+def poisoned_memory(like: Sequence[Tensor | None], copies: int = 3) -> Iterator[None]:
+    """Within, new memory of the sizes of ``like`` holds NaN (in any floating dtype).
+
+    So an output that is never written shows, where it might have held the right values of an
+    earlier call. On CUDA, blocks of these sizes are filled with bytes 0xFF and freed just before:
+    PyTorch's allocator hands them out again. On the CPU the system's allocator may not, so there
+    PyTorch itself is told to fill what it allocates.
+    """
+    blocks = []
+    for tensor in like:
+        if tensor is not None and tensor.numel():
+            size = tensor.numel() * tensor.element_size()
+            blocks += [
+                torch.full((size,), 0xFF, dtype=torch.uint8, device=tensor.device)
+                for _ in range(copies)
+            ]
+    del blocks
+    if any(tensor is not None and tensor.device.type != "cpu" for tensor in like):
+        yield
+        return
+    was = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    switch: Any = torch.utils.deterministic  # a module whose one property mypy does not see
+    filled = switch.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    switch.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=only_warned)
+        switch.fill_uninitialized_memory = filled
+
+
+def run_model(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    training: bool,
+    dy_seed: int = 0,
+    kept: Sequence[Tensor | None] = (),
+) -> Outcome:
+    """Run forward, and in training also backward with a random dy drawn from ``dy_seed``.
+
+    ``kept`` says for each output where dy stays (elsewhere it is zero); None: everywhere.
+    Without training, the run is under ``torch.no_grad``. Gradients come by name: "gradient of
+    input 0", "gradient of fc.weight", ...; None where backward gave none.
+    """
+    if not training:
+        with torch.no_grad():
+            return Outcome(_floating_leaves(model(*inputs)), {})
+    inputs = tuple(
+        value.detach().clone().requires_grad_()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for value in inputs
+    )
+    model.zero_grad(set_to_none=True)
+    outputs = _floating_leaves(model(*inputs))
+    dys = draw_dy(outputs, dy_seed)
+    for dy, keep in zip(dys, kept, strict=False):
+        if keep is not None and keep.shape == dy.shape:
+            dy.masked_fill_(~keep, 0)
+    torch.autograd.backward(outputs, dys)
+    gradients = {
+        f"gradient of input {index}": value.grad
+        for index, value in enumerate(inputs)
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradients[f"gradient of {name}"] = parameter.grad
+    model.zero_grad(set_to_none=True)
+    return Outcome(tuple(o.detach() for o in outputs), gradients)
+
+
+def draw_dy(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """The gradients to start backward from, the same for every model and dtype on a device.
+
+    Drawn in float32 and rounded to bf16, which float16 and all wider types hold nearly or fully:
+    so truth, eager and candidate start from one value.
+    """
+    drawn = []
+    for index, output in enumerate(outputs):
+        generator = torch.Generator(output.device).manual_seed(seed + index)
+        dy = torch.randn(output.shape, generator=generator, device=output.device)
+        drawn.append(dy.bfloat16().clamp(-4, 4).to(output.dtype))
+    return drawn
+
+
+def _floating_leaves(output: Any) -> tuple[Tensor, ...]:
+    return tuple(
+        leaf
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    )
+
+
+def verify(
+    model: nn.Module,
+    candidate: nn.Module,
+    inputs: Sequence[Any],
+    *,
+    training: bool = True,
+    kinds: Sequence[InputKind] = ("rand", "randn"),
+    seed: int = 0,
+    progress: Progress = _ignore,
+) -> Verification:
+    """Compare ``candidate`` with ``model``, of the same state_dict keys, on fresh inputs.
+
+    ``inputs`` give shapes, dtypes and device; their floating tensors are redrawn for each of
+    ``kinds``. The parameters are randomised for the comparison and given back afterwards. The
+    candidate runs twice: freed memory is poisoned before each run, and the runs must agree bit for
+    bit. Raises RuntimeError if the candidate cannot load the model's state_dict.
+    """
+    saved = copy.deepcopy(model.state_dict())
+    saved_candidate = copy.deepcopy(candidate.state_dict())
+    try:
+        randomize_parameters(model, seed)
+        share_state(model, candidate)
+        return _verify(model, candidate, inputs, training, kinds, seed, progress)
+    finally:
+        model.load_state_dict(saved)
+        candidate.load_state_dict(saved_candidate)
+
+
+def _verify(
+    model: nn.Module,
+    candidate: nn.Module,
+    inputs: Sequence[Any],
+    training: bool,
+    kinds: Sequence[InputKind],
+    seed: int,
+    progress: Progress,
+) -> Verification:
+    dtype = next(v.dtype for v in inputs if isinstance(v, Tensor) and v.is_floating_point())
+    exact_model = copy.deepcopy(model).double()
+    comparisons: list[Comparison] = []
+    for index, kind in enumerate(kinds):
+        fresh = draw_inputs(inputs, kind, seed + 1000 * (index + 1))
+        exact = tuple(
+            v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in fresh
+        )
+        progress(index / len(kinds))
+        truth, eager = (run_model(m, x, False) for m, x in ((exact_model, exact), (model, fresh)))
+        kept: list[Tensor | None] = []
+        if training:
+            error = max((c.eager for c in compare(truth, eager, eager, dtype, kind)), default=0.0)
+            shapes = [output.shape for output in truth.outputs]
+            kept = away_from_kinks(exact_model, exact, shapes, max(error, torch.finfo(dtype).eps))
+            truth = run_model(exact_model, exact, True, seed, kept)
+            progress((index + 0.5) / len(kinds))
+            eager = run_model(model, fresh, True, seed, kept)
+        like = [tensor for _, tensor in eager.tensors()]
+        with poisoned_memory(like):
+            ours = run_model(candidate, fresh, training, seed, kept)
+        comparisons += compare(truth, eager, ours, dtype, kind)
+        with poisoned_memory(like):
+            again = run_model(candidate, fresh, training, seed, kept)
+        comparisons += differences(ours, again, kind)
+    return Verification(dtype, training, tuple(comparisons))
