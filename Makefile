@@ -47,10 +47,11 @@ record: $(READY)  ## as run, and keep the result as benchmarks/results/make-run.
 test: $(READY)  ## run the tests that need no GPU
 	@$(BIN)/python -m pytest $(PYTEST) $(ARGS)
 
-lint: $(READY)  ## check format, lint and types
+lint: $(READY)  ## check format, lint, types and which way imports run
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 format: $(READY)  ## format and mend what ruff can mend
 	@$(BIN)/ruff format .

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from epinorm.backends.cuda.fp32.planes import Planes, split
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
-from epinorm.backends.cuda.gemm.hopper.text import Tile
 from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.chain import Chain
 from epinorm.precision import Precision

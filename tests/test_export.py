@@ -14,9 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epinorm.backends.cuda.gemm.hopper.fp32_weight import fp32_weight_tiles
-from epinorm.backends.cuda.gemm.hopper.text import Tile
 from epinorm.backends.cuda.plan.hopper import choose_tile
+from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_weight_tiles
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.problem import Problem
 from epinorm.tools.cli.main import app

@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from epinorm.backends.cuda.gemm.portable import product as portable_product
-from epinorm.backends.cuda.gemm.portable.text import product_shared_bytes, shared_bytes
 from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.plan.portable_product import choose_tile as choose_product_tile
+from epinorm.backends.cuda.plan.portable_tile import product_shared_bytes, shared_bytes
 from epinorm.chain import Chain
 from epinorm.problem import Problem
 from epinorm.tools.export.export import export, forbidden_words
@@ -69,7 +69,7 @@ BACKWARD += [("float32 high", (8, 6)), ("float32 high", (10, 0)), ("float16", (8
 @pytest.mark.parametrize(("mode", "capability"), BACKWARD, ids=str)
 def test_backward_compiles(kb62: ModuleType, mode: str, capability: tuple[int, int]) -> None:
     planes = 2 if mode == "float32 highest" else 1
-    tile = portable_product.choose_tile(planes, GPUS.get(capability, GPUS[None]))
+    tile = choose_product_tile(planes, GPUS.get(capability, GPUS[None]))
     size = product_shared_bytes(tile, planes)
     source = kb62._backward_source("portable", mode, capability, 8, 8)
     names = {f"product_{of}::kSharedBytes": size for of in ("dx", "dw")}

@@ -12,13 +12,16 @@ import pytest
 from epinorm.backends.cuda.fp32.planes import split_shape
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
     fp32_weight_source,
-    fp32_weight_tiles,
-    shared_bytes,
     split_and_sample_source,
+)
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan.hopper_tile import (
+    SHARED_LIMIT,
+    Tile,
+    fp32_weight_tiles,
     stages_of_weight,
 )
-from epinorm.backends.cuda.gemm.hopper.text import SHARED_LIMIT, Tile
-from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_shared_bytes as shared_bytes
 from epinorm.backends.cuda.runtime.jit import Compiled, compiled
 from epinorm.problem import Problem
 

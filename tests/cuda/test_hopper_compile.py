@@ -18,13 +18,9 @@ import pytest
 import torch
 
 from epinorm.backends.cuda.fp32.planes import split_source
-from epinorm.backends.cuda.gemm.hopper.text import (
-    Tile,
-    largest_stages,
-    linear_norm_source,
-    shared_bytes,
-)
+from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
 from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan.hopper_tile import Tile, largest_stages, shared_bytes
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.problem import Problem
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.backends.cuda.gemm.hopper.text import Tile, shared_bytes
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
+from epinorm.backends.cuda.plan.hopper_tile import Tile, shared_bytes
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.problem import Problem
 

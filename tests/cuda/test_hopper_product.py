@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from epinorm.backends.cuda.fp32.gradient_planes import gradient_source
-from epinorm.backends.cuda.gemm.hopper.product import TILES, ProductShape, add_splits_source, choose
-from epinorm.backends.cuda.gemm.hopper.text import (
-    Tile,
-    product_into_source,
-    product_shared_bytes,
-    product_source,
-)
+from epinorm.backends.cuda.gemm.hopper.product import add_splits_source
+from epinorm.backends.cuda.gemm.hopper.text import product_into_source, product_source
+from epinorm.backends.cuda.plan.gradients import planes_taken
 from epinorm.backends.cuda.plan.hopper import fold_steps
-from epinorm.backends.cuda.plane_products import planes_taken
+from epinorm.backends.cuda.plan.hopper_product import TILES, ProductShape, choose
+from epinorm.backends.cuda.plan.hopper_tile import Tile, product_shared_bytes
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.runtime.jit import compiled
 from epinorm.chain import Chain
@@ -128,7 +125,7 @@ def problem(m: int, k: int, n: int, precision: str) -> Problem:
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu((9, 0), SMS, SHARED_LIMIT, SHARED_LIMIT + 1024)
-    monkeypatch.setattr("epinorm.backends.cuda.plane_products.gpu_of", lambda device: gpu)
+    monkeypatch.setattr("epinorm.backends.cuda.plan.gradients.gpu_of", lambda device: gpu)
 
 
 @pytest.mark.usefixtures("h200")

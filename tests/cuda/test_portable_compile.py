@@ -17,14 +17,10 @@ import torch
 from epinorm.backends.cuda.fp32.planes import split_source
 from epinorm.backends.cuda.fp32.rescue import rescue_source
 from epinorm.backends.cuda.fp32.rescue_gradient import rescue_gradient_source, tile_of
-from epinorm.backends.cuda.gemm.portable import product as portable_product
-from epinorm.backends.cuda.gemm.portable.text import (
-    linear_norm_source,
-    product_shared_bytes,
-    product_source,
-    shared_bytes,
-)
+from epinorm.backends.cuda.gemm.portable.text import linear_norm_source, product_source
 from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.plan.portable_product import choose_tile as choose_product_tile
+from epinorm.backends.cuda.plan.portable_tile import product_shared_bytes, shared_bytes
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.problem import Problem
@@ -114,7 +110,7 @@ def test_rows_at_odd_addresses(arch, copy_bytes):
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("planes", [1, 2])
 def test_products(planes, arch):
-    tile = portable_product.choose_tile(planes, GPUS[arch])
+    tile = choose_product_tile(planes, GPUS[arch])
     size = product_shared_bytes(tile, planes)
     for major_k_a in (True, False):
         source = product_source(

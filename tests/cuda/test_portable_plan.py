@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from epinorm.backends.cuda.gemm.portable import product as portable_product
-from epinorm.backends.cuda.gemm.portable.text import product_shared_bytes, shared_bytes
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan.core import wanted_core
-from epinorm.backends.cuda.plane_products import planes_taken
+from epinorm.backends.cuda.plan.gradients import planes_taken
+from epinorm.backends.cuda.plan.portable_product import choose_tile as choose_product_tile
+from epinorm.backends.cuda.plan.portable_tile import product_shared_bytes, shared_bytes
 from epinorm.backends.cuda.runtime.device import Gpu
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -40,7 +40,7 @@ def on(monkeypatch):
         monkeypatch.setattr(cuda_plan, "capability", lambda device: gpu.capability)
         monkeypatch.setattr(cuda_plan, "sm_count", lambda device: gpu.multiprocessors)
         monkeypatch.setattr(cuda_plan, "gpu_of", lambda device: gpu)
-        monkeypatch.setattr("epinorm.backends.cuda.plane_products.gpu_of", lambda device: gpu)
+        monkeypatch.setattr("epinorm.backends.cuda.plan.gradients.gpu_of", lambda device: gpu)
 
     return become
 
@@ -89,12 +89,12 @@ def test_the_benchmark_takes_the_tiles_that_were_measured_best():
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("planes", [1, 2])
 def test_products_fit_every_gpu(gpu, planes):
-    tile = portable_product.choose_tile(planes, gpu)
+    tile = choose_product_tile(planes, gpu)
     assert tile.stages >= 3
     assert product_shared_bytes(tile, planes) <= gpu.shared_of_block
     small = dataclasses.replace(gpu, shared_of_block=49152)
     with pytest.raises(RuntimeError, match="too few for any tile"):
-        portable_product.choose_tile(planes, small)
+        choose_product_tile(planes, small)
 
 
 def test_the_model_is_near_what_was_measured():

@@ -18,10 +18,10 @@ from epinorm.backends import cache
 from epinorm.backends import choice as general_plan
 from epinorm.backends import reference as reference_backend
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
-from epinorm.backends.cuda.gemm.hopper.text import Tile
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
+from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.chain import Chain
 from epinorm.problem import Inputs, Plan, Problem

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from epinorm.backends.cuda.fp32.planes import Planes
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
-from epinorm.backends.cuda.gemm.hopper.text import Tile, largest_stages
 from epinorm.backends.cuda.gemm.portable import forward as portable_forward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.plan.hopper_tile import Tile, largest_stages
 from epinorm.backends.cuda.runtime.device import gpu_of
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.chain import Chain, RMSNorm

@@ -24,9 +24,10 @@ from epinorm.backends.cuda.fp32.norm_planes import DzPlanes
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.backends.cuda.gemm.hopper import product as hopper_product
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight
-from epinorm.backends.cuda.gemm.hopper.fp32_weight import fp32_weight_tiles
-from epinorm.backends.cuda.gemm.hopper.product import ProductShape, prepare_adding
+from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
 from epinorm.backends.cuda.gemm.portable import product as portable_product
+from epinorm.backends.cuda.plan.hopper_product import ProductShape
+from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_tiles
 from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.problem import Wanted
 

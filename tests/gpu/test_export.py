@@ -18,9 +18,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from epinorm.backends.cuda.gemm.hopper.fp32_weight import fp32_weight_tiles
-from epinorm.backends.cuda.gemm.hopper.text import Tile
 from epinorm.backends.cuda.plan.hopper import choose_tile
+from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_weight_tiles
 from epinorm.problem import Problem
 from epinorm.tools.accuracy import relative_error
 from epinorm.tools.bench import fp32_precision_set

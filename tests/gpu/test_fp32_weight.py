@@ -22,8 +22,8 @@ import epinorm
 from epinorm.backends.cuda.fp32 import kept_planes
 from epinorm.backends.cuda.fp32.planes import Planes, split
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight
-from epinorm.backends.cuda.gemm.hopper.fp32_weight import fp32_weight_tiles
 from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_tiles
 from epinorm.tools.accuracy import allowed_error, relative_error
 from epinorm.tools.tune import forget_plans
 

@@ -24,8 +24,8 @@ import epinorm
 from epinorm.backends.choice import plan_for
 from epinorm.backends.cuda.fp32.planes import split
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward_module
-from epinorm.backends.cuda.gemm.hopper.text import Tile
 from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.tools.accuracy import allowed_error, relative_error
@@ -46,7 +46,7 @@ TOGETHER = Tile(128, 128, 0, ping_pong=False)
 def without_guard(monkeypatch):
     """Leave out the range guard's kernel, a second one to compile for each chain and group size:
     tests of values that it would never touch. tests/gpu/test_precision.py has it in."""
-    monkeypatch.setattr(hopper_forward_module, "LARGEST_GROUP", 0)  # no group is guarded
+    monkeypatch.setattr(hopper_forward_module, "LARGEST_GUARDED_GROUP", 0)  # no group is guarded
     fresh = PreparedByProblem(hopper_forward_module._PreparedForward)
     monkeypatch.setattr(hopper_forward_module, "_prepared", fresh)
 

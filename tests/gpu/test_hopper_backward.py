@@ -17,9 +17,10 @@ from product_case import matmul_precision
 import epinorm
 from epinorm.backends.choice import plan_for
 from epinorm.backends.cuda.fp32.planes import split
-from epinorm.backends.cuda.gemm.hopper.product import TILES, Choice, Product, ProductShape, choose
-from epinorm.backends.cuda.gemm.hopper.text import Tile
+from epinorm.backends.cuda.gemm.hopper.product import Product
 from epinorm.backends.cuda.norm.backward import Largest
+from epinorm.backends.cuda.plan.hopper_product import TILES, Choice, ProductShape, choose
+from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.chain import Chain
 from epinorm.operator import calls

@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import bits, make_product, matmul_precision
 
 import epinorm
-from epinorm.backends.cuda.gemm.hopper.product import ProductShape
 from epinorm.backends.cuda.gemm.portable import forward as portable_forward_module
 from epinorm.backends.cuda.gemm.portable.forward import portable_forward
 from epinorm.backends.cuda.gemm.portable.product import prepare_product
-from epinorm.backends.cuda.gemm.portable.text import PortableTile, largest_stages
 from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.plan.hopper_product import ProductShape
+from epinorm.backends.cuda.plan.portable_tile import PortableTile, largest_stages
 from epinorm.backends.cuda.runtime.device import gpu_of
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.tools.accuracy import allowed_error, relative_error
@@ -43,7 +43,7 @@ PLANES = {"high": 1, "highest": 2}
 def without_guard(monkeypatch):
     """Leave out the range guard's kernel, a second one to compile for each chain and group size:
     tests of values that it would never touch."""
-    monkeypatch.setattr(portable_forward_module, "LARGEST_GROUP", 0)  # no group is guarded
+    monkeypatch.setattr(portable_forward_module, "LARGEST_GUARDED_GROUP", 0)  # no group is guarded
     fresh = PreparedByProblem(portable_forward_module._PreparedForward)
     monkeypatch.setattr(portable_forward_module, "_prepared", fresh)
 

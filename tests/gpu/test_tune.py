@@ -16,10 +16,10 @@ import epinorm
 from epinorm.backends.choice import plan_for
 from epinorm.backends.cuda.forward import forward
 from epinorm.backends.cuda.gemm.hopper.forward import launch_with
-from epinorm.backends.cuda.gemm.hopper.text import Tile
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.problem import Plan

@@ -33,6 +33,10 @@ class Converter(Protocol):
 
     def __call__(self, buffer: int, first: Tensor, /) -> None: ...
 
+    def wait_outside_of_capture(self, event: torch.cuda.Event, /) -> None:
+        """Wait for an event that is no part of the CUDA graph being captured."""
+        ...
+
 
 _State = tuple[int, int, int, int]
 NEVER = -1
@@ -143,12 +147,8 @@ class Marked:
         assert self._ready is not None
         self._captured = True
         _warn_of_capture()
-        from epinorm.backends.cuda.runtime.driver import (
-            relaxed_capture,  # where there is no GPU, there is no driver
-        )
-
-        with relaxed_capture():
-            self._ready.synchronize()
+        assert self._converter is not None
+        self._converter.wait_outside_of_capture(self._ready)
 
     def invalidate(self) -> None:
         """Convert again at the next call, whatever the version counter says."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from epinorm.problem import (
     StepLeftovers,
     Wanted,
 )
-
-if TYPE_CHECKING:
-    from epinorm.operator.dispatch import Caller
 
 __all__ = [
     "Facts",
@@ -65,7 +62,11 @@ planned: list[Callable[[Problem, Inputs], None]] = []
 """Told of each call that is planned: so `epinorm tune` learns which problems a model has."""
 
 
-callers: weakref.WeakSet[Caller] = weakref.WeakSet()
+class _Remembers(Protocol):
+    def forget(self) -> None: ...
+
+
+callers: weakref.WeakSet[_Remembers] = weakref.WeakSet()
 """All that keep what calls were found to be."""
 
 

@@ -18,13 +18,12 @@ import torch
 from epinorm.backends import reference as reference_backend
 from epinorm.backends.choice import plan_for
 from epinorm.backends.cuda.forward import forward
-from epinorm.backends.cuda.fp32 import rescue
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
-from epinorm.backends.cuda.gemm.hopper.text import Tile
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.core import VARIABLE, wanted_core
-from epinorm.backends.cuda.plan.strategy import HOPPER
+from epinorm.backends.cuda.plan.hopper_tile import Tile
+from epinorm.backends.cuda.plan.strategy import HOPPER, LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.backends.cuda.runtime.device import capability, sm_count
 from epinorm.operator import calls
@@ -174,7 +173,7 @@ def ways_of(problem: Problem, most: int = MOST_TILES) -> list[Way]:
 def _guarded(problem: Problem, tile: Tile) -> bool:
     """fp32 in planes needs the range guard, which takes groups up to a size (plan.py)."""
     channels = problem.chain.channels_per_group(problem.n)
-    return problem.dtype != torch.float32 or tile.tf32 or channels <= rescue.LARGEST_GROUP
+    return problem.dtype != torch.float32 or tile.tf32 or channels <= LARGEST_GUARDED_GROUP
 
 
 def _run_of(problem: Problem, way: Way) -> Run:

@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
-from epinorm.backends.cuda.gemm.hopper.product import (
-    Product,
-    ProductShape,
-    choose,
-    library_like,
-    prepare_product,
-)
+from epinorm.backends.cuda.gemm.hopper.product import Product, prepare_product
 from epinorm.backends.cuda.norm.backward import norm_backward
-from epinorm.backends.cuda.plane_products import PlaneProducts, planes_taken
+from epinorm.backends.cuda.plan.gradients import planes_taken
+from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose, library_like
+from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.backends.cuda.runtime.device import capability, sm_count
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.problem import Core, Forward, Gradients, Inputs, Plan, Problem, Wanted

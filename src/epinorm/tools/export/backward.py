@@ -16,15 +16,11 @@ from epinorm.backends.cuda.fp32.planes import split_source
 from epinorm.backends.cuda.fp32.rescue import splits_of
 from epinorm.backends.cuda.fp32.rescue_gradient import TILE as RESCUE_TILE
 from epinorm.backends.cuda.fp32.rescue_gradient import rescue_gradient_source
-from epinorm.backends.cuda.gemm.hopper.product import (
-    BOX,
-    THREADS,
-    ProductShape,
-    add_splits_source,
-    choose,
-)
-from epinorm.backends.cuda.gemm.hopper.text import ARCH, product_shared_bytes, product_source
+from epinorm.backends.cuda.gemm.hopper.product import BOX, THREADS, add_splits_source
+from epinorm.backends.cuda.gemm.hopper.text import ARCH, product_source
 from epinorm.backends.cuda.plan.hopper import planes_of
+from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
+from epinorm.backends.cuda.plan.hopper_tile import product_shared_bytes
 from epinorm.problem import Problem
 from epinorm.tools.export.core import ROWS_MULTIPLE, Products
 from epinorm.tools.export.text import ELEMENTS, SMS, entry, prelude_of

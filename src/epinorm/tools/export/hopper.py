@@ -11,13 +11,13 @@ import torch
 
 from epinorm.backends.cuda.fp32.planes import split_shape, split_source
 from epinorm.backends.cuda.fp32.rescue import rescue_source, rescue_tile, splits_of
-from epinorm.backends.cuda.gemm.hopper import fp32_weight as hopper_fp32_weight
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
     fp32_weight_source,
     split_and_sample_source,
 )
-from epinorm.backends.cuda.gemm.hopper.text import ARCH, Tile, linear_norm_source, shared_bytes
+from epinorm.backends.cuda.gemm.hopper.text import ARCH, linear_norm_source
 from epinorm.backends.cuda.plan.hopper import choose_tile, instance_for, planes_of, why_not
+from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_weight_shared_bytes, shared_bytes
 from epinorm.problem import Problem
 from epinorm.tools.export.backward import products_of
 from epinorm.tools.export.core import Instance, Part, part_of, why_not_guarded
@@ -107,7 +107,7 @@ def _converting(problem: Problem, tile: Tile) -> _Macros:
         "FP32_WEIGHT": 1,
         "ELEMENT_TYPE": ELEMENTS[torch.float16],
         "ELEMENT_BYTES": 2,
-        "SHARED_BYTES": hopper_fp32_weight.shared_bytes(tile),
+        "SHARED_BYTES": fp32_weight_shared_bytes(tile),
         "MULTIPLY_THREADS": tile.threads,
     }
     multiply = fp32_weight_source(instance_for(problem, tile), writes_plane=False)

@@ -16,13 +16,10 @@ from epinorm.backends.cuda.fp32.gradient_planes import gradient_source
 from epinorm.backends.cuda.fp32.planes import split_source
 from epinorm.backends.cuda.fp32.rescue import rescue_source, rescue_tile
 from epinorm.backends.cuda.fp32.rescue_gradient import rescue_gradient_source, tile_of
-from epinorm.backends.cuda.gemm.portable import product as portable_product
-from epinorm.backends.cuda.gemm.portable.text import (
-    PortableTile,
-    linear_norm_source,
-    product_source,
-)
+from epinorm.backends.cuda.gemm.portable.text import linear_norm_source, product_source
 from epinorm.backends.cuda.plan.portable import choose_tile, instance_for, planes_of, why_not
+from epinorm.backends.cuda.plan.portable_product import choose_tile as choose_product_tile
+from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.device import Gpu, arch_of_capability
 from epinorm.problem import Problem
 from epinorm.tools.export.core import (
@@ -100,7 +97,7 @@ def _forward_tiles(problem: Problem) -> dict[tuple[int, int] | None, PortableTil
 
 
 def _product_tiles(planes: int) -> dict[tuple[int, int] | None, PortableTile]:
-    return {of: portable_product.choose_tile(planes, gpu) for of, gpu in GPUS.items()}
+    return {of: choose_product_tile(planes, gpu) for of, gpu in GPUS.items()}
 
 
 def _tiles(key: object, tiles: Mapping[tuple[int, int] | None, PortableTile]) -> str:

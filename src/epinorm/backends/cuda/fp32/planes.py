@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
+from epinorm.backends.cuda.runtime.driver import relaxed_capture
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.source import kernel_text
@@ -156,6 +157,11 @@ class Splitter:
             *(buffer + self.scale, buffer + self.flags, buffer + self.spoilt),
             *self.numbers,
         )
+
+    def wait_outside_of_capture(self, event: torch.cuda.Event) -> None:
+        """Wait for an event that is no part of the CUDA graph being captured."""
+        with relaxed_capture():
+            event.synchronize()
 
     def launch(self, aligned: bool) -> Callable[..., None]:
         """What a call launches, for who keeps it: a function of the arguments of ``SIGNATURE``.

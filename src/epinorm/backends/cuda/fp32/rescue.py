@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.norm.text import OPERAND_SIGNATURE, matrix_arguments, parameter_addresses
+from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.launch import Kernel
@@ -25,7 +26,6 @@ from epinorm.backends.cuda.text.source import kernel_text
 from epinorm.problem import Forward, Inputs, Problem
 
 __all__ = [
-    "LARGEST_GROUP",
     "MOST_SPLITS",
     "RescueTile",
     "prepare_guard",
@@ -42,7 +42,6 @@ SIGNATURE = "plpl" + "ppp" + "pp" + "pppp" + "iii"
 THREADS = 256
 VECTOR_BYTES = 16
 CHUNK_ROWS = 1024
-LARGEST_GROUP = 256
 LARGEST_SHARED = 232448
 """Bytes that a block of any GPU so far can have."""
 
@@ -113,10 +112,10 @@ def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
     limit: as in ``RescueTile``. Raises `ValueError` for a group that does not fit: 2, 4 and the
     multiples of 8 up to 256 do.
     """
-    if group not in (2, 4) and (group % 8 or not 8 <= group <= LARGEST_GROUP):
+    if group not in (2, 4) and (group % 8 or not 8 <= group <= LARGEST_GUARDED_GROUP):
         raise ValueError(
             "the range guard serves groups of 2, 4 or a multiple of 8 channels up to "
-            f"{LARGEST_GROUP}, but got {group}"
+            f"{LARGEST_GUARDED_GROUP}, but got {group}"
         )
     tiles = [
         RescueTile(_VALUES // width, width, width // group * group, limit)

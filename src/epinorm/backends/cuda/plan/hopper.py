@@ -13,9 +13,13 @@ from functools import lru_cache
 
 import torch
 
-from epinorm.backends.cuda.gemm.hopper.fp32_weight import fp32_weight_tiles
-from epinorm.backends.cuda.gemm.hopper.text import STEP_BYTES, Tile, largest_stages
 from epinorm.backends.cuda.plan import tuned
+from epinorm.backends.cuda.plan.hopper_tile import (
+    STEP_BYTES,
+    Tile,
+    fp32_weight_tiles,
+    largest_stages,
+)
 from epinorm.backends.cuda.text.instance import Instance, instance_of
 from epinorm.problem import Problem
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from epinorm.backends.cuda.gemm.portable.text import PortableTile, largest_stages, with_stages
+from epinorm.backends.cuda.plan.portable_tile import PortableTile, largest_stages, with_stages
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.text.instance import Instance, instance_of
 from epinorm.problem import Problem

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from epinorm.backends.cuda.fp32 import rescue
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan import tuned
@@ -15,6 +14,9 @@ from epinorm.problem import Core, Plan, Problem, Strategy
 __all__ = ["plan_cuda"]
 
 HOPPER = (9, 0)
+
+LARGEST_GUARDED_GROUP = 256
+"""Channels of a group that the range guard of the single kernel can compute again."""
 
 # What a library product reaches on an H200, TFLOP/s, by precision; kernel launches in microseconds;
 # what the norm kernel moves, bytes a microsecond.
@@ -120,9 +122,9 @@ def _why_not_portable(problem: Problem) -> str | None:
 
 def _why_not_guarded(problem: Problem) -> str | None:
     channels = problem.chain.channels_per_group(problem.n)
-    if problem.dtype == torch.float32 and channels > rescue.LARGEST_GROUP:
+    if problem.dtype == torch.float32 and channels > LARGEST_GUARDED_GROUP:
         return (
-            f"the range guard of fp32 computes groups of up to {rescue.LARGEST_GROUP} channels, "
+            f"the range guard of fp32 computes groups of up to {LARGEST_GUARDED_GROUP} channels, "
             f"and these have {channels}"
         )
     return None

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from epinorm.backends import cache
-from epinorm.backends.cuda.gemm.hopper.text import Tile
+from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.runtime.device import device_index
 from epinorm.problem import Problem
 

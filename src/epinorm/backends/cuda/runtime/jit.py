@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from epinorm.backends import cache
+from epinorm.backends.cuda.runtime.compiled import Compiled
 from epinorm.backends.cuda.runtime.device import device_index
 from epinorm.backends.cuda.runtime.driver import check, driver, make_primary_context_current
 from epinorm.backends.cuda.runtime.launch import Kernel
@@ -52,22 +53,6 @@ class KernelSource:
     text: str
     arch: str
     options: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """Machine code and what ptxas says about it; a figure that it did not report is -1.
-
-    spill_bytes: spill stores and loads together. shared_bytes: static shared memory of a block.
-    stack_bytes: local memory of a thread.
-    """
-
-    cubin: bytes
-    log: str
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    stack_bytes: int
 
 
 def compile_cubin(source: KernelSource) -> Compiled:

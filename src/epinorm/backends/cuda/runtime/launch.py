@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +30,7 @@ from epinorm.backends.cuda.runtime.arguments import (
     u32,
     u64,
 )
+from epinorm.backends.cuda.runtime.compiled import Compiled
 from epinorm.backends.cuda.runtime.driver import (
     INVALID_CONTEXT,
     check,
@@ -39,9 +39,6 @@ from epinorm.backends.cuda.runtime.driver import (
     message,
 )
 from epinorm.backends.cuda.runtime.tensor_map import TensorMap, tensor_map
-
-if TYPE_CHECKING:
-    from epinorm.backends.cuda.runtime.jit import Compiled
 
 __all__ = ["Kernel", "TensorMap", "f32", "f64", "i32", "i64", "tensor_map", "u32", "u64"]
 

@@ -16,18 +16,20 @@ from torch import Tensor
 
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, room_for
 from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, splitter
-from epinorm.backends.cuda.fp32.rescue import LARGEST_GROUP, rescue_launch
+from epinorm.backends.cuda.fp32.rescue import rescue_launch
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight, readable
 from epinorm.backends.cuda.gemm.hopper.launch import Launch, addresses
-from epinorm.backends.cuda.gemm.hopper.text import Tile, linear_norm_source, shared_bytes
+from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
+from epinorm.backends.cuda.plan.gradients import planes_taken
 from epinorm.backends.cuda.plan.hopper import (
     choose_tile,
     instance_for,
     persistent_blocks,
     planes_of,
 )
-from epinorm.backends.cuda.plane_products import planes_taken
+from epinorm.backends.cuda.plan.hopper_tile import Tile, shared_bytes
+from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, new_tensor
@@ -258,7 +260,7 @@ class _Split(_WithTile):
         super().__init__(problem, tile)
         self.planes = planes_of(problem)
         # Wider groups come here in tests alone: plan.py leaves them to the library's product.
-        self.rescued = problem.chain.channels_per_group(problem.n) <= LARGEST_GROUP
+        self.rescued = problem.chain.channels_per_group(problem.n) <= LARGEST_GUARDED_GROUP
         rows = 0 if prepacked else problem.n
         device = problem.device
         self.split = splitter(self.planes, problem.k, problem.m, rows, device)

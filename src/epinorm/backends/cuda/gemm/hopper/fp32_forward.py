@@ -17,13 +17,13 @@ from epinorm.backends.cuda.fp32.planes import THREADS as SPLIT_THREADS
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
     fp32_weight_source,
-    shared_bytes,
     split_and_sample_source,
 )
 from epinorm.backends.cuda.gemm.hopper.launch import Launch, addresses
-from epinorm.backends.cuda.gemm.hopper.text import STEP_BYTES, Tile
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
+from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile
+from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_shared_bytes as shared_bytes
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import new_tensor

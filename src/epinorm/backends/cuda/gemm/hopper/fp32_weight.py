@@ -7,43 +7,20 @@ taken: where x has so few rows that a pass which makes a plane of W costs more.
 from __future__ import annotations
 
 from epinorm.backends.cuda.fp32.planes import TOLERANCE, SplitShape, split_prelude
-from epinorm.backends.cuda.gemm.hopper.text import ARCH, SHARED_LIMIT, STEP_BYTES, Tile
+from epinorm.backends.cuda.gemm.hopper.text import ARCH
+from epinorm.backends.cuda.plan.hopper_tile import (
+    BLOCK_N,
+    Tile,
+    stages_of_weight,
+)
 from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.instance import Instance, constants, epilogue_prelude
 from epinorm.backends.cuda.text.source import kernel_text
 
 __all__ = [
     "fp32_weight_source",
-    "fp32_weight_tiles",
-    "shared_bytes",
     "split_and_sample_source",
-    "stages_of_weight",
 ]
-
-BLOCK_N = 128
-STAGE_BYTES_OF_WEIGHT = BLOCK_N * 2 * STEP_BYTES
-"""64 columns of fp32, for as many halves of x's rows."""
-_VERDICT_BYTES = 16
-
-
-def fp32_weight_tiles() -> list[Tile]:
-    """What there is to choose from: rows of x by 128 rows of W, which gives columns of y."""
-    # Few row tiles that share a column tile: they read the same rows of W, in fp32.
-    return [Tile(m, BLOCK_N, 4, ping_pong=False, group=4, fp32_weight=True) for m in (128, 256)]
-
-
-def stages_of_weight(tile: Tile) -> int:
-    """Slots of W's ring: as many as fit beside x's."""
-    barriers = 16  # of a slot of either ring, and the verdict's and the epilogue's
-    left = SHARED_LIMIT - tile.stages * (tile.block_m * STEP_BYTES + barriers)
-    return (left - barriers - _VERDICT_BYTES) // (STAGE_BYTES_OF_WEIGHT + barriers)
-
-
-def shared_bytes(tile: Tile) -> int:
-    """Dynamic shared memory of a block, as `hopper_fp32_weight.cu` lays it out."""
-    stages = stages_of_weight(tile)
-    rings = stages * STAGE_BYTES_OF_WEIGHT + tile.stages * tile.block_m * STEP_BYTES
-    return rings + _VERDICT_BYTES + (stages + tile.stages + 1) * 16
 
 
 def fp32_weight_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, room_for
 from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, Splitter, splitter
-from epinorm.backends.cuda.fp32.rescue import LARGEST_GROUP, rescue_launch
-from epinorm.backends.cuda.gemm.portable.text import PortableTile, linear_norm_source, shared_bytes
+from epinorm.backends.cuda.fp32.rescue import rescue_launch
+from epinorm.backends.cuda.gemm.portable.text import linear_norm_source
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameter_addresses
+from epinorm.backends.cuda.plan.gradients import planes_taken
 from epinorm.backends.cuda.plan.portable import choose_tile, copy_bytes, instance_for, planes_of
-from epinorm.backends.cuda.plane_products import planes_taken
+from epinorm.backends.cuda.plan.portable_tile import PortableTile, shared_bytes
+from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import arch_of, gpu_of
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, starts_early
@@ -64,7 +66,7 @@ class _PreparedForward:
         self.keeps = problem.training and planes_taken(problem, True, True, "portable")[0]
         # Wider groups come here in tests alone: plan.py leaves them to the library's product.
         channels = problem.chain.channels_per_group(problem.n)
-        self.guarded = self.by_planes and channels <= LARGEST_GROUP
+        self.guarded = self.by_planes and channels <= LARGEST_GUARDED_GROUP
         if problem.m:  # now: a CUDA graph may be captured when it is first needed
             width = 16 if self.by_planes else copy_bytes(problem.k * problem.dtype.itemsize)
             self._load(width)

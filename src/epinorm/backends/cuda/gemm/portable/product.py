@@ -5,7 +5,6 @@ Operands lie along the summed index or across it, as they come.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -13,45 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.gemm.hopper.product import ProductShape
-from epinorm.backends.cuda.gemm.portable.text import (
-    PortableTile,
-    product_shared_bytes,
-    product_source,
-)
-from epinorm.backends.cuda.plan.portable import product_microseconds
-from epinorm.backends.cuda.runtime.device import Gpu, arch_of, gpu_of
+from epinorm.backends.cuda.gemm.portable.text import product_source
+from epinorm.backends.cuda.plan.hopper_product import ProductShape
+from epinorm.backends.cuda.plan.portable_product import choose_tile
+from epinorm.backends.cuda.plan.portable_tile import product_shared_bytes
+from epinorm.backends.cuda.runtime.device import arch_of, gpu_of
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import starts_early
 
-__all__ = ["Product", "choose_tile", "microseconds", "prepare_product"]
+__all__ = ["Product", "prepare_product"]
 
 SIGNATURE = "ppppll" + "pp" + "iii"
 """a hi and lo, b hi and lo, their strides in numbers; c, row scale; rows, columns, length."""
 
-TILES = {
-    1: (PortableTile(64, 64, 2, 4, 64), PortableTile(64, 64, 2, 4, 32)),
-    2: (PortableTile(64, 32, 2, 4, 32),),
-}
-"""By planes: the first of which three slots fit."""
-FEWEST_STAGES = 3
-MOST_STAGES = 6
 MOST_KEPT = 256
-
-
-def choose_tile(planes: int, gpu: Gpu) -> PortableTile:
-    """The tile for operands of so many planes, with the slots that fit this GPU."""
-    for tile in TILES[planes]:
-        stages = min(gpu.shared_of_block // tile.stage_bytes(planes), MOST_STAGES)
-        if stages >= FEWEST_STAGES:
-            return dataclasses.replace(tile, stages=stages)
-    raise RuntimeError(f"{gpu.shared_of_block} bytes of shared memory are too few for any tile")
-
-
-def microseconds(shape: ProductShape, gpu: Gpu) -> float:
-    """Estimated time of a product."""
-    tile = choose_tile(shape.planes, gpu)
-    return product_microseconds(shape.rows, shape.columns, shape.length, shape.planes, tile, gpu)
 
 
 class Product:

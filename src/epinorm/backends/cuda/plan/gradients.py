@@ -1,0 +1,66 @@
+"""Which gradients are computed from planes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from epinorm.backends.cuda.plan import hopper_product, portable_product
+from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.plan.hopper_product import ProductShape
+from epinorm.backends.cuda.runtime.device import gpu_of
+from epinorm.problem import Core, Problem
+
+__all__ = ["planes_taken"]
+
+HOPPER = (9, 0)
+# Of an H200's library products in fp32, floating-point operations a microsecond: dX, dW.
+_LIBRARY = {"high": (400e6, 240e6), "highest": (50e6, 50e6)}
+_BYTES = 3.5e6
+"""That a conversion, or a product too small for its arithmetic to matter, moves a microsecond on an
+H200."""
+_PRODUCT_LAUNCHES, _SPLIT_LAUNCH = 8.0, 4.0
+"""Microseconds of a product with its guard, and of a conversion."""
+
+
+@lru_cache(maxsize=1024)
+def planes_taken(
+    problem: Problem, want_x: bool, want_weight: bool, core: Core = "hopper"
+) -> tuple[bool, bool]:
+    """Whether dX and dW are computed from planes: where conversions cost less than they save."""
+    m, k, n = problem.m, problem.k, problem.n
+    # Rows of dz, dX and dW are whole 16-byte units.
+    if problem.dtype != torch.float32 or m == 0 or n % 8 or k % 4:
+        return False, False
+    planes = 2 if problem.precision == "highest" else 1
+    gpu = gpu_of(problem.device)
+    moved = _BYTES if gpu.capability == HOPPER else portable_plan.bytes_per_microsecond(gpu)
+    flops, least = 2.0 * m * n * k, 4.0 * (m * n + n * k + m * k) / moved
+
+    def split(values: int, copies: int) -> float:
+        return _SPLIT_LAUNCH + values * (4 + 2 * planes * copies) / moved
+
+    def ours(rows: int, length: int, converted: int) -> float:
+        shape = ProductShape(rows, k, length, planes, 4)
+        if core == "portable":
+            product = portable_product.microseconds(shape, gpu)
+        else:
+            product = hopper_product.choose(shape, gpu.multiprocessors).microseconds
+        return _PRODUCT_LAUNCHES + max(product, least * planes / 2) + split(converted, 1)
+
+    rates = _LIBRARY[problem.precision]
+    if gpu.capability != HOPPER:
+        rates = (portable_plan.library_flops(problem, gpu),) * 2
+    library = [3.0 + max(flops / rate, least) for rate in rates]
+    by_planes = [ours(m, n, n * k), ours(n, m, m * k)]
+    wanted = (want_x, want_weight)
+
+    def cost(taken: tuple[bool, bool]) -> float:
+        parts = [(by_planes[i] if taken[i] else library[i]) for i in range(2) if wanted[i]]
+        return sum(parts) + (split(m * n, sum(taken)) if any(taken) else 0.0)
+
+    choices = [
+        (x, w) for x in (False, True) for w in (False, True) if x <= want_x and w <= want_weight
+    ]
+    return min(choices, key=cost)

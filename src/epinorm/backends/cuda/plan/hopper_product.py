@@ -1,0 +1,109 @@
+"""Which tile the Hopper core multiplies a plain product with, and how it splits a sum."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from epinorm.backends.cuda.plan.hopper import fold_steps
+from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile
+
+__all__ = ["TILES", "Choice", "ProductShape", "choose", "library_like"]
+
+BLOCK_K = STEP_BYTES // 2
+MOST_PARTS = 32
+
+
+@dataclass(frozen=True)
+class TileCost:
+    """A tile and what it costs, in cycles, measured on an H200 (docs/hopper.md): a step along the
+    summed index, and what it costs besides, by the bytes of a result's element."""
+
+    tile: Tile
+    step: float
+    epilogue: dict[int, float]
+    splits: bool = True
+    """False where a part of a sum would make registers spill."""
+
+
+TILES: dict[int, tuple[TileCost, ...]] = {
+    1: (
+        TileCost(Tile(128, 256, 4, ping_pong=False), 1050, {4: 5800, 2: 2950}),
+        TileCost(Tile(64, 256, 5), 565, {4: 1200, 2: 300}),
+        TileCost(Tile(128, 192, 5), 800, {4: 2100}, splits=False),  # in 16 bit it would spill
+        TileCost(Tile(128, 128, 6), 565, {4: 1700, 2: 800}),
+    ),
+    2: (TileCost(Tile(128, 128, 3, ping_pong=False), 1565, {4: 2500}),),
+}
+"""By planes. Two need all registers of both warpgroups for one tile."""
+START = 6000
+CYCLES_PER_MICROSECOND = 1550.0
+"""What the clock falls to while tensor cores are busy."""
+ADD_LAUNCH, ADD_BYTES = 3.0, 3.0e6
+"""Of add_splits, in microseconds and bytes a microsecond."""
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """c (rows, columns) = a · b over ``length``; planes of each operand, bytes of c's elements."""
+
+    rows: int
+    columns: int
+    length: int
+    planes: int
+    out_bytes: int
+
+    @property
+    def steps(self) -> int:
+        return -(-self.length // BLOCK_K)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile, into how many parts each sum is split, and the estimated time."""
+
+    tile: Tile
+    parts: int
+    microseconds: float
+
+
+def tiles_of(shape: ProductShape, tile: Tile) -> int:
+    return -(-shape.rows // tile.block_m) * -(-shape.columns // tile.block_n)
+
+
+def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
+    for cost in TILES[shape.planes]:
+        tile = cost.tile
+        if shape.planes == 2:
+            tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
+        tiles = tiles_of(shape, tile)
+        tried = set()
+        most = min(MOST_PARTS, shape.steps // 4, 2 * sms // tiles) if cost.splits else 1
+        for wanted in (1, *range(2, most + 1)):
+            steps = -(-shape.steps // wanted)
+            parts = -(-shape.steps // steps)
+            out_bytes = 4 if parts > 1 else shape.out_bytes
+            if parts in tried or out_bytes not in cost.epilogue:
+                continue
+            tried.add(parts)
+            rounds = -(-tiles * parts // sms)
+            cycles = START + rounds * (steps * cost.step + cost.epilogue[out_bytes])
+            microseconds = cycles / CYCLES_PER_MICROSECOND
+            if parts > 1:
+                moved = shape.rows * shape.columns * (4 * parts + shape.out_bytes)
+                microseconds += ADD_LAUNCH + moved / ADD_BYTES
+            yield Choice(tile, parts, microseconds)
+
+
+@lru_cache(maxsize=1024)
+def choose(shape: ProductShape, sms: int) -> Choice:
+    """The tile and the parts of least estimated time."""
+    return min(_choices(shape, sms), key=lambda choice: choice.microseconds)
+
+
+def library_like(shape: ProductShape, sms: int) -> float:
+    """Microseconds that the library needs in 16 bit: it was measured as fast as our first tile."""
+    first = TILES[1][0].tile
+    return min(c.microseconds for c in _choices(shape, sms) if c.tile == first)

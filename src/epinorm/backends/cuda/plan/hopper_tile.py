@@ -1,0 +1,156 @@
+"""A tile of the Hopper kernels: its fields, and the shared memory that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from epinorm.backends.cuda.runtime.tensor_map import LARGEST_BOX
+from epinorm.backends.cuda.text.instance import Instance, vectors
+
+__all__ = [
+    "BLOCK_N",
+    "SHARED_LIMIT",
+    "STEP_BYTES",
+    "WARPGROUP",
+    "Tile",
+    "fp32_weight_shared_bytes",
+    "fp32_weight_tiles",
+    "largest_stages",
+    "product_shared_bytes",
+    "shared_bytes",
+    "stage_bytes",
+    "stages_of_weight",
+]
+
+STEP_BYTES = 128
+"""Bytes of an operand's row in one step along the summed index: the widest swizzle."""
+SHARED_LIMIT = 232448
+"""Bytes of shared memory that a block of sm_90 can have (CUDA programming guide, table of compute
+capabilities)."""
+WARPGROUP = 128
+_STORE_BYTES = 4 * 2048  # of a consumer: warps x bytes of a buffer, row_store.cuh
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a block cuts the product; the fields are the constants of `hopper_pipeline.cuh`.
+
+    block_m, block_n: rows and columns of a tile. stages: slots of the ring. ping_pong: each
+    warpgroup has tiles of its own; split_columns: each has half of a tile's columns (else of its
+    rows). load_m: rows of A that are loaded, fewer than block_m where m is small. cluster: blocks
+    that share the loads of B. group: row tiles that share a column tile. fold_steps: steps of 64
+    between folds (two planes); 0: each product of 16 is folded. tf32: fp32 operands are multiplied
+    as they are, as TF32. group_blocks: blocks of a cluster side by side that share a group's
+    statistics. resident_steps: steps of B, where it is one column tile, that stay in shared memory;
+    0: B goes through the ring. consumers: warpgroups that multiply; more than two take turns at
+    small tiles. fp32_weight: by `hopper_fp32_weight.cu`, which converts W on the way; stages are of
+    x's ring.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    ping_pong: bool = True
+    cluster: int = 1
+    group: int = 16
+    fold_steps: int = 4
+    split_columns: bool = False
+    load_m: int | None = None
+    tf32: bool = False
+    group_blocks: int = 1
+    resident_steps: int = 0
+    consumers: int = 2
+    fp32_weight: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the consumers' and the producer's warpgroup."""
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster * self.group_blocks
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an operand's element."""
+        return 4 if self.tf32 else 2
+
+    @property
+    def block_k(self) -> int:
+        """Elements of a step along the summed index: a row of 128 bytes."""
+        return STEP_BYTES // self.element_bytes
+
+    @property
+    def box_n(self) -> int:
+        """Rows of B that one copy brings."""
+        rows = self.block_n // self.cluster
+        return rows if rows <= LARGEST_BOX else rows // 2
+
+    @property
+    def consumer_n(self) -> int:
+        """Columns of a tile that one warpgroup multiplies."""
+        return self.block_n // 2 if self.split_columns else self.block_n
+
+
+def stage_bytes(tile: Tile, planes: int) -> int:
+    """Bytes of a slot of the ring."""
+    rows_of_b = 0 if tile.resident_steps else tile.block_n
+    return planes * (tile.block_m + rows_of_b) * STEP_BYTES
+
+
+def _barrier_bytes(tile: Tile) -> int:
+    return (2 * tile.stages + tile.consumers + 1 + 2) * 8  # full, empty, turns, resident, exchanges
+
+
+def shared_bytes(instance: Instance[Tile]) -> int:
+    """Dynamic shared memory of a block, as `hopper_linear_norm.cu` lays it out."""
+    tile = instance.tile
+    ring = tile.stages * stage_bytes(tile, instance.planes)
+    ring += tile.resident_steps * tile.block_n * STEP_BYTES
+    parts = instance.group_columns // tile.consumer_n
+    exchange = 2 * parts * 64 * 8 if parts > 1 else 0  # buffers, rows, bytes of a pair
+    vector_bytes = vectors(instance) * tile.consumer_n * 4
+    own = tile.consumers * (_STORE_BYTES + vector_bytes)
+    return ring + own + exchange + _barrier_bytes(tile)
+
+
+def product_shared_bytes(tile: Tile, planes: int) -> int:
+    """Dynamic shared memory of a block of `hopper_product.cu`."""
+    own = tile.consumers * _STORE_BYTES
+    return tile.stages * stage_bytes(tile, planes) + own + _barrier_bytes(tile)
+
+
+def largest_stages(instance: Instance[Tile]) -> int:
+    """How many slots of the ring fit a block's shared memory."""
+    empty = dataclasses.replace(instance, tile=dataclasses.replace(instance.tile, stages=0))
+    free = SHARED_LIMIT - shared_bytes(empty)
+    return free // (stage_bytes(instance.tile, instance.planes) + 2 * 8)
+
+
+BLOCK_N = 128
+STAGE_BYTES_OF_WEIGHT = BLOCK_N * 2 * STEP_BYTES
+"""64 columns of fp32, for as many halves of x's rows."""
+_VERDICT_BYTES = 16
+
+
+def fp32_weight_tiles() -> list[Tile]:
+    """What there is to choose from: rows of x by 128 rows of W, which gives columns of y."""
+    # Few row tiles that share a column tile: they read the same rows of W, in fp32.
+    return [Tile(m, BLOCK_N, 4, ping_pong=False, group=4, fp32_weight=True) for m in (128, 256)]
+
+
+def stages_of_weight(tile: Tile) -> int:
+    """Slots of W's ring: as many as fit beside x's."""
+    barriers = 16  # of a slot of either ring, and the verdict's and the epilogue's
+    left = SHARED_LIMIT - tile.stages * (tile.block_m * STEP_BYTES + barriers)
+    return (left - barriers - _VERDICT_BYTES) // (STAGE_BYTES_OF_WEIGHT + barriers)
+
+
+def fp32_weight_shared_bytes(tile: Tile) -> int:
+    """Dynamic shared memory of a block, as `hopper_fp32_weight.cu` lays it out."""
+    stages = stages_of_weight(tile)
+    rings = stages * STAGE_BYTES_OF_WEIGHT + tile.stages * tile.block_m * STEP_BYTES
+    return rings + _VERDICT_BYTES + (stages + tile.stages + 1) * 16
