@@ -430,7 +430,7 @@ def test_w_is_converted_on_the_way_where_the_library_does(
     assert converting(few_rows) == {("hopper", "float32 high", keep) for keep in (False, True)}
     assert converting(own) == set()
     for exported, kept in ((few_rows, True), (own, False)):
-        assert ("hopper_fp32_weight.cu" in exported.KERNELS) == kept
+        assert ("gemm/hopper/hopper_fp32_weight.cu" in exported.KERNELS) == kept
         assert ("FP32_WEIGHT" in exported.FORWARD_CUDA["hopper"]) == kept
         assert "FP32_WEIGHT" not in exported.FORWARD_CUDA["portable"]
 

@@ -1,6 +1,6 @@
 """``python -m epinorm`` is the command ``epinorm``."""
 
-from epinorm.tools.cli.main import main
+from epinorm.tools.cli import main
 
 if __name__ == "__main__":
     main()

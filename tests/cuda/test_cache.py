@@ -279,7 +279,7 @@ def test_a_writer_killed_half_way_leaves_only_a_temporary_file(root: Path) -> No
     """The child dies by SIGKILL after half of the bytes; nothing that can be loaded is left."""
     code = (
         "import os, signal\n"
-        "from epinorm.backends.cuda import cache\n"
+        "from epinorm.backends import cache\n"
         "class Half:\n"
         "    def __init__(self, d, mode): self.d = d\n"
         "    def __enter__(self): return self\n"

@@ -426,8 +426,3 @@ def main() -> None:
             sys.stderr.flush()
             os._exit(INTERRUPTED)
         raise
-
-
-# Adds its commands to `app`, which it takes from here.
-import epinorm.cli_kernelbench  # noqa: E402
-import epinorm.cli_tune  # noqa: E402, F401

@@ -128,7 +128,7 @@ def _forward_cuda(core: Core, recipe: Recipe, converts_weight: bool) -> str:
 
     converts_weight: with those, too, of instances that define FP32_WEIGHT.
     """
-    kernels = f"#if SPLIT\n{kernel('split_rows', 'SPLIT', 'split.cu')}#endif\n"
+    kernels = f"#if SPLIT\n{kernel('split_rows', 'SPLIT', 'fp32/split.cu')}#endif\n"
     kernels += kernel("multiply", "MULTIPLY", f"gemm/{core}/{core}_linear_norm.cu")
     ways = templates(
         "launch_split.cu.in", f"launch_forward_{core}.cu.in", "launch_forward_planes.cu.in"
@@ -150,7 +150,7 @@ def _forward_cuda(core: Core, recipe: Recipe, converts_weight: bool) -> str:
     launch = launch.replace("@ways@", ways.strip("\n")).replace("@operands@", operands)
     return speakable(
         kernels
-        + f"#if SPLIT\n{kernel('rescue_rows', 'RESCUE', 'rescue.cu')}#endif\n"
+        + f"#if SPLIT\n{kernel('rescue_rows', 'RESCUE', 'fp32/rescue.cu')}#endif\n"
         + launch.replace("@rescue_operands@", rescue)
     )
 

@@ -1,4 +1,4 @@
-// What the generated text of a chain stands on: see codegen.py. C++ function templates over T (float
+// What the generated text of a chain stands on: see text/chain_text.py. C++ function templates over T (float
 // or double); exp, expm1, log1p, tanh and erf are CUDA's own, overloaded on T, at full accuracy.
 #ifndef EPINORM_CHAIN_CUH
 #define EPINORM_CHAIN_CUH
