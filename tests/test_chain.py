@@ -1,6 +1,7 @@
 """The chain: building, canonical text, and what each wrong chain is told."""
 
 import copy
+import inspect
 import math
 import pickle
 
@@ -15,9 +16,9 @@ from epinorm.chain.pointwise import DEFINITIONS, Pointwise
 numbers = st.floats(allow_nan=False)
 eps = st.floats(min_value=0, allow_nan=False)
 norms = st.one_of(
-    st.builds(GroupNorm, st.integers(1, 10**6), eps),
-    st.builds(LayerNorm, eps),
-    st.builds(RMSNorm, st.none() | eps),
+    st.builds(GroupNorm, st.integers(1, 10**6), eps=eps),
+    st.builds(LayerNorm, eps=eps),
+    st.builds(RMSNorm, eps=st.none() | eps),
 )
 operations = st.sampled_from(sorted(DEFINITIONS)).flatmap(
     lambda name: st.builds(
@@ -51,11 +52,11 @@ def test_canonical_text_of_the_headline_chain():
 @pytest.mark.parametrize(
     "text,chain",
     [
-        ("group_norm(4)", Chain(GroupNorm(4, 1e-5))),
+        ("group_norm(4)", Chain(GroupNorm(4, eps=1e-5))),
         (" relu | layer_norm | scale( 2 ) ", Chain.build(LayerNorm(), "relu", "scale(2)")),
         ("rms_norm", Chain(RMSNorm())),
-        ("rms_norm(1e-6)", Chain(RMSNorm(1e-6))),
-        ("layer_norm(0)|clamp(-inf,0.5)", Chain.build(LayerNorm(0.0), (), "clamp(-inf,0.5)")),
+        ("rms_norm(1e-6)", Chain(RMSNorm(eps=1e-6))),
+        ("layer_norm(0)|clamp(-inf,0.5)", Chain.build(LayerNorm(eps=0.0), (), "clamp(-inf,0.5)")),
     ],
 )
 def test_other_spellings_are_read(text, chain):
@@ -93,6 +94,21 @@ def test_wrong_types_are_told():
         GroupNorm(2.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="num_groups must be an int, got bool"):
         GroupNorm(True)
+
+
+@pytest.mark.parametrize(
+    "make,arguments,write",
+    [
+        (GroupNorm, (8, 256), r"write epinorm.GroupNorm\(num_groups, eps=...\)"),
+        (LayerNorm, (256,), r"write epinorm.LayerNorm\(eps=...\)"),
+        (RMSNorm, (256,), r"write epinorm.RMSNorm\(eps=...\)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_norm_written_as_in_torch_nn_is_told_what_to_write(make, arguments, write):
+    with pytest.raises(TypeError, match=f"{write}: eps is keyword-only.* got {make.__name__}"):
+        make(*arguments)
+    assert inspect.signature(make).parameters["eps"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def test_groups_must_divide():

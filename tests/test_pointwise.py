@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from epinorm.chain.pointwise import (
@@ -28,6 +29,7 @@ OPERATIONS = [
     Pointwise("hardtanh", (-0.25, 2.0)),
     Pointwise("clamp", (-1.0, 1.5)),
     Pointwise("clamp", (0.0,)),
+    Pointwise("clamp", (1.0, -1.0)),
     Pointwise("softplus", (2.5, 3.0)),
     Pointwise("scale", (2.0,)),
     Pointwise("scale", (-0.1,)),
@@ -200,6 +202,23 @@ def test_numbers_print_short_and_read_back(value, text):
 def test_errors_say_what_is_wrong(text, message):
     with pytest.raises(ValueError, match=message):
         parse_pointwise(text)
+
+
+@pytest.mark.parametrize("operation", [torch.relu, F.silu, F.leaky_relu, F.gelu, torch.clamp])
+def test_function_means_the_same_operation(operation):
+    x = torch.randn(500, dtype=torch.float64) * 4
+    bounds = (-math.inf,) if operation is torch.clamp else ()
+    assert torch.equal(as_pointwise(operation)(x), operation(x, *bounds))
+
+
+@pytest.mark.parametrize(
+    "wrong,name", [(3, "int"), (torch.mul, "mul"), (nn.ReLU, "ReLU"), (None, "NoneType")]
+)
+def test_anything_else_is_told(wrong, name):
+    with pytest.raises(TypeError, match=f"^{name} is not a pointwise operation; pass a text such"):
+        as_pointwise_list(wrong)
+    with pytest.raises(TypeError, match=f"^{name} is not a pointwise operation; pass a text such"):
+        as_pointwise_list([wrong])
 
 
 def test_unknown_module_is_a_type_error():

@@ -9,7 +9,7 @@ from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm, reference
 from epinorm.precision import product_precision
 from epinorm.problem import Forward, Inputs, Plan, Problem, Wanted
 
-NORMS = [GroupNorm(4, 1e-3), LayerNorm(1e-3), RMSNorm(1e-3), RMSNorm()]
+NORMS = [GroupNorm(4, eps=1e-3), LayerNorm(eps=1e-3), RMSNorm(eps=1e-3), RMSNorm()]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 

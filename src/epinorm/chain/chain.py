@@ -7,9 +7,10 @@ results, caches and operator schemas, and parses back to the same chain.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,12 +33,37 @@ def _check_eps(eps: float) -> None:
         raise ValueError(f"eps must be a number >= 0, got {eps}")
 
 
+C = TypeVar("C")
+
+
+def _by_name(most: int, call: str) -> Callable[[type[C]], type[C]]:
+    """Say what to write where a norm is made as in torch.nn, whose second argument is no eps."""
+
+    def checked(cls: type[C]) -> type[C]:
+        init = cls.__init__
+
+        @wraps(init)
+        def __init__(self: C, *arguments: Any, **named: Any) -> None:
+            if len(arguments) > most:
+                raise TypeError(
+                    f"write epinorm.{call}: eps is keyword-only, and the number of channels is "
+                    f"that of the linear layer's output; got {cls.__name__}{arguments}"
+                )
+            init(self, *arguments, **named)
+
+        cls.__init__ = __init__  # type: ignore[assignment]
+        return cls
+
+    return checked
+
+
+@_by_name(1, "GroupNorm(num_groups, eps=...)")
 @dataclass(frozen=True)
 class GroupNorm:
     """Group normalisation over each sample's channels in num_groups groups (Wu and He, 2018)."""
 
     num_groups: int
-    eps: float = 1e-5
+    eps: float = field(default=1e-5, kw_only=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.num_groups, bool) or not isinstance(self.num_groups, int):
@@ -50,7 +76,8 @@ class GroupNorm:
         return f"group_norm({self.num_groups},{format_number(self.eps)})"
 
 
-@dataclass(frozen=True)
+@_by_name(0, "LayerNorm(eps=...)")
+@dataclass(frozen=True, kw_only=True)
 class LayerNorm:
     """Layer normalisation over the output features (Ba, Kiros and Hinton, 2016)."""
 
@@ -63,7 +90,8 @@ class LayerNorm:
         return f"layer_norm({format_number(self.eps)})"
 
 
-@dataclass(frozen=True)
+@_by_name(0, "RMSNorm(eps=...)")
+@dataclass(frozen=True, kw_only=True)
 class RMSNorm:
     """Root-mean-square normalisation over the output features (Zhang and Sennrich, 2019).
 
@@ -149,11 +177,15 @@ def _parse_norm(text: str) -> Norm:
         groups = parse_number(arguments[0], text)
         if not groups.is_integer():
             raise ValueError(f"num_groups must be a whole number, got {arguments[0]}")
-        return GroupNorm(int(groups), *(parse_number(a, text) for a in arguments[1:]))
+        return GroupNorm(int(groups), **_eps(arguments[1:], text))
     if len(arguments) > 1:
         raise ValueError(f"cannot read {text!r}: expected {name}(eps)")
     norm_type = LayerNorm if name == "layer_norm" else RMSNorm
-    return norm_type(*(parse_number(a, text) for a in arguments))
+    return norm_type(**_eps(arguments, text))
+
+
+def _eps(arguments: tuple[str, ...], text: str) -> dict[str, float]:
+    return {"eps": parse_number(arguments[0], text)} if arguments else {}
 
 
 @lru_cache(maxsize=1024)

@@ -1,24 +1,20 @@
-"""Every pointwise operation of a chain, each defined once.
+"""One pointwise operation with its constants: from a text, a module or a call, and to C++.
 
-A definition holds the operation's PyTorch meaning and two C++ function bodies that serve both the
-CUDA and the CPU kernels: ``forward`` computes y from x, ``backward`` computes the gradient of x
-from the gradient g of y. The bodies are written for a type ``T`` (float or double) and take NaN
-and kinks the way PyTorch's own kernels do: comparisons are ordered so that a NaN falls through to
-the branch that keeps it.
+The operations themselves stand in activations.py, one definition each; all tables are made of them.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from epinorm.chain.activations import ACTIVATIONS, Definition, OperandKind
 
 __all__ = [
     "DEFINITIONS",
@@ -29,159 +25,42 @@ __all__ = [
     "as_pointwise",
     "as_pointwise_list",
     "cpp_function",
+    "define",
     "format_number",
+    "module_constants",
+    "of_call",
+    "of_module",
     "parse_pointwise",
 ]
 
-OperandKind = Literal["channel", "element"]
-"""What a tensor operand is: one value per output channel (N,), or one per output element (M, N)."""
+DEFINITIONS: dict[str, Definition] = {}
+_MODULES: dict[type[nn.Module], list[Definition]] = {}
+_FUNCTIONS: dict[Any, list[tuple[Definition, tuple[str, ...]]]] = {}
 
 
-@dataclass(frozen=True)
-class Definition:
-    """One kind of pointwise operation: its meaning in PyTorch and in C++.
+def define(definition: Definition) -> None:
+    """Make an operation known: its text, its modules and functions, its kernels.
 
-    ``parameters`` maps each constant's name to its default (None: required). ``operand_backward``
-    is the C++ body for the gradient of the tensor operand ``t``, before any sum over rows.
+    Raises ValueError for a name or a spelling that another operation has.
     """
+    if definition.name in DEFINITIONS:
+        raise ValueError(f"{definition.name!r} is defined already")
+    signatures = dict.fromkeys(definition.functions, tuple(definition.parameters))
+    signatures |= definition.partial
+    for others in (*map(_MODULES.get, definition.modules), *map(_FUNCTIONS.get, signatures)):
+        for entry in others or ():
+            other = entry if isinstance(entry, Definition) else entry[0]
+            if other.where.keys() != definition.where.keys() or other.where == definition.where:
+                raise ValueError(f"{definition.name!r} is spelled as {other.name!r} is")
+    DEFINITIONS[definition.name] = definition
+    for cls in definition.modules:
+        _MODULES.setdefault(cls, []).append(definition)
+    for target, names in signatures.items():
+        _FUNCTIONS.setdefault(target, []).append((definition, names))
 
-    name: str
-    apply: Callable[..., Tensor]
-    forward: str
-    backward: str
-    parameters: Mapping[str, float | None] = field(default_factory=dict)
-    operand: OperandKind | None = None
-    operand_backward: str | None = None
 
-
-def _clamp(x: Tensor, low: float, high: float) -> Tensor:
-    return torch.clamp(x, low, high)
-
-
-_SIGMOID = "const T s = T(1) / (T(1) + exp(-x)); "
-_TANH_INNER = (
-    "const T u = T(0.7978845608028654) * (x + T(0.044715) * x * x * x); const T h = tanh(u); "
-)
-
-_DEFINITIONS = (
-    Definition("identity", lambda x: x, "return x;", "return g;"),
-    Definition(
-        "leaky_relu",
-        F.leaky_relu,
-        "return x > T(0) ? x : x * negative_slope;",
-        "return x > T(0) ? g : g * negative_slope;",
-        {"negative_slope": 0.01},
-    ),
-    Definition("relu", F.relu, "return x <= T(0) ? T(0) : x;", "return x <= T(0) ? T(0) : g;"),
-    Definition(
-        "relu6",
-        F.relu6,
-        "return x < T(0) ? T(0) : (x > T(6) ? T(6) : x);",
-        "return x <= T(0) || x >= T(6) ? T(0) : g;",
-    ),
-    Definition(
-        "elu",
-        F.elu,
-        "return x <= T(0) ? alpha * expm1(x) : x;",
-        "return x <= T(0) ? g * alpha * exp(x) : g;",
-        {"alpha": 1.0},
-    ),
-    Definition(
-        "silu",
-        F.silu,
-        "return x / (T(1) + exp(-x));",
-        _SIGMOID + "return g * s * (T(1) + x * (T(1) - s));",
-    ),
-    Definition(
-        "gelu",
-        F.gelu,
-        "return T(0.5) * x * (T(1) + erf(x * T(0.7071067811865476)));",
-        "const T cdf = T(0.5) * (T(1) + erf(x * T(0.7071067811865476))); "
-        "const T pdf = T(0.3989422804014327) * exp(T(-0.5) * x * x); return g * (cdf + x * pdf);",
-    ),
-    Definition(
-        "gelu_tanh",
-        lambda x: F.gelu(x, approximate="tanh"),
-        _TANH_INNER + "return T(0.5) * x * (T(1) + h);",
-        _TANH_INNER
-        + "const T du = T(0.7978845608028654) * (T(1) + T(0.134145) * x * x); "
-        + "return g * (T(0.5) * (T(1) + h) + T(0.5) * x * (T(1) - h * h) * du);",
-    ),
-    Definition(
-        "mish",
-        F.mish,
-        "return x * tanh(log1p(exp(x)));",
-        _SIGMOID + "const T h = tanh(log1p(exp(x))); return g * (h + x * s * (T(1) - h * h));",
-    ),
-    Definition(
-        "tanh", torch.tanh, "return tanh(x);", "const T h = tanh(x); return g * (T(1) - h * h);"
-    ),
-    Definition(
-        "sigmoid",
-        torch.sigmoid,
-        "return T(1) / (T(1) + exp(-x));",
-        _SIGMOID + "return g * (T(1) - s) * s;",
-    ),
-    Definition(
-        "hardtanh",
-        F.hardtanh,
-        "return x < low ? low : (x > high ? high : x);",
-        "return x <= low || x >= high ? T(0) : g;",
-        {"low": -1.0, "high": 1.0},
-    ),
-    # torch.clamp passes the gradient at the bounds themselves, hardtanh does not.
-    Definition(
-        "clamp",
-        _clamp,
-        "return x < low ? low : (x > high ? high : x);",
-        "return x >= low && x <= high ? g : T(0);",
-        {"low": -math.inf, "high": math.inf},
-    ),
-    Definition(
-        "hardswish",
-        F.hardswish,
-        "const T u = x + T(3); const T r = u < T(0) ? T(0) : (u > T(6) ? T(6) : u); "
-        "return x * r / T(6);",
-        "return x <= T(-3) ? T(0) : (x < T(3) ? g * (x / T(3) + T(0.5)) : g);",
-    ),
-    Definition(
-        "softplus",
-        F.softplus,
-        "return x * beta > threshold ? x : log1p(exp(x * beta)) / beta;",
-        "const T e = exp(x * beta); return x * beta > threshold ? g : g * e / (e + T(1));",
-        {"beta": 1.0, "threshold": 20.0},
-    ),
-    Definition(
-        "scale", lambda x, c: x * c, "return x * factor;", "return g * factor;", {"factor": None}
-    ),
-    Definition("add", lambda x, c: x + c, "return x + constant;", "return g;", {"constant": None}),
-    Definition(
-        "mul_channel",
-        lambda x, t: x * t,
-        "return x * t;",
-        "return g * t;",
-        operand="channel",
-        operand_backward="return g * x;",
-    ),
-    Definition(
-        "add_channel",
-        lambda x, t: x + t,
-        "return x + t;",
-        "return g;",
-        operand="channel",
-        operand_backward="return g;",
-    ),
-    Definition(
-        "add_residual",
-        lambda x, t: x + t,
-        "return x + t;",
-        "return g;",
-        operand="element",
-        operand_backward="return g;",
-    ),
-)
-
-DEFINITIONS: Mapping[str, Definition] = MappingProxyType({d.name: d for d in _DEFINITIONS})
+for _definition in ACTIVATIONS:
+    define(_definition)
 
 
 @dataclass(frozen=True)
@@ -218,6 +97,11 @@ class Pointwise:
         return DEFINITIONS[self.name]
 
     @property
+    def kinks(self) -> tuple[float, ...]:
+        """The places where the derivative jumps."""
+        return tuple(x for x in self.definition.kinks(*self.constants) if math.isfinite(x))
+
+    @property
     def operand(self) -> OperandKind | None:
         """Which tensor the operation takes besides x; None for none."""
         return self.definition.operand
@@ -234,7 +118,7 @@ class Pointwise:
         return f"{self.name}({','.join(format_number(c) for c in self.constants)})"
 
 
-PointwiseLike = Pointwise | str | nn.Module
+PointwiseLike = Pointwise | str | nn.Module | Callable[..., Tensor]
 
 
 def _unknown_operation(name: str) -> str:
@@ -275,42 +159,91 @@ def parse_pointwise(text: str) -> Pointwise:
     return Pointwise(name, tuple(parse_number(a, text) for a in arguments))
 
 
-# How each nn.Module spells the operation. Exact types only: a subclass may compute anything.
-_MODULES: Mapping[type[nn.Module], Callable[[Any], Pointwise]] = {
-    nn.Identity: lambda m: Pointwise("identity"),
-    nn.LeakyReLU: lambda m: Pointwise("leaky_relu", (m.negative_slope,)),
-    nn.ReLU: lambda m: Pointwise("relu"),
-    nn.ReLU6: lambda m: Pointwise("relu6"),
-    nn.ELU: lambda m: Pointwise("elu", (m.alpha,)),
-    nn.SiLU: lambda m: Pointwise("silu"),
-    nn.GELU: lambda m: Pointwise("gelu_tanh" if m.approximate == "tanh" else "gelu"),
-    nn.Mish: lambda m: Pointwise("mish"),
-    nn.Tanh: lambda m: Pointwise("tanh"),
-    nn.Sigmoid: lambda m: Pointwise("sigmoid"),
-    nn.Hardtanh: lambda m: Pointwise("hardtanh", (m.min_val, m.max_val)),
-    nn.Hardswish: lambda m: Pointwise("hardswish"),
-    nn.Softplus: lambda m: Pointwise("softplus", (m.beta, m.threshold)),
-}
+def module_constants(cls: type[nn.Module]) -> tuple[str, ...]:
+    """The attributes of a module of this class that decide what it computes, if it is an operation
+    of a chain; else all that PyTorch declares to be its constants."""
+    if cls not in _MODULES:
+        return tuple(getattr(cls, "__constants__", ()))
+    named = [(*definition.modules[cls], *definition.where) for definition in _MODULES[cls]]
+    return tuple(dict.fromkeys(name for names in named for name in names))
+
+
+def of_module(module: nn.Module) -> Pointwise | None:
+    """The operation that a module computes, by its type and constants; None: none of ours."""
+    for definition in _MODULES.get(type(module), ()):
+        if all(getattr(module, name) == value for name, value in definition.where.items()):
+            pairs = zip(definition.parameters, definition.modules[type(module)], strict=True)
+            return _with_constants(definition, {key: getattr(module, name) for key, name in pairs})
+    return None
+
+
+def of_call(
+    target: Any, arguments: Sequence[Any] = (None,), named: Mapping[str, Any] | None = None
+) -> Pointwise | None:
+    """The operation that a call applies to its first argument; None where it is none of ours.
+
+    target: a function, an ATen operator or the name of a Tensor's method, in place or not;
+    arguments and named: those of the call, as a node of torch.fx has them.
+    """
+    for definition, names in _FUNCTIONS.get(_out_of_place(target), ()):
+        order = ("input", *names, *definition.where)
+        if not all(isinstance(value, bool) for value in arguments[len(order) :]):
+            continue  # what follows the constants is ``inplace`` alone
+        given = dict(zip(order, arguments, strict=False)) | dict(named or {})
+        where = {key: given.get(key, value) for key, value in definition.where.items()}
+        if where != definition.where or given.keys() - {*order, "self", "inplace"}:
+            continue
+        return _with_constants(definition, given)
+    return None
+
+
+def _out_of_place(target: Any) -> Any:
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        space, _, name = target._qualified_op_name.partition("::")
+        plain = getattr(torch.ops, space)
+        return getattr(plain, name[:-1], target) if name.endswith("_") else target
+    if isinstance(target, str) and target.endswith("_") and not target.startswith("_"):
+        return target[:-1]
+    return target if isinstance(target, Hashable) else None
+
+
+def _with_constants(definition: Definition, given: Mapping[str, Any]) -> Pointwise | None:
+    """The operation with the constants that PyTorch was given; None where one is no number.
+
+    An infinite default is that of a bound, for which PyTorch takes None too.
+    """
+    constants = []
+    for name, default in definition.parameters.items():
+        value = given.get(name, default)
+        if value is None and default is not None and math.isinf(default):
+            value = default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+            return None
+        constants.append(float(value))
+    return Pointwise(definition.name, tuple(constants))
 
 
 def as_pointwise(operation: PointwiseLike) -> Pointwise:
-    """Turn an operation's text, activation module or Pointwise into a Pointwise.
+    """Turn an operation's text, module, PyTorch function or Pointwise into a Pointwise.
 
-    Raises ValueError for an unknown text and TypeError for a module that is not one of PyTorch's
+    Raises ValueError for an unknown text and TypeError for anything that is not one of PyTorch's
     own activations.
     """
     if isinstance(operation, Pointwise):
         return operation
     if isinstance(operation, str):
         return parse_pointwise(operation)
-    convert = _MODULES.get(type(operation))
-    if convert is None:
-        known = ", ".join(m.__name__ for m in _MODULES)
+    found = of_module(operation) if isinstance(operation, nn.Module) else of_call(operation)
+    if found is None:
+        name = getattr(operation, "__name__", type(operation).__name__)
+        known = ", ".join(cls.__name__ for cls in _MODULES)
         raise TypeError(
-            f"{type(operation).__name__} is not a pointwise operation; pass a text such as "
-            f"'leaky_relu(0.01)' or one of the modules {known}"
+            f"{name} is not a pointwise operation; pass a text such as 'leaky_relu(0.01)', a "
+            f"function such as torch.relu, or an instance of one of the modules {known}"
         )
-    return convert(operation)
+    return found
 
 
 def as_pointwise_list(
@@ -319,9 +252,9 @@ def as_pointwise_list(
     """Turn ``"leaky_relu(0.01)|scale(2)"``, one operation, or several into a tuple of Pointwise."""
     if isinstance(operations, str):
         return tuple(parse_pointwise(part) for part in operations.split("|") if part.strip())
-    if isinstance(operations, (Pointwise, nn.Module)) and not isinstance(
-        operations, (nn.Sequential, nn.ModuleList)
-    ):
+    if isinstance(operations, (nn.Sequential, nn.ModuleList)):
+        return tuple(as_pointwise(operation) for operation in operations)
+    if isinstance(operations, nn.Module) or not isinstance(operations, Iterable):
         return (as_pointwise(operations),)
     return tuple(as_pointwise(operation) for operation in operations)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from epinorm.backends.choice import backend_of, bound, plan_for
 from epinorm.backends.prepack import keeps, marked
 from epinorm.chain import Chain
-from epinorm.operator.checks import check_call
+from epinorm.operator.checks import check_backward, check_call
 from epinorm.precision import product_precision
 from epinorm.problem import (
     BackwardFunction,
@@ -131,10 +131,17 @@ def _plan(inputs: Inputs, facts: Facts, training: bool, prepacked: bool) -> _Pre
 
 
 def _dense(t: Tensor) -> Tensor:
-    """Make the last dimension contiguous and rows disjoint; most tensors pass as they are."""
+    """Make the last dimension contiguous, rows disjoint and memory what the values are; most
+    tensors pass as they are."""
+    if t.is_neg() or t._is_zerotensor():  # their sign or their zeros stand beside the memory
+        t = torch.zeros_like(t).copy_(t)
     if t.is_contiguous() or (t.dim() == 2 and t.stride(1) == 1 and t.stride(0) >= t.shape[1]):
         return t
     return t.contiguous()
+
+
+def _vector(t: Tensor | None) -> Tensor | None:
+    return None if t is None else _dense(t).contiguous()
 
 
 def _inputs(
@@ -146,11 +153,7 @@ def _inputs(
     operands: Sequence[Tensor],
 ) -> Inputs:
     return Inputs(
-        x if x.is_contiguous() else _dense(x),
-        weight if weight.is_contiguous() else _dense(weight),
-        None if bias is None else bias.contiguous(),
-        None if norm_weight is None else norm_weight.contiguous(),
-        None if norm_bias is None else norm_bias.contiguous(),
+        *(_dense(x), _dense(weight), _vector(bias), _vector(norm_weight), _vector(norm_bias)),
         tuple(_dense(t) for t in operands) if operands else (),
     )
 
@@ -208,7 +211,9 @@ def run_backward(
     else:
         inputs = _inputs(*tensors)
         prepared, left = _prepare(inputs, facts, True), None
-        dense = [t.contiguous() for t in kept]  # a hook may have handed back other strides
+        chain, out_dtype = prepared.problem.chain, prepared.problem.out_dtype
+        check_backward(dy, inputs, kept, chain, out_dtype, wanted)
+        dense = [_dense(t).contiguous() for t in kept]  # a hook may have handed back anything
     want = Wanted(wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], tuple(wanted[5:]))
     forward = [Forward(dense[0], *dense)]  # backward never reads y
     del dense

@@ -6,13 +6,14 @@ Where PyTorch's own layers refuse the same mistake, the exception type and the w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from epinorm.chain import Chain, GroupNorm
+from epinorm.chain import Chain, GroupNorm, RMSNorm
 
-__all__ = ["check_call", "check_leading_dimensions"]
+__all__ = ["check_backward", "check_call", "check_leading_dimensions"]
 
 
 def check_leading_dimensions(x: Tensor, operands: Sequence[Tensor], chain: Chain) -> None:
@@ -66,6 +67,45 @@ def check_call(
         )
     _check_norm(m, n, norm_weight, norm_bias, chain)
     _check_operands(m, n, operands, chain)
+
+
+def check_backward(
+    dy: Tensor,
+    inputs: Sequence[Any],
+    kept: Sequence[Tensor],
+    chain: Chain,
+    out_dtype: torch.dtype,
+    wanted: Sequence[bool],
+) -> None:
+    """Raise if dy or what forward kept (z, mean, rstd) does not belong to these inputs: kernels
+    read memory as they expect it, and hooks on saved tensors can hand back anything."""
+    x, weight, *rest, operands = inputs
+    y_shape = [x.shape[0], weight.shape[0]]
+    stats, stats_dtype = [x.shape[0], chain.groups(weight.shape[0])], torch.float32
+    if x.dtype == torch.float64:
+        stats_dtype = torch.float64
+    mean = [0] if isinstance(chain.norm, RMSNorm) else stats
+    expected = (
+        ("dy", y_shape, out_dtype),
+        ("z", y_shape, x.dtype),
+        ("mean", mean, stats_dtype),
+        ("rstd", stats, stats_dtype),
+    )
+    for (name, shape, dtype), t in zip(expected, (dy, *kept), strict=True):
+        if list(t.shape) != shape or t.dtype != dtype or t.device != x.device:
+            raise RuntimeError(
+                f"{name} must be of shape {shape}, {dtype} and on {x.device} for these inputs, but "
+                f"is of shape {list(t.shape)}, {t.dtype} and on {t.device} (hooks on saved tensors "
+                "must give back what was saved)"
+            )
+    tensors = (x, weight, *rest, *operands)
+    if len(wanted) != len(tensors) or any(
+        want and t is None for want, t in zip(wanted, tensors, strict=True)
+    ):
+        raise ValueError(
+            f"wanted must say for each of the {len(tensors)} inputs whether its gradient is asked "
+            f"for, False for those that are None; got {list(wanted)}"
+        )
 
 
 def _check_same_device(tensors: Sequence[Tensor | None]) -> None:

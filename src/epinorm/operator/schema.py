@@ -15,8 +15,8 @@ from torch import Tensor
 
 from epinorm.chain import Chain, GroupNorm, RMSNorm
 from epinorm.operator.calls import run_backward, run_forward, run_inference
-from epinorm.operator.checks import check_call
-from epinorm.problem import Forward
+from epinorm.operator.checks import check_backward, check_call
+from epinorm.problem import Forward, Inputs
 
 __all__ = ["library", "linear_norm", "linear_norm_backward", "linear_norm_forward"]
 
@@ -84,7 +84,11 @@ def _fake_forward(*arguments: Any) -> Forward:
 
 
 def _fake_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
-    tensors = (*rest[:5], *rest[5])
+    inputs, chain = Inputs(*rest[:6]), Chain.parse(rest[9])
+    dtype = rest[12] or inputs.x.dtype
+    check_call(*inputs, chain, dtype)
+    check_backward(dy, inputs, rest[6:9], chain, dtype, rest[13])
+    tensors = (*inputs[:5], *inputs.operands)
     return [t.new_empty(t.shape) for t, want in zip(tensors, rest[13], strict=True) if want]
 
 

@@ -181,13 +181,13 @@ def _is_tensor_like(node: fx.Node) -> bool:
 
 def _read_norm_module(module: nn.Module) -> NormRead | str | None:
     if type(module) is nn.GroupNorm:
-        return NormRead(GroupNorm(module.num_groups, module.eps), (module.num_channels,))
+        return NormRead(GroupNorm(module.num_groups, eps=module.eps), (module.num_channels,))
     if type(module) in (nn.LayerNorm, nn.RMSNorm):
         shape = tuple(int(n) for n in module.normalized_shape)  # type: ignore[union-attr]
         if len(shape) != 1:
             return f"its norm spans {len(shape)} dimensions; a chain's norm spans the last one"
         kind = LayerNorm if type(module) is nn.LayerNorm else RMSNorm
-        return NormRead(kind(module.eps), shape)  # type: ignore[arg-type]
+        return NormRead(kind(eps=module.eps), shape)  # type: ignore[arg-type]
     if isinstance(module, (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)):
         return f"{type(module).__name__} is a subclass of PyTorch's norm and may differ from it"
     return None
@@ -209,14 +209,14 @@ def _read_norm_function(node: fx.Node) -> NormRead | str:
     if node.target is F.group_norm:
         if not isinstance(given["num_groups"], int):
             return "its num_groups is computed"
-        return NormRead(GroupNorm(given["num_groups"], eps), None, weight, bias)
+        return NormRead(GroupNorm(given["num_groups"], eps=eps), None, weight, bias)
     shape = given["normalized_shape"]
     if isinstance(shape, fx.Node) or any(not isinstance(n, int) for n in shape):
         return "its normalized_shape is computed from a tensor"
     if len(shape) != 1:
         return f"its norm spans {len(shape)} dimensions; a chain's norm spans the last one"
     kind = LayerNorm if node.target is F.layer_norm else RMSNorm
-    return NormRead(kind(eps), tuple(shape), weight, bias)
+    return NormRead(kind(eps=eps), tuple(shape), weight, bias)
 
 
 def _next(finder: _Finder, node: fx.Node) -> tuple[fx.Node | None, str | None]:

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from epinorm.chain import GroupNorm, Norm
+from epinorm.chain.pointwise import module_constants
 from epinorm.operator.dispatch import Caller
 from epinorm.operator.functional import apply_chain
 from epinorm.operator.modules import parameter_of
@@ -28,21 +29,6 @@ from epinorm.rewrite.trace import has_hooks
 __all__ = ["Site", "build_site", "load_function"]
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
-
-# What of a module is part of the chain's text, and so must still be what it was.
-_CONSTANTS: Mapping[type[nn.Module], tuple[str, ...]] = {
-    nn.GroupNorm: ("num_groups", "num_channels", "eps"),
-    nn.LayerNorm: ("normalized_shape", "eps"),
-    nn.RMSNorm: ("normalized_shape", "eps"),
-    nn.LeakyReLU: ("negative_slope",),
-    nn.ELU: ("alpha",),
-    nn.GELU: ("approximate",),
-    nn.Hardtanh: ("min_val", "max_val"),
-    nn.Softplus: ("beta", "threshold"),
-    nn.Dropout: ("p",),
-    nn.AlphaDropout: ("p",),
-    nn.FeatureAlphaDropout: ("p",),
-}
 
 
 @dataclass(frozen=True)
@@ -249,8 +235,11 @@ def load_function(graph: fx.Graph, name: str) -> Callable[..., Any]:
 
 
 def _constants(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    names = _CONSTANTS.get(type(module), ())
-    return tuple((name, getattr(module, name)) for name in names)
+    """What of a module is part of the chain's text, and so must still be what it was."""
+    if isinstance(module, nn.Linear):
+        return ()
+    names = module_constants(type(module))
+    return tuple((name, getattr(module, name)) for name in names if name != "inplace")
 
 
 class _Inputs:

@@ -7,7 +7,7 @@ for anything that a chain cannot hold.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from epinorm.chain.pointwise import Pointwise, as_pointwise
+from epinorm.chain.pointwise import Pointwise, of_call, of_module
 
 __all__ = ["Applied", "arguments", "is_dropout", "may_mutate", "plain_type", "read", "target_name"]
 
@@ -31,51 +31,6 @@ class Applied:
     operation: Pointwise | None
     operand: fx.Node | None = None
 
-
-# function or method name → (operation, its constants in the order of the call, with defaults)
-_Spelling = tuple[str, tuple[tuple[str, Any], ...]]
-_RELU6: _Spelling = ("relu6", ())
-_LEAKY: _Spelling = ("leaky_relu", (("negative_slope", 0.01),))
-_ELU: _Spelling = ("elu", (("alpha", 1.0),))
-_HARDTANH: _Spelling = ("hardtanh", (("min_val", -1.0), ("max_val", 1.0)))
-_CLAMP: _Spelling = ("clamp", (("min", None), ("max", None)))
-_SOFTPLUS: _Spelling = ("softplus", (("beta", 1.0), ("threshold", 20.0)))
-
-_FUNCTIONS: Mapping[Callable[..., Any], _Spelling] = {
-    F.leaky_relu: _LEAKY,
-    F.leaky_relu_: _LEAKY,
-    F.relu: ("relu", ()),
-    F.relu_: ("relu", ()),
-    torch.relu: ("relu", ()),
-    torch.relu_: ("relu", ()),
-    F.relu6: _RELU6,
-    F.elu: _ELU,
-    F.elu_: _ELU,
-    F.silu: ("silu", ()),
-    F.mish: ("mish", ()),
-    F.tanh: ("tanh", ()),
-    torch.tanh: ("tanh", ()),
-    torch.tanh_: ("tanh", ()),
-    F.sigmoid: ("sigmoid", ()),
-    torch.sigmoid: ("sigmoid", ()),
-    torch.sigmoid_: ("sigmoid", ()),
-    F.hardtanh: _HARDTANH,
-    F.hardtanh_: _HARDTANH,
-    torch.clamp: _CLAMP,
-    torch.clamp_: _CLAMP,
-    torch.clip: _CLAMP,
-    torch.clip_: _CLAMP,
-    F.hardswish: ("hardswish", ()),
-    F.softplus: _SOFTPLUS,
-}
-
-_METHODS: Mapping[str, _Spelling] = {
-    "relu": ("relu", ()),
-    "tanh": ("tanh", ()),
-    "sigmoid": ("sigmoid", ()),
-    "clamp": _CLAMP,
-    "clip": _CLAMP,
-}
 
 _BINARY: Mapping[Any, str] = {
     operator.add: "add",
@@ -138,27 +93,6 @@ def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
     return given | dict(node.kwargs)
 
 
-def _unary(node: fx.Node, spelling: _Spelling) -> Applied | None:
-    name, constants = spelling
-    given = arguments(node, "input", *(key for key, _ in constants))
-    if set(given) - {key for key, _ in constants} - {"inplace", "input"}:
-        return None
-    values: list[Any] = [given.get(key, default) for key, default in constants]
-    if name == "clamp":
-        low, high = values
-        values = [float("-inf") if low is None else low, float("inf") if high is None else high]
-    if not all(_is_number(value) for value in values):
-        return None
-    return Applied(Pointwise(name, tuple(values)))
-
-
-def _gelu(node: fx.Node) -> Applied | None:
-    approximate = node.kwargs.get("approximate", "none")
-    names = {"none": "gelu", "tanh": "gelu_tanh"}
-    name = names.get(approximate) if isinstance(approximate, str) else None
-    return Applied(Pointwise(name)) if name else None
-
-
 def _function_dropout(node: fx.Node) -> Applied | None:
     given = arguments(node, "input", "p", "training", "inplace")
     training, p = given.get("training", True), given.get("p", 0.5)
@@ -215,10 +149,8 @@ def _module(module: nn.Module, training: bool | None) -> Applied | None:
         return Applied(None) if not acts or module.p == 0 else None
     if type(module) is nn.Identity:
         return Applied(None)
-    try:
-        return Applied(as_pointwise(module))
-    except (TypeError, ValueError):
-        return None
+    operation = of_module(module)
+    return Applied(operation) if operation else None
 
 
 def _function(node: fx.Node, x: fx.Node) -> Applied | None:
@@ -232,12 +164,10 @@ def _function(node: fx.Node, x: fx.Node) -> Applied | None:
         return None
     if target in _NEGATIONS or (node.op == "call_method" and target in ("neg", "negative")):
         return Applied(Pointwise("scale", (-1.0,)))
-    if target is F.gelu:
-        return _gelu(node)
     if target in _DROPOUT_FUNCTIONS:
         return _function_dropout(node)
-    spelling = _METHODS.get(target) if node.op == "call_method" else _FUNCTIONS.get(target)
-    return _unary(node, spelling) if spelling else None
+    operation = of_call(target, node.args, node.kwargs)
+    return Applied(operation) if operation else None
 
 
 def read(

@@ -9,44 +9,27 @@ and candidate alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from epinorm.chain.pointwise import of_call
+
 __all__ = ["away_from_kinks"]
 
 MARGIN = 8.0
 """Elements closer to a kink than this many times eager's typical error there are left out."""
 
-_aten = torch.ops.aten
 
-
-def _bounds(arguments: Sequence[Any], low: float | None, high: float | None) -> list[float]:
-    given = [*arguments[1:3], *(low, high)[len(arguments[1:3]) :]]
-    return [float(bound) for bound in given if bound is not None and not isinstance(bound, Tensor)]
-
-
-# ATen operation → the places of its kinks, from its arguments.
-_KINKS: Mapping[Any, Callable[[Sequence[Any]], list[float]]] = {
-    _aten.relu: lambda a: [0.0],
-    _aten.relu_: lambda a: [0.0],
-    _aten.leaky_relu: lambda a: [0.0],
-    _aten.leaky_relu_: lambda a: [0.0],
-    _aten.elu: lambda a: [0.0],
-    _aten.elu_: lambda a: [0.0],
-    _aten.abs: lambda a: [0.0],
-    _aten.hardtanh: lambda a: _bounds(a, -1.0, 1.0),
-    _aten.hardtanh_: lambda a: _bounds(a, -1.0, 1.0),
-    _aten.clamp: lambda a: _bounds(a, None, None),
-    _aten.clamp_: lambda a: _bounds(a, None, None),
-    _aten.clamp_min: lambda a: [float(a[1])],
-    _aten.clamp_max: lambda a: [float(a[1])],
-    _aten.hardswish: lambda a: [-3.0, 3.0],
-    _aten.hardswish_: lambda a: [-3.0, 3.0],
-}
+def _kinks(func: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[float, ...]:
+    """Where the derivative of one ATen operation jumps."""
+    if func.overloadpacket is torch.ops.aten.abs:
+        return (0.0,)
+    operation = of_call(func, arguments, named)
+    return () if operation is None else operation.kinks
 
 
 class _Recorder(TorchDispatchMode):
@@ -59,12 +42,11 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kinks = _KINKS.get(func.overloadpacket)
-        if kinks is not None and isinstance(args[0], Tensor):
+        kinks = _kinks(func, args, kwargs or {})
+        if kinks and isinstance(args[0], Tensor):
             x = args[0].detach().double()
             scale = torch.linalg.vector_norm(x) / max(1, x.numel()) ** 0.5
-            for kink in kinks(args):
-                self.distances.append((x - kink).abs() / scale)
+            self.distances += [(x - kink).abs() / scale for kink in kinks]
         return func(*args, **(kwargs or {}))
 
 

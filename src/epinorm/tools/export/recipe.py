@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from epinorm.chain import Chain, GroupNorm
-from epinorm.chain.pointwise import Pointwise
+from epinorm.chain.pointwise import Pointwise, of_module
 from epinorm.rewrite.match import Candidate
 from epinorm.rewrite.program import Analysis
 from epinorm.rewrite.replace import analyse_modes
@@ -23,14 +23,6 @@ from epinorm.rewrite.trace import Untraceable
 from epinorm.tools.kernelbench.protocol import NoChainError
 
 __all__ = ["Constant", "Recipe", "read_recipe"]
-
-# Which attributes of a module are its operation's constants, in their order.
-_CONSTANTS: Mapping[type[nn.Module], tuple[str, ...]] = {
-    nn.LeakyReLU: ("negative_slope",),
-    nn.ELU: ("alpha",),
-    nn.Hardtanh: ("min_val", "max_val"),
-    nn.Softplus: ("beta", "threshold"),
-}
 
 
 @dataclass(frozen=True)
@@ -206,7 +198,8 @@ def _operations(
         names: Sequence[str] = ()
         path = ""
         if node.op == "call_module":
-            names = _CONSTANTS.get(type(analysis.modules[str(node.target)]), ())
+            module = analysis.modules[str(node.target)]
+            names = operation.definition.modules.get(type(module), ())
             path = path_expression(analysis.module, str(node.target))
         expressions: list[str | None] = [f"{path}.{name}" for name in names]
         expressions = expressions or [None] * len(operation.constants)
@@ -230,9 +223,9 @@ def _checks(analysis: Analysis) -> dict[str, Any]:
     """Plain attributes that the trace read and that the text therefore depends on."""
     kept: dict[str, Any] = {}
     for path, module in analysis.modules.items():
-        if type(module) is nn.GELU:
-            expression = path_expression(analysis.module, path)
-            kept[f"{expression}.approximate"] = module.approximate
+        operation = of_module(module)
+        for name, value in operation.definition.where.items() if operation else ():
+            kept[f"{path_expression(analysis.module, path)}.{name}"] = value
     for name, value in analysis.trace.attributes.items():
         plain = isinstance(value, (bool, int, float, str, type(None)))
         if plain and re.fullmatch(r"[A-Za-z]\w*", name) and name != "training":

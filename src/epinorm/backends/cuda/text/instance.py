@@ -78,9 +78,6 @@ def vectors(instance: Instance[T]) -> int:
     return sum(flags) + instance.chain.operand_kinds.count("channel")
 
 
-_HOMOGENEOUS = ("identity", "relu", "leaky_relu")
-
-
 def _without_scale(chain: Chain) -> tuple[Chain, float]:
     """Take a last scale by a power of two out of post, where gamma and beta can carry it.
 
@@ -90,7 +87,7 @@ def _without_scale(chain: Chain) -> tuple[Chain, float]:
         return chain, 1.0
     factor = chain.post[-1].constants[0]
     exact = factor > 0 and math.frexp(factor)[0] == 0.5
-    if not exact or any(op.name not in _HOMOGENEOUS for op in chain.post[:-1]):
+    if not exact or not all(op.definition.homogeneous for op in chain.post[:-1]):
         return chain, 1.0
     return dataclasses.replace(chain, post=chain.post[:-1]), factor
 

@@ -1,0 +1,313 @@
+"""Every pointwise operation of a chain, each defined once.
+
+A definition holds the operation's PyTorch meaning, two C++ function bodies that serve both the
+CUDA and the CPU kernels, and how users spell it. ``forward`` computes y from x, ``backward`` the
+gradient of x from the gradient g of y. The bodies are written for a type ``T`` (float or double)
+and take NaN and kinks the way PyTorch's own kernels do: comparisons are ordered so that a NaN falls
+through to the branch that keeps it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["ACTIVATIONS", "Definition", "OperandKind"]
+
+OperandKind = Literal["channel", "element"]
+"""What a tensor operand is: one value per output channel (N,), or one per output element (M, N)."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One kind of pointwise operation; what has no default cannot be forgotten.
+
+    parameters: each constant's name, which is also PyTorch's name of the argument, and its default
+    (None: required).
+
+    modules: the classes that compute it, each with the attributes that are its constants, in the
+    parameters' order. Exact types: a subclass may compute anything.
+
+    functions: what computes it as f(input, *constants): functions, ATen operators (one in place is
+    found under its plain name), and names of Tensor's methods. ``partial``: those that take some of
+    the constants only, with these. ``where``: further attributes and arguments, and the values that
+    they have where this operation is meant.
+
+    kinks: from the constants to the places where the derivative jumps. homogeneous: whether
+    f(c x) = c f(x) for every c > 0. ``operand_backward`` is the C++ body for the gradient of the
+    tensor operand ``t``, before any sum over rows.
+    """
+
+    name: str
+    apply: Callable[..., Tensor]
+    forward: str
+    backward: str
+    parameters: Mapping[str, float | None] = field(default_factory=dict)
+    _: KW_ONLY
+    modules: Mapping[type[nn.Module], tuple[str, ...]]
+    functions: tuple[Any, ...]
+    kinks: Callable[..., tuple[float, ...]]
+    homogeneous: bool
+    partial: Mapping[Any, tuple[str, ...]] = field(default_factory=dict)
+    where: Mapping[str, Any] = field(default_factory=dict)
+    operand: OperandKind | None = None
+    operand_backward: str | None = None
+
+    def __post_init__(self) -> None:
+        for cls, attributes in self.modules.items():
+            declared = set(getattr(cls, "__constants__", ())) - {"inplace"}
+            missing = declared - {*attributes, *self.where}
+            if missing or len(attributes) != len(self.parameters):
+                raise ValueError(
+                    f"{self.name} must name an attribute of {cls.__name__} for each of its "
+                    f"parameters ({', '.join(self.parameters) or 'none'}), and all that PyTorch "
+                    f"declares to be its constants ({', '.join(sorted(declared)) or 'none'}); "
+                    f"got {attributes}"
+                )
+
+
+def _clamp(x: Tensor, low: float, high: float) -> Tensor:
+    return torch.clamp(x, low, high)
+
+
+def _smooth(*_: float) -> tuple[float, ...]:
+    return ()
+
+
+def _at_zero(*_: float) -> tuple[float, ...]:
+    return (0.0,)
+
+
+def _at_bounds(low: float, high: float) -> tuple[float, ...]:
+    return (low, high)
+
+
+_aten = torch.ops.aten
+_SIGMOID = "const T s = T(1) / (T(1) + exp(-x)); "
+_TANH_INNER = (
+    "const T u = T(0.7978845608028654) * (x + T(0.044715) * x * x * x); const T h = tanh(u); "
+)
+_ARITHMETIC: Any = {"modules": {}, "functions": (), "kinks": _smooth, "homogeneous": False}
+"""What users write with operators, whose other side decides what is meant: rewrite/spelling.py."""
+
+ACTIVATIONS = (
+    Definition(
+        "identity",
+        lambda x: x,
+        "return x;",
+        "return g;",
+        modules={nn.Identity: ()},
+        functions=(),
+        kinks=_smooth,
+        homogeneous=True,
+    ),
+    Definition(
+        "leaky_relu",
+        F.leaky_relu,
+        "return x > T(0) ? x : x * negative_slope;",
+        "return x > T(0) ? g : g * negative_slope;",
+        {"negative_slope": 0.01},
+        modules={nn.LeakyReLU: ("negative_slope",)},
+        functions=(F.leaky_relu, F.leaky_relu_, _aten.leaky_relu),
+        kinks=_at_zero,
+        homogeneous=True,
+    ),
+    Definition(
+        "relu",
+        F.relu,
+        "return x <= T(0) ? T(0) : x;",
+        "return x <= T(0) ? T(0) : g;",
+        modules={nn.ReLU: ()},
+        functions=(F.relu, torch.relu, torch.relu_, _aten.relu, "relu"),
+        kinks=_at_zero,
+        homogeneous=True,
+    ),
+    # nn.ReLU6 is a Hardtanh, with bounds that can be changed.
+    Definition(
+        "relu6",
+        F.relu6,
+        "return x < T(0) ? T(0) : (x > T(6) ? T(6) : x);",
+        "return x <= T(0) || x >= T(6) ? T(0) : g;",
+        modules={},
+        functions=(F.relu6, _aten.relu6),
+        kinks=lambda: (0.0, 6.0),
+        homogeneous=False,
+    ),
+    Definition(
+        "elu",
+        F.elu,
+        "return x <= T(0) ? alpha * expm1(x) : x;",
+        "return x <= T(0) ? g * alpha * exp(x) : g;",
+        {"alpha": 1.0},
+        modules={nn.ELU: ("alpha",)},
+        functions=(F.elu, F.elu_, _aten.elu),
+        kinks=_at_zero,
+        homogeneous=False,
+    ),
+    Definition(
+        "silu",
+        F.silu,
+        "return x / (T(1) + exp(-x));",
+        _SIGMOID + "return g * s * (T(1) + x * (T(1) - s));",
+        modules={nn.SiLU: ()},
+        functions=(F.silu, _aten.silu),
+        kinks=_smooth,
+        homogeneous=False,
+    ),
+    Definition(
+        "gelu",
+        F.gelu,
+        "return T(0.5) * x * (T(1) + erf(x * T(0.7071067811865476)));",
+        "const T cdf = T(0.5) * (T(1) + erf(x * T(0.7071067811865476))); "
+        "const T pdf = T(0.3989422804014327) * exp(T(-0.5) * x * x); return g * (cdf + x * pdf);",
+        modules={nn.GELU: ()},
+        functions=(F.gelu, _aten.gelu),
+        where={"approximate": "none"},
+        kinks=_smooth,
+        homogeneous=False,
+    ),
+    Definition(
+        "gelu_tanh",
+        lambda x: F.gelu(x, approximate="tanh"),
+        _TANH_INNER + "return T(0.5) * x * (T(1) + h);",
+        _TANH_INNER
+        + "const T du = T(0.7978845608028654) * (T(1) + T(0.134145) * x * x); "
+        + "return g * (T(0.5) * (T(1) + h) + T(0.5) * x * (T(1) - h * h) * du);",
+        modules={nn.GELU: ()},
+        functions=(F.gelu, _aten.gelu),
+        where={"approximate": "tanh"},
+        kinks=_smooth,
+        homogeneous=False,
+    ),
+    Definition(
+        "mish",
+        F.mish,
+        "return x * tanh(log1p(exp(x)));",
+        _SIGMOID + "const T h = tanh(log1p(exp(x))); return g * (h + x * s * (T(1) - h * h));",
+        modules={nn.Mish: ()},
+        functions=(F.mish, _aten.mish),
+        kinks=_smooth,
+        homogeneous=False,
+    ),
+    Definition(
+        "tanh",
+        torch.tanh,
+        "return tanh(x);",
+        "const T h = tanh(x); return g * (T(1) - h * h);",
+        modules={nn.Tanh: ()},
+        functions=(F.tanh, torch.tanh, torch.tanh_, _aten.tanh, "tanh"),
+        kinks=_smooth,
+        homogeneous=False,
+    ),
+    Definition(
+        "sigmoid",
+        torch.sigmoid,
+        "return T(1) / (T(1) + exp(-x));",
+        _SIGMOID + "return g * (T(1) - s) * s;",
+        modules={nn.Sigmoid: ()},
+        functions=(F.sigmoid, torch.sigmoid, torch.sigmoid_, _aten.sigmoid, "sigmoid"),
+        kinks=_smooth,
+        homogeneous=False,
+    ),
+    Definition(
+        "hardtanh",
+        F.hardtanh,
+        "return x < min_val ? min_val : (x > max_val ? max_val : x);",
+        "return x <= min_val || x >= max_val ? T(0) : g;",
+        {"min_val": -1.0, "max_val": 1.0},
+        modules={nn.Hardtanh: ("min_val", "max_val"), nn.ReLU6: ("min_val", "max_val")},
+        functions=(F.hardtanh, F.hardtanh_, _aten.hardtanh),
+        kinks=_at_bounds,
+        homogeneous=False,
+    ),
+    # torch.clamp passes the gradient at the bounds themselves, hardtanh does not.
+    Definition(
+        "clamp",
+        _clamp,
+        "const T u = x < min ? min : x; return u > max ? max : u;",
+        "return x >= min && x <= max ? g : T(0);",
+        {"min": -math.inf, "max": math.inf},
+        modules={},
+        functions=(
+            *(torch.clamp, torch.clamp_, torch.clip, torch.clip_),
+            *(_aten.clamp, _aten.clip, "clamp", "clip"),
+        ),
+        partial={
+            **dict.fromkeys((torch.clamp_min, _aten.clamp_min, "clamp_min"), ("min",)),
+            **dict.fromkeys((torch.clamp_max, _aten.clamp_max, "clamp_max"), ("max",)),
+        },
+        kinks=_at_bounds,
+        homogeneous=False,
+    ),
+    Definition(
+        "hardswish",
+        F.hardswish,
+        "const T u = x + T(3); const T r = u < T(0) ? T(0) : (u > T(6) ? T(6) : u); "
+        "return x * r / T(6);",
+        "return x <= T(-3) ? T(0) : (x < T(3) ? g * (x / T(3) + T(0.5)) : g);",
+        modules={nn.Hardswish: ()},
+        functions=(F.hardswish, _aten.hardswish),
+        kinks=lambda: (-3.0, 3.0),
+        homogeneous=False,
+    ),
+    Definition(
+        "softplus",
+        F.softplus,
+        "return x * beta > threshold ? x : log1p(exp(x * beta)) / beta;",
+        "const T e = exp(x * beta); return x * beta > threshold ? g : g * e / (e + T(1));",
+        {"beta": 1.0, "threshold": 20.0},
+        modules={nn.Softplus: ("beta", "threshold")},
+        functions=(F.softplus, _aten.softplus),
+        kinks=lambda beta, threshold: (threshold / beta,) if beta else (),
+        homogeneous=False,
+    ),
+    Definition(
+        "scale",
+        lambda x, c: x * c,
+        "return x * factor;",
+        "return g * factor;",
+        {"factor": None},
+        **_ARITHMETIC | {"homogeneous": True},
+    ),
+    Definition(
+        "add",
+        lambda x, c: x + c,
+        "return x + constant;",
+        "return g;",
+        {"constant": None},
+        **_ARITHMETIC,
+    ),
+    Definition(
+        "mul_channel",
+        lambda x, t: x * t,
+        "return x * t;",
+        "return g * t;",
+        operand="channel",
+        operand_backward="return g * x;",
+        **_ARITHMETIC | {"homogeneous": True},
+    ),
+    Definition(
+        "add_channel",
+        lambda x, t: x + t,
+        "return x + t;",
+        "return g;",
+        operand="channel",
+        operand_backward="return g;",
+        **_ARITHMETIC,
+    ),
+    Definition(
+        "add_residual",
+        lambda x, t: x + t,
+        "return x + t;",
+        "return g;",
+        operand="element",
+        operand_backward="return g;",
+        **_ARITHMETIC,
+    ),
+)
