@@ -175,6 +175,19 @@ def test_the_backward_operator_checks_what_it_reads(name: str, change: Any) -> N
         torch.ops.epinorm.linear_norm_backward(*arguments.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("norm", [epinorm.GroupNorm(4), epinorm.LayerNorm(), epinorm.RMSNorm()])
+@pytest.mark.parametrize("strategy", ["cpu", "reference"])
+def test_what_forward_keeps_is_what_backward_expects(strategy: str, norm: Any, dtype: Any) -> None:
+    x, weight = (torch.randn(s, dtype=dtype, requires_grad=True) for s in SHAPES[:2])
+    for _ in range(2):
+        y = epinorm.linear_norm(x, weight, norm=norm, strategy=strategy)
+        with torch.autograd.graph.saved_tensors_hooks(same, same):
+            hooked = epinorm.linear_norm(x, weight, norm=norm, strategy=strategy)
+        found = [torch.autograd.grad(out, [x, weight], torch.ones_like(y)) for out in (y, hooked)]
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("wanted", [[True] * 5, [True] * 7, [True, True, True, False, False, True]])
 def test_the_backward_operator_checks_what_is_wanted(wanted: list[bool]) -> None:
     arguments = backward_arguments() | {"wanted": wanted}

@@ -84,11 +84,13 @@ def check_backward(
     stats, stats_dtype = [x.shape[0], chain.groups(weight.shape[0])], torch.float32
     if x.dtype == torch.float64:
         stats_dtype = torch.float64
-    mean = [0] if isinstance(chain.norm, RMSNorm) else stats
+    mean = (stats, stats_dtype)
+    if isinstance(chain.norm, RMSNorm):
+        mean = ([0], kept[1].dtype)  # there is none
     expected = (
         ("dy", y_shape, out_dtype),
         ("z", y_shape, x.dtype),
-        ("mean", mean, stats_dtype),
+        ("mean", *mean),
         ("rstd", stats, stats_dtype),
     )
     for (name, shape, dtype), t in zip(expected, (dy, *kept), strict=True):

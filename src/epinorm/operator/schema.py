@@ -88,7 +88,7 @@ def _fake_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
     dtype = rest[12] or inputs.x.dtype
     check_call(*inputs, chain, dtype)
     check_backward(dy, inputs, rest[6:9], chain, dtype, rest[13])
-    tensors = (*inputs[:5], *inputs.operands)
+    tensors: Any = (*inputs[:5], *inputs.operands)
     return [t.new_empty(t.shape) for t, want in zip(tensors, rest[13], strict=True) if want]
 
 
