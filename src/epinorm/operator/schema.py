@@ -89,7 +89,8 @@ def _fake_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
     check_call(*inputs, chain, dtype)
     check_backward(dy, inputs, rest[6:9], chain, dtype, rest[13])
     tensors: Any = (*inputs[:5], *inputs.operands)
-    return [t.new_empty(t.shape) for t, want in zip(tensors, rest[13], strict=True) if want]
+    wanted = [t for t, want in zip(tensors, rest[13], strict=True) if want]
+    return [t.new_empty(t.shape) for t in wanted if t is not None]
 
 
 for _name, _fake_function in (
