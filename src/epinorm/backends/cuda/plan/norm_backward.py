@@ -83,6 +83,9 @@ class BackwardPlan:
     tile: NormTile
     row_sums: NormTile | None = None
 
+    def __str__(self) -> str:
+        return str(self.tile)
+
 
 def backward_plans(problem: Problem, vector: int, outputs: Outputs) -> tuple[BackwardPlan, ...]:
     """The plans for vectors of ``vector`` values: the preferred one first, one that fits last.

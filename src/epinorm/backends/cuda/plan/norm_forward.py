@@ -29,6 +29,9 @@ class ForwardPlan:
     kind: Kind
     tile: NormTile
 
+    def __str__(self) -> str:
+        return str(self.tile)
+
     @property
     def kernel(self) -> str:
         return "norm_forward" if self.kind == "registers" else "norm_forward_wide"

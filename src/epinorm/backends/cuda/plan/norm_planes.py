@@ -45,6 +45,9 @@ class RowsPlan:
     strips: int
     stages: int
 
+    def __str__(self) -> str:
+        return f"{self.tile}, {self.strips} blocks a row"
+
 
 def rows_plans(problem: Problem, vector: int) -> Iterator[RowsPlan]:
     """The plans for vectors of ``vector`` values, the preferred one first; none where rows or

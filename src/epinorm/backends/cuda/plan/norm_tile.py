@@ -45,6 +45,12 @@ class NormTile:
     resident: int = 1
     prefetch: bool = False
 
+    def __str__(self) -> str:
+        return (
+            f"{self.lanes} lanes a group, {self.vectors} x {self.vector} values a lane, "
+            f"{self.threads} threads"
+        )
+
     @property
     def threads(self) -> int:
         """Threads of a block."""
