@@ -213,6 +213,12 @@ def test_explain() -> None:
     assert found["rows"][0]["chain"] == "group_norm(8,1e-05)|leaky_relu(0.01)|scale(2)"
 
 
+def test_explain_prints_every_launch_of_the_plan() -> None:
+    text = call("explain", *SMALL, "--plan").stdout
+    for kernel in ("epinorm_forward", "epinorm_backward"):
+        assert kernel in text
+
+
 def test_info() -> None:
     result = call("info")
     assert result.exit_code == 0

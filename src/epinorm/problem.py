@@ -17,6 +17,7 @@ from epinorm.precision import Precision
 
 __all__ = [
     "BackwardFunction",
+    "Buffer",
     "Core",
     "Forward",
     "ForwardFunction",
@@ -25,6 +26,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Run",
+    "Step",
     "StepForward",
     "StepLeftovers",
     "Strategy",
@@ -45,6 +47,8 @@ class Problem:
     the chain's tensor operands; ``out_dtype`` that of y. They differ under autocast alone: 16 bit,
     fp32 and fp32. ``training``: z, mean and rstd are kept for a backward pass. ``prepacked``: the
     weight is kept converted (``epinorm.prepack``), so that the plan need not count that.
+    ``whole_step``: the backward pass follows in this process, and gets from the forward pass what
+    is no output of the operators too.
     """
 
     chain: Chain
@@ -61,6 +65,7 @@ class Problem:
     device: torch.device
     precision: Precision
     prepacked: bool = False
+    whole_step: bool = False
 
     @property
     def groups(self) -> int:
@@ -73,15 +78,81 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a problem is computed: a strategy and, in one sentence, why this one.
+class Step:
+    """One launch of a pass, decided.
 
-    ``core``: what multiplies where the strategy is ``single``.
+    kernel: its entry point, or PyTorch's own product as "aten::mm". makes: what it writes, in
+    words. choice: the tile, or all that is decided of it beyond its name. otherwise: when something
+    else is launched in its place that only a call, or the compiler, can tell.
+    """
+
+    kernel: str
+    makes: str
+    reason: str
+    choice: Any = None
+    otherwise: str = ""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that a step takes besides what its caller gets; from and until: kernels' names.
+
+    each: it is so large for each of the blocks, of a column of them, that run at once.
+    """
+
+    name: str
+    nbytes: int
+    since: str
+    until: str
+    each: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is computed: a strategy and, in one sentence, why this one; and every step.
+
+    core: what multiplies where the strategy is ``single``. backward: of all gradients; fewer have
+    fewer steps. saved: what waits for the backward pass. ``print`` shows it on a screen.
     """
 
     strategy: Strategy
     reason: str
     core: Core | None = None
+    forward: tuple[Step, ...] = ()
+    backward: tuple[Step, ...] = ()
+    saved: tuple[Buffer, ...] = ()
+    scratch: tuple[Buffer, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.strategy}: {self.reason}"]
+        for name, steps in (("forward", self.forward), ("backward", self.backward)):
+            lines += _table(name, steps)
+        for name, buffers in (("saved", self.saved), ("scratch", self.scratch)):
+            lines += [f"{name:9}{_size(b):>12}  {b.name}, {b.since} to {b.until}" for b in buffers]
+        return "\n".join(lines)
+
+
+def _table(name: str, steps: tuple[Step, ...]) -> list[str]:
+    kernels = max((len(step.kernel) for step in steps), default=0)
+    makes = max((len(step.makes) for step in steps), default=0)
+    lines = []
+    for i, step in enumerate(steps, 1):
+        choice = "" if step.choice is None else f"{step.choice}: "
+        lines.append(
+            f"{name:9}{i:2} {step.kernel:{kernels}}  {step.makes:{makes}}  {choice}{step.reason}"
+        )
+        if step.otherwise:
+            lines.append(f"{'':12}{'':{kernels + makes + 4}}else {step.otherwise}")
+        name = ""
+    return lines
+
+
+def _size(buffer: Buffer) -> str:
+    size, unit = float(buffer.nbytes), "B"
+    for larger in ("kB", "MB", "GB"):
+        if size >= 1000:
+            size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}" + " each" * buffer.each
 
 
 class Inputs(NamedTuple):

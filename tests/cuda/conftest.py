@@ -226,11 +226,6 @@ def _plan_for(problem: Any, strategy: Any, strict: bool = False) -> Any:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     """Let tensors of the CPU be computed as if they were on an H200, to the end of the test."""
     gpu = ImaginaryGPU()
-    properties = SimpleNamespace(
-        multi_processor_count=SMS,
-        shared_memory_per_block_optin=SHARED_BYTES,
-        shared_memory_per_multiprocessor=SHARED_BYTES + 1024,
-    )
     set_ = monkeypatch.setattr
     for module in (driver, launch, tensor_map):
         set_(module, "driver", lambda: gpu)
@@ -242,8 +237,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     set_(rescue, "rescue_source", lambda problem, *_: ("rescue", problem))
     set_(norm_forward, "compiled", lambda _: SimpleNamespace(spill_bytes=0))
     set_(device, "device_index", lambda device=None: 0)
-    set_(device, "_capability", lambda index: (9, 0))
-    set_(device, "_properties", lambda index: properties)
+    set_(device, "gpu_at", lambda index: device.Gpu((9, 0), SMS, SHARED_BYTES, SHARED_BYTES + 1024))
     set_(launch, "_current_device", lambda: 0)
     set_(launch, "_current_stream", lambda index: gpu.stream)
     set_(launch, "make_primary_context_current", lambda index: None)
@@ -256,7 +250,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     caches = (hopper_forward._prepared, norm_forward._prepared, rescue._prepared)
     clears = [
         *(cache.clear for cache in caches),
-        *(planes.splitter.cache_clear, tensor_map._encode.cache_clear, device._gpu.cache_clear),
+        *(
+            planes.splitter.cache_clear,
+            tensor_map._encode.cache_clear,
+        ),
         *(hopper_plan.choose_tile.cache_clear, calls.forget_plans),
     ]
     for clear in clears:

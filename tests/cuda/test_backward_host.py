@@ -4,10 +4,14 @@ Kernels are stand-ins that compute nothing; each launch's arguments must fit its
 """
 
 import dataclasses
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from epinorm.backends.cuda import backward, plane_products
 from epinorm.backends.cuda.fp32 import gradient_planes, norm_planes, planes, rescue, rescue_gradient
@@ -18,6 +22,7 @@ from epinorm.backends.cuda.norm import backward as norm_backward
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.operator import calls
 from epinorm.problem import Plan
+from imaginary import believe_in
 
 CPU = torch.device("cpu")
 SHARED = 232448
@@ -61,14 +66,9 @@ class Launched(list):
 def launched(monkeypatch):
     found = Launched()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    believe_in(monkeypatch, Gpu((9, 0), 132, SHARED, SHARED + 1024))
     stands = {
         "load": lambda source, device, dynamic=0: Stand(source.entry, found),
-        "sm_count": lambda device: 132,
-        "arch_of": lambda device: "sm_90a",
-        "capability": lambda device: (9, 0),
-        "starts_early": lambda device: True,
-        "max_shared_bytes": lambda device: SHARED,
-        "gpu_of": lambda device: Gpu((9, 0), 132, SHARED, SHARED + 1024),
         "tensor_map": lambda *arguments: type("Map", (), {"data": b"0" * 128}),
     }
     modules = (

@@ -16,8 +16,11 @@ from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.problem import Problem
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from problems import problem_of
+
+from imaginary import believe_in
 
 SMS = 132
 SHARED_LIMIT = 227 * 1024
@@ -27,13 +30,9 @@ SHARED_LIMIT = 227 * 1024
 def hopper(monkeypatch):
     """Let the plan believe in an H200; returns a function that changes its compute capability."""
     monkeypatch.delenv("EPINORM_CORE", raising=False)
-    monkeypatch.setattr(cuda_plan, "supported", lambda device: None)
-    monkeypatch.setattr(cuda_plan, "sm_count", lambda device: SMS)
 
     def become(major, minor):
-        gpu = Gpu((major, minor), SMS, SHARED_LIMIT, SHARED_LIMIT + 1024)
-        monkeypatch.setattr(cuda_plan, "capability", lambda device: (major, minor))
-        monkeypatch.setattr(cuda_plan, "gpu_of", lambda device: gpu)
+        believe_in(monkeypatch, Gpu((major, minor), SMS, SHARED_LIMIT, SHARED_LIMIT + 1024))
 
     become(9, 0)
     return become

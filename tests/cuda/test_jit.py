@@ -187,7 +187,7 @@ def test_the_architecture_of_a_capability() -> None:
 def test_a_gpu_too_old_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
-    monkeypatch.setattr(device, "_capability", lambda index: (7, 5))
+    monkeypatch.setattr(device, "gpu_at", lambda index: device.Gpu((7, 5), 40, 65536, 65536))
     device._supported.cache_clear()
     assert device.supported(0) == (
         "the CUDA kernels need compute capability 8.0 or newer, but Tesla T4 has 7.5"

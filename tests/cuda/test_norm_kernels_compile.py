@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from epinorm.backends.cuda.norm.backward_text import (
-    Outputs,
     backward_plan,
-    backward_plans,
     backward_source,
     column_sums_source,
     row_sums_source,
 )
-from epinorm.backends.cuda.norm.forward import forward_plan, forward_plans, forward_source
-from epinorm.backends.cuda.norm.tile import vector_width
+from epinorm.backends.cuda.norm.forward import forward_plan, forward_source
+from epinorm.backends.cuda.plan.norm_backward import Outputs, backward_plans
+from epinorm.backends.cuda.plan.norm_forward import forward_plans
+from epinorm.backends.cuda.plan.norm_tile import vector_width
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.chain import Chain
 from epinorm.chain.pointwise import DEFINITIONS

@@ -16,18 +16,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_norm_kernels_compile import EASY, HEAVY, problem_of
 
-from epinorm.backends.cuda.fp32.norm_planes import worthwhile
 from epinorm.backends.cuda.fp32.norm_planes_text import (
-    FEWEST_STAGES,
-    MOST_STRIPS,
     faint_rows,
     planes_source,
     rescale_source,
     rows_plan,
 )
 from epinorm.backends.cuda.fp32.planes import TOLERANCE
-from epinorm.backends.cuda.norm.backward_text import Outputs, backward_plan, backward_source
-from epinorm.backends.cuda.norm.tile import vector_width
+from epinorm.backends.cuda.norm.backward_text import backward_plan, backward_source
+from epinorm.backends.cuda.plan.norm_backward import Outputs
+from epinorm.backends.cuda.plan.norm_planes import FEWEST_STAGES, MOST_STRIPS, worthwhile
+from epinorm.backends.cuda.plan.norm_tile import vector_width
 from epinorm.backends.cuda.runtime.jit import compiled
 from epinorm.chain import Chain
 from epinorm.problem import Problem, Wanted

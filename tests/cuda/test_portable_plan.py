@@ -18,8 +18,11 @@ from epinorm.backends.cuda.plan.portable_tile import product_shared_bytes, share
 from epinorm.backends.cuda.runtime.device import Gpu
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from problems import problem_of
+
+from imaginary import believe_in
 
 # Multiprocessors; shared memory of a block and of a multiprocessor: CUDA programming guide.
 H200 = Gpu((9, 0), 132, 232448, 233472)
@@ -36,11 +39,7 @@ def on(monkeypatch):
     monkeypatch.delenv("EPINORM_CORE", raising=False)
 
     def become(gpu: Gpu) -> None:
-        monkeypatch.setattr(cuda_plan, "supported", lambda device: None)
-        monkeypatch.setattr(cuda_plan, "capability", lambda device: gpu.capability)
-        monkeypatch.setattr(cuda_plan, "sm_count", lambda device: gpu.multiprocessors)
-        monkeypatch.setattr(cuda_plan, "gpu_of", lambda device: gpu)
-        monkeypatch.setattr("epinorm.backends.cuda.plan.gradients.gpu_of", lambda device: gpu)
+        believe_in(monkeypatch, gpu)
 
     return become
 

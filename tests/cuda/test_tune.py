@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import stat
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from epinorm.backends import cache
 from epinorm.backends import choice as general_plan
@@ -27,6 +30,7 @@ from epinorm.chain import Chain
 from epinorm.problem import Inputs, Plan, Problem
 from epinorm.tools import tune
 from epinorm.tools.cli.main import app
+from imaginary import H200, believe_in
 
 GPU = "NVIDIA H200"
 SMS = 132
@@ -67,10 +71,7 @@ def hopper(table, monkeypatch) -> dict[Any, float]:
     Ways are (block_m, block_n) or "epilogue"; what is not named takes 100 us.
     """
     times: dict[Any, float] = {}
-    for module in (cuda_plan, tune):
-        monkeypatch.setattr(module, "sm_count", lambda device: SMS)
-    monkeypatch.setattr(cuda_plan, "supported", lambda device: None)
-    monkeypatch.setattr(cuda_plan, "capability", lambda device: (9, 0))
+    believe_in(monkeypatch, H200)
     monkeypatch.setattr(tune, "plan_for", PlanCuda())
 
     def computing(problem, name):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from epinorm.backends.cuda.forward import forward
-from epinorm.backends.cuda.norm.forward import forward_plans
+from epinorm.backends.cuda.plan.norm_forward import forward_plans
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.problem import Plan
 from epinorm.tools.accuracy import allowed_error, relative_error

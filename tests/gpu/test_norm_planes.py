@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import matmul_precision
 
 from epinorm.backends.cuda import plane_products
-from epinorm.backends.cuda.fp32.norm_planes import beside_dx
+from epinorm.backends.cuda.plan.norm_planes import beside_dx
 from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue

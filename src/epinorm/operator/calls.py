@@ -81,13 +81,13 @@ def forget_plans() -> None:
         caller.forget()
 
 
-def _prepare(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
+def _prepare(inputs: Inputs, facts: Facts, training: bool, whole_step: bool = False) -> _Prepared:
     x, weight, bias, norm_weight, norm_bias, operands = inputs
     device = x.device
     precision = product_precision(x.dtype, device.type)
     prepacked = bool(marked) and keeps(weight)
     key = (
-        *(facts, training, precision, prepacked),
+        *(facts, training, whole_step, precision, prepacked),
         *(x.shape, x.dtype, device, weight.shape, weight.dtype, weight.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         None if norm_weight is None else (norm_weight.shape, norm_weight.dtype, norm_weight.device),
@@ -99,11 +99,13 @@ def _prepare(inputs: Inputs, facts: Facts, training: bool) -> _Prepared:
         return found
     if len(_prepared) >= _MAX_PREPARED:
         _prepared.clear()
-    prepared = _prepared[key] = _plan(inputs, facts, training, prepacked)
+    prepared = _prepared[key] = _plan(inputs, facts, training, prepacked, whole_step)
     return prepared
 
 
-def _plan(inputs: Inputs, facts: Facts, training: bool, prepacked: bool) -> _Prepared:
+def _plan(
+    inputs: Inputs, facts: Facts, training: bool, prepacked: bool, whole_step: bool
+) -> _Prepared:
     chain, strategy, strict, out_dtype = Chain.parse(facts[0]), *facts[1:]
     x = inputs.x
     out_dtype = out_dtype or x.dtype
@@ -123,6 +125,7 @@ def _plan(inputs: Inputs, facts: Facts, training: bool, prepacked: bool) -> _Pre
         device=x.device,
         precision=product_precision(x.dtype, x.device.type),
         prepacked=prepacked and not training,
+        whole_step=whole_step,
     )
     for tell in planned:
         tell(problem, inputs)
@@ -168,7 +171,7 @@ def is_dense(inputs: Inputs) -> bool:
 def bind(inputs: Inputs, facts: Facts, training: bool, y_size: tuple[int, ...]) -> Run:
     """What computes tensors like ``inputs``, which are dense; y_size: of y, leading dimensions
     not folded."""
-    prepared = _prepare(inputs, facts, training)
+    prepared = _prepare(inputs, facts, training, whole_step=training)
     run = bound(prepared.problem, prepared.plan, inputs, y_size)
     _prepared_of[run] = prepared
     return run
@@ -181,10 +184,10 @@ def run_inference(tensors: Sequence[Any], facts: Facts) -> Tensor:
     return prepared.forward(prepared.problem, prepared.plan, inputs).y
 
 
-def run_forward(tensors: Sequence[Any], facts: Facts) -> Forward:
-    """Compute y (M, N) and what backward needs."""
+def run_forward(tensors: Sequence[Any], facts: Facts, whole_step: bool = False) -> Forward:
+    """Compute y (M, N) and what backward needs; whole_step: see ``Problem``."""
     inputs = _inputs(*tensors)
-    prepared = _prepare(inputs, facts, True)
+    prepared = _prepare(inputs, facts, True, whole_step)
     return prepared.forward(prepared.problem, prepared.plan, inputs)
 
 
@@ -210,7 +213,7 @@ def run_backward(
         inputs, dense = Inputs._make(tensors), kept  # or they would not have been bound
     else:
         inputs = _inputs(*tensors)
-        prepared, left = _prepare(inputs, facts, True), None
+        prepared, left = _prepare(inputs, facts, True, whole_step=run is not None), None
         chain, out_dtype = prepared.problem.chain, prepared.problem.out_dtype
         check_backward(dy, inputs, kept, chain, out_dtype, wanted)
         dense = [_dense(t).contiguous() for t in kept]  # a hook may have handed back anything

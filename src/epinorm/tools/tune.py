@@ -130,6 +130,7 @@ def recorded() -> Iterator[list[tuple[Problem, Inputs]]]:
     result: list[tuple[Problem, Inputs]] = []
 
     def note(problem: Problem, inputs: Inputs) -> None:
+        problem = dataclasses.replace(problem, whole_step=False)
         if problem not in found:
             found[problem] = inputs
             result.append((problem, inputs))

@@ -10,18 +10,13 @@ from torch import Tensor
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.gemm.hopper.product import Product, prepare_product
 from epinorm.backends.cuda.norm.backward import norm_backward
-from epinorm.backends.cuda.plan.gradients import planes_taken
-from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose, library_like
+from epinorm.backends.cuda.plan.gradients import planes_taken, product_in_16_bit
 from epinorm.backends.cuda.plane_products import PlaneProducts
-from epinorm.backends.cuda.runtime.device import capability, sm_count
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.problem import Core, Forward, Gradients, Inputs, Plan, Problem, Wanted
 
 __all__ = ["backward"]
 
-HOPPER = (9, 0)
-WORTH = 0.985
-"""Of the library's estimated time: what our product in 16 bit must stay below to be taken."""
 ALIGNMENT = 16
 """Bytes at which rows must begin for the copy engine."""
 
@@ -146,22 +141,12 @@ class _InSixteenBits:
     def where_faster(
         problem: Problem, core: Core | None, rows: int, length: int, major_k_a: bool
     ) -> _InSixteenBits | None:
-        """The library multiplies as our largest tile does; ours is taken where another is better
-        for the shape (docs/hopper.md has the measurement)."""
-        device, dtype = problem.device, problem.dtype
-        if dtype not in (torch.bfloat16, torch.float16) or capability(device) != HOPPER:
+        found = product_in_16_bit(problem, core, rows, length)
+        if found is None:
             return None
-        if core == "portable":
-            return None
-        if not (rows and length and problem.k) or problem.k % 8 or problem.n % 8:
-            return None
-        shape = ProductShape(rows, problem.k, length, 1, 2)
-        sms = sm_count(device)
-        if choose(shape, sms).microseconds > WORTH * library_like(shape, sms):
-            return None
-        return _InSixteenBits(
-            prepare_product(shape, dtype, dtype, False, major_k_a, device), major_k_a
-        )
+        dtype, device = problem.dtype, problem.device
+        product = prepare_product(found[0], dtype, dtype, False, major_k_a, device)
+        return _InSixteenBits(product, major_k_a)
 
 
 _prepared = PreparedByProblem(_Backward)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from epinorm.backends.cuda.fp32.gradient_planes import GradientPlanes, GradientSplitter
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
-from epinorm.backends.cuda.fp32.norm_planes import DzPlanes, WrittenDz, beside_dx, worthwhile
+from epinorm.backends.cuda.fp32.norm_planes import DzPlanes, WrittenDz
 from epinorm.backends.cuda.fp32.planes import Splitter, splitter
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.backends.cuda.gemm.hopper import product as hopper_product
@@ -25,6 +25,7 @@ from epinorm.backends.cuda.gemm.hopper.product import AddingProduct, Planes, pre
 from epinorm.backends.cuda.gemm.portable import product as portable_product
 from epinorm.backends.cuda.norm.backward import Factors, Largest, NormGradients, norm_backward
 from epinorm.backends.cuda.plan.hopper_product import ProductShape
+from epinorm.backends.cuda.plan.norm_planes import beside_dx, worthwhile
 from epinorm.problem import Core, Forward, Inputs, Problem, Wanted
 
 __all__ = ["PlaneProducts"]

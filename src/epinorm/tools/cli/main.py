@@ -327,6 +327,9 @@ def explain(
     precision: PrecisionOption = None,
     device: DeviceOption = None,
     scale: ScaleOption = 1,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Every launch of a training step, and why it is so.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say which chains FILE's model holds, what is fused and how, and why the rest is not."""
@@ -335,6 +338,7 @@ def explain(
         from epinorm.tools.bench import fp32_precision_set
         from epinorm.tools.console import out, progress
         from epinorm.tools.kernelbench.problem import load_problem
+        from epinorm.tools.plans import plans_of
 
         chosen, products, where, _ = _options(dtype, precision, device, "auto")
         with progress(file.name) as notify, fp32_precision_set(products):
@@ -346,6 +350,12 @@ def explain(
             print(explained.to_json())
         else:
             out.print(explained if out.is_terminal else str(explained), markup=False)
+        if plan and not as_json:
+            with fp32_precision_set(products):
+                for problem, planned in plans_of(model, inputs):
+                    shape = f"({problem.m}, {problem.k}) → ({problem.m}, {problem.n})"
+                    out.print(f"\n{problem.chain}  {shape}", markup=False)
+                    out.print(str(planned), markup=False, soft_wrap=True)
     raise typer.Exit(0 if explained.fused else 1)
 
 

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from epinorm.backends.cuda.norm.backward_text import Outputs, backward_plans
-from epinorm.backends.cuda.norm.forward import forward_plans
-from epinorm.backends.cuda.norm.tile import Tile, vector_width
 from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.plan.norm_backward import Outputs, backward_plans
+from epinorm.backends.cuda.plan.norm_forward import forward_plans
+from epinorm.backends.cuda.plan.norm_tile import NormTile, vector_width
 from epinorm.chain import GroupNorm
 from epinorm.problem import Core, Problem, Wanted
 from epinorm.tools.export.core import Part
@@ -248,7 +248,7 @@ def _tiles(recipe: Recipe) -> str:
     return "".join(lines)
 
 
-def _tile(tile: Tile) -> str:
+def _tile(tile: NormTile) -> str:
     values: Sequence[Any] = (
         tile.vector, tile.lanes, tile.vectors, tile.rows, tile.warps_x, tile.warps_y,
         int(tile.keep), tile.resident, int(tile.prefetch),

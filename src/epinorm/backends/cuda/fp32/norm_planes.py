@@ -15,7 +15,6 @@ from torch import Tensor
 
 from epinorm.backends.cuda.fp32.gradient_planes import GradientPlanes
 from epinorm.backends.cuda.fp32.norm_planes_text import (
-    RowsPlan,
     faint_rows,
     planes_source,
     rescale_source,
@@ -30,15 +29,16 @@ from epinorm.backends.cuda.norm.backward import (
     Vectors,
     norm_backward,
 )
-from epinorm.backends.cuda.norm.backward_text import Outputs
 from epinorm.backends.cuda.norm.text import OPERAND_SIGNATURE
-from epinorm.backends.cuda.norm.tile import ceil_div
+from epinorm.backends.cuda.plan.norm_backward import Outputs
+from epinorm.backends.cuda.plan.norm_planes import RowsPlan
+from epinorm.backends.cuda.plan.norm_tile import ceil_div
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
-__all__ = ["DzPlanes", "WrittenDz", "beside_dx", "worthwhile"]
+__all__ = ["DzPlanes", "WrittenDz"]
 
 SIGNATURE = "plpl" + "pp" + "ppp" + "pp" + "ppppp" + "i" + "pppp" + "p" + "li"
 """dy and z with their row strides; mean, rstd; bias, gamma, beta; `Factors`; dz's planes, their
@@ -55,32 +55,6 @@ RESCALE_THREADS, RESCALE_COLUMNS = 256, 32
 RESCALE_BLOCKS = 4
 """Of a multiprocessor, for x's planes: they seldom have anything to do."""
 UNIT_BYTES = 16
-MOST_VALUES = (1 << 31) - 1
-"""Of dz, and units of x's planes, so that 32 bits count them."""
-_LAUNCH, _BYTES = 4.0, 3.5e6
-"""Microseconds that two more small launches cost; bytes that a conversion moves in one."""
-
-
-def worthwhile(problem: Problem, planes: int) -> bool:
-    """Whether this is faster than to split an fp32 dz, and takes no more memory at its peak.
-
-    dz's planes are written once instead of twice, and dz is neither written nor read in fp32. z
-    still waits for the range guard when dz is allocated, so with one plane, and n beyond 2 k, more
-    would be held than when dX is computed.
-    """
-    m, k, n = problem.m, problem.k, problem.n
-    saved = (8 + 2 * planes) * m * n
-    small = planes == 2 or n <= 2 * k
-    return small and saved > _LAUNCH * _BYTES and m * max(n, ceil_div(k, 8)) <= MOST_VALUES
-
-
-def beside_dx(problem: Problem, planes: int) -> bool:
-    """Whether `rescale_planes.cu` may wait until dX's last tiles leave multiprocessors idle.
-
-    z then waits for the range guard while dX is there, which must not be the peak: later W's planes
-    make room for dW. Only where dW is allocated: added into a gradient, dX itself is the peak.
-    """
-    return 4 * problem.m * problem.n <= (4 - 2 * planes) * problem.n * problem.k
 
 
 class WrittenDz:

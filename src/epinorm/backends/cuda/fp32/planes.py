@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from epinorm.backends.cuda.plan.plane_layout import LISTED, PlaneLayout
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.driver import relaxed_capture
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
@@ -25,15 +26,9 @@ __all__ = ["Planes", "Splitter", "split", "split_source", "splitter"]
 THREADS = 256
 MOST_VECTORS = 8
 """float4 that a thread keeps between finding a row's largest value and splitting it."""
-COLUMN_MULTIPLE = 8
-"""Rows of 16-bit numbers must start on 16 bytes for the copy engine."""
-ROW_MULTIPLE = 16
-"""Where the second matrix's rows begin, so that its flags begin on 16 bytes too."""
 ORDERED_MULTIPLE = 32
 """Columns among which weight_fragments.cuh changes places."""
 VECTOR_BYTES = 16
-LISTED = 4
-"""Columns of a row that are remembered where the planes do not hold them."""
 
 SIGNATURE = "plpl" + "ppppp" + "iiiii"
 """Both matrices and their row strides; hi, lo, scale, flags, spoilt; ``Splitter.numbers``."""
@@ -113,36 +108,14 @@ def split_source(
     return KernelSource("split", kernel_text("fp32/split.cu", prelude), arch)
 
 
-class Splitter:
-    """Splits one matrix, or two with as many columns, into one buffer of ``nbytes`` bytes.
-
-    In the buffer, each for the rows of both matrices: hi, lo (where there are two planes), spoilt,
-    scale, flags. The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``,
-    ``spoilt``, ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's
-    beginning.
-    """
+class Splitter(PlaneLayout):
+    """Splits one matrix, or two with as many columns, into one buffer of ``nbytes`` bytes."""
 
     def __init__(
-        self,
-        planes: int,
-        columns: int,
-        rows: int,
-        more_rows: int,
-        device: torch.device,
+        self, planes: int, columns: int, rows: int, more_rows: int, device: torch.device
     ) -> None:
-        self.planes, self.columns, self.rows, self.more_rows = planes, columns, rows, more_rows
+        super().__init__(planes, columns, rows, more_rows)
         self.device = device
-        self.padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-        self.second = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if more_rows else rows
-        self.all_rows = self.second + more_rows
-        plane_bytes = self.all_rows * self.padded * 2
-        self.hi, self.lo = 0, (planes - 1) * plane_bytes
-        self.second_plane = self.second * self.padded * 2
-        self.spoilt = planes * plane_bytes
-        self.scale = self.spoilt + 4 * LISTED * self.all_rows
-        self.flags = self.scale + 4 * self.all_rows
-        self.nbytes = self.flags + self.all_rows
-        self.numbers = (rows, self.second, self.all_rows, columns, self.padded)
         self._launches: dict[bool, Callable[..., None]] = {}
 
     def __call__(self, buffer: int, first: Tensor, second: Tensor | None = None) -> None:

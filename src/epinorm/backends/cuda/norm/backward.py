@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.norm.backward_text import (
-    Outputs,
     backward_plan,
     backward_source,
     column_sums_source,
     row_sums_source,
 )
 from epinorm.backends.cuda.norm.text import OPERAND_SIGNATURE, matrix_arguments, parameter_addresses
-from epinorm.backends.cuda.norm.tile import LARGEST_ACCESS_BYTES, WARP, ceil_div, vector_width
+from epinorm.backends.cuda.plan.norm_backward import Outputs
+from epinorm.backends.cuda.plan.norm_tile import LARGEST_ACCESS_BYTES, WARP, ceil_div, vector_width
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, new_tensor, starts_early

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,15 +13,8 @@ from epinorm.backends.cuda.norm.text import (
     norm_text,
     parameters_at,
 )
-from epinorm.backends.cuda.norm.tile import (
-    LARGEST_ACCESS_BYTES,
-    WARP,
-    Tile,
-    ceil_div,
-    lanes_for,
-    power_of_two_from,
-    vector_width,
-)
+from epinorm.backends.cuda.plan.norm_forward import ForwardPlan, forward_plans
+from epinorm.backends.cuda.plan.norm_tile import LARGEST_ACCESS_BYTES, ceil_div, vector_width
 from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled, load
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, new_tensor, starts_early
@@ -31,57 +22,19 @@ from epinorm.chain import RMSNorm
 from epinorm.problem import Forward, Inputs, Problem
 
 __all__ = [
-    "ForwardPlan",
     "bind",
     "forward_plan",
-    "forward_plans",
     "forward_source",
     "norm_forward",
 ]
-
-Kind = Literal["registers", "shared", "reread"]
 
 SIGNATURE = "pl" + "pppppp" + "li"
 """z and its row stride, bias, gamma, beta, y, mean, rstd, rows, groups."""
 
 LARGEST_GRID_Y = 65535
-BLOCK_WARPS = 4
-MOST_THREADS = 1024
 WAVES = {2: 2, 4: 8, 8: 8}
 """By bytes of a value: blocks for this many rounds over the GPU. Few even out badly; many read the
 parameters too often, which costs more the smaller the values are (measured on an H200)."""
-
-
-@dataclass(frozen=True)
-class ForwardPlan:
-    """Where a group's values wait between the passes of its statistics, and the tile."""
-
-    kind: Kind
-    tile: Tile
-
-    @property
-    def kernel(self) -> str:
-        return "norm_forward" if self.kind == "registers" else "norm_forward_wide"
-
-    def shared_bytes(self, problem: Problem) -> int:
-        """Dynamic shared memory of a block."""
-        if self.kind != "shared":
-            return 0
-        return problem.n // problem.groups * problem.stats_dtype.itemsize
-
-
-def forward_plans(problem: Problem, vector: int, shared_limit: int) -> tuple[ForwardPlan, ...]:
-    """The plans for vectors of ``vector`` values: the preferred one first, one that fits last.
-
-    ``shared_limit``: bytes of shared memory that a block can have.
-    """
-    channels = problem.n // problem.groups
-    cached = channels * problem.stats_dtype.itemsize + 4096 <= shared_limit
-    wide = ForwardPlan("shared" if cached else "reread", Tile(vector, MOST_THREADS, 1, 1))
-    tile = _warp_teams(problem, channels, vector)
-    if tile is None:
-        tile = _block_team(channels, vector, problem.dtype.itemsize)
-    return (wide,) if tile is None else (ForwardPlan("registers", tile), wide)
 
 
 def forward_plan(problem: Problem, vector: int, shared_limit: int, arch: str) -> ForwardPlan:
@@ -91,35 +44,6 @@ def forward_plan(problem: Problem, vector: int, shared_limit: int, arch: str) ->
         if compiled(forward_source(problem, plan, arch)).spill_bytes <= 0:
             return plan
     return plans[-1]
-
-
-def _warp_teams(problem: Problem, channels: int, vector: int) -> Tile | None:
-    """Teams inside warps, with few values a lane, else with more; None for larger groups."""
-    itemsize = problem.dtype.itemsize
-    for most_values in (8, 16) if itemsize == 8 else (16, 32):
-        team = lanes_for(channels, vector, itemsize, most_values)
-        if team is None:
-            continue
-        lanes, vectors = team
-        values = vectors * vector
-        warps_needed = ceil_div(problem.groups * lanes, WARP)
-        warps_x = min(power_of_two_from(warps_needed), BLOCK_WARPS)
-        rows = max(1, min(4, (8 if itemsize >= 4 else 16) // values))
-        return Tile(vector, lanes, vectors, rows, warps_x, BLOCK_WARPS // warps_x, values <= 8)
-    return None
-
-
-def _block_team(channels: int, vector: int, itemsize: int) -> Tile | None:
-    """A block a row and group; in 16 bit, twice the values a thread and the next row on its way.
-
-    LayerNorm over 8192 bf16 channels, 4096 rows: 45 µs so, 54 with 16 values and no prefetch, where
-    a copy takes 36. In fp32, prefetching costs a resident block and a third of the speed.
-    """
-    values = max({2: 32, 4: 16, 8: 8}[itemsize], vector)
-    lanes = max(power_of_two_from(ceil_div(channels, values)), 2 * WARP)
-    if lanes > (MOST_THREADS // 2 if itemsize == 2 else MOST_THREADS):
-        return None
-    return Tile(vector, lanes, ceil_div(channels, lanes * vector), 1, prefetch=itemsize == 2)
 
 
 def forward_source(problem: Problem, plan: ForwardPlan, arch: str) -> KernelSource:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.norm.tile import Tile
+from epinorm.backends.cuda.plan.norm_tile import NormTile
 from epinorm.backends.cuda.text.chain_text import chain_text
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.problem import Inputs, Problem
@@ -44,7 +44,7 @@ def types_text(problem: Problem) -> str:
 
 
 def norm_text(
-    kernel: str, problem: Problem, tile: Tile, more: Mapping[str, int], extra: str = ""
+    kernel: str, problem: Problem, tile: NormTile, more: Mapping[str, int], extra: str = ""
 ) -> str:
     """The whole text of ``<kernel>.cu`` for this problem and tile.
 

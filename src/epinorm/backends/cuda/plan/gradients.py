@@ -8,11 +8,11 @@ import torch
 
 from epinorm.backends.cuda.plan import hopper_product, portable_product
 from epinorm.backends.cuda.plan import portable as portable_plan
-from epinorm.backends.cuda.plan.hopper_product import ProductShape
-from epinorm.backends.cuda.runtime.device import gpu_of
+from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
+from epinorm.backends.cuda.runtime.device import capability, gpu_of, sm_count
 from epinorm.problem import Core, Problem
 
-__all__ = ["planes_taken"]
+__all__ = ["planes_taken", "product_in_16_bit"]
 
 HOPPER = (9, 0)
 # Of an H200's library products in fp32, floating-point operations a microsecond: dX, dW.
@@ -20,6 +20,8 @@ _LIBRARY = {"high": (400e6, 240e6), "highest": (50e6, 50e6)}
 _BYTES = 3.5e6
 """That a conversion, or a product too small for its arithmetic to matter, moves a microsecond on an
 H200."""
+WORTH = 0.985
+"""Of the library's estimated time: what our product in 16 bit must stay below to be taken."""
 _PRODUCT_LAUNCHES, _SPLIT_LAUNCH = 8.0, 4.0
 """Microseconds of a product with its guard, and of a conversion."""
 
@@ -64,3 +66,25 @@ def planes_taken(
         (x, w) for x in (False, True) for w in (False, True) if x <= want_x and w <= want_weight
     ]
     return min(choices, key=cost)
+
+
+def product_in_16_bit(
+    problem: Problem, core: Core | None, rows: int, length: int
+) -> tuple[ProductShape, Choice] | None:
+    """Our product (rows, K) over ``length`` where it is faster than the library's, else None.
+
+    The library multiplies as our largest tile does; ours is taken where another is better for the
+    shape (docs/hopper.md has the measurement).
+    """
+    device = problem.device
+    if problem.dtype not in (torch.bfloat16, torch.float16) or capability(device) != HOPPER:
+        return None
+    if core == "portable":
+        return None
+    if not (rows and length and problem.k) or problem.k % 8 or problem.n % 8:
+        return None
+    shape, sms = ProductShape(rows, problem.k, length, 1, 2), sm_count(device)
+    choice = hopper_product.choose(shape, sms)
+    if choice.microseconds > WORTH * hopper_product.library_like(shape, sms):
+        return None
+    return shape, choice

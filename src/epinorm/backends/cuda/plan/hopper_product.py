@@ -68,6 +68,9 @@ class Choice:
     parts: int
     microseconds: float
 
+    def __str__(self) -> str:
+        return str(self.tile) + f", K in {self.parts} parts" * (self.parts > 1)
+
 
 def tiles_of(shape: ProductShape, tile: Tile) -> int:
     return -(-shape.rows // tile.block_m) * -(-shape.columns // tile.block_n)

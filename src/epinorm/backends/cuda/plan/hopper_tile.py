@@ -63,6 +63,12 @@ class Tile:
     consumers: int = 2
     fp32_weight: bool = False
 
+    def __str__(self) -> str:
+        order = "pingpong" if self.ping_pong else "cooperative"
+        text = f"{self.block_m} x {self.block_n}, {self.stages} stages, {order}"
+        text += f", cluster of {self.cluster_blocks}" * (self.cluster_blocks > 1)
+        return text + ", W in shared memory" * (self.resident_steps > 0) + ", TF32" * self.tf32
+
     @property
     def threads(self) -> int:
         """Threads of a block: the consumers' and the producer's warpgroup."""

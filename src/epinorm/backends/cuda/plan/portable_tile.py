@@ -33,6 +33,10 @@ class PortableTile:
     group: int = 16
     blocks: int = 1
 
+    def __str__(self) -> str:
+        warps = f"{self.warps_m} x {self.warps_n} warps"
+        return f"{self.block_m} x {self.block_n}, {self.stages} stages, {warps}"
+
     @property
     def block_m(self) -> int:
         return self.warp_m * self.warps_m

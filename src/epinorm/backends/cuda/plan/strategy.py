@@ -8,6 +8,7 @@ from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.plan.steps import completed
 from epinorm.backends.cuda.runtime.device import capability, gpu_of, sm_count, supported
 from epinorm.problem import Core, Plan, Problem, Strategy
 
@@ -34,6 +35,12 @@ def plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
 
     A strategy that cannot serve the problem comes back as a plan for the reference with the reason.
     """
+    plan = _decided(problem, strategy)
+    return plan if plan.strategy == "reference" else completed(problem, plan)
+
+
+def _decided(problem: Problem, strategy: Strategy) -> Plan:
+    """The strategy and why, without the steps."""
     refusal = supported(problem.device)
     if refusal is not None:
         return Plan("reference", refusal)

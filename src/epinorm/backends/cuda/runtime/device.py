@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ __all__ = [
     "arch_of_capability",
     "capability",
     "device_index",
+    "gpu_at",
     "gpu_of",
     "max_shared_bytes",
     "sm_count",
@@ -64,23 +66,22 @@ def arch_of_capability(major: int, minor: int) -> str:
 
 def capability(device: Device = None) -> tuple[int, int]:
     """Compute capability, such as (9, 0)."""
-    return _capability(device_index(device))
+    return gpu_of(device).capability
 
 
 def sm_count(device: Device = None) -> int:
     """Number of streaming multiprocessors."""
-    return int(_properties(device_index(device)).multi_processor_count)
+    return gpu_of(device).multiprocessors
 
 
 def max_shared_bytes(device: Device = None) -> int:
     """Shared memory in bytes that one block can have, static and dynamic together."""
-    properties = _properties(device_index(device))
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return gpu_of(device).shared_of_block
 
 
 def gpu_of(device: Device = None) -> Gpu:
     """The facts of this GPU, as the driver reports them."""
-    return _gpu(device_index(device))
+    return gpu_at(device_index(device))
 
 
 def supported(device: Device = None) -> str | None:
@@ -98,7 +99,7 @@ def supported(device: Device = None) -> str | None:
 def _supported(index: int) -> str | None:
     if torch.version.hip is not None:
         return "the CUDA kernels need an NVIDIA GPU, but this PyTorch is built for ROCm"
-    name, found = torch.cuda.get_device_name(index), _capability(index)
+    name, found = torch.cuda.get_device_name(index), gpu_at(index).capability
     if found < OLDEST_CAPABILITY:
         oldest = ".".join(map(str, OLDEST_CAPABILITY))
         return (
@@ -117,22 +118,12 @@ def _supported(index: int) -> str | None:
 
 
 @cache
-def _gpu(index: int) -> Gpu:
-    properties = _properties(index)
+def gpu_at(index: int) -> Gpu:
+    """The facts of the GPU of this number, asked for once."""
+    properties: Any = torch.cuda.get_device_properties(index)
     return Gpu(
-        _capability(index),
-        int(properties.multi_processor_count),
-        max_shared_bytes(index),
-        int(properties.shared_memory_per_multiprocessor),
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_multiprocessor,
     )
-
-
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    major, minor = torch.cuda.get_device_capability(index)
-    return major, minor
-
-
-@cache
-def _properties(index: int) -> torch._C._CudaDeviceProperties:
-    return torch.cuda.get_device_properties(index)

@@ -133,7 +133,7 @@ class _Leaving(Protocol):
 
 def _keeping(problem: Problem, ordinary: _Launch) -> _Leaving | None:
     """``ordinary`` with its planes left, where the backward pass reads planes too."""
-    if not (problem.training and problem.m) or isinstance(ordinary, _Direct):
+    if not (problem.whole_step and problem.m) or isinstance(ordinary, _Direct):
         return None
     if not planes_taken(problem, True, True)[0]:
         return None

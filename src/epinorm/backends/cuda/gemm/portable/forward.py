@@ -63,7 +63,7 @@ class _PreparedForward:
             self.split = splitter(count, problem.k, problem.m, problem.n, device)
             self.split_x = splitter(count, problem.k, problem.m, 0, device)
             self.split_weight = splitter(count, problem.k, problem.n, 0, device)
-        self.keeps = problem.training and planes_taken(problem, True, True, "portable")[0]
+        self.keeps = problem.whole_step and planes_taken(problem, True, True, "portable")[0]
         # Wider groups come here in tests alone: plan.py leaves them to the library's product.
         channels = problem.chain.channels_per_group(problem.n)
         self.guarded = self.by_planes and channels <= LARGEST_GUARDED_GROUP

@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = [
     "LARGEST_ACCESS_BYTES",
     "WARP",
-    "Tile",
+    "NormTile",
     "ceil_div",
     "lanes_for",
     "power_of_two_from",
@@ -24,7 +24,7 @@ LARGEST_ACCESS_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Tile:
+class NormTile:
     """A team of ``lanes`` lanes holds one (row, group), ``vectors`` × ``vector`` channels a lane.
 
     Teams of up to 32 lanes lie side by side in a warp, and ``warps_x`` × ``warps_y`` warps of a
@@ -44,6 +44,12 @@ class Tile:
     keep: bool = False
     resident: int = 1
     prefetch: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"{self.lanes} lanes a group, {self.vectors} x {self.vector} values a lane, "
+            f"{self.threads} threads"
+        )
 
     @property
     def threads(self) -> int:

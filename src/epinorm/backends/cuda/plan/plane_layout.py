@@ -1,0 +1,35 @@
+"""Where the fp16 planes of fp32 matrices lie in one buffer."""
+
+from __future__ import annotations
+
+__all__ = ["LISTED", "PlaneLayout"]
+
+COLUMN_MULTIPLE = 8
+"""Rows of 16-bit numbers must start on 16 bytes for the copy engine."""
+ROW_MULTIPLE = 16
+"""Where the second matrix's rows begin, so that its flags begin on 16 bytes too."""
+LISTED = 4
+"""Columns of a row that are remembered where the planes do not hold them."""
+
+
+class PlaneLayout:
+    """The planes of one matrix, or of two with as many columns, in ``nbytes`` bytes.
+
+    Each for the rows of both matrices: hi, lo (where there are two planes), spoilt, scale, flags.
+    The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``, ``spoilt``,
+    ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's beginning.
+    """
+
+    def __init__(self, planes: int, columns: int, rows: int, more_rows: int) -> None:
+        self.planes, self.columns, self.rows, self.more_rows = planes, columns, rows, more_rows
+        self.padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        self.second = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if more_rows else rows
+        self.all_rows = self.second + more_rows
+        plane_bytes = self.all_rows * self.padded * 2
+        self.hi, self.lo = 0, (planes - 1) * plane_bytes
+        self.second_plane = self.second * self.padded * 2
+        self.spoilt = planes * plane_bytes
+        self.scale = self.spoilt + 4 * LISTED * self.all_rows
+        self.flags = self.scale + 4 * self.all_rows
+        self.nbytes = self.flags + self.all_rows
+        self.numbers = (rows, self.second, self.all_rows, columns, self.padded)

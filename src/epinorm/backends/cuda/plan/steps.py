@@ -1,0 +1,308 @@
+"""Every launch of a problem's forward and backward pass, with what was decided of it and why.
+
+What only a call can tell, an address that is not aligned say, is a step's ``otherwise``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from epinorm.backends.cuda.plan import hopper, hopper_product, portable, portable_product, tuned
+from epinorm.backends.cuda.plan.gradients import planes_taken, product_in_16_bit
+from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
+from epinorm.backends.cuda.plan.hopper_tile import Tile
+from epinorm.backends.cuda.plan.norm_backward import Outputs, backward_plans
+from epinorm.backends.cuda.plan.norm_forward import forward_plans
+from epinorm.backends.cuda.plan.norm_planes import beside_dx, rows_plans, worthwhile
+from epinorm.backends.cuda.plan.norm_tile import vector_width
+from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
+from epinorm.backends.cuda.plan.portable_tile import PortableTile
+from epinorm.backends.cuda.runtime.device import gpu_of, max_shared_bytes, sm_count
+from epinorm.problem import Buffer, Core, Plan, Problem, Step, Wanted
+
+__all__ = ["all_gradients", "backward_steps", "completed"]
+
+_SPILLS = "the next tile, where ptxas spills registers"
+_NARROW = "narrower vectors, where a tensor is not aligned to 16 bytes"
+_GUARD = "what planes do not hold is computed again in fp32"
+
+
+def all_gradients(problem: Problem) -> Wanted:
+    """Every gradient that the problem has."""
+    given = problem.has_bias, problem.has_norm_weight, problem.has_norm_bias
+    return Wanted(True, True, *given, (True,) * len(problem.chain.operand_kinds))
+
+
+def completed(problem: Problem, plan: Plan) -> Plan:
+    """The plan with all its steps, and what memory they take."""
+    forward = _Forward(problem, plan)
+    scratch, saved = forward.scratch, tuple(forward.saved)
+    backward: tuple[Step, ...] = ()
+    if problem.training:
+        found = _Backward(problem, dataclasses.replace(plan, saved=saved), all_gradients(problem))
+        backward, scratch = tuple(found.steps), scratch + found.scratch
+    return dataclasses.replace(
+        plan, forward=tuple(forward.steps), backward=backward, saved=saved, scratch=tuple(scratch)
+    )
+
+
+def backward_steps(problem: Problem, plan: Plan, want: Wanted) -> tuple[Step, ...]:
+    """The backward pass of fewer gradients than ``plan.backward`` has."""
+    return tuple(_Backward(problem, plan, want).steps)
+
+
+class _Forward:
+    """Collects the forward pass."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem = problem
+        self.steps: list[Step] = []
+        self.saved: list[Buffer] = []
+        self.scratch: list[Buffer] = []
+        self.y = "y, z, mean, rstd" if problem.training else "y"
+        if plan.strategy == "epilogue":
+            self._epilogue()
+        elif plan.strategy == "single" and problem.m:
+            self._single(plan.core or "hopper")
+        if problem.training and self.steps:
+            self._save("z", problem.m * problem.n * problem.dtype.itemsize)
+            statistic = problem.m * problem.groups * problem.stats_dtype.itemsize
+            self._save("mean and rstd", 2 * statistic)
+
+    def _save(self, name: str, nbytes: int, until: str = "norm_backward") -> None:
+        self.saved.append(Buffer(name, nbytes, self.steps[0].kernel, until))
+
+    def _epilogue(self) -> None:
+        problem = self.problem
+        self.steps.append(Step("aten::mm", "z", "the library's product"))
+        if problem.m:
+            vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
+            first = forward_plans(problem, vector, max_shared_bytes(problem.device))[0]
+            reason = "the least idle lanes for the group's channels"
+            otherwise = f"{_NARROW}; {_SPILLS}"
+            self.steps.append(Step(first.kernel, self.y, reason, first, otherwise))
+
+    def _single(self, core: Core) -> None:
+        problem = self.problem
+        tile, why = _tile(problem, core)
+        direct = problem.dtype != torch.float32 or (isinstance(tile, Tile) and tile.tf32)
+        if isinstance(tile, Tile) and tile.fp32_weight:
+            self._fp32_weight(tile, why)
+        elif direct:
+            name = "portable_linear_norm" if core == "portable" else "linear_norm"
+            otherwise = "copies of x or W first, where their rows are not aligned to 16 bytes"
+            if core == "portable":
+                otherwise = "narrower copies, where rows are not aligned to 16 bytes"
+            self.steps.append(Step(name, self.y, why, tile, otherwise))
+        else:
+            self._by_planes(core, tile, why)
+
+    def _leaves(self, core: Core) -> bool:
+        """Whether planes stay for the backward pass."""
+        problem = self.problem
+        return problem.whole_step and planes_taken(problem, True, True, core)[0]
+
+    def _by_planes(self, core: Core, tile: Tile | PortableTile, why: str) -> None:
+        problem, planes = self.problem, hopper.planes_of(self.problem)
+        m, n, k = problem.m, problem.n, problem.k
+        of_x, of_w = PlaneLayout(planes, k, m, 0), PlaneLayout(planes, k, n, 0)
+        kernel = "portable_linear_norm" if core == "portable" else "linear_norm"
+        if self._leaves(core):
+            reason = f"{_planes(planes)}; the backward pass reads them too"
+            otherwise = "x and W in one launch, where no memory is left for planes that wait"
+            self.steps.append(Step("split", "W's planes", reason, otherwise=otherwise))
+            self.steps.append(Step("split", "x's planes", reason))
+            self._save("W's planes", of_w.nbytes, "dX")
+            self._save("x's planes", of_x.nbytes, "dW")
+        elif problem.prepacked:
+            reason = f"{_planes(planes)}; W's are kept from call to call"
+            otherwise = "W's too, where they cannot be kept"
+            self.steps.append(Step("split", "x's planes", reason, otherwise=otherwise))
+            self.scratch.append(Buffer("x's planes", of_x.nbytes, "split", "rescue"))
+        else:
+            both = PlaneLayout(planes, k, m, n)
+            self.steps.append(Step("split", "x's and W's planes", _planes(planes)))
+            self.scratch.append(Buffer("x's and W's planes", both.nbytes, "split", "rescue"))
+        self.steps.append(Step(kernel, self.y, why, tile))
+        self.steps.append(Step("rescue", self.y, _GUARD))
+
+    def _fp32_weight(self, tile: Tile, why: str) -> None:
+        problem = self.problem
+        of_x = PlaneLayout(1, problem.k, problem.m, 0)
+        of_w = PlaneLayout(1, problem.k, problem.n, 0)
+        leaves = self._leaves("hopper")
+        makes = "x's plane, scales of W"
+        self.steps.append(Step("split_and_sample", makes, "W is converted in the product"))
+        otherwise = "by planes of x and W, where the copy engine cannot read W's rows"
+        self.steps.append(Step("linear_norm_fp32_weight", self.y, why, tile, otherwise))
+        self.steps.append(Step("rescue", self.y, _GUARD))
+        first, last = "split_and_sample", "rescue"
+        ordered = problem.m * -(-problem.k // 32) * 64
+        self.scratch.append(Buffer("x's plane in the order of fragments", ordered, first, last))
+        if leaves:
+            self._save("W's planes", of_w.nbytes, "dX")
+            self._save("x's planes", of_x.nbytes, "dW")
+        else:
+            rest = of_x.nbytes - of_x.spoilt + of_w.nbytes - of_w.spoilt
+            self.scratch.append(Buffer("scales and flags", rest, first, last))
+
+
+def _planes(planes: int) -> str:
+    return "tensor cores multiply " + ("two fp16 planes" if planes == 2 else "one fp16 plane")
+
+
+def _tile(problem: Problem, core: Core) -> tuple[Tile | PortableTile, str]:
+    """The single kernel's tile, and why this one."""
+    if core == "portable":
+        gpu = gpu_of(problem.device)
+        portable_tile = portable.choose_tile(problem, gpu)
+        assert portable_tile is not None
+        return portable_tile, _least(portable.microseconds(problem, gpu))
+    sms = sm_count(problem.device)
+    tile = hopper.choose_tile(problem, sms, problem.prepacked)
+    assert tile is not None
+    remembered = tuned.choice(problem, hopper.candidates)
+    if remembered is not None and remembered.tile == tile:
+        return tile, f"`epinorm tune` measured {remembered.microseconds:.1f} us"
+    return tile, _least(hopper.microseconds(problem, sms))
+
+
+def _least(microseconds: float) -> str:
+    return f"{microseconds:.1f} us, the least estimate of the tiles that fit"
+
+
+class _Backward:
+    """Collects the backward pass."""
+
+    def __init__(self, problem: Problem, plan: Plan, want: Wanted) -> None:
+        self.problem, self.want = problem, want
+        self.core = plan.core or "hopper" if plan.strategy == "single" else None
+        self.left = any(buffer.name == "x's planes" for buffer in plan.saved)
+        self.steps: list[Step] = []
+        self.scratch: list[Buffer] = []
+        x = weight = False
+        if self.core is not None:
+            x, weight = planes_taken(problem, want.x, want.weight, self.core)
+        if not (x or weight):
+            self._norm(Outputs.of(problem, want))
+        else:
+            self._by_planes(x, weight)
+        if want.x and not x:
+            self._direct("dX", problem.m, problem.n)
+        if want.weight and not weight:
+            self._direct("dW", problem.n, problem.m)
+
+    def _norm(self, outputs: Outputs, if_wanted: bool = False) -> None:
+        """norm_backward, and what surrounds it."""
+        problem = self.problem
+        if not problem.m:
+            return
+        vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
+        plan = backward_plans(problem, vector, outputs)[0]
+        if plan.row_sums is not None:
+            reason = "groups too wide for norm_backward to hold"
+            self.steps.append(Step("norm_backward_sums", "sums of groups", reason, plan.row_sums))
+        sums = sum(outputs.sums)
+        makes = ", ".join(["dz"] * outputs.dz + ["partial sums over rows"] * (sums > 0))
+        reason = "the least idle lanes for the group's channels"
+        otherwise = f"{_NARROW}; {_SPILLS}"
+        if if_wanted:
+            makes, reason = "dz in fp32", "for the range guard, only where something is flagged"
+        if outputs.elements and any(outputs.elements):
+            makes += ", operands' gradients"
+        self.steps.append(Step("norm_backward", makes, reason, plan, otherwise))
+        if outputs.dz:
+            self._take("dz", problem.m * problem.n * problem.dtype.itemsize, "norm_backward", "dW")
+        if sums:
+            reason = "added up in a fixed order"
+            self.steps.append(Step("norm_column_sums", "gradients over channels", reason))
+            nbytes = sums * problem.n * problem.stats_dtype.itemsize
+            self._take("partial sums", nbytes, "norm_backward", "norm_column_sums", each=True)
+
+    def _take(self, name: str, nbytes: int, since: str, until: str, each: bool = False) -> None:
+        self.scratch.append(Buffer(name, nbytes, since, until, each))
+
+    def _direct(self, name: str, rows: int, length: int) -> None:
+        """A product of dz as it is."""
+        found = product_in_16_bit(self.problem, self.core, rows, length)
+        if found is None:
+            fp32 = self.problem.dtype == torch.float32
+            reason = "conversions to planes cost more than they save" if fp32 and self.core else ""
+            reason = reason or "the library's product is as fast as any here"
+            self.steps.append(Step("aten::mm", name, reason))
+            return
+        shape, choice = found
+        self._product(name, shape, choice, "the library's, where rows are not aligned to 16 bytes")
+
+    def _product(self, name: str, shape: ProductShape, choice: Choice, otherwise: str = "") -> None:
+        makes = f"{name} in {choice.parts} parts" if choice.parts > 1 else name
+        reason = f"{choice.microseconds:.1f} us, the least estimate"
+        self.steps.append(Step("hopper_product", makes, reason, choice, otherwise))
+        if choice.parts > 1:
+            self.steps.append(Step("add_splits", name, "too few tiles to fill the GPU"))
+            nbytes = 4 * choice.parts * shape.rows * shape.columns
+            self._take(f"{name}'s parts", nbytes, "hopper_product", "add_splits")
+
+    def _by_planes(self, x: bool, weight: bool) -> None:
+        problem, planes = self.problem, hopper.planes_of(self.problem)
+        m, n, k = problem.m, problem.n, problem.k
+        for taken, name, rows, until in ((x, "W", n, "dX"), (weight, "x", m, "dW")):
+            if taken and not self.left:
+                reason = f"{_planes(planes)}; forward left none"
+                self.steps.append(Step("split", f"{name}'s planes", reason))
+                nbytes = PlaneLayout(planes, k, rows, 0).nbytes
+                self._take(f"{name}'s planes", nbytes, "split", until)
+        vector = vector_width(n // problem.groups, problem.dtype.itemsize, ())
+        both = x and weight and self.core == "hopper" and worthwhile(problem, planes)
+        rows_plan = next(rows_plans(problem, vector), None) if both else None
+        if rows_plan is None:
+            self._norm(Outputs.of(problem, self.want, x, weight))
+            makes = "dz's planes for " + " and ".join(["dX"] * x + ["dW"] * weight)
+            self.steps.append(Step("split_gradient", makes, "with the scales of W and x"))
+            nbytes = (x + weight) * 2 * planes * m * n + 4 * (m * x + n * weight)
+            self._take("dz's planes", nbytes, "split_gradient", "dW")
+            if x:
+                self._guarded("dX", m, n)
+            if weight:
+                self._guarded("dW", n, m)
+            return
+        reason = "a cluster holds whole rows: dz is written once"
+        otherwise = f"{_SPILLS}; norm_backward and split_gradient, where all tiles do"
+        makes = "dz's planes, partial sums over rows"
+        self.steps.append(Step("norm_backward_planes", makes, reason, rows_plan, otherwise))
+        self._take("dz's planes", 2 * planes * m * n + 4 * (m + n), "norm_backward_planes", "dW")
+        dz = Outputs.of(problem, _dz_alone(problem), if_wanted=True)
+        beside = beside_dx(problem, planes)
+        if beside:
+            self._product_of_planes("dX", m, n)
+        reason = "beside dX's last tiles" if beside else "before dX: its memory is the peak"
+        otherwise = "before dX, where dW is added to a gradient" if beside else ""
+        makes = "scales of x for dW, sums over rows"
+        self.steps.append(Step("rescale_planes", makes, reason, otherwise=otherwise))
+        self._norm(dz, if_wanted=True)
+        if not beside:
+            self._product_of_planes("dX", m, n)
+        self.steps.append(Step("rescue_gradient", "dX", _GUARD))
+        self._guarded("dW", n, m)
+
+    def _guarded(self, name: str, rows: int, length: int) -> None:
+        self._product_of_planes(name, rows, length)
+        self.steps.append(Step("rescue_gradient", name, _GUARD))
+
+    def _product_of_planes(self, name: str, rows: int, length: int) -> None:
+        problem = self.problem
+        shape = ProductShape(rows, problem.k, length, hopper.planes_of(problem), 4)
+        if self.core == "hopper":
+            self._product(name, shape, hopper_product.choose(shape, sm_count(problem.device)))
+            return
+        gpu = gpu_of(problem.device)
+        tile = portable_product.choose_tile(shape.planes, gpu)
+        reason = f"{portable_product.microseconds(shape, gpu):.1f} us by estimate"
+        self.steps.append(Step("portable_product", name, reason, tile))
+
+
+def _dz_alone(problem: Problem) -> Wanted:
+    none = (False,) * len(problem.chain.operand_kinds)
+    return Wanted(True, False, False, False, False, none)

@@ -1,0 +1,215 @@
+"""Launches without a GPU: everything on the host runs as for an H200, the driver notes launches.
+
+Tensors are memory of the CPU that nothing reads. Shared by tests and scripts/snapshot.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import re
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import epinorm
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.plan import strategy as cuda_plan
+from epinorm.backends.cuda.plan import tuned
+from epinorm.backends.cuda.plan.gradients import planes_taken
+from epinorm.backends.cuda.runtime import device, driver, jit, launch, tensor_map
+from epinorm.operator import calls
+from epinorm.problem import Inputs
+
+H200 = device.Gpu((9, 0), 132, 232448, 233472)
+MEMORY = SimpleNamespace(total_memory=150 * 2**30)
+PRODUCTS = ("mm", "addmm", "addmm_", "linear")
+GroupNorm, LayerNorm, RMSNorm = epinorm.GroupNorm, epinorm.LayerNorm, epinorm.RMSNorm
+
+# name: m, k, n, norm, pre, post
+CASES: dict[str, tuple[int, int, int, Any, str, str]] = {
+    "kb62": (1024, 8192, 8192, GroupNorm(512), "", "leaky_relu(0.01)|scale(2)"),
+    "kb62_v0": (128, 512, 256, GroupNorm(8), "", "leaky_relu(0.01)|scale(2)"),
+    "skinny": (65536, 128, 128, GroupNorm(32), "", "leaky_relu(0.01)|scale(2)"),
+    "mid": (16384, 1024, 1024, GroupNorm(32), "", "leaky_relu(0.01)|scale(2)"),
+    "wide_groups": (8192, 4096, 4096, GroupNorm(32), "", "leaky_relu(0.01)|scale(2)"),
+    "decode_16": (16, 8192, 8192, GroupNorm(512), "", "leaky_relu(0.01)|scale(2)"),
+    "decode_1": (1, 8192, 8192, GroupNorm(512), "", "leaky_relu(0.01)|scale(2)"),
+    "layer_norm_512": (4096, 512, 512, LayerNorm(), "", "leaky_relu(0.01)|scale(2)"),
+    "ln256": (65536, 256, 256, LayerNorm(), "", "relu"),
+    "rms_1024": (1024, 1024, 1024, RMSNorm(), "", "silu"),
+    "residual_768": (4096, 768, 768, LayerNorm(), "add_residual", ""),
+    "operands": (512, 256, 384, GroupNorm(48), "mul_channel", "silu|add_residual|mul_channel"),
+    "odd": (100, 36, 60, GroupNorm(5), "", "gelu"),
+    "groups_12": (16384, 768, 768, GroupNorm(64), "", "silu"),
+}
+KINDS = {
+    "bf16": (torch.bfloat16, "highest"),
+    "fp16": (torch.float16, "highest"),
+    "fp64": (torch.float64, "highest"),
+    "high": (torch.float32, "high"),
+    "highest": (torch.float32, "highest"),
+}
+
+
+class Driver:
+    """Stands in for the CUDA driver: knows each kernel by the source that was loaded."""
+
+    has_parameter_info = False
+
+    def __init__(self) -> None:
+        self.sources: list[Any] = []
+        self.launches: list[dict[str, Any]] = []
+        self.loading: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: 0
+
+    def cuLibraryGetKernel(self, handle: Any, _library: Any, _name: bytes) -> int:
+        self.sources.append(self.loading)
+        handle._obj.value = len(self.sources)
+        return 0
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, blocks: Any, *_: Any) -> int:
+        blocks._obj.value = 4
+        return 0
+
+    def cuOccupancyMaxActiveClusters(self, clusters: Any, *_: Any) -> int:
+        clusters._obj.value = 64
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, handle: Any, _arguments: Any, _: None) -> int:
+        words = list((ctypes.c_uint32 * 7).from_address(config.value))
+        source = self.sources[handle.value - 1]
+        self.launches.append(
+            {
+                "kernel": source.entry,
+                "text": hash_of(source),
+                "grid": words[:3],
+                "block": words[3:6],
+                "shared_bytes": words[6],
+            }
+        )
+        return 0
+
+
+def hash_of(source: Any) -> str:
+    """Of what the compiler sees: comments and spaces do not count."""
+    code = " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", "", source.text, flags=re.S).split())
+    return hashlib.sha256("\0".join((code, *source.options)).encode()).hexdigest()[:16]
+
+
+class Products(TorchDispatchMode):
+    """Notes PyTorch's own products among the launches, and computes none of them."""
+
+    def __init__(self, into: Driver) -> None:
+        super().__init__()
+        self.into = into
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in PRODUCTS:
+            self.into.launches.append({"kernel": f"aten::{name}"})
+            a, b = [t for t in args if isinstance(t, Tensor)][-2:]
+            return args[0] if name == "addmm_" else a.new_empty(a.shape[0], b.shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+def believe_in(monkeypatch: Any, gpu: device.Gpu) -> None:
+    """Let plans be made as for this GPU, to the end of the test."""
+    monkeypatch.setattr(device, "device_index", lambda device=None: 0)
+    monkeypatch.setattr(device, "gpu_at", lambda index: gpu)
+    monkeypatch.setattr(cuda_plan, "supported", lambda device: None)
+    planes_taken.cache_clear()
+
+
+@contextlib.contextmanager
+def imaginary_h200() -> Any:
+    """Let tensors of the CPU be computed as if they were on an H200; yields the driver."""
+    api = Driver()
+
+    def load_library(source: Any) -> Any:
+        api.loading = source
+        return real_load_library(source)
+
+    real_load_library = jit._load_library
+    nothing = jit.Compiled(b"", "", 0, 0, 0, 0)
+
+    def plan_for(problem: Any, strategy: Any, strict: bool = False) -> Any:
+        return cuda_plan.plan_cuda(problem, strategy)
+
+    def precision(dtype: torch.dtype, _: str) -> str:
+        return calls_precision(dtype, "cuda")
+
+    calls_precision = calls.product_precision
+    patches = [
+        *((module, "driver", lambda: api) for module in (driver, jit, launch, tensor_map)),
+        (jit, "_load_library", load_library),
+        (jit, "compiled", lambda source: nothing),
+        (device, "device_index", lambda device=None: 0),
+        (jit, "device_index", lambda device=None: 0),
+        (device, "gpu_at", lambda index: H200),
+        (launch, "_current_device", lambda: 0),
+        (launch, "_current_stream", lambda index: 5),
+        (launch, "make_primary_context_current", lambda index: None),
+        (jit, "make_primary_context_current", lambda index: None),
+        (torch.cuda, "device", lambda index: contextlib.nullcontext()),
+        (torch.cuda, "init", lambda: None),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "get_device_properties", lambda index: MEMORY),
+        (cuda_plan, "supported", lambda device: None),
+        (tuned, "choice", lambda *_: None),
+        (calls, "plan_for", plan_for),
+        (calls, "product_precision", precision),
+    ]
+    with contextlib.ExitStack() as stack:
+        for target, name, value in patches:
+            stack.enter_context(mock.patch.object(target, name, value))
+        hopper_plan.choose_tile.cache_clear()
+        yield api
+
+
+def launches(
+    api: Driver,
+    m: int,
+    k: int,
+    n: int,
+    norm: Any,
+    pre: str,
+    post: str,
+    dtype: Any,
+    training: bool,
+    whole_step: bool = False,
+) -> Any:
+    """What a call launches, and its backward pass where ``training``, by way of the operators or,
+    as a ``whole_step``, as calls of models are made."""
+
+    def new(*size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype).requires_grad_(training)
+
+    chain = epinorm.Chain.build(norm, pre, post)
+    operands = [new(n) if kind == "channel" else new(m, n) for kind in chain.operand_kinds]
+    vectors = [new(n) for _ in range(3)]
+    api.launches.clear()
+    with Products(api), torch.set_grad_enabled(training):
+        facts = (str(chain), "auto", False, None)
+        tensors = (new(m, k), new(n, k), *vectors)
+        if not training:
+            calls.run_inference((*tensors, operands), facts)
+            return list(api.launches)
+        inputs = Inputs(*(t.detach() for t in tensors), tuple(operands))
+        run = calls.bind(inputs, facts, True, (m, n)) if whole_step else None
+        forward = run(*inputs) if run is not None else calls.run_forward(inputs, facts)
+        left = getattr(forward, "left", None)
+        y, *kept = forward
+        api.launches.append({"backward": ""})
+        wanted = [True] * (5 + len(operands))
+        dy = torch.empty_like(y)
+        with torch.no_grad():
+            calls.run_backward((*tensors, operands), facts, kept, dy, wanted, run, left)
+    return list(api.launches)
