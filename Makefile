@@ -24,7 +24,7 @@ PYTEST := -n $(WORKERS) --timeout $(TEST_SECONDS) --durations 10 -m "not gpu"
 # For the targets that run on a GPU machine as it is, with nothing installed.
 PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}
 
-.PHONY: help setup run record test lint format test-gpu sanitize-gpu bench-gpu report build clean
+.PHONY: help setup run record test lint format test-gpu sanitize-gpu fuzz bench-gpu report build clean
 
 help:  ## say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1|/' | \
@@ -76,6 +76,10 @@ sanitize-gpu:  ## run every kind of kernel under compute-sanitizer (nothing is i
 	  PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool $$quiet \
 	    --error-exitcode 9 $${PYTHON:-python3} tests/gpu/sanitize.py $(if $(ARGS),$(ARGS),$$kinds); \
 	done
+
+FUZZ_SECONDS ?= 600
+fuzz: $(READY)  ## random chains against float64 for FUZZ_SECONDS, on a GPU if there is one
+	@$(BIN)/python scripts/fuzz.py --seconds $(FUZZ_SECONDS) $(ARGS)
 
 bench-gpu:  ## time every named shape with the Python that is there (nothing is installed)
 	@$(PYTHON_HERE) benchmarks/run.py $(ARGS)
