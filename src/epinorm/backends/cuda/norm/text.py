@@ -77,7 +77,8 @@ def norm_text(
     }
     lines = [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
     prelude = "".join((types_text(problem), *lines, _operands_text(problem), extra))
-    return chain_text(problem.chain) + prelude + read_kernel(f"{kernel}.cu")
+    backward = "#define EPINORM_BACKWARD\n" if "backward" in kernel else ""
+    return backward + chain_text(problem.chain) + prelude + read_kernel(f"{kernel}.cu")
 
 
 def parameter_addresses(inputs: Inputs) -> tuple[int, int, int]:
