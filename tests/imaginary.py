@@ -202,9 +202,10 @@ def launches(
         if not training:
             calls.run_inference((*tensors, operands), facts)
             return list(api.launches)
-        inputs = Inputs(*(t.detach() for t in tensors), tuple(operands))
+        detached = (t.detach() for t in tensors)
+        inputs = Inputs(*detached, tuple(operands), calls.constants_of(facts))
         run = calls.bind(inputs, facts, True, (m, n)) if whole_step else None
-        forward = run(*inputs) if run is not None else calls.run_forward(inputs, facts)
+        forward = run(*inputs) if run is not None else calls.run_forward(inputs[:6], facts)
         left = getattr(forward, "left", None)
         y, *kept = forward
         api.launches.append({"backward": ""})

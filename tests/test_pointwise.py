@@ -39,8 +39,9 @@ OPERATIONS = [
 HEADER = """
 #include <cmath>
 #define EPINORM_FUNCTION static inline
-#define EPINORM_INFINITY INFINITY
 using std::exp; using std::expm1; using std::log1p; using std::tanh; using std::erf;
+template <typename T> static T at_least(T x, T low) { return x < low ? low : x; }
+template <typename T> static T at_most(T x, T high) { return x > high ? high : x; }
 """
 
 KINKS = [0.0, -0.0, 3.0, -3.0, 6.0, 1.0, -1.0, 1.5, -0.25, 2.0, 1.2, 20.0, 8.0]
@@ -58,6 +59,8 @@ def _loop(operation: Pointwise, body: str) -> str:
     arguments = "x[i]" if body == "forward" else "g[i], x[i]"
     if operation.operand is not None:
         arguments += ", t[i]"
+    for value in operation.arguments:
+        arguments += f", {value!r}".replace("inf", "INFINITY")
     return (
         cpp_function(name, operation, body)  # type: ignore[arg-type]
         + f'\nextern "C" void loop_{name}(long n, const double* x, const double* g, '

@@ -43,6 +43,8 @@ Core = Literal["hopper", "portable"]
 class Problem:
     """The facts of one call that decide how it is computed. Hashable; holds no tensor.
 
+    ``chain``: as a rule a structure (``Chain.structure``), whose numbers come with each call, in
+    ``Inputs.constants``; it may also hold the numbers itself, which then serve where none come.
     ``dtype`` is that of x, weight and bias; ``norm_dtype`` that of the norm's parameters and of
     the chain's tensor operands; ``out_dtype`` that of y. They differ under autocast alone: 16 bit,
     fp32 and fp32. ``training``: z, mean and rstd are kept for a backward pass. ``prepacked``: the
@@ -157,7 +159,8 @@ def _size(buffer: Buffer) -> str:
 
 class Inputs(NamedTuple):
     """The tensors of one call, leading dimensions folded: x (M, K), weight (N, K), the rest (N,),
-    element operands (M, N). The last dimension is contiguous; rows may have a stride."""
+    element operands (M, N). The last dimension is contiguous; rows may have a stride.
+    ``constants``: the numbers of the chain, where its problem has only names for them."""
 
     x: Tensor
     weight: Tensor
@@ -165,6 +168,7 @@ class Inputs(NamedTuple):
     norm_weight: Tensor | None
     norm_bias: Tensor | None
     operands: tuple[Tensor, ...]
+    constants: tuple[float, ...] = ()
 
 
 class Forward(NamedTuple):
@@ -242,6 +246,7 @@ class Run(Protocol):
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         operands: tuple[Tensor, ...],
+        constants: tuple[float, ...],
         /,
     ) -> Forward: ...
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,11 +22,12 @@ from torch import Tensor
 from epinorm.backends.cuda.fp32 import planes, rescue
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
 from epinorm.backends.cuda.norm import forward as norm_forward
+from epinorm.backends.cuda.norm.text import chain_signature
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.runtime import device, driver, launch, tensor_map
-from epinorm.chain import RMSNorm
+from epinorm.chain import Chain, RMSNorm
 from epinorm.chain.reference import epilogue
 from epinorm.operator import calls
 from epinorm.operator import dispatch as caller
@@ -35,7 +37,10 @@ SMS = 132
 SHARED_BYTES = 232448
 
 _DTYPES = {6: torch.float16, 7: torch.float32, 9: torch.bfloat16}  # CUtensorMapDataType
-_CTYPES = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "l": ctypes.c_int64}
+_CTYPES = {
+    "p": ctypes.c_uint64, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}  # fmt: skip
 
 
 def matrix_at(address: int, rows: int, columns: int, stride: int, dtype: torch.dtype) -> Tensor:
@@ -47,6 +52,11 @@ def matrix_at(address: int, rows: int, columns: int, stride: int, dtype: torch.d
 
 def vector_at(address: int, size: int, dtype: torch.dtype) -> Tensor | None:
     return matrix_at(address, 1, size, size, dtype)[0] if address else None
+
+
+def constants(chain: Chain, dtype: torch.dtype) -> str:
+    """The signature of a chain's constants."""
+    return ("d" if dtype == torch.float64 else "f") * len(chain.arguments)
 
 
 @dataclass
@@ -124,13 +134,19 @@ class ImaginaryGPU:
     # ---- the kernels ----
 
     def signature_of_linear_norm(self, instance: Any) -> str:
-        return hopper_forward._SIGNATURE + "p" * len(instance.chain.operand_kinds)
+        return (
+            hopper_forward._SIGNATURE
+            + "p" * len(instance.chain.operand_kinds)
+            + constants(instance.chain, torch.float32)
+        )
 
     def compute_linear_norm(self, instance: Any, *arguments: Any) -> None:
-        (x_map, _, w_map, _, y, z, bias, gamma, beta, *scales, mean, rstd, m, n, k), operands = (
+        (x_map, _, w_map, _, y, z, bias, gamma, beta, *scales, mean, rstd, m, n, k), more = (
             arguments[:16],
             arguments[16:],
         )
+        count = len(instance.chain.operand_kinds)
+        operands, numbers = more[:count], more[count:]
         if instance.scaled:
             x, w = self.split[x_map[1]], self.split[w_map[1]]
             assert all(scales)
@@ -142,7 +158,7 @@ class ImaginaryGPU:
         assert (x.shape, w.shape) == ((m, k), (n, k))
         product = x.double() @ w.double().t()
         facts = SimpleNamespace(
-            chain=instance.chain, m=m, n=n, groups=instance.chain.groups(n),
+            chain=instance.chain.filled(numbers), m=m, n=n, groups=instance.chain.groups(n),
             norm_dtype=instance.norm_dtype, out_dtype=instance.out_dtype,
             dtype=instance.kept_dtype, stats_dtype=torch.float32,
             has_bias=instance.has_bias, training=instance.keep,
@@ -155,11 +171,14 @@ class ImaginaryGPU:
             assert (z, mean, rstd) == (0, 0, 0)
 
     def signature_of_norm_forward(self, source: Any) -> str:
-        return norm_forward.SIGNATURE + "pl" * len(source[0].chain.operand_kinds)
+        return norm_forward.SIGNATURE + chain_signature(source[0])
 
     def compute_norm_forward(self, source: Any, *arguments: Any) -> None:
         problem = source[0]
-        z, z_stride, bias, gamma, beta, y, mean, rstd, m, groups, *operands = arguments
+        z, z_stride, bias, gamma, beta, y, mean, rstd, m, groups, *more = arguments
+        count = 2 * len(problem.chain.operand_kinds)
+        operands, numbers = more[:count], more[count:]
+        problem = dataclasses.replace(problem, chain=problem.chain.filled(numbers))
         assert (m, groups) == (problem.m, problem.groups)
         values = matrix_at(z, m, problem.n, z_stride, problem.dtype).double()
         pairs = list(zip(operands[::2], operands[1::2], strict=True))
@@ -210,7 +229,7 @@ class ImaginaryGPU:
             self.split[hi + second * padded * 2] = more.clone()
 
     def signature_of_rescue(self, problem: Any) -> str:
-        return rescue.SIGNATURE + "pl" * len(problem.chain.operand_kinds)
+        return rescue.SIGNATURE + chain_signature(problem)
 
     def compute_rescue(self, problem: Any, *_: Any) -> None:
         """Nothing is flagged."""

@@ -24,13 +24,16 @@ CHAINS = (
 HOST = r"""
 #include <cmath>
 #define EPINORM_FUNCTION inline
-#define EPINORM_INFINITY (HUGE_VAL)
 using std::exp; using std::expm1; using std::log1p; using std::tanh; using std::erf;
+template <typename T> static T at_least(T x, T low) { return x < low ? low : x; }
+template <typename T> static T at_most(T x, T high) { return x > high ? high : x; }
 """
 EXPORTS = r"""
 #define ROW(BODY) for (long long i = 0; i < n; ++i) { \
     T t[chain::kSlots], dt[chain::kSlots] = {}; \
     for (int k = 0; k < chain::kOperands; ++k) t[k] = operands[k * n + i]; \
+    chain::Constants<T> c; \
+    for (int k = 0; k < sizeof c / sizeof(T); ++k) c.of[k] = constants[k]; \
     BODY \
     for (int k = 0; k < chain::kOperands; ++k) d_operands[k * n + i] = dt[k]; }
 using T = double;
@@ -40,11 +43,13 @@ int is_channel(int i) { return chain::is_channel(i); }
 int centred() { return chain::kCentred; }
 double eps() { return chain::epsilon<double>(); }
 double eps32() { return chain::epsilon<float>(); }
-void pre(long long n, T* x, T* g, T* operands, T* y, T* dx, T* d_operands) {
-  ROW(y[i] = chain::pre_apply<T>(x[i], t); dx[i] = chain::pre_backward<T>(g[i], x[i], t, dt);)
+void pre(long long n, T* constants, T* x, T* g, T* operands, T* y, T* dx, T* d_operands) {
+  ROW(y[i] = chain::pre_apply<T>(c, x[i], t);
+      dx[i] = chain::pre_backward<T>(c, g[i], x[i], t, dt);)
 }
-void post(long long n, T* x, T* g, T* operands, T* y, T* dx, T* d_operands) {
-  ROW(y[i] = chain::post_apply<T>(x[i], t); dx[i] = chain::post_backward<T>(g[i], x[i], t, dt);)
+void post(long long n, T* constants, T* x, T* g, T* operands, T* y, T* dx, T* d_operands) {
+  ROW(y[i] = chain::post_apply<T>(c, x[i], t);
+      dx[i] = chain::post_backward<T>(c, g[i], x[i], t, dt);)
 }
 }
 """
@@ -64,10 +69,14 @@ def host_library(chain: Chain, folder: Path) -> ctypes.CDLL:
 
 
 def run_stage(
-    function: object, x: torch.Tensor, g: torch.Tensor, operands: torch.Tensor
+    function: object,
+    constants: torch.Tensor,
+    x: torch.Tensor,
+    g: torch.Tensor,
+    operands: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     outputs = (torch.empty_like(x), torch.empty_like(x), torch.zeros_like(operands))
-    tensors = (x, g, operands, *outputs)
+    tensors = (constants, x, g, operands, *outputs)
     function(ctypes.c_longlong(x.numel()), *(ctypes.c_void_p(t.data_ptr()) for t in tensors))
     return outputs
 
@@ -86,6 +95,7 @@ def test_stages_equal_pytorch_and_its_gradients(text: str, tmp_path: Path) -> No
 
     n = 4096
     first = 0
+    constants = torch.tensor([*chain.arguments, 0.0], dtype=torch.float64)
     for name, operations in (("pre", chain.pre), ("post", chain.post)):
         x = (2 * torch.randn(n, dtype=torch.float64)).requires_grad_()
         g = torch.randn(n, dtype=torch.float64)
@@ -97,7 +107,9 @@ def test_stages_equal_pytorch_and_its_gradients(text: str, tmp_path: Path) -> No
             y = operation(y, next(remaining) if operation.operand else None)
         expected = torch.autograd.grad(y, (x, *used), g) if operations else (g,)
 
-        actual_y, actual_dx, actual_dt = run_stage(getattr(library, name), x.detach(), g, operands)
+        actual_y, actual_dx, actual_dt = run_stage(
+            getattr(library, name), constants, x.detach(), g, operands
+        )
         torch.testing.assert_close(actual_y, y.detach(), rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(actual_dx, expected[0], rtol=1e-11, atol=1e-12)
         for i in range(len(kinds)):
@@ -122,20 +134,38 @@ def test_epsilon_is_the_norms_or_that_of_the_type(tmp_path: Path) -> None:
         assert (library.eps(), library.eps32()) == (eps, eps32)
 
 
-def test_number_of_groups_does_not_change_the_text() -> None:
-    chains = [Chain.parse(f"group_norm({groups})|relu") for groups in (4, 512)]
-    assert chain_text(chains[0]) == chain_text(chains[1])
+@pytest.mark.parametrize(
+    "one,other",
+    [
+        ("group_norm(4)|relu", "group_norm(512)|relu"),
+        (
+            "add(1)|softplus(2,3)|group_norm(4)|leaky_relu(0.01)|clamp(0,1)|scale(2)",
+            "add(7)|softplus(5,9)|group_norm(4)|leaky_relu(-3)|clamp(-4,2)|scale(0.3)",
+        ),
+        ("layer_norm|elu(2)|hardtanh(-2,2)", "layer_norm|elu(0.5)|hardtanh(-inf,1)"),
+    ],
+)
+def test_neither_the_number_of_groups_nor_constants_change_the_text(one: str, other: str) -> None:
+    assert chain_text(Chain.parse(one)) == chain_text(Chain.parse(other))
+
+
+def test_structures_have_the_text_of_their_chains() -> None:
+    for text in CHAINS:
+        chain = Chain.parse(text)
+        assert chain_text(chain.structure) == chain_text(chain)
+        assert chain.structure.filled(chain.arguments) == chain
 
 
 def test_every_operation_compiles_for_the_device_without_local_memory() -> None:
     names = [name for name, definition in DEFINITIONS.items() if name not in ("scale", "add")]
     operations = "|".join([*names, "scale(2)", "add(1)"])
     body = r"""
-extern "C" __global__ void probe(const float* in, float* out) {
+extern "C" __global__ void probe(const float* in, float* out, chain::Constants<float> c) {
   float t[chain::kSlots], dt[chain::kSlots];
   for (int i = 0; i < chain::kSlots; ++i) t[i] = in[i + 8];
   const float x = in[threadIdx.x + 32];
-  out[threadIdx.x] = chain::post_backward<float>(in[0], x, t, dt) + chain::post_apply<float>(x, t);
+  out[threadIdx.x] = chain::post_backward<float>(c, in[0], x, t, dt);
+  out[threadIdx.x] += chain::post_apply<float>(c, x, t);
   for (int i = 0; i < chain::kSlots; ++i) out[i + 1024] = dt[i];
 }
 """

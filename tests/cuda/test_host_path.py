@@ -404,3 +404,48 @@ def test_threads_do_not_see_each_others_arguments(gpu: Any) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("strategy", ["single", "epilogue"])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_other_constants_are_other_arguments_of_the_same_kernel(
+    strategy: Any, dtype: torch.dtype, gpu: Any
+) -> None:
+    """Of chains of one structure one kernel is loaded, whatever their numbers, call after call."""
+    x, weight = torch.randn(ROWS, K).to(dtype), torch.randn(N, K).to(dtype)
+    vectors = [torch.randn(N).to(dtype) for _ in range(3)]
+    names = ("bias", "norm_weight", "norm_bias")
+    truth = torch.nn.functional.group_norm(
+        torch.nn.functional.linear(x.double(), weight.double(), vectors[0].double()),
+        GROUPS, vectors[1].double(), vectors[2].double(),
+    )  # fmt: skip
+    sources = None
+    for step in range(100):
+        slope, factor = 0.01 + step / 7, 3.3 + step
+        y = epinorm.linear_norm(
+            x, weight, norm=epinorm.GroupNorm(GROUPS), post=f"leaky_relu({slope})|scale({factor})",
+            strategy=strategy, **dict(zip(names, vectors, strict=True)),
+        )  # fmt: skip
+        expected = torch.nn.functional.leaky_relu(truth, slope) * factor
+        error = (y.double() - expected).norm() / expected.norm()
+        assert error < (1e-2 if dtype == BF16 else 1e-6)
+        sources = sources or len(gpu.sources)
+        assert len(gpu.sources) == sources
+
+
+def test_a_scale_by_a_power_of_two_is_one_more_kernel(gpu: Any) -> None:
+    """Gamma and beta carry it: one kernel for all powers of two, one for all other factors."""
+    x, weight, *vectors = (torch.randn(s).to(BF16) for s in ((ROWS, K), (N, K), (N,), (N,), (N,)))
+    counts = []
+    for factor in (2.0, 3.0, 0.25, 0.3, 8.0, -2.0, -7.0):
+        y = epinorm.linear_norm(
+            x, weight, vectors[0], norm=epinorm.GroupNorm(GROUPS), norm_weight=vectors[1],
+            norm_bias=vectors[2], post=f"scale({factor})", strategy="single",
+        )  # fmt: skip
+        expected = torch.nn.functional.group_norm(
+            torch.nn.functional.linear(x, weight, vectors[0]).double(), GROUPS,
+            vectors[1].double(), vectors[2].double(),
+        )  # fmt: skip
+        torch.testing.assert_close(y.double(), expected * factor, rtol=3e-2, atol=0.2)
+        counts.append(len(gpu.sources))
+    assert counts == [1, 2, 2, 2, 2, 2, 2]

@@ -50,6 +50,9 @@ static void expect_guard() {
 #endif
 }
 
+// Of the example's chain.
+static void expect_constants(float slope, float factor) { EXPECT(slope == 0.01f && factor == 2.0f); }
+
 static double load(U16 bits) {
   _Float16 half;
   std::memcpy(&half, &bits, 2);
@@ -217,7 +220,8 @@ static void portable_linear_norm(const U16* x_hi, const U16* x_lo, const U16* w_
                                  I64 x_stride, I64 w_stride, Out* y, Kept* z, const Kept* bias,
                                  const Norm* gamma, const Norm* beta, const float* row_scale,
                                  const float* column_scale, float* mean, float* rstd, int m, int n,
-                                 int k) {
+                                 int k, float slope, float factor) {
+  expect_constants(slope, factor);
   EXPECT(launched.gridDim.x == blocks_of(m, kBlockM) * blocks_of(n, kBlockN));
   EXPECT(launched.blockDim.x == kThreads);
   expect_shared(kSharedBytes);
@@ -232,7 +236,8 @@ static void linear_norm_fp32_weight(Map x, Map w, float* y, float* z, const floa
                                     const float* gamma, const float* beta, const float* row_scale,
                                     float* mean, float* rstd, const float* values, I64 w_stride,
                                     float* w_scale, Flag* w_flags, int4* w_columns, U16* w_plane,
-                                    int m, int n, int k, int) {
+                                    int m, int n, int k, int, float slope, float factor) {
+  expect_constants(slope, factor);
   const I64 tiles = blocks_of(m, kBlockM) * blocks_of(n, kBlockN);
   EXPECT(launched.gridDim.x == (tiles < 4 ? tiles : 4) && launched.blockDim.x == MULTIPLY_THREADS);
   expect_shared(SHARED_BYTES);
@@ -258,7 +263,9 @@ static void linear_norm_fp32_weight(Map x, Map w, float* y, float* z, const floa
 #else
 static void linear_norm(Map x_hi, Map x_lo, Map w_hi, Map w_lo, Out* y, Kept* z, const Kept* bias,
                         const Norm* gamma, const Norm* beta, const float* row_scale,
-                        const float* column_scale, float* mean, float* rstd, int m, int n, int k) {
+                        const float* column_scale, float* mean, float* rstd, int m, int n, int k,
+                        float slope, float factor) {
+  expect_constants(slope, factor);
   expect_shared(SHARED_BYTES);
   EXPECT(launched.blockDim.x == MULTIPLY_THREADS);
   expect_map(x_hi, ELEMENT_TYPE, 128 / ELEMENT_BYTES, BOX_M, m, k);
@@ -278,7 +285,8 @@ constexpr int kThreads = 256, kChunk = 1024, kColumns = 128, kSlices = 8, kSplit
 static void rescue(const float* x, I64 x_stride, const float* w, I64 w_stride, const float* bias,
                    const float* gamma, const float* beta, const Flag* row_flags,
                    const Flag* column_flags, float* y, float* z, float* mean, float* rstd, int m,
-                   int n, int k) {
+                   int n, int k, float slope, float factor) {
+  expect_constants(slope, factor);
   expect_guard();
   bool every_row = false;
   for (int column = 0; column < n; ++column) every_row |= column_flags[column] != 0;

@@ -22,7 +22,7 @@ __all__ = ["backward", "forward"]
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
     """Compute y (M, N) with PyTorch's own layers; the statistics come out of the norm itself."""
-    chain = problem.chain
+    chain = problem.chain.filled(inputs.constants)
     z = F.linear(inputs.x, inputs.weight, inputs.bias)
     remaining = iter(inputs.operands)
     u = apply_pointwise(z.to(problem.out_dtype), chain.pre, remaining)
@@ -67,9 +67,8 @@ def backward(
     assert z is not None
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     with _autograd():
-        y = epilogue(
-            z, problem.chain, norm_weight, norm_bias, [t for t in operands if t is not None]
-        )
+        chain = problem.chain.filled(inputs.constants)
+        y = epilogue(z, chain, norm_weight, norm_bias, [t for t in operands if t is not None])
         found = iter(torch.autograd.grad(y, wanted, dy) if wanted else ())
     dz, d_norm_weight, d_norm_bias, *d_operands = (
         next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves

@@ -40,8 +40,10 @@ class Definition:
     they have where this operation is meant.
 
     kinks: from the constants to the places where the derivative jumps. homogeneous: whether
-    f(c x) = c f(x) for every c > 0. ``operand_backward`` is the C++ body for the gradient of the
-    tensor operand ``t``, before any sum over rows.
+    f(c x) = c f(x) for every c > 0. shorter_at: values of constants at which the bodies become
+    shorter, and which are compiled in; all other constants are arguments of the kernels.
+    ``operand_backward`` is the C++ body for the gradient of the tensor operand ``t``, before any
+    sum over rows.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Definition:
     homogeneous: bool
     partial: Mapping[Any, tuple[str, ...]] = field(default_factory=dict)
     where: Mapping[str, Any] = field(default_factory=dict)
+    shorter_at: Mapping[str, float] = field(default_factory=dict)
     operand: OperandKind | None = None
     operand_backward: str | None = None
 
@@ -218,7 +221,7 @@ ACTIVATIONS = (
     Definition(
         "hardtanh",
         F.hardtanh,
-        "return x < min_val ? min_val : (x > max_val ? max_val : x);",
+        "return at_most(at_least(x, min_val), max_val);",
         "return x <= min_val || x >= max_val ? T(0) : g;",
         {"min_val": -1.0, "max_val": 1.0},
         modules={nn.Hardtanh: ("min_val", "max_val"), nn.ReLU6: ("min_val", "max_val")},
@@ -230,7 +233,7 @@ ACTIVATIONS = (
     Definition(
         "clamp",
         _clamp,
-        "const T u = x < min ? min : x; return u > max ? max : u;",
+        "return at_most(at_least(x, min), max);",
         "return x >= min && x <= max ? g : T(0);",
         {"min": -math.inf, "max": math.inf},
         modules={},
@@ -264,6 +267,7 @@ ACTIVATIONS = (
         {"beta": 1.0, "threshold": 20.0},
         modules={nn.Softplus: ("beta", "threshold")},
         functions=(F.softplus, _aten.softplus),
+        shorter_at={"beta": 1.0},
         kinks=lambda beta, threshold: (threshold / beta,) if beta else (),
         homogeneous=False,
     ),

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from epinorm.chain.pointwise import (
+    Argument,
     OperandKind,
     Pointwise,
     PointwiseLike,
@@ -143,6 +144,23 @@ class Chain:
 
     def __str__(self) -> str:
         return "|".join(str(part) for part in (*self.pre, self.norm, *self.post))
+
+    @property
+    def arguments(self) -> tuple[float | Argument, ...]:
+        """The constants that kernels take as arguments: those of pre, then those of post."""
+        return tuple(c for operation in (*self.pre, *self.post) for c in operation.arguments)
+
+    @property
+    def structure(self) -> Chain:
+        """What chains of the same kernels share: names stand for the arguments' values."""
+        pre, post = (tuple(op.structure for op in side) for side in (self.pre, self.post))
+        return Chain(self.norm, pre, post)
+
+    def filled(self, arguments: Iterable[float]) -> Chain:
+        """A structure with its arguments' values; a chain that has them stays as it is."""
+        values = iter(arguments)
+        pre, post = (tuple(op.filled(values) for op in side) for side in (self.pre, self.post))
+        return Chain(self.norm, pre, post)
 
     @property
     def operand_kinds(self) -> tuple[OperandKind, ...]:

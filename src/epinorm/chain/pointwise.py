@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from epinorm.chain.activations import ACTIVATIONS, Definition, OperandKind
 
 __all__ = [
     "DEFINITIONS",
+    "SCALE_BY_POWER_OF_TWO",
+    "Argument",
     "Definition",
     "OperandKind",
     "Pointwise",
@@ -64,6 +66,13 @@ for _definition in ACTIVATIONS:
 
 
 @dataclass(frozen=True)
+class Argument:
+    """Stands for a constant that differs between chains of the same kernels."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Pointwise:
     """One pointwise operation with its constants, e.g. ``Pointwise("leaky_relu", (0.01,))``.
 
@@ -72,14 +81,14 @@ class Pointwise:
     """
 
     name: str
-    constants: tuple[float, ...] = ()
+    constants: tuple[float | Argument, ...] = ()
 
     def __post_init__(self) -> None:
         definition = DEFINITIONS.get(self.name)
         if definition is None:
             raise ValueError(_unknown_operation(self.name))
         defaults = tuple(definition.parameters.values())
-        given = tuple(float(c) for c in self.constants)
+        given = tuple(c if isinstance(c, Argument) else float(c) for c in self.constants)
         if len(given) > len(defaults):
             raise ValueError(
                 f"{self.name} takes at most {len(defaults)} constants, got {len(given)}"
@@ -88,7 +97,7 @@ class Pointwise:
         if any(value is None for value in filled):
             names = ", ".join(definition.parameters)
             raise ValueError(f"{self.name} needs a value for {names}, e.g. {self.name}(2)")
-        if any(math.isnan(value) for value in filled if value is not None):
+        if any(math.isnan(value) for value in filled if isinstance(value, float)):
             raise ValueError(f"{self.name} takes finite or infinite constants, got nan")
         object.__setattr__(self, "constants", filled)
 
@@ -106,6 +115,35 @@ class Pointwise:
         """Which tensor the operation takes besides x; None for none."""
         return self.definition.operand
 
+    @property
+    def arguments(self) -> tuple[float | Argument, ...]:
+        """The constants that kernels take as arguments."""
+        return tuple(self.constants[i] for i in self._argument_places())
+
+    @property
+    def structure(self) -> Pointwise:
+        """The operation with names in the place of these numbers."""
+        names = tuple(self.definition.parameters)
+        constants = list(self.constants)
+        for i in self._argument_places():
+            value = constants[i]
+            if isinstance(value, float):
+                is_power = self.name == "scale" and value > 0 and math.frexp(value)[0] == 0.5
+                constants[i] = Argument("power_of_two" if is_power else names[i])
+        return Pointwise(self.name, tuple(constants))
+
+    def filled(self, values: Iterator[float]) -> Pointwise:
+        """A structure with the next values in the place of its names."""
+        return Pointwise(
+            self.name, tuple(next(values) if isinstance(c, Argument) else c for c in self.constants)
+        )
+
+    def _argument_places(self) -> tuple[int, ...]:
+        """Of ``constants``: all but those that shorten the operation."""
+        shorter = self.definition.shorter_at
+        pairs = zip(self.definition.parameters, self.constants, strict=True)
+        return tuple(i for i, (name, c) in enumerate(pairs) if shorter.get(name, None) != c)
+
     def __call__(self, x: Tensor, operand: Tensor | None = None) -> Tensor:
         """Apply the operation's PyTorch meaning to x (..., N) of any floating dtype."""
         if self.operand is None:
@@ -118,6 +156,8 @@ class Pointwise:
         return f"{self.name}({','.join(format_number(c) for c in self.constants)})"
 
 
+SCALE_BY_POWER_OF_TWO = Pointwise("scale", (2.0,)).structure
+
 PointwiseLike = Pointwise | str | nn.Module | Callable[..., Tensor]
 
 
@@ -127,8 +167,10 @@ def _unknown_operation(name: str) -> str:
     return f"unknown pointwise operation {name!r}; {hint}known are {', '.join(DEFINITIONS)}"
 
 
-def format_number(value: float) -> str:
+def format_number(value: float | Argument) -> str:
     """The shortest text that reads back as the same float: 2.0 is ``2``, 0.01 is ``0.01``."""
+    if isinstance(value, Argument):
+        return value.name
     if math.isfinite(value) and value == int(value) and abs(value) < 1e16:
         return str(int(value)) if value or math.copysign(1.0, value) > 0 else "-0.0"
     return repr(value)
@@ -259,20 +301,15 @@ def as_pointwise_list(
     return tuple(as_pointwise(operation) for operation in operations)
 
 
-def _cpp_constant(value: float) -> str:
-    if math.isinf(value):
-        return f"T({'-' if value < 0 else ''}EPINORM_INFINITY)"
-    return f"T({value!r})"
-
-
 def cpp_function(
     name: str, operation: Pointwise, body: Literal["forward", "backward", "operand_backward"]
 ) -> str:
     """The operation as one C++ function template over T, for CUDA and for the host.
 
     ``forward`` is ``T name(T x)``, the other two are ``T name(T g, T x)``; an operation with a
-    tensor operand takes its value as a last argument ``T t``. The text needs EPINORM_FUNCTION (the
-    function's specifiers), EPINORM_INFINITY, and exp, expm1, log1p, tanh and erf overloaded on T.
+    tensor operand takes its value as one more argument ``T t``, and ``operation.arguments`` come
+    last. The text needs EPINORM_FUNCTION (the function's specifiers); exp, expm1, log1p, tanh, erf,
+    and at_least and at_most (of x and a bound; NaN where x is), overloaded on T.
     """
     definition = operation.definition
     text = getattr(definition, body)
@@ -281,10 +318,12 @@ def cpp_function(
     arguments: Sequence[str] = ("T x",) if body == "forward" else ("T g", "T x")
     if definition.operand is not None:
         arguments = (*arguments, "T t")
+    names, places = tuple(definition.parameters), operation._argument_places()
+    arguments = (*arguments, *(f"T {names[i]}" for i in places))
     constants = "".join(
-        f"const T {key} = {_cpp_constant(value)}; "
-        for key, value in zip(definition.parameters, operation.constants, strict=True)
-        if key in text
+        f"const T {key} = T({operation.constants[i]!r}); "
+        for i, key in enumerate(names)
+        if key in text and i not in places
     )
     return (
         f"template <typename T> EPINORM_FUNCTION T {name}({', '.join(arguments)}) "

@@ -17,7 +17,7 @@ from torch.autograd.function import _SingleLevelFunction
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue
 from epinorm.operator.accumulation import added, existing_gradient
-from epinorm.operator.calls import Facts, run_backward
+from epinorm.operator.calls import Facts, constants_of, run_backward
 from epinorm.operator.schema import library, linear_norm, linear_norm_backward, linear_norm_forward
 from epinorm.problem import Forward, Inputs, Run, StepForward
 
@@ -108,7 +108,7 @@ class _LinearNorm(_SingleLevel):
         """Run forward and save what backward reads."""
         inputs = (*tensors[:5], tensors[5:])
         if run is not None:
-            kept = run(*inputs)
+            kept = run(*(*inputs, constants_of(facts)))
         else:
             with _next_level():
                 kept = Forward(*linear_norm_forward(*inputs, *facts))

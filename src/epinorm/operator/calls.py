@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -34,12 +35,14 @@ __all__ = [
     "Facts",
     "bind",
     "callers",
+    "constants_of",
     "forget_plans",
     "is_dense",
     "planned",
     "run_backward",
     "run_forward",
     "run_inference",
+    "structure_of",
 ]
 
 Facts = tuple[str, Any, bool, torch.dtype | None]
@@ -53,6 +56,31 @@ class _Prepared(NamedTuple):
     plan: Plan
     forward: ForwardFunction
     backward: BackwardFunction
+
+
+class _Structure(NamedTuple):
+    """A chain's text taken apart: what its kernels depend on, also as text, and its numbers."""
+
+    chain: Chain
+    text: str
+    constants: tuple[float, ...]
+
+
+@lru_cache(maxsize=4096)
+def _structure_of(text: str) -> _Structure:
+    chain = Chain.parse(text)
+    structure = chain.structure
+    return _Structure(structure, str(structure), cast("tuple[float, ...]", chain.arguments))
+
+
+def structure_of(text: str) -> str:
+    """The text that chains have in common which differ in numbers alone that kernels are given."""
+    return _structure_of(text).text
+
+
+def constants_of(facts: Facts) -> tuple[float, ...]:
+    """``Inputs.constants`` of a call with these facts."""
+    return _structure_of(facts[0]).constants
 
 
 _prepared: dict[tuple[Any, ...], _Prepared] = {}
@@ -82,12 +110,13 @@ def forget_plans() -> None:
 
 
 def _prepare(inputs: Inputs, facts: Facts, training: bool, whole_step: bool = False) -> _Prepared:
-    x, weight, bias, norm_weight, norm_bias, operands = inputs
+    x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     device = x.device
+    chain, text, _ = _structure_of(facts[0])
     precision = product_precision(x.dtype, device.type)
     prepacked = bool(marked) and keeps(weight)
     key = (
-        *(facts, training, whole_step, precision, prepacked),
+        *(text, *facts[1:], training, whole_step, precision, prepacked),
         *(x.shape, x.dtype, device, weight.shape, weight.dtype, weight.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         None if norm_weight is None else (norm_weight.shape, norm_weight.dtype, norm_weight.device),
@@ -99,17 +128,17 @@ def _prepare(inputs: Inputs, facts: Facts, training: bool, whole_step: bool = Fa
         return found
     if len(_prepared) >= _MAX_PREPARED:
         _prepared.clear()
-    prepared = _prepared[key] = _plan(inputs, facts, training, prepacked, whole_step)
+    prepared = _prepared[key] = _plan(inputs, chain, facts, training, prepacked, whole_step)
     return prepared
 
 
 def _plan(
-    inputs: Inputs, facts: Facts, training: bool, prepacked: bool, whole_step: bool
+    inputs: Inputs, chain: Chain, facts: Facts, training: bool, prepacked: bool, whole_step: bool
 ) -> _Prepared:
-    chain, strategy, strict, out_dtype = Chain.parse(facts[0]), *facts[1:]
+    _, strategy, strict, out_dtype = facts
     x = inputs.x
     out_dtype = out_dtype or x.dtype
-    check_call(*inputs, chain, out_dtype)
+    check_call(*inputs[:6], chain, out_dtype)
     problem = Problem(
         chain=chain,
         m=x.shape[0],
@@ -154,10 +183,12 @@ def _inputs(
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     operands: Sequence[Tensor],
+    constants: tuple[float, ...],
 ) -> Inputs:
     return Inputs(
         *(_dense(x), _dense(weight), _vector(bias), _vector(norm_weight), _vector(norm_bias)),
         tuple(_dense(t) for t in operands) if operands else (),
+        constants,
     )
 
 
@@ -179,14 +210,14 @@ def bind(inputs: Inputs, facts: Facts, training: bool, y_size: tuple[int, ...]) 
 
 def run_inference(tensors: Sequence[Any], facts: Facts) -> Tensor:
     """Compute y (M, N) for ``tensors`` in the order of ``Inputs``; keep nothing."""
-    inputs = _inputs(*tensors)
+    inputs = _inputs(*(*tensors, constants_of(facts)))
     prepared = _prepare(inputs, facts, False)
     return prepared.forward(prepared.problem, prepared.plan, inputs).y
 
 
 def run_forward(tensors: Sequence[Any], facts: Facts, whole_step: bool = False) -> Forward:
     """Compute y (M, N) and what backward needs; whole_step: see ``Problem``."""
-    inputs = _inputs(*tensors)
+    inputs = _inputs(*(*tensors, constants_of(facts)))
     prepared = _prepare(inputs, facts, True, whole_step)
     return prepared.forward(prepared.problem, prepared.plan, inputs)
 
@@ -210,9 +241,9 @@ def run_backward(
     """
     prepared = None if run is None else _prepared_of.get(run)
     if prepared is not None and _has_the_set_precision(prepared.problem):
-        inputs, dense = Inputs._make(tensors), kept  # or they would not have been bound
+        inputs, dense = Inputs._make((*tensors, constants_of(facts))), kept  # else not bound
     else:
-        inputs = _inputs(*tensors)
+        inputs = _inputs(*(*tensors, constants_of(facts)))
         prepared, left = _prepare(inputs, facts, True, whole_step=run is not None), None
         chain, out_dtype = prepared.problem.chain, prepared.problem.out_dtype
         check_backward(dy, inputs, kept, chain, out_dtype, wanted)

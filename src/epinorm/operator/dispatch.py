@@ -33,20 +33,30 @@ MOST_SIZES = 1024
 _tensor_guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _is_grad_enabled = torch.is_grad_enabled
 
-FIRST_OPERAND = len(Inputs._fields) - 1
+FIRST_OPERAND = Inputs._fields.index("operands")
 
 
 class Caller:
-    """``linear_norm`` for one chain, strategy and strictness."""
+    """``linear_norm`` for one chain, strategy and strictness.
 
-    def __init__(self, chain: str, strategy: Strategy = "auto", strict: bool = False) -> None:
+    like: what calls of a chain of the same structure were found to be; nothing yet if None.
+    """
+
+    def __init__(
+        self,
+        chain: str,
+        strategy: Strategy = "auto",
+        strict: bool = False,
+        like: dict[int, list[_Kind]] | None = None,
+    ) -> None:
         self.facts: calls.Facts = (chain, strategy, strict, None)
-        self._kinds: dict[int, list[_Kind]] = {}  # by number of tensors
+        self._constants = calls.constants_of(self.facts)
+        self._kinds = {} if like is None else like  # by number of tensors
         calls.callers.add(self)
 
     def forget(self) -> None:
         """Take the long way at the next call."""
-        self._kinds = {}
+        self._kinds.clear()
 
     def __call__(
         self,
@@ -87,7 +97,7 @@ class Caller:
                 if training:  # autograd has to know of the folding
                     y = differentiable(run, self.facts, (_fold(x), *tensors[1:]))
                     return y.view(*x.shape[:-1], y.shape[1])
-                return run(x, weight, bias, norm_weight, norm_bias, operands).y
+                return run(x, weight, bias, norm_weight, norm_bias, operands, self._constants).y
         return None
 
     def first(
@@ -120,7 +130,7 @@ class Caller:
         if not is_plain(tensors):
             return
         matrix = x if x.dim() == 2 else x.view(math.prod(x.shape[:-1]), x.shape[-1])
-        inputs = Inputs(matrix, weight, bias, norm_weight, norm_bias, operands)
+        inputs = Inputs(matrix, weight, bias, norm_weight, norm_bias, operands, self._constants)
         if not calls.is_dense(inputs):
             return
         kinds = self._kinds.setdefault(len(tensors), [])
@@ -142,8 +152,13 @@ class Caller:
 
 @lru_cache(maxsize=1024)
 def caller_of(chain: str, strategy: Strategy = "auto", strict: bool = False) -> Caller:
-    """The caller of everyone who has none of their own."""
-    return Caller(chain, strategy, strict)
+    """The caller of everyone who has none of their own; those of a structure know the same."""
+    return Caller(chain, strategy, strict, _known(calls.structure_of(chain), strategy, strict))
+
+
+@lru_cache(maxsize=1024)
+def _known(structure: str, strategy: Strategy, strict: bool) -> dict[int, list[_Kind]]:
+    return {}
 
 
 class _Kind:

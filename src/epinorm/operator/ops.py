@@ -39,5 +39,5 @@ def call(
         )
     facts = (chain, strategy, strict, None)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        return differentiable(lambda *inputs: run_forward(inputs, facts, True), facts, tensors)
+        return differentiable(lambda *inputs: run_forward(inputs[:6], facts, True), facts, tensors)
     return run_inference((x, weight, bias, norm_weight, norm_bias, operands), facts)

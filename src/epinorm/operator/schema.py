@@ -86,7 +86,7 @@ def _fake_forward(*arguments: Any) -> Forward:
 def _fake_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
     inputs, chain = Inputs(*rest[:6]), Chain.parse(rest[9])
     dtype = rest[12] or inputs.x.dtype
-    check_call(*inputs, chain, dtype)
+    check_call(*inputs[:6], chain, dtype)
     check_backward(dy, inputs, rest[6:9], chain, dtype, rest[13])
     tensors: Any = (*inputs[:5], *inputs.operands)
     wanted = [t for t, want in zip(tensors, rest[13], strict=True) if want]

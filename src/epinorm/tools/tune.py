@@ -293,7 +293,10 @@ def _truth(problem: Problem, inputs: Inputs) -> Forward:
     )
     bias, weight, norm_bias = (None if t is None else t.double() for t in inputs[2:5])
     operands = tuple(t.double() for t in inputs.operands)
-    wide = Inputs(inputs.x.double(), inputs.weight.double(), bias, weight, norm_bias, operands)
+    wide = Inputs(
+        *(inputs.x.double(), inputs.weight.double(), bias, weight, norm_bias, operands),
+        inputs.constants,
+    )
     return reference_backend.forward(exact, Plan("reference", ""), wide)
 
 

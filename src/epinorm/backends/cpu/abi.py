@@ -19,6 +19,7 @@ class Call(Structure):
         ("n", c_int64),
         ("groups", c_int64),
         ("eps", c_double),
+        ("constants", c_void_p),
         ("norm_weight", c_void_p),
         ("norm_bias", c_void_p),
         ("operands", c_void_p),

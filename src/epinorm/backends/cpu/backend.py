@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +26,18 @@ _NOTHING = tuple(torch.empty(0) for _ in range(3))
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What all calls of one problem share; ``template``: the arguments without the pointers."""
+    """What all calls of one problem share; ``template``: the arguments without the pointers.
+    ``own``: the chain's numbers, where it has them."""
 
     runner: ctypes.CDLL
     blocks: Blocks
     template: abi.Problem
+    own: tuple[Any, ...]
+
+    def numbers(self, given: tuple[float, ...]) -> ctypes.Array[ctypes.c_double]:
+        """The values of ``Inputs.constants`` for the kernel."""
+        values = given or self.own
+        return (ctypes.c_double * max(len(values), 1))(*values)
 
 
 _prepared: dict[int, tuple[Problem, _Prepared]] = {}
@@ -70,7 +78,7 @@ def _make(problem: Problem) -> _Prepared:
         *(problem.m, problem.k),
         *(abi.DTYPE_CODES[problem.dtype], abi.DTYPE_CODES[problem.out_dtype]),
     )
-    return _Prepared(runner, blocks, template)
+    return _Prepared(runner, blocks, template, problem.chain.arguments)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -86,12 +94,15 @@ def _call(
     operand_gradients: tuple[Tensor | None, ...] = (),
 ) -> abi.Problem:
     """The runner's arguments, without results. The tensors must outlive it."""
-    x, weight, bias, norm_weight, norm_bias, operands = inputs
+    x, weight, bias, norm_weight, norm_bias, operands, constants = inputs
     result = abi.Problem.from_buffer_copy(prepared.template)
     result.x, result.x_stride = x.data_ptr(), x.stride(0)
     result.weight, result.weight_stride = weight.data_ptr(), weight.stride(0)
     result.bias = _pointer(bias)
     call = result.call
+    numbers = prepared.numbers(constants)
+    arrays: tuple[Any, ...] = (numbers,)
+    call.constants = ctypes.addressof(numbers)
     call.norm_weight, call.norm_bias = _pointer(norm_weight), _pointer(norm_bias)
     if problem.training:
         call.mean, call.rstd = _pointer(mean), _pointer(rstd)
@@ -108,7 +119,8 @@ def _call(
         call.operands = ctypes.addressof(addresses)
         call.operand_strides = ctypes.addressof(rows)
         call.operand_gradients = ctypes.addressof(results)
-        result.arrays = addresses, rows, results  # the struct holds addresses only
+        arrays += addresses, rows, results
+    result.arrays = arrays  # the struct holds addresses only
     return result
 
 

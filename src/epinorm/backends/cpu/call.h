@@ -12,6 +12,7 @@ struct EpinormCall {
   int64_t n;
   int64_t groups;
   double eps;
+  const double* constants;  // the chain's, in its order
   const void* norm_weight;  // (N,)
   const void* norm_bias;    // (N,)
   const void* const* operands;      // the chain's tensors, (N,) or (M, N) each

@@ -1,6 +1,7 @@
 """The C++ text of one chain's CPU kernel: its types, its norm and its operations.
 
-The text is the same for any shape, number of groups and eps, so these share one compiled kernel.
+The text is the same for any shape, number of groups, eps and constants, so these share one compiled
+kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ _TEMPLATE = """\
 #include "strip.h"
 
 #define EPINORM_FUNCTION EPINORM_INLINE
-#define EPINORM_INFINITY __builtin_inf()
 
 namespace epinorm {{
 
@@ -40,21 +40,22 @@ struct Chain {{
   static constexpr int kChannelOperands = {channel_operands};
   static constexpr bool kIsElement[] = {{{is_element}}};
 
+  struct Constants {{ T of[{constants}]; }};
   struct Values {{ {members} }};
   EPINORM_INLINE Values values(T* const* o, int64_t c, int l) {{ {load} }}
   EPINORM_INLINE void keep_pre(T* const* o, int64_t c, int l, const Values& d) {{ {keep_pre} }}
   EPINORM_INLINE void keep_post(T* const* o, int64_t c, int l, const Values& d) {{ {keep_post} }}
 
-  EPINORM_INLINE T pre(T x, const Values& v) {{
+  EPINORM_INLINE T pre(const Constants& k, T x, const Values& v) {{
     {pre}
   }}
-  EPINORM_INLINE T post(T x, const Values& v) {{
+  EPINORM_INLINE T post(const Constants& k, T x, const Values& v) {{
     {post}
   }}
-  EPINORM_INLINE T pre_backward(T g, T x0, const Values& v, Values& d) {{
+  EPINORM_INLINE T pre_backward(const Constants& k, T g, T x0, const Values& v, Values& d) {{
     {pre_backward}
   }}
-  EPINORM_INLINE T post_backward(T g, T x0, const Values& v, Values& d) {{
+  EPINORM_INLINE T post_backward(const Constants& k, T g, T x0, const Values& v, Values& d) {{
     {post_backward}
   }}
 }};
@@ -86,25 +87,32 @@ def _operand_indices(operations: Sequence[Pointwise], first: int) -> list[int | 
     return indices
 
 
-def _forward(stage: str, indices: Sequence[int | None]) -> str:
-    steps = [
-        f"x = {stage}{i}_forward(x{'' if t is None else f', v.t{t}'});"
-        for i, t in enumerate(indices)
-    ]
+def _given(
+    operations: Sequence[Pointwise], indices: Sequence[int | None], constants: int
+) -> list[str]:
+    """What each operation takes besides x; constants: the place of the first one's first."""
+    texts = []
+    for operation, index in zip(operations, indices, strict=True):
+        text = "" if index is None else f", v.t{index}"
+        for _ in operation.arguments:
+            text, constants = f"{text}, k.of[{constants}]", constants + 1
+        texts.append(text)
+    return texts
+
+
+def _forward(stage: str, given: Sequence[str]) -> str:
+    steps = [f"x = {stage}{i}_forward(x{more});" for i, more in enumerate(given)]
     return "\n    ".join([*steps, "return x;"])
 
 
-def _backward(stage: str, indices: Sequence[int | None]) -> str:
+def _backward(stage: str, given: Sequence[str], indices: Sequence[int | None]) -> str:
     """Recompute what went into each operation, then walk back through them."""
-    operands = ["" if t is None else f", v.t{t}" for t in indices]
     last = len(indices) - 1
-    steps = [
-        f"const T x{i + 1} = {stage}{i}_forward(x{i}{operands[i]});" for i in range(max(last, 0))
-    ]
+    steps = [f"const T x{i + 1} = {stage}{i}_forward(x{i}{given[i]});" for i in range(max(last, 0))]
     for i in range(last, -1, -1):
         if indices[i] is not None:
-            steps.append(f"d.t{indices[i]} = {stage}{i}_operand(g, x{i}{operands[i]});")
-        steps.append(f"g = {stage}{i}_backward(g, x{i}{operands[i]});")
+            steps.append(f"d.t{indices[i]} = {stage}{i}_operand(g, x{i}{given[i]});")
+        steps.append(f"g = {stage}{i}_backward(g, x{i}{given[i]});")
     return "\n    ".join([*steps, "return g;"])
 
 
@@ -118,6 +126,8 @@ def kernel_source(problem: Problem) -> str:
     kinds = chain.operand_kinds
     pre = _operand_indices(chain.pre, 0)
     post = _operand_indices(chain.post, sum(t is not None for t in pre))
+    given_pre = _given(chain.pre, pre, 0)
+    given_post = _given(chain.post, post, sum(len(op.arguments) for op in chain.pre))
     loads = [
         f"o[{i}][{'c * kLanes + l' if kind == 'element' else 'c'}]" for i, kind in enumerate(kinds)
     ]
@@ -132,12 +142,13 @@ def kernel_source(problem: Problem) -> str:
         operands=len(kinds),
         channel_operands=sum(kind == "channel" for kind in kinds),
         is_element=", ".join([str(kind == "element").lower() for kind in kinds] or ["false"]),
+        constants=max(len(chain.arguments), 1),
         members=" ".join(f"T t{i};" for i in range(len(kinds))),
         load=f"return {{{', '.join(loads)}}};",
         keep_pre=_keep(pre),
         keep_post=_keep(post),
-        pre=_forward("pre", pre),
-        post=_forward("post", post),
-        pre_backward=_backward("pre", pre),
-        post_backward=_backward("post", post),
+        pre=_forward("pre", given_pre),
+        post=_forward("post", given_post),
+        pre_backward=_backward("pre", given_pre, pre),
+        post_backward=_backward("post", given_post, post),
     )

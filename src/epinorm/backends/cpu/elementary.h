@@ -13,6 +13,16 @@
 
 namespace epinorm {
 
+// x, but the bound where it is beyond that; NaN where x is.
+template <typename T>
+EPINORM_INLINE T at_least(T x, T low) {
+  return x < low ? low : x;
+}
+template <typename T>
+EPINORM_INLINE T at_most(T x, T high) {
+  return x > high ? high : x;
+}
+
 EPINORM_INLINE float as_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);

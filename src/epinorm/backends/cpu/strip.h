@@ -35,6 +35,7 @@ struct Strip {
   const int64_t width;         // channels of a group
   const int64_t panel;         // groups of a panel
   const int64_t panel_width;   // channels of a panel
+  typename C::Constants constants;
   T *u, *v, *w;                // [panel_width][kLanes]
   T *mean, *shift, *rstd;      // [panel][kLanes]; shift: what rounding took from the mean
   T *gamma, *beta;             // [panel_width]
@@ -49,6 +50,8 @@ struct Strip {
   Strip(const EpinormCall& c, void* scratch)
       : call(c), width(c.n / c.groups), panel(panel_groups(c.groups, width)),
         panel_width(panel * width) {
+    constexpr int64_t kConstants = sizeof constants.of / sizeof(T);
+    for (int64_t i = 0; i < kConstants; ++i) constants.of[i] = T(c.constants[i]);
     T* next = static_cast<T*>(scratch);
     const auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
     u = take(panel_width * kLanes);
@@ -96,10 +99,11 @@ struct Strip {
   // u = pre(u), and the mean of each group.
   EPINORM_INLINE void centre(const Strip& s, int64_t count) {
     const T width = T(s.width);
+    const auto k = s.constants;  // a copy, which no store can change
     if constexpr (C::kPre)
       for (int64_t c = 0; c < count * s.width; ++c) {
         T* const x = s.u + c * kLanes;
-        EPINORM_LANES { x[l] = C::pre(x[l], C::values(s.operand, c, l)); }
+        EPINORM_LANES { x[l] = C::pre(k, x[l], C::values(s.operand, c, l)); }
       }
     for (int64_t g = 0; g < count; ++g) {
       const T* const u = s.u + g * s.width * kLanes;
@@ -153,6 +157,7 @@ struct Strip {
   }
 
   EPINORM_INLINE void finish(const Strip& s, int64_t count) {
+    const auto k = s.constants;
     for (int64_t g = 0; g < count; ++g) {
       const T *const mean = s.mean + g * kLanes, *const shift = s.shift + g * kLanes;
       const T* const rstd = s.rstd + g * kLanes;
@@ -161,7 +166,7 @@ struct Strip {
         T* const x = s.u + c * kLanes;
         EPINORM_LANES {
           const T normalised = (x[l] - mean[l] - shift[l]) * rstd[l];
-          x[l] = C::post(normalised * scale + offset, C::values(s.operand, c, l));
+          x[l] = C::post(k, normalised * scale + offset, C::values(s.operand, c, l));
         }
       }
     }
@@ -193,10 +198,11 @@ struct Strip {
   // w = pre(u), and the shift of each group once more from the mean that forward kept.
   EPINORM_INLINE void centre_again(const Strip& s, int64_t count) {
     const T width = T(s.width);
+    const auto k = s.constants;
     for (int64_t c = 0; c < count * s.width; ++c) {
       const T* const x = s.u + c * kLanes;
       T* const h = s.w + c * kLanes;
-      EPINORM_LANES { h[l] = C::pre(x[l], C::values(s.operand, c, l)); }
+      EPINORM_LANES { h[l] = C::pre(k, x[l], C::values(s.operand, c, l)); }
     }
     for (int64_t g = 0; g < count; ++g) {
       const T* const h = s.w + g * s.width * kLanes;
@@ -212,6 +218,7 @@ struct Strip {
   // u: z. v: dy, then the gradient of the normalised value, then dz. w: the normalised value.
   EPINORM_INLINE void differentiate_post(const Strip& s, int rows, int64_t count, int64_t column,
                                          T* sums) {
+    const auto k = s.constants;
     for (int64_t group = 0; group < count; ++group) {
       const T *const mean = s.mean + group * kLanes, *const shift = s.shift + group * kLanes;
       const T* const rstd = s.rstd + group * kLanes;
@@ -223,7 +230,7 @@ struct Strip {
         EPINORM_LANES {
           const T normalised = (h[l] - mean[l] - shift[l]) * rstd[l];
           typename C::Values d = {};
-          const T gradient = C::post_backward(g[l], normalised * scale + offset,
+          const T gradient = C::post_backward(k, g[l], normalised * scale + offset,
                                               C::values(s.operand, c, l), d);
           C::keep_post(s.gradient, c, l, d);
           h[l] = normalised;
@@ -272,6 +279,7 @@ struct Strip {
 
   EPINORM_INLINE void differentiate_pre(const Strip& s, int rows, int64_t count, int64_t column,
                                         T* sums) {
+    const auto k = s.constants;
     for (int64_t group = 0; group < count; ++group) {
       const T* const rstd = s.rstd + group * kLanes;
       for (int64_t c = group * s.width; c < (group + 1) * s.width; ++c) {
@@ -279,7 +287,7 @@ struct Strip {
         T* const dbias = sums + (column + c) * kLanes;
         EPINORM_LANES {
           typename C::Values d = {};
-          const T dz = C::pre_backward(rstd[l] * g[l], x[l], C::values(s.operand, c, l), d);
+          const T dz = C::pre_backward(k, rstd[l] * g[l], x[l], C::values(s.operand, c, l), d);
           C::keep_pre(s.gradient, c, l, d);
           dbias[l] += l < rows ? dz : T(0);
           g[l] = dz;

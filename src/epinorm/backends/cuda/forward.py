@@ -50,7 +50,8 @@ def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) 
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         operands: tuple[Tensor, ...],
+        constants: tuple[float, ...],
     ) -> Forward:
-        return normalise(linear(x, weight), bias, norm_weight, norm_bias, operands)
+        return normalise(linear(x, weight), bias, norm_weight, norm_bias, operands, constants)
 
     return run

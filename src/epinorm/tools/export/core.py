@@ -10,7 +10,7 @@ import torch
 
 from epinorm.backends.cuda.fp32.rescue import rescue_tile
 from epinorm.problem import Core, Problem
-from epinorm.tools.export.cuda import speakable
+from epinorm.tools.export.cuda import cpp_number, plain_numbers, speakable
 from epinorm.tools.export.recipe import Recipe
 from epinorm.tools.export.text import MODES, kernel, templates
 
@@ -147,7 +147,9 @@ def _forward_cuda(core: Core, recipe: Recipe, converts_weight: bool) -> str:
         + ("0ll" if kind == "channel" else "call.n")
         for i, kind in enumerate(kinds)
     )
+    constants = "".join(f", float({cpp_number(c)})" for c in plain_numbers(recipe.chain))
     launch = launch.replace("@ways@", ways.strip("\n")).replace("@operands@", operands)
+    launch = launch.replace("@constants@", constants)
     return speakable(
         kernels
         + f"#if SPLIT\n{kernel('rescue_rows', 'RESCUE', 'fp32/rescue.cu')}#endif\n"

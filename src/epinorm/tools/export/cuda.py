@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from epinorm.backends.cuda.text.chain_text import chain_text
+from epinorm.backends.cuda.text.chain_text import chain_text, constant_list
 from epinorm.backends.cuda.text.source import KERNEL_FOLDER
 from epinorm.chain import Chain
 from epinorm.chain.pointwise import Pointwise
@@ -60,15 +61,16 @@ def expanded(name: str, seen: set[str]) -> str:
     return _INCLUDE.sub(replace, text)
 
 
-def chain_macros(recipe: Recipe) -> str:
-    """The chain's text, with CONSTANT_i in the place of every number that is read at run time."""
-    numbers: dict[str, str] = {}
+def chain_macros(recipe: Recipe) -> tuple[str, tuple[str, ...]]:
+    """The chain's text, and its constants as the launches' C++ has them: CONSTANT_i is a number
+    that is read at run time."""
+    numbers: dict[float, str] = {}
 
     def marked(value: float, expression: str | None) -> float:
         if expression is None:
             return value
         mark = 1.0 + (len(numbers) + 1) * 2.0**-30  # a number that no chain holds
-        numbers[repr(mark)] = f"CONSTANT_{len(numbers)}"
+        numbers[mark] = f"CONSTANT_{len(numbers)}"
         return mark
 
     before = len(recipe.chain.pre)
@@ -78,10 +80,21 @@ def chain_macros(recipe: Recipe) -> str:
         norm = dataclasses.replace(norm, eps=marked(recipe.eps.value, recipe.eps.expression))
     chain = Chain(norm, marked_pre, _marked(recipe, marked, before, len(recipe.operations)))
     text = chain_text(chain)
-    for mark, name in numbers.items():
-        text = text.replace(f"T({mark})", f"T({name})")
-        assert mark not in text, f"a constant of {chain} did not become {name}"
-    return text
+    for mark, name in numbers.items():  # eps is in the text itself
+        text = text.replace(f"T({mark!r})", f"T({name})")
+        assert repr(mark) not in text, f"a constant of {chain} did not become {name}"
+    values = (numbers.get(c, cpp_number(c)) for c in plain_numbers(chain))
+    return text, tuple(f"T({value})" for value in values)
+
+
+def plain_numbers(chain: Chain) -> tuple[float, ...]:
+    """The chain's own numbers as its kernels take them."""
+    return tuple(c for c in chain.arguments if isinstance(c, float))
+
+
+def cpp_number(value: float) -> str:
+    """A number in the C++ of a launch."""
+    return repr(value).replace("inf", "HUGE_VAL")
 
 
 def _marked(recipe: Recipe, marked, first: int, last: int) -> tuple[Pointwise, ...]:  # type: ignore[no-untyped-def]
@@ -108,7 +121,8 @@ def _upper(name: str) -> str:
 def norm_cuda_text(recipe: Recipe) -> str:
     """The norm kernels, forward and backward, and the functions that launch them."""
     seen = {"common/chain.cuh"}
-    parts = [chain_macros(recipe), _operands(recipe)]
+    chain, constants = chain_macros(recipe)
+    parts = [chain, _operands(recipe, len(constants))]
     parts += [expanded(name, seen).strip("\n") for name in SHARED_HEADERS if name not in seen]
     forward = "#define kKeepStatistics (rstd != nullptr)\n"
     parts.append(_kernel("forward", "FORWARD", "norm/norm_forward.cu", seen, forward))
@@ -116,7 +130,7 @@ def norm_cuda_text(recipe: Recipe) -> str:
     parts.append(_kernel("column_sums", "", "norm/norm_column_sums.cu", seen, _sums(recipe)))
     parts.append((TEMPLATE_FOLDER / "launch.cu.in").read_text(encoding="utf-8"))
     text = "\n\n".join(part.strip("\n") for part in parts) + "\n"
-    for name, value in _operand_lists(recipe).items():
+    for name, value in _argument_lists(recipe, constants).items():
         text = text.replace(f"@{name}@", value)
     return speakable(text)
 
@@ -131,17 +145,20 @@ def binding_text(recipe: Recipe, part: str) -> str:
     return speakable(text.replace("@is_channel@", channel))
 
 
-def _operands(recipe: Recipe) -> str:
+def _operands(recipe: Recipe, constants: int) -> str:
+    names = tuple(f"constant{i}" for i in range(constants))
     count = len(recipe.chain.operand_kinds)
     parameters = "".join(f", const P* operand{i}, i64 stride{i}" for i in range(count))
+    parameters += "".join(f", T {name}" for name in names)
     pointers = ", ".join(f"operand{i}" for i in range(count)) or "nullptr"
     strides = ", ".join(f"stride{i}" for i in range(count)) or "0"
     return (
         "constexpr int kChannels = CHANNELS;\n"
         "constexpr bool kHasBias = HAS_BIAS, kHasGamma = HAS_GAMMA, kHasBeta = HAS_BETA;\n"
-        f"#define EPINORM_OPERAND_PARAMETERS {parameters}\n"
+        f"#define EPINORM_CHAIN_PARAMETERS {parameters}\n"
         f"#define EPINORM_OPERAND_POINTERS {{{pointers}}}\n"
         f"#define EPINORM_OPERAND_STRIDES {{{strides}}}\n"
+        f"#define EPINORM_CONSTANTS {constant_list(names)}\n"
     )
 
 
@@ -212,7 +229,7 @@ def _sums(recipe: Recipe) -> str:
     )
 
 
-def _operand_lists(recipe: Recipe) -> dict[str, str]:
+def _argument_lists(recipe: Recipe, constants: Sequence[str]) -> dict[str, str]:
     kinds = recipe.chain.operand_kinds
     elements = [i for i, kind in enumerate(kinds) if kind == "element"]
     channels = [i for i, kind in enumerate(kinds) if kind == "channel"]
@@ -221,6 +238,7 @@ def _operand_lists(recipe: Recipe) -> dict[str, str]:
             f", static_cast<const P*>(operands[{i}]), kind_stride({i}, groups)"
             for i in range(len(kinds))
         ),
+        "constants": "".join(f", {constant}" for constant in constants),
         "gradients": "".join(f", static_cast<P*>(elements[{j}])" for j in range(len(elements))),
         "channel_sums": "".join(f", static_cast<P*>(sums[{3 + j}])" for j in range(len(channels))),
         "is_channel": "".join(f"i == {i} || " for i in channels) + "false",

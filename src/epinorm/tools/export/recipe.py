@@ -206,6 +206,7 @@ def _operations(
         constants = tuple(
             Constant(value, text)
             for value, text in zip(operation.constants, expressions, strict=True)
+            if isinstance(value, float)
         )
         paired.append((operation, constants))
     return tuple(paired)

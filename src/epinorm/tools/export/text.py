@@ -132,7 +132,8 @@ def kernel(namespace: str, prelude: str, file: str) -> str:
     """A kernel in a namespace of its own, as marks. Operands are macros that others define too."""
     return (
         f"namespace {namespace} {{\n@{prelude}@\n@KERNEL {file}@\n}}  // namespace {namespace}\n"
-        "#undef OPERAND_PARAMETERS\n#undef OPERAND_LIST\n#undef STRIDE_LIST\n"
+        "#undef CHAIN_PARAMETERS\n#undef OPERAND_LIST\n#undef STRIDE_LIST\n#undef CONSTANT_LIST\n"
+        "#undef AFFINE_SCALE\n"
     )
 
 

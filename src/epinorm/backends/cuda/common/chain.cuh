@@ -6,4 +6,24 @@
 #define EPINORM_FUNCTION __device__ __forceinline__
 #define EPINORM_INFINITY (__longlong_as_double(0x7ff0000000000000LL))
 
+// x, but the bound where it is beyond that; NaN where x is.
+template <typename T>
+EPINORM_FUNCTION T at_least(T x, T low) {
+  return x < low ? low : x;
+}
+template <typename T>
+EPINORM_FUNCTION T at_most(T x, T high) {
+  return x > high ? high : x;
+}
+#ifndef EPINORM_BACKWARD  // there the compiler keeps what follows for its second use, but not behind asm
+EPINORM_FUNCTION float at_least(float x, float low) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low));
+  return x;
+}
+EPINORM_FUNCTION float at_most(float x, float high) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(high));
+  return x;
+}
+#endif
+
 #endif

@@ -279,12 +279,13 @@ norm_backward_planes(const float* __restrict__ dy, i64 dy_stride, const float* _
                      u32* __restrict__ spoilt, int spoilt_words, PowerRange* __restrict__ ranges,
                      unsigned* __restrict__ column_largest, unsigned char* __restrict__ column_flag,
                      unsigned* __restrict__ any, float* __restrict__ partial, i64 rows,
-                     int groups EPINORM_OPERAND_PARAMETERS EPINORM_OUTPUT_PARAMETERS) {
+                     int groups EPINORM_CHAIN_PARAMETERS EPINORM_OUTPUT_PARAMETERS) {
   __shared__ Exchange::Shared shared_maxima;
   __shared__ __align__(16) RowRing::Stage stages[kStages];
   const Exchange exchange(shared_maxima);
   wait_for_previous_kernel();
-  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES};
+  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
+                        EPINORM_CONSTANTS};
   const i64 width = i64(groups) * kChannels;
   const Largest largest = {column_factor, row_factor, nullptr,
                            column_largest, nullptr, column_flag};

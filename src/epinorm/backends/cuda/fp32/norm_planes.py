@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from epinorm.backends.cuda.norm.backward import (
     Vectors,
     norm_backward,
 )
-from epinorm.backends.cuda.norm.text import OPERAND_SIGNATURE
+from epinorm.backends.cuda.norm.text import chain_signature
 from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_planes import RowsPlan
 from epinorm.backends.cuda.plan.norm_tile import ceil_div
@@ -169,7 +170,7 @@ class _Launches:
         else:
             at_once = kernel.blocks_per_sm(plan.tile.threads) * sm_count(device)
         self.parts = ceil_div(m, ceil_div(m, max(at_once, 1)))
-        operands = OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
+        operands = chain_signature(problem)
         self.main = kernel.prepare(
             SIGNATURE + operands + "p" * sum(outputs.elements),
             (plan.strips, self.parts),
@@ -199,7 +200,7 @@ class _Launches:
     def __call__(
         self,
         kept: Forward,
-        matrices: list[int],
+        matrices: list[Any],
         parameters: tuple[int, int, int],
         x: Tensor,
         weight: Tensor,

@@ -11,8 +11,8 @@
 // used, columns multiplied; kBlockK and kStages of the ring; kSplits, the blocks of a cluster, which
 // share the sum over k of each item; kAligned (every row of x and w begins at a multiple of 16 bytes);
 // kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kKeep (training: z, mean and rstd are
-// written); kFlagsLate (the previous kernel writes flags); OPERAND_PARAMETERS, OPERAND_LIST,
-// STRIDE_LIST.
+// written); kFlagsLate (the previous kernel writes flags); CHAIN_PARAMETERS, OPERAND_LIST,
+// STRIDE_LIST, CONSTANT_LIST.
 #include "common/dependent.cuh"
 #include "common/numeric.cuh"
 #include "fp32/rescue_splits.cuh"
@@ -22,6 +22,7 @@ struct Epilogue {
   const float *bias, *gamma, *beta;
   const float* operands[chain::kSlots];
   i64 strides[chain::kSlots];
+  chain::Constants<float> constants;
   const Flag* row_flags;
   float *y, *z, *mean, *rstd;
   int n;
@@ -106,7 +107,7 @@ EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range
       const float z = values[i];
       if (kKeep) e.z[at + i] = z;
       load_operands(t, e, row, column + i);
-      values[i] = chain::pre_apply<float>(kHasBias ? z + e.bias[column + i] : z, t);
+      values[i] = chain::pre_apply<float>(e.constants, kHasBias ? z + e.bias[column + i] : z, t);
       sum += values[i];
     }
     const float mean = chain::kCentred ? team_sum(sum) * kInverse : 0.0f;
@@ -129,8 +130,8 @@ EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range
       const float distance = values[i] - mean;
       load_operands(t, e, row, column + i);
       const bool moved = chain::kCentred || kHasBeta;
-      e.y[at + i] =
-          chain::post_apply<float>(moved ? distance * factor + constant : distance * factor, t);
+      const float normalised = moved ? distance * factor + constant : distance * factor;
+      e.y[at + i] = chain::post_apply<float>(e.constants, normalised, t);
     }
     if (kKeep && flagged && lane == 0) {
       const i64 cell_at = static_cast<i64>(row) * (e.n / kGroup) + column / kGroup;
@@ -149,7 +150,7 @@ constexpr int kLooks = 4;        // items that a warp looks at in a round
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rescue(const float* x, i64 x_stride, const float* w, i64 w_stride, const float* bias,
            const float* gamma, const float* beta, const Flag* row_flags, const Flag* column_flags,
-           float* y, float* z, float* mean, float* rstd, int m, int n, int k OPERAND_PARAMETERS) {
+           float* y, float* z, float* mean, float* rstd, int m, int n, int k CHAIN_PARAMETERS) {
   extern __shared__ __align__(16) float shared[];
   __shared__ GroupSelection selection;
   __shared__ Flag near[kLooks * kWarps];
@@ -181,7 +182,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (!waited) wait_for_previous_kernel();
     waited = true;
     if (!work) continue;
-    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, STRIDE_LIST, row_flags, y, z, mean, rstd, n};
+    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, STRIDE_LIST, CONSTANT_LIST, row_flags,
+                        y, z, mean, rstd, n};
     for (int look = 0; look < kLooks * kWarps; ++look) {
       if (!near[look]) continue;
       const Item item = order.at(first + look * step);

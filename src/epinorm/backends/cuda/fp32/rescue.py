@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.norm.text import OPERAND_SIGNATURE, matrix_arguments, parameter_addresses
+from epinorm.backends.cuda.norm.text import chain_signature, matrix_arguments, parameter_addresses
 from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.launch import Kernel
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, starts_early
-from epinorm.backends.cuda.text.chain_text import chain_text
+from epinorm.backends.cuda.text.chain_text import ChainArguments, chain_text, constant_list
 from epinorm.backends.cuda.text.source import kernel_text
 from epinorm.problem import Forward, Inputs, Problem
 
@@ -184,12 +184,14 @@ def rescue_source(
     parameters = "".join(f", const float* operand{i}, long long stride{i}" for i in range(count))
     operands = ", ".join(f"operand{i}" for i in range(count)) or "nullptr"
     strides = ", ".join(f"stride{i}" for i in range(count)) or "0"
+    arguments = ChainArguments(problem.chain, torch.float32)
     prelude = (
         chain_text(problem.chain)
         + "".join(f"constexpr int {name} = {int(value)};\n" for name, value in constants.items())
-        + f"#define OPERAND_PARAMETERS {parameters}\n"
+        + f"#define CHAIN_PARAMETERS {parameters}{arguments.parameters}\n"
         + f"#define OPERAND_LIST {{{operands}}}\n"
         + f"#define STRIDE_LIST {{{strides}}}\n"
+        + f"#define CONSTANT_LIST {constant_list(arguments.names)}\n"
     )
     return KernelSource("rescue", kernel_text("fp32/rescue.cu", prelude), arch)
 
@@ -243,6 +245,7 @@ def rescue(
         *(row_flags.data_ptr(), column_flags.data_ptr()),
         *(t.data_ptr() for t in forward),
         *(problem.m, problem.n, problem.k, *matrix_arguments(inputs.operands)[0]),
+        *ChainArguments(problem.chain, torch.float32)(inputs.constants),
     )
 
 
@@ -274,7 +277,7 @@ class _Prepared:
         clusters = starts_early(device)
         splits = splits_of(tile, m, n, problem.k, sm_count(device)) if clusters else 1
         source = rescue_source(problem, aligned, arch_of(device), limit, flags_late, splits)
-        signature = SIGNATURE + OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
+        signature = SIGNATURE + chain_signature(problem)
         launch = prepare_guard(load(source, device), device, signature, tile, splits, (m, n))
         self.launches[aligned, flags_late] = launch
         return launch

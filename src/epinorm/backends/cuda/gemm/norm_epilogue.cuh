@@ -2,8 +2,9 @@
 // the linear's output to y, 16 rows of a warp at a time.
 //
 // The prelude defines the chain (codegen.py); kGroupColumns; kHasBias, kHasGamma, kHasBeta; kScaled
-// (operands are scaled planes); kKeep (training: z, mean and rstd are written); kAffineScale (of gamma
-// and beta: a constant taken out of post); the types OutType, KeptType and NormType; kChannelOperands.
+// (operands are scaled planes); kKeep (training: z, mean and rstd are written); kAffineScaled (a
+// constant taken out of post scales gamma and beta); the types OutType, KeptType and NormType;
+// kChannelOperands.
 // The kernel defines, before it includes this:
 //   kWarpColumns, kAccumulators    columns of a warp's accumulators, and a thread's of 16 rows
 //   kVectorColumns, kVectorThreads columns whose vectors lie together in shared memory, and the
@@ -47,6 +48,8 @@ struct Epilogue {
   const typename KeptType::Storage* bias;  // the linear's dtype: under autocast not the norm's
   const typename NormType::Storage *gamma, *beta;
   const typename NormType::Storage* operands[chain::kSlots];
+  chain::Constants<float> constants;
+  float affine_scale;  // 1 but for kAffineScaled
   const float *row_scale, *column_scale;
   typename OutType::Storage* y;
   typename KeptType::Storage* z;
@@ -91,22 +94,26 @@ __device__ __forceinline__ void fetch_vectors(Fetched& fetched, const Epilogue& 
   }
 }
 
-__device__ __forceinline__ float fetched_value(u32 bits, int vector) {
+__device__ __forceinline__ float fetched_value(u32 bits, int vector, float affine_scale) {
   if (kHasBias && vector == kBiasVector) return from_raw_bits<KeptType>(bits);
   if (kScaled && vector == kScaleVector) return from_raw_bits<Float32>(bits);
   const float value = from_raw_bits<NormType>(bits);
-  return vector < kScaleVector ? value * kAffineScale : value;  // gamma, beta; an operand
+  const bool scaled = kAffineScaled && vector < kScaleVector;  // gamma, beta; not an operand
+  return scaled ? value * affine_scale : value;
 }
 
-__device__ __forceinline__ void store_packed(u32 bits, float* vectors, int vector, int column) {
+__device__ __forceinline__ void store_packed(u32 bits, float* vectors, int vector, int column,
+                                             float affine_scale) {
   const u32 at = Vectors{vectors, 0}.packed_affine(column - column % 2) +
                  (vector == kBetaVector) * 4 + column % 2 * 2;
-  const u16 number = kScaledWhenPacked ? NormType::store(fetched_value(bits, vector)) : bits;
+  const bool scaled = kAffineScaled && kScaledWhenPacked;
+  const u16 number = scaled ? NormType::store(fetched_value(bits, vector, affine_scale)) : bits;
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(number) : "memory");
 }
 
 // Into shared memory, where nobody reads the last tile's any more.
-__device__ __forceinline__ void store_vectors(const Fetched& fetched, float* vectors, int thread) {
+__device__ __forceinline__ void store_vectors(const Fetched& fetched, float* vectors, int thread,
+                                              float affine_scale) {
 #pragma unroll
   for (int vector = 0; vector < kVectors; ++vector)
 #pragma unroll
@@ -114,9 +121,10 @@ __device__ __forceinline__ void store_vectors(const Fetched& fetched, float* vec
       const int at = load * kVectorThreads + thread;
       if (at >= kVectorColumns) continue;
       if (kPackedAffine && (vector == kGammaVector || vector == kBetaVector))
-        store_packed(fetched[vector][load], vectors, vector, at);
+        store_packed(fetched[vector][load], vectors, vector, at, affine_scale);
       else
-        vectors[vector * kVectorColumns + at] = fetched_value(fetched[vector][load], vector);
+        vectors[vector * kVectorColumns + at] =
+            fetched_value(fetched[vector][load], vector, affine_scale);
     }
 }
 
@@ -136,21 +144,23 @@ struct Affine {
 };
 
 template <class Type>
-__device__ __forceinline__ Affine packed_affine_at(const Vectors& vectors, int chunk,
-                                                   int quad_lane) {
+__device__ __forceinline__ Affine packed_affine_at(const Vectors& vectors, int chunk, int quad_lane,
+                                                   float affine_scale) {
   u32 gamma, beta;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                : "=r"(gamma), "=r"(beta)
                : "r"(vectors.packed_affine(chunk * kChunkColumns + quad_lane * 2)));
-  constexpr float kScale = kScaledWhenPacked ? 1.0f : kAffineScale;
   const float2 g = Type::load_pair(gamma), b = Type::load_pair(beta);
-  return {{g.x * kScale, g.y * kScale}, {b.x * kScale, b.y * kScale}};
+  if (kScaledWhenPacked || !kAffineScaled) return {g, b};
+  return {{g.x * affine_scale, g.y * affine_scale}, {b.x * affine_scale, b.y * affine_scale}};
 }
 
 // Gamma and beta of the same two columns; what the norm has not is not used.
 template <class Type>
-__device__ __forceinline__ Affine affine_at(const Vectors& vectors, int chunk, int quad_lane) {
-  if constexpr (kPackedAffine) return packed_affine_at<Type>(vectors, chunk, quad_lane);
+__device__ __forceinline__ Affine affine_at(const Vectors& vectors, int chunk, int quad_lane,
+                                            float affine_scale) {
+  if constexpr (kPackedAffine)
+    return packed_affine_at<Type>(vectors, chunk, quad_lane, affine_scale);
   return {kHasGamma ? pair_at(vectors, kGammaVector, chunk, quad_lane) : float2{},
           kHasBeta ? pair_at(vectors, kBetaVector, chunk, quad_lane) : float2{}};
 }
@@ -250,7 +260,7 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
       for (int i = 0; i < 2; ++i) {
         float& value = v[accumulator(chunk, lower, i)];
         load_operands(t, e, vectors, chunk, quad_lane, i, row + lower * 8, first_column);
-        value = chain::pre_apply<float>(kHasBias ? value + of(bias, i) : value, t);
+        value = chain::pre_apply<float>(e.constants, kHasBias ? value + of(bias, i) : value, t);
       }
   }
   Statistics stats[2];
@@ -277,7 +287,7 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
                                              const Vectors& vectors, int row, int first_column,
                                              int chunk) {
   const int quad_lane = threadIdx.x % 4;
-  const Affine affine = affine_at<NormType>(vectors, chunk, quad_lane);
+  const Affine affine = affine_at<NormType>(vectors, chunk, quad_lane, e.affine_scale);
   float t[chain::kSlots];
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower)
@@ -288,7 +298,7 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
       if (kHasGamma) y *= of(affine.gamma, i);
       if (kHasBeta) y += of(affine.beta, i);
       load_operands(t, e, vectors, chunk, quad_lane, i, row + lower * 8, first_column);
-      value = chain::post_apply<float>(y, t);
+      value = chain::post_apply<float>(e.constants, y, t);
     }
 }
 

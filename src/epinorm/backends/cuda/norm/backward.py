@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from epinorm.backends.cuda.norm.backward_text import (
     column_sums_source,
     row_sums_source,
 )
-from epinorm.backends.cuda.norm.text import OPERAND_SIGNATURE, matrix_arguments, parameter_addresses
+from epinorm.backends.cuda.norm.text import chain_signature, matrix_arguments, parameter_addresses
 from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_tile import LARGEST_ACCESS_BYTES, WARP, ceil_div, vector_width
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, new_tensor, starts_early
+from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
 __all__ = ["Factors", "Largest", "NormGradients", "RowSums", "Vectors", "norm_backward"]
@@ -110,12 +111,13 @@ class Vectors:
     def __init__(self, problem: Problem) -> None:
         self.channels = problem.n // problem.groups
         self.widest = vector_width(self.channels, problem.dtype.itemsize, ())
+        self.constants = ChainArguments(problem.chain, problem.stats_dtype)
 
     def __call__(
         self, inputs: Inputs, kept: Forward, dy: Tensor
-    ) -> tuple[int, list[int], tuple[int, int, int]]:
-        """The width in values; addresses and row strides of dy, z and every operand; addresses of
-        bias, gamma and beta."""
+    ) -> tuple[int, list[Any], tuple[int, int, int]]:
+        """The width in values; addresses and row strides of dy, z and every operand, then the
+        chain's constants; addresses of bias, gamma and beta."""
         parameters = parameter_addresses(inputs)
         matrices, aligned = matrix_arguments((dy, kept.z, *inputs.operands))
         aligned |= parameters[0] | parameters[1] | parameters[2]
@@ -123,7 +125,7 @@ class Vectors:
         if aligned % LARGEST_ACCESS_BYTES:
             tensors = (kept.z, dy, *inputs[2:5], *inputs.operands)
             vector = vector_width(self.channels, kept.z.element_size(), tensors)
-        return vector, matrices, parameters
+        return vector, [*matrices, *self.constants(inputs.constants)], parameters
 
 
 class RowSums:
@@ -203,7 +205,7 @@ class _Launches:
         arch, sms = arch_of(device), sm_count(device)
         plan = backward_plan(problem, vector, outputs, arch)
         tile = plan.tile
-        operands = OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
+        operands = chain_signature(problem)
         kernel = load(backward_source(problem, plan, outputs, arch), device)
         if plan.row_sums is None:
             strips = ceil_div(self.groups, tile.groups_per_block)
@@ -234,12 +236,12 @@ class _Launches:
     def __call__(
         self,
         kept: Forward,
-        matrices: list[int],
+        matrices: list[Any],
         parameters: tuple[int, int, int],
         factors: Factors | None,
         if_wanted: int,
     ) -> NormGradients:
-        """Launch on ``matrices``, the addresses and row strides of dy, z and every operand."""
+        """Launch on ``matrices``, which are of ``Vectors``."""
         m = self.problem.m
         sums, elements = self.row_gradients.new()
         dz = None if self.new_dz is None else self.new_dz()
@@ -277,10 +279,10 @@ class _Launches:
 
     def _row_sums(
         self,
-        rows: list[int],
+        rows: list[Any],
         statistics: tuple[int, int],
         parameters: tuple[int, int, int],
-        operands: list[int],
+        operands: list[Any],
     ) -> Tensor | None:
         """The sums of each (row, group) for groups that the main kernel cannot hold."""
         if self.row_sums is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.norm.text import (
-    OPERAND_SIGNATURE,
+    chain_signature,
     matrix_arguments,
     norm_text,
     parameters_at,
@@ -18,6 +18,7 @@ from epinorm.backends.cuda.plan.norm_tile import LARGEST_ACCESS_BYTES, ceil_div,
 from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled, load
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, new_tensor, starts_early
+from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.chain import RMSNorm
 from epinorm.problem import Forward, Inputs, Problem
 
@@ -65,7 +66,7 @@ def norm_forward(problem: Problem, z: Tensor, inputs: Inputs) -> Forward:
 
 def bind(problem: Problem, z_size: tuple[int, ...]) -> Callable[..., Forward]:
     """``norm_forward`` as a function of z, which is contiguous and of ``z_size``, bias, the norm's
-    parameters and the operands."""
+    parameters, the operands and the constants."""
     return _prepared(problem).bind(problem.n, z_size)
 
 
@@ -83,7 +84,7 @@ class _PreparedForward:
         self.bound: dict[tuple[int, tuple[int, ...]], Callable[..., Forward]] = {}
 
     def bind(self, z_stride: int, z_size: tuple[int, ...]) -> Callable[..., Forward]:
-        """The function of z, bias, the norm's parameters and the operands; y has z's size."""
+        """The function of z and of ``Inputs`` from bias on; y has z's size."""
         known = self.bound.get((z_stride, z_size))
         if known is None:
             known = self.bound[z_stride, z_size] = self._bind(z_stride, z_size)
@@ -92,6 +93,7 @@ class _PreparedForward:
     def _bind(self, z_stride: int, z_size: tuple[int, ...]) -> Callable[..., Forward]:
         problem, channels, itemsize = self.problem, self.channels, self.itemsize
         outputs, launches, widest = self._outputs(z_size), self.launches, self.widest
+        chain_arguments = ChainArguments(problem.chain, problem.stats_dtype)
         sizes, training, stride_bytes = (
             (problem.m, self.groups),
             problem.training,
@@ -104,6 +106,7 @@ class _PreparedForward:
             gamma: Tensor | None,
             beta: Tensor | None,
             operands: Sequence[Tensor],
+            constants: tuple[float, ...] = (),
         ) -> Forward:
             out = outputs(z)
             y, _, mean, rstd = out
@@ -120,6 +123,7 @@ class _PreparedForward:
                 *((mean.data_ptr(), rstd.data_ptr()) if training else (0, 0)),
                 *sizes,
                 *given,
+                *chain_arguments(constants),
             )
             return out
 
@@ -150,7 +154,7 @@ class _PreparedForward:
         waves = WAVES[problem.dtype.itemsize]
         passes = ceil_div(problem.m, tile.rows_per_pass)
         grid_y = max(1, min(passes, ceil_div(waves * resident, strips), LARGEST_GRID_Y))
-        signature = SIGNATURE + OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
+        signature = SIGNATURE + chain_signature(problem)
         launch = kernel.prepare(
             signature,
             (strips, grid_y),

@@ -87,13 +87,14 @@ norm_backward(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict__ z, 
               const T* __restrict__ mean, const T* __restrict__ rstd,
               const T* __restrict__ row_sums, const Z* __restrict__ bias,
               const P* __restrict__ gamma, const P* __restrict__ beta, Z* __restrict__ dz,
-              T* __restrict__ partial, i64 rows, int groups EPINORM_OPERAND_PARAMETERS
+              T* __restrict__ partial, i64 rows, int groups EPINORM_CHAIN_PARAMETERS
                   EPINORM_OUTPUT_PARAMETERS EPINORM_LARGEST_PARAMETERS) {
   wait_for_previous_kernel();
 #ifdef EPINORM_WANTED  // dz alone, for the range guards: where rescale_planes.cu found anything flagged
   if (!(EPINORM_WANTED)) return;
 #endif
-  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES};
+  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
+                        EPINORM_CONSTANTS};
   const i64 width = i64(groups) * kChannels;
   const Tensors tensors = {dy,   z,    dy_stride, z_stride, mean,
                            rstd, row_sums, from,  dz,       {EPINORM_OUTPUT_POINTERS},

@@ -7,12 +7,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 norm_backward_sums(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict__ z, i64 z_stride,
                    const T* __restrict__ mean, const T* __restrict__ rstd, T* __restrict__ row_sums,
                    const Z* __restrict__ bias, const P* __restrict__ gamma,
-                   const P* __restrict__ beta, i64 rows, int groups EPINORM_OPERAND_PARAMETERS) {
+                   const P* __restrict__ beta, i64 rows, int groups EPINORM_CHAIN_PARAMETERS) {
   wait_for_previous_kernel();
   using BlockTeam = Team<kLanes, T, 2>;
   __shared__ T scratch[2][2][BlockTeam::kWarps];
   BlockTeam team(scratch);
-  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES};
+  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
+                        EPINORM_CONSTANTS};
   const int group = blockIdx.x;
 
   for (i64 row = blockIdx.y; row < rows; row += gridDim.y) {
@@ -32,8 +33,8 @@ norm_backward_sums(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict_
         T t[chain::kSlots];
         operands_at(channels, elements, j, t);
         const T x = channels.with_bias(raw_z.template get<T>(j), j);
-        const ElementGradient one =
-            through_post(raw_dy.template get<T>(j), x, centre, scale, channels, j, t);
+        const ElementGradient one = through_post(
+            from.constants, raw_dy.template get<T>(j), x, centre, scale, channels, j, t);
         const T g = product(one.du, channels.scale(j));
         sums[0] += g;
         sums[1] += g * one.h;

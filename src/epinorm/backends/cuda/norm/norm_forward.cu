@@ -101,7 +101,7 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
           T t[chain::kSlots];
           operands_at(channels, pass.elements[u][e], j, t);
           const T z_value = pass.raw[u][e].template get<T>(j);
-          const T x = chain::pre_apply<T>(channels.with_bias(z_value, j), t);
+          const T x = chain::pre_apply<T>(from.constants, channels.with_bias(z_value, j), t);
           v[u][e * kVector + j] = at.in_group(e) ? x : T(0);
         }
     }
@@ -120,8 +120,8 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
           T t[chain::kSlots];
           operands_at(channels, pass.elements[u][e], j, t);
           const T distance = v[u][e * kVector + j] - stats[u].mean;
-          out[j] = chain::post_apply<T>(
-              channels.normalized(distance, stats[u].shift, stats[u].rstd, j), t);
+          const T u_value = channels.normalized(distance, stats[u].shift, stats[u].rstd, j);
+          out[j] = chain::post_apply<T>(from.constants, u_value, t);
         }
         const i64 row = first + u * kWarpsY;
         if (row < rows && at.inside(e)) {
@@ -148,9 +148,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 norm_forward(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
              const P* __restrict__ gamma, const P* __restrict__ beta, Y* __restrict__ y,
              T* __restrict__ mean, T* __restrict__ rstd, i64 rows,
-             int groups EPINORM_OPERAND_PARAMETERS) {
+             int groups EPINORM_CHAIN_PARAMETERS) {
   wait_for_previous_kernel();
-  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES};
+  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
+                        EPINORM_CONSTANTS};
   if constexpr (kBlockTeam) {
     using BlockTeam = Team<kLanes, T, 2 * kRows>;
     __shared__ T scratch[2][2 * kRows][BlockTeam::kWarps];

@@ -22,7 +22,8 @@ struct WideGroup {
     for (int j = 0; j < kVector; ++j) {
       T t[chain::kSlots];
       operands_at(channels, elements, j, t);
-      v[j] = chain::pre_apply<T>(channels.with_bias(raw.template get<T>(j), j), t);
+      const T z_value = raw.template get<T>(j);
+      v[j] = chain::pre_apply<T>(from.constants, channels.with_bias(z_value, j), t);
     }
   }
 
@@ -43,7 +44,8 @@ struct WideGroup {
     for (int j = 0; j < kVector; ++j) {
       T t[chain::kSlots];
       operands_at(channels, elements, j, t);
-      out[j] = chain::post_apply<T>(channels.normalized(distance[j], shift, rstd, j), t);
+      const T u_value = channels.normalized(distance[j], shift, rstd, j);
+      out[j] = chain::post_apply<T>(from.constants, u_value, t);
     }
     Vector<Y, kVector> packed;
     packed.set(out);
@@ -55,13 +57,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 norm_forward_wide(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
                   const P* __restrict__ gamma, const P* __restrict__ beta, Y* __restrict__ y,
                   T* __restrict__ mean, T* __restrict__ rstd, i64 rows,
-                  int groups EPINORM_OPERAND_PARAMETERS) {
+                  int groups EPINORM_CHAIN_PARAMETERS) {
   wait_for_previous_kernel();
   using BlockTeam = Team<kLanes, T, 2>;
   __shared__ T scratch[2][2][BlockTeam::kWarps];
   extern __shared__ double dynamic_shared[];
   T* const cache = reinterpret_cast<T*>(dynamic_shared);
-  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES};
+  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
+                        EPINORM_CONSTANTS};
   BlockTeam team(scratch);
   constexpr T kInverse = T(1) / T(kChannels);
   constexpr int kStep = kLanes * kVector;

@@ -19,14 +19,16 @@ struct ElementGradient {
   T operand[chain::kSlots];   // gradients of the post operations' operands
 };
 
-EPINORM_FUNCTION ElementGradient through_post(T dy, T x, T mean, T rstd, const Channels& channels,
-                                              int j, const T (&t)[chain::kSlots]) {
+EPINORM_FUNCTION ElementGradient through_post(chain::Constants<T> constants, T dy, T x,
+                                              T mean, T rstd, const Channels& channels, int j,
+                                              const T (&t)[chain::kSlots]) {
   ElementGradient element;
 #pragma unroll
   for (int i = 0; i < chain::kSlots; ++i) element.operand[i] = T(0);
-  const T v = chain::pre_apply<T>(x, t);
+  const T v = chain::pre_apply<T>(constants, x, t);
   element.h = (chain::kCentred ? v - mean : v) * rstd;
-  element.du = chain::post_backward<T>(dy, channels.affine(element.h, j), t, element.operand);
+  element.du =
+      chain::post_backward<T>(constants, dy, channels.affine(element.h, j), t, element.operand);
   return element;
 }
 

@@ -49,13 +49,14 @@ struct Position {
   EPINORM_FUNCTION int column(int e) const { return group * kChannels + channel(e); }
 };
 
-// Everything that is read besides z: vectors over channels, and operands.
+// Everything that is read besides z: vectors over channels, operands and the chain's constants.
 struct Sources {
   const Z* bias;
   const P* gamma;
   const P* beta;
   const P* operand[chain::kSlots];
   i64 stride[chain::kSlots];
+  chain::Constants<T> constants;
 };
 
 // The channels' values of one vector. What is never used is never loaded: the loads are pure.

@@ -146,7 +146,8 @@ struct Halfway {
           operands_at(channels, pass.elements[u][e], j, t);
           const T x = channels.with_bias(pass.z[u][e].template get<T>(j), j);
           const T dy = pass.dy[u][e].template get<T>(j);
-          ElementGradient one = through_post(dy, x, pass.mean[u], pass.rstd[u], channels, j, t);
+          ElementGradient one = through_post(tensors.from.constants, dy, x, pass.mean[u],
+                                             pass.rstd[u], channels, j, t);
           if (!counts) one = ElementGradient{};
           h[u][i] = one.h;
           du[u][i] = one.du;
@@ -180,7 +181,7 @@ EPINORM_FUNCTION void finish_vector(const Pass& pass, const Halfway& half, const
 #pragma unroll
     for (int k = 0; k < chain::kOperands; ++k) dt[j][k] = half.operand[u][i][k];
     const T x = channels.with_bias(pass.z[u][e].template get<T>(j), j);
-    dx[j] = chain::pre_backward<T>(dv, x, t, dt[j]);
+    dx[j] = chain::pre_backward<T>(tensors.from.constants, dv, x, t, dt[j]);
     columns.add(kSumBias, i, dx[j]);
 #pragma unroll
     for (int k = 0; k < chain::kOperands; ++k) columns.add(sum_of_operand(k), i, dt[j][k]);

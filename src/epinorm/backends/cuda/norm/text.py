@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.plan.norm_tile import NormTile
-from epinorm.backends.cuda.text.chain_text import chain_text
+from epinorm.backends.cuda.text.chain_text import ChainArguments, chain_text, constant_list
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.problem import Inputs, Problem
 
 __all__ = [
-    "OPERAND_SIGNATURE",
+    "chain_signature",
     "matrix_arguments",
     "norm_text",
     "parameter_addresses",
@@ -23,6 +24,13 @@ __all__ = [
 
 OPERAND_SIGNATURE = "pl"
 """The launch arguments of one operand: its address and its row stride."""
+
+
+def chain_signature(problem: Problem) -> str:
+    """The launch arguments of the chain's operands and, behind them, of its constants."""
+    operands = OPERAND_SIGNATURE * len(problem.chain.operand_kinds)
+    return operands + ChainArguments(problem.chain, problem.stats_dtype).signature
+
 
 _CUDA_TYPES = {
     torch.float32: "float",
@@ -69,7 +77,8 @@ def norm_text(
     }
     lines = [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
     prelude = "".join((types_text(problem), *lines, _operands_text(problem), extra))
-    return chain_text(problem.chain) + prelude + read_kernel(f"{kernel}.cu")
+    backward = "#define EPINORM_BACKWARD\n" if "backward" in kernel else ""
+    return backward + chain_text(problem.chain) + prelude + read_kernel(f"{kernel}.cu")
 
 
 def parameter_addresses(inputs: Inputs) -> tuple[int, int, int]:
@@ -88,12 +97,12 @@ def parameters_at(
     )
 
 
-def matrix_arguments(matrices: Sequence[Tensor]) -> tuple[list[int], int]:
+def matrix_arguments(matrices: Sequence[Tensor]) -> tuple[list[Any], int]:
     """Each matrix's address and row stride in values; and what must be aligned, in bytes, or-ed.
 
     A channel operand (N,) has a stride too, which is not read.
     """
-    arguments: list[int] = []
+    arguments: list[Any] = []
     aligned = 0
     for t in matrices:
         address, stride = t.data_ptr(), t.stride(0)
@@ -109,8 +118,10 @@ def _operands_text(problem: Problem) -> str:
     parameters = "".join(f", const P* operand{i}, i64 stride{i}" for i in range(count))
     pointers = ", ".join(f"operand{i}" for i in range(count)) or "nullptr"
     strides = ", ".join(f"stride{i}" for i in range(count)) or "0"
+    arguments = ChainArguments(problem.chain, problem.stats_dtype)
     return (
-        f"#define EPINORM_OPERAND_PARAMETERS {parameters}\n"
+        f"#define EPINORM_CHAIN_PARAMETERS {parameters}{arguments.parameters}\n"
         f"#define EPINORM_OPERAND_POINTERS {{{pointers}}}\n"
         f"#define EPINORM_OPERAND_STRIDES {{{strides}}}\n"
+        f"#define EPINORM_CONSTANTS {constant_list(arguments.names)}\n"
     )

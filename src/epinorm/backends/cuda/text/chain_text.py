@@ -6,13 +6,14 @@ float or double:
     namespace chain {
     constexpr bool kCentred;            // false for RMSNorm: no mean
     template <T> T epsilon();           // the norm's eps
+    template <T> struct Constants { T of[]; };    // Chain.arguments, which differ from call to call
     constexpr int kOperands;            // tensor operands, in the chain's order, pre before post
     constexpr int kSlots;               // max(kOperands, 1): the length of the arrays below
     constexpr bool is_channel(int i);   // operand i is (N,); otherwise (M, N)
-    T pre_apply(T x, const T (&t)[kSlots]);
-    T post_apply(T x, const T (&t)[kSlots]);
-    T pre_backward(T g, T x, const T (&t)[kSlots], T (&dt)[kSlots]);
-    T post_backward(T g, T x, const T (&t)[kSlots], T (&dt)[kSlots]);
+    T pre_apply(Constants<T>, T x, const T (&t)[kSlots]);
+    T post_apply(Constants<T>, T x, const T (&t)[kSlots]);
+    T pre_backward(Constants<T>, T g, T x, const T (&t)[kSlots], T (&dt)[kSlots]);
+    T post_backward(Constants<T>, T g, T x, const T (&t)[kSlots], T (&dt)[kSlots]);
     }
 
 x is what enters the operations: for ``pre`` the linear's output with its bias, for ``post`` the
@@ -22,34 +23,43 @@ what leaves, return that of x, and set dt[i] to the gradient of operand i at thi
 kernel adds up over rows for a channel operand. Index the arrays with constants (unrolled loops), so
 that they stay in registers; what is not used costs nothing.
 
-The text does not depend on the number of groups: chains that differ in that alone share it.
+The text does not depend on the number of groups or on the constants: chains that differ in those
+alone share it. A kernel takes each constant as an argument of its own, which lies in constant
+memory and is an instruction's operand from there; ``ChainArguments`` is the host's side of that.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import cast
+
+import torch
 
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.chain import Chain, RMSNorm
 from epinorm.chain.pointwise import Pointwise, cpp_function
 
-__all__ = ["chain_text"]
+__all__ = ["ChainArguments", "chain_text", "constant_list"]
 
 
 def chain_text(chain: Chain) -> str:
     """The chain as CUDA functions in the namespace ``chain``; see the top of this file."""
     kinds = chain.operand_kinds
     pre_operands = sum(1 for op in chain.pre if op.operand)
+    pre_constants = sum(len(op.arguments) for op in chain.pre)
     lines = [
         read_kernel("common/chain.cuh") + "namespace chain {",
         f"constexpr bool kCentred = {_bool(not isinstance(chain.norm, RMSNorm))};",
         _epsilon(chain),
+        f"template <typename T> struct Constants {{ T of[{max(len(chain.arguments), 1)}]; }};",
         f"constexpr int kOperands = {len(kinds)};",
         f"constexpr int kSlots = {max(len(kinds), 1)};",
         _is_channel(kinds),
-        *_stage("pre", chain.pre, 0),
-        *_stage("post", chain.post, pre_operands),
+        *_stage("pre", chain.pre, 0, 0),
+        *_stage("post", chain.post, pre_operands, pre_constants),
         "}  // namespace chain\n",
     ]
     return "\n".join(lines)
@@ -75,46 +85,81 @@ def _is_channel(kinds: Sequence[str]) -> str:
     )
 
 
-def _stage(name: str, operations: Sequence[Pointwise], first: int) -> list[str]:
-    """The functions of one side of the norm; ``first`` is the place of its first operand."""
-    slots: list[int | None] = []
-    for operation in operations:
-        slots.append(first if operation.operand else None)
-        first += operation.operand is not None
-    lines = []
+def _stage(name: str, operations: Sequence[Pointwise], operands: int, constants: int) -> list[str]:
+    """The functions of one side of the norm, whose first operand and first constant these are."""
+    lines, more, has_operand = [], [], []
     for index, operation in enumerate(operations):
+        given = ""
+        if operation.operand:
+            given, operands = f", t[{operands}]", operands + 1
+        for _ in operation.arguments:
+            given, constants = f"{given}, c.of[{constants}]", constants + 1
+        more.append(given)
+        has_operand.append(operands - 1 if operation.operand else None)
         lines.append(cpp_function(f"{name}{index}", operation, "forward"))
         lines.append(cpp_function(f"{name}{index}_backward", operation, "backward"))
         if operation.operand:
             body = f"{name}{index}_operand_backward"
             lines.append(cpp_function(body, operation, "operand_backward"))
-    return [*lines, _apply(name, slots), _backward(name, slots)]
+    return [*lines, _apply(name, more), _backward(name, more, has_operand)]
 
 
-def _operand(slot: int | None) -> str:
-    return "" if slot is None else f", t[{slot}]"
-
-
-def _apply(name: str, slots: Sequence[int | None]) -> str:
-    steps = "".join(f" x = {name}{i}<T>(x{_operand(slot)});" for i, slot in enumerate(slots))
+def _apply(name: str, more: Sequence[str]) -> str:
+    """``more``: what each operation takes besides x."""
+    steps = "".join(f" x = {name}{i}<T>(x{given});" for i, given in enumerate(more))
     return (
-        f"template <typename T> EPINORM_FUNCTION T {name}_apply(T x, const T (&t)[kSlots]) "
-        f"{{{steps} return x; }}"
+        f"template <typename T> EPINORM_FUNCTION T {name}_apply"
+        f"(Constants<T> c, T x, const T (&t)[kSlots]) {{{steps} return x; }}"
     )
 
 
-def _backward(name: str, slots: Sequence[int | None]) -> str:
+def _backward(name: str, more: Sequence[str], slots: Sequence[int | None]) -> str:
     """Every operation's input again (only those that a derivative reads survive), then back."""
-    steps = [
-        f"const T x{i + 1} = {name}{i}<T>(x{i}{_operand(slot)});"
-        for i, slot in enumerate(slots[:-1])
-    ]
+    steps = [f"const T x{i + 1} = {name}{i}<T>(x{i}{given});" for i, given in enumerate(more[:-1])]
     for i, slot in reversed(list(enumerate(slots))):
         if slot is not None:
-            steps.append(f"dt[{slot}] = {name}{i}_operand_backward<T>(g, x{i}{_operand(slot)});")
-        steps.append(f"g = {name}{i}_backward<T>(g, x{i}{_operand(slot)});")
+            steps.append(f"dt[{slot}] = {name}{i}_operand_backward<T>(g, x{i}{more[i]});")
+        steps.append(f"g = {name}{i}_backward<T>(g, x{i}{more[i]});")
     body = "".join(f"\n  {step}" for step in steps)
     return (
         f"template <typename T> EPINORM_FUNCTION T {name}_backward"
-        f"(T g, T x0, const T (&t)[kSlots], T (&dt)[kSlots]) {{{body}\n  return g;\n}}"
+        f"(Constants<T> c, T g, T x0, const T (&t)[kSlots], T (&dt)[kSlots]) "
+        f"{{{body}\n  return g;\n}}"
     )
+
+
+class ChainArguments:
+    """A chain's constants as a kernel's arguments: their parameters and their values.
+
+    ``kind``: what the kernel computes in. Numbers are rounded to it as C++ rounds ``T(number)``.
+    """
+
+    def __init__(self, chain: Chain, dtype: torch.dtype) -> None:
+        self._own, double = chain.arguments, dtype == torch.float64
+        count, self._kind = len(self._own), "double" if double else "float"
+        self.signature = "df"[not double] * count
+        self.names = tuple(f"constant{i}" for i in range(count))
+        self._rounded = _as_they_are if double else _rounded_to_float
+
+    @property
+    def parameters(self) -> str:
+        """Behind a kernel's other parameters."""
+        return "".join(f", {self._kind} {name}" for name in self.names)
+
+    def __call__(self, given: tuple[float, ...]) -> tuple[float, ...]:
+        """The values of ``Inputs.constants``, or the chain's own where it has them."""
+        return self._rounded(given or cast("tuple[float, ...]", self._own))
+
+
+@lru_cache(maxsize=1024)
+def _rounded_to_float(values: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple([ctypes.c_float(value).value for value in values])  # too large: infinite
+
+
+def _as_they_are(values: tuple[float, ...]) -> tuple[float, ...]:
+    return values
+
+
+def constant_list(names: Sequence[str]) -> str:
+    """An initialiser of ``chain::Constants``."""
+    return f"{{{{{', '.join(names)}}}}}"

@@ -6,15 +6,14 @@ Shared by the cores that multiply: hopper.py and portable.py.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
-from epinorm.backends.cuda.text.chain_text import chain_text
-from epinorm.backends.cuda.text.source import float_literal
+from epinorm.backends.cuda.text.chain_text import ChainArguments, chain_text, constant_list
 from epinorm.chain import Chain
+from epinorm.chain.pointwise import SCALE_BY_POWER_OF_TWO
 from epinorm.problem import Problem
 
 __all__ = ["TYPES", "Instance", "constants", "epilogue_prelude", "instance_of", "vectors"]
@@ -78,25 +77,27 @@ def vectors(instance: Instance[T]) -> int:
     return sum(flags) + instance.chain.operand_kinds.count("channel")
 
 
-def _without_scale(chain: Chain) -> tuple[Chain, float]:
+def _without_scale(chain: Chain) -> Chain:
     """Take a last scale by a power of two out of post, where gamma and beta can carry it.
 
     f(c x) = c f(x) for c > 0 and the operations before it; a power of two leaves every bit alone.
     """
-    if not chain.post or chain.post[-1].name != "scale":
-        return chain, 1.0
-    factor = chain.post[-1].constants[0]
-    exact = factor > 0 and math.frexp(factor)[0] == 0.5
-    if not exact or not all(op.definition.homogeneous for op in chain.post[:-1]):
-        return chain, 1.0
-    return dataclasses.replace(chain, post=chain.post[:-1]), factor
+    if not chain.post or chain.post[-1].structure != SCALE_BY_POWER_OF_TWO:
+        return chain
+    if not all(op.definition.homogeneous for op in chain.post[:-1]):
+        return chain
+    return dataclasses.replace(chain, post=chain.post[:-1])
 
 
 def epilogue_prelude(instance: Instance[T]) -> str:
-    """The constants, types and chain that `norm_epilogue.cuh` needs."""
-    chain, affine_scale = instance.chain, 1.0
+    """The constants, types and chain that `norm_epilogue.cuh` needs.
+
+    Where gamma and beta carry a scale, it is the last argument, and none of the text's constants.
+    """
+    chain, arguments = instance.chain, ChainArguments(instance.chain, torch.float32)
     if instance.has_gamma and instance.has_beta:
-        chain, affine_scale = _without_scale(chain)
+        chain = _without_scale(chain)
+    scaled = chain is not instance.chain
     kinds = chain.operand_kinds
     numbers = constants(
         {
@@ -106,6 +107,7 @@ def epilogue_prelude(instance: Instance[T]) -> str:
             "kHasBeta": instance.has_beta,
             "kScaled": instance.scaled,
             "kKeep": instance.keep,
+            "kAffineScaled": scaled,
             "kChannelOperands": kinds.count("channel"),
         }
     )
@@ -115,12 +117,9 @@ def epilogue_prelude(instance: Instance[T]) -> str:
         f"#define OutType {TYPES[instance.out_dtype]}\n"
         f"#define KeptType {TYPES[instance.kept_dtype]}\n"
         f"#define NormType {TYPES[instance.norm_dtype]}\n"
-        f"#define OPERAND_PARAMETERS {parameters}\n"
+        f"#define CHAIN_PARAMETERS {parameters}{arguments.parameters}\n"
         f"#define OPERAND_LIST {{{', '.join(names) or 'nullptr'}}}\n"
+        f"#define CONSTANT_LIST {constant_list(arguments.names[: len(chain.arguments)])}\n"
+        f"#define AFFINE_SCALE {arguments.names[-1] if scaled else '1.0f'}\n"
     )
-    return (
-        numbers
-        + f"constexpr float kAffineScale = {float_literal(affine_scale)};\n"
-        + chain_text(chain)
-        + types
-    )
+    return numbers + chain_text(chain) + types

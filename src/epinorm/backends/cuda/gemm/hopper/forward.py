@@ -83,19 +83,20 @@ class _PreparedForward:
             norm_weight: Tensor | None,
             norm_bias: Tensor | None,
             operands: tuple[Tensor, ...],
+            constants: tuple[float, ...],
         ) -> Forward:
             if id(weight) in marked:
                 matrix = x.view(size) if x.dim() != 2 else x
-                inputs = Inputs(matrix, weight, bias, norm_weight, norm_bias, operands)
+                inputs = Inputs(matrix, weight, bias, norm_weight, norm_bias, operands, constants)
                 found = self._with_kept_weight(inputs, None)
                 if found is not None:
                     return found._replace(y=found.y.view(y_size))
             if keeping is not None:  # training: x has two dimensions
-                inputs = Inputs(x, weight, bias, norm_weight, norm_bias, operands)
+                inputs = Inputs(x, weight, bias, norm_weight, norm_bias, operands, constants)
                 found = self._with_planes_left(keeping, inputs)
                 if found is not None:
                     return found
-            return ordinary(x, weight, bias, norm_weight, norm_bias, operands)
+            return ordinary(x, weight, bias, norm_weight, norm_bias, operands, constants)
 
         return run
 
@@ -194,7 +195,7 @@ class _WithTile(Launch):
         together = tile.cluster_blocks
         blocks = persistent_blocks(tiles, sm_count(problem.device) // together) * together
         return kernel.prepare(
-            _SIGNATURE + "p" * len(problem.chain.operand_kinds),
+            _SIGNATURE + self.chain_signature,
             blocks,
             tile.threads,
             shared_bytes=dynamic,
@@ -218,7 +219,7 @@ class _Direct(_WithTile):
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
         outputs, launch, maps = self.outputs(y_size), self.launch, self.maps
-        sizes, training = self.sizes, self.problem.training
+        sizes, training, chain_arguments = self.sizes, self.problem.training, self.constants
 
         def run(
             x: Tensor,
@@ -227,6 +228,7 @@ class _Direct(_WithTile):
             gamma: Tensor | None,
             beta: Tensor | None,
             operands: tuple[Tensor, ...],
+            constants: tuple[float, ...],
         ) -> Forward:
             out = y, z, mean, rstd = outputs()
             found = maps.get((x.data_ptr(), x_stride, weight.data_ptr(), w_stride))
@@ -247,6 +249,7 @@ class _Direct(_WithTile):
                 rstd.data_ptr() if training else 0,
                 *sizes,
                 *[operand.data_ptr() for operand in operands],
+                *chain_arguments(constants),
             )
             return out
 
@@ -283,7 +286,9 @@ class _Split(_WithTile):
         outputs, new_buffer, launch, maps = (
             self.outputs(y_size), self.new_buffer, self.launch, self.maps
         )  # fmt: skip
-        split, kernels, sizes = self.split, self.kernels, self.sizes
+        split, kernels, sizes, chain_arguments = (
+            self.split, self.kernels, self.sizes, self.constants
+        )  # fmt: skip
         stride_bytes = (x_stride | w_stride) * 4
 
         def run(
@@ -293,10 +298,11 @@ class _Split(_WithTile):
             gamma: Tensor | None,
             beta: Tensor | None,
             operands: tuple[Tensor, ...],
+            constants: tuple[float, ...],
             weight: _Weight | None = None,
             left: Tensor | None = None,
         ) -> Forward:
-            out = outputs()
+            out, numbers = outputs(), chain_arguments(constants)
             matrices = x_at, _, w_at, _ = x.data_ptr(), x_stride, w.data_ptr(), w_stride
             aligned = not (x_at | w_at | stride_bytes) % VECTOR_BYTES
             convert, guard = kernels.get(aligned) or self._load(aligned)
@@ -319,11 +325,13 @@ class _Split(_WithTile):
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(
                 *found, y, z, *parameters, scale, column_scale, mean, rstd, *sizes,
-                *[operand.data_ptr() for operand in dense],
+                *[operand.data_ptr() for operand in dense], *numbers,
             )  # fmt: skip
             if guard is not None:
                 given = matrix_arguments(operands)[0] if operands else ()
-                guard(*matrices, *parameters, flags, column_flags, *targets, *sizes, *given)
+                guard(
+                    *matrices, *parameters, flags, column_flags, *targets, *sizes, *given, *numbers
+                )
             if left is None:
                 return out
             more = StepForward._make(out)

@@ -80,7 +80,7 @@ class Fp32Weight(Launch):
         source = fp32_weight_source(instance_for(problem, tile), self.leaves)
         tiles = -(-problem.m // tile.block_m) * -(-problem.n // tile.block_n)
         return load(source, problem.device, dynamic).prepare(
-            SIGNATURE + "p" * len(problem.chain.operand_kinds),
+            SIGNATURE + self.chain_signature,
             persistent_blocks(tiles, sm_count(problem.device)),
             tile.threads,
             shared_bytes=dynamic,
@@ -106,7 +106,7 @@ class Fp32Weight(Launch):
         of_x, of_weight, sizes = self.of_x, self.of_weight, self.sizes
         missing_x, missing_weight = self.missing
         numbers = (*sizes, of_x.padded)
-        leaves = self.leaves
+        leaves, chain_arguments = self.leaves, self.constants
 
         def run(
             x: Tensor,
@@ -115,8 +115,9 @@ class Fp32Weight(Launch):
             gamma: Tensor | None,
             beta: Tensor | None,
             operands: tuple[Tensor, ...],
+            constants: tuple[float, ...],
         ) -> Forward:
-            out = outputs()
+            out, numbers_of_chain = outputs(), chain_arguments(constants)
             of_rows, of_columns, ordered = new_x(), new_weight(), new_ordered()
             x_at, w_at, ordered_at = x.data_ptr(), w.data_ptr(), ordered.data_ptr()
             x_plane, w_plane = (
@@ -141,10 +142,12 @@ class Fp32Weight(Launch):
             launch(
                 *found, y, z, *parameters, scale, mean, rstd,
                 w_at, w_stride, *of_w, w_plane, *numbers,
-                *[operand.data_ptr() for operand in dense],
+                *[operand.data_ptr() for operand in dense], *numbers_of_chain,
             )  # fmt: skip
             given = matrix_arguments(operands)[0] if operands else ()
-            guard(*matrices, *parameters, flags, w_flags, *targets, *sizes, *given)
+            guard(
+                *matrices, *parameters, flags, w_flags, *targets, *sizes, *given, *numbers_of_chain
+            )
             if not leaves:
                 return out
             more = StepForward._make(out)

@@ -14,7 +14,8 @@
 // they round, and in training it writes them as W's plane.
 //
 // The prelude defines kWritesPlane; what two_rings.cuh, weight_fragments.cuh and turned_epilogue.cuh need; the
-// instruction wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b); OPERAND_PARAMETERS, OPERAND_LIST.
+// instruction wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b); CHAIN_PARAMETERS, OPERAND_LIST,
+// CONSTANT_LIST, AFFINE_SCALE.
 #include "common/dependent.cuh"
 #include "fp32/plane_value.cuh"
 #include "fp32/sample_rows.cuh"
@@ -273,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                             const float* row_scale, float* mean, float* rstd, const float* w,
                             i64 w_stride, float* w_scale,
                             Flag* w_flags, ColumnList* w_columns, u16* w_plane, int m, int n, int k,
-                            int k_padded OPERAND_PARAMETERS) {
+                            int k_padded CHAIN_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Rings rings = {shared_address(shared), shared_address(shared + kBarrierOffset)};
   const int warpgroup = threadIdx.x / kWarpgroupThreads;
@@ -293,7 +294,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       load_x(rings, &map_x, order, k_steps, again);
   } else {
     take_registers<240>();
-    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, row_scale, y, z, mean, rstd, m, n};
+    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, CONSTANT_LIST, AFFINE_SCALE,
+                        row_scale, y, z, mean, rstd, m, n};
     const Weight weight = {w, w_stride, w_scale, w_flags, w_columns, w_plane, k_padded};
     consume(rings, e, weight, shared, warpgroup, k, k_steps);
   }

@@ -4,8 +4,8 @@
 // When a tile's product is done its warpgroup normalises it in registers, while the other one
 // multiplies and the producer loads ahead.
 //
-// The prelude defines what hopper_pipeline.cuh and norm_epilogue.cuh need, OPERAND_PARAMETERS and
-// OPERAND_LIST.
+// The prelude defines what hopper_pipeline.cuh and norm_epilogue.cuh need, CHAIN_PARAMETERS,
+// OPERAND_LIST, CONSTANT_LIST and AFFINE_SCALE.
 #include "common/dependent.cuh"
 #include "gemm/hopper/hopper_pipeline.cuh"
 
@@ -33,9 +33,9 @@ constexpr int kExchangeOffset = kVectorOffset + kConsumers * kVectorBytes;
 constexpr int kBarrierOffset = kExchangeOffset + kExchangeBytes;
 
 __device__ __forceinline__ void share_vectors(const Fetched& fetched, float* vectors, int consumer,
-                                              int thread) {
+                                              int thread, float affine_scale) {
   named_barrier_sync(1 + consumer, kWarpgroupThreads);  // the last tile's are no longer read
-  store_vectors(fetched, vectors, thread);
+  store_vectors(fetched, vectors, thread, affine_scale);
   named_barrier_sync(1 + consumer, kWarpgroupThreads);
 }
 
@@ -143,7 +143,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
   if (kResident && kVectors > 0) {  // one column tile: its vectors stay
     Fetched fetched;
     fetch_vectors(fetched, e, share.first_column, thread);
-    share_vectors(fetched, vectors, consumer, thread);
+    share_vectors(fetched, vectors, consumer, thread, e.affine_scale);
   }
   if (kResident) wait_for_resident(ring);
   const int first_index = first_tile + turn * tile_step, index_step = kTurns * tile_step;
@@ -157,7 +157,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
     if (!kResident) fetch_vectors(fetched, e, first_column, thread);
     Accumulators v;
     multiply_tile(v, ring, slot, share, k_steps, count, [&] {
-      if (!kResident && kVectors > 0) share_vectors(fetched, vectors, consumer, thread);
+      if (!kResident && kVectors > 0)
+        share_vectors(fetched, vectors, consumer, thread, e.affine_scale);
       next = order.tile_at(index + index_step, rank);
     });
 #pragma unroll
@@ -175,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 const typename KeptType::Storage* bias, const typename NormType::Storage* gamma,
                 const typename NormType::Storage* beta, const float* row_scale,
                 const float* column_scale, float* mean, float* rstd, int m, int n,
-                int k OPERAND_PARAMETERS) {
+                int k CHAIN_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Ring ring(shared_address(shared), shared_address(shared + kBarrierOffset));
   const int warpgroup = threadIdx.x / kWarpgroupThreads;
@@ -208,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     take_registers<kConsumerRegisters>();
     wait_for_neighbours();
-    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, row_scale, column_scale,
-                        y, z, mean, rstd, m, n};
+    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, CONSTANT_LIST, AFFINE_SCALE,
+                        row_scale, column_scale, y, z, mean, rstd, m, n};
     consume(ring, e, shared, warpgroup, first_tile, tile_step, rank, k_steps);
   }
   end_together();

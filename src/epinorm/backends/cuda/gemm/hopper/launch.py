@@ -10,6 +10,7 @@ from torch import Tensor
 
 from epinorm.backends.cuda.runtime.launch import tensor_map
 from epinorm.backends.cuda.runtime.prepared import new_tensor
+from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.chain import RMSNorm
 from epinorm.problem import Forward, Inputs, Problem
 
@@ -25,6 +26,7 @@ class Launch:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.sizes = (problem.m, problem.n, problem.k)
+        self.constants = ChainArguments(problem.chain, torch.float32)
         self.maps: dict[Any, tuple[bytes, ...]] = {}
         self.bound: dict[Any, Callable[..., Forward]] = {}
 
@@ -40,6 +42,11 @@ class Launch:
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
         """A ``Run`` for these strides of rows."""
         raise NotImplementedError
+
+    @property
+    def chain_signature(self) -> str:
+        """The launch arguments of the chain's operands, which are dense, and of its constants."""
+        return "p" * len(self.problem.chain.operand_kinds) + self.constants.signature
 
     def outputs(self, y_size: tuple[int, ...]) -> Callable[[], Forward]:
         """A function that makes what a call returns, not filled in."""

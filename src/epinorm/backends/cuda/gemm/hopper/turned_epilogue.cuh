@@ -22,6 +22,8 @@ constexpr int kTurnedRowBytes = kBlockN * 4;
 struct Epilogue {
   const float *bias, *gamma, *beta;
   const float* operands[chain::kSlots];
+  chain::Constants<float> constants;
+  float affine_scale;
   const float* row_scale;
   float *y, *z, *mean, *rstd;
   int m, n;
@@ -49,8 +51,8 @@ struct LaneChannels {
   __device__ __forceinline__ LaneChannels(const Epilogue& e, int column) {
     const int left = e.n - column;
     if (kHasBias) load(bias, e.bias + column, left, 1.0f);
-    if (kHasGamma) load(gamma, e.gamma + column, left, kAffineScale);
-    if (kHasBeta) load(beta, e.beta + column, left, kAffineScale);
+    if (kHasGamma) load(gamma, e.gamma + column, left, e.affine_scale);
+    if (kHasBeta) load(beta, e.beta + column, left, e.affine_scale);
 #pragma unroll
     for (int k = 0; k < chain::kOperands; ++k)
       if (chain::is_channel(k)) load(operands[k], e.operands[k] + column, left, 1.0f);
@@ -144,7 +146,8 @@ __device__ __forceinline__ void finish_rows(const Epilogue& e, const LaneChannel
 #pragma unroll
       for (int i = 0; i < kLaneColumns; ++i) {
         channels.at(t, e, row, column, i);
-        v[u][i] = chain::pre_apply<float>(kHasBias ? v[u][i] + channels.bias[i] : v[u][i], t);
+        const float biased = kHasBias ? v[u][i] + channels.bias[i] : v[u][i];
+        v[u][i] = chain::pre_apply<float>(e.constants, biased, t);
       }
     }
 #pragma unroll
@@ -158,7 +161,7 @@ __device__ __forceinline__ void finish_rows(const Epilogue& e, const LaneChannel
         if (kHasGamma) y *= channels.gamma[i];
         if (kHasBeta) y += channels.beta[i];
         channels.at(t, e, row, column, i);
-        v[u][i] = chain::post_apply<float>(y, t);
+        v[u][i] = chain::post_apply<float>(e.constants, y, t);
       }
       if (row >= e.m || column >= e.n) continue;
       store_lane(e.y + static_cast<i64>(row) * e.n + column, v[u]);

@@ -25,6 +25,7 @@ from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import arch_of, gpu_of
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, starts_early
+from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.backends.prepack import marked
 from epinorm.chain import RMSNorm
 from epinorm.problem import Forward, Inputs, Problem, StepForward
@@ -58,6 +59,7 @@ class _PreparedForward:
         self.nothing = torch.empty((0,), dtype=torch.float32, device=problem.device)
         self.launches: dict[int, Callable[..., None]] = {}
         self.by_planes = problem.dtype == torch.float32
+        self.constants = ChainArguments(problem.chain, torch.float32)
         if self.by_planes:
             count, device = planes_of(problem), problem.device
             self.split = splitter(count, problem.k, problem.m, problem.n, device)
@@ -124,7 +126,7 @@ class _PreparedForward:
         dynamic = shared_bytes(instance)
         source = linear_norm_source(instance, arch_of(problem.device), width, aligned)
         launch = self.launches[width] = load(source, problem.device, dynamic).prepare(
-            _SIGNATURE + "p" * len(problem.chain.operand_kinds),
+            _SIGNATURE + "p" * len(problem.chain.operand_kinds) + self.constants.signature,
             tile.tiles(problem.m, problem.n),
             tile.threads,
             shared_bytes=dynamic,
@@ -172,6 +174,7 @@ class _PreparedForward:
             *flags,
             *(t.data_ptr() for t in out),
             *(problem.m, problem.n, problem.k, *matrix_arguments(inputs.operands)[0]),
+            *self.constants(inputs.constants),
         )
 
     def _prepacked(self, weight: Tensor) -> Planes | None:
@@ -198,6 +201,7 @@ class _PreparedForward:
             *(y, z, *parameter_addresses(inputs), *scales, mean, rstd),
             *(self.problem.m, self.problem.n, k),
             *[operand.data_ptr() for operand in chain],
+            *self.constants(inputs.constants),
         )
 
 

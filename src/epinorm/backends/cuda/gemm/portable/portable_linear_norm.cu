@@ -2,7 +2,7 @@
 // activate, store. A block computes one tile; see portable_pipeline.cuh.
 //
 // The prelude defines what portable_pipeline.cuh and norm_epilogue.cuh need, kParts, kAlignedRows,
-// kBlocksPerMultiprocessor, OPERAND_PARAMETERS and OPERAND_LIST.
+// kBlocksPerMultiprocessor, CHAIN_PARAMETERS, OPERAND_LIST, CONSTANT_LIST and AFFINE_SCALE.
 #include "common/dependent.cuh"
 #include "common/named_barrier.cuh"
 #include "gemm/portable/portable_pipeline.cuh"
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                          const typename NormType::Storage* gamma,
                          const typename NormType::Storage* beta, const float* row_scale,
                          const float* column_scale, float* mean, float* rstd, int m, int n,
-                         int k OPERAND_PARAMETERS) {
+                         int k CHAIN_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared[];
   float* vectors = reinterpret_cast<float*>(shared);
   const u32 base = shared_address(shared);
@@ -80,12 +80,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 
   const TileOrigin origin(m, n);
   const Operand x(x_hi, x_lo, x_stride, m, k), w(w_hi, w_lo, w_stride, n, k);
-  const Epilogue e = {bias, gamma, beta, OPERAND_LIST, row_scale, column_scale, y, z, mean, rstd, m, n};
+  const Epilogue e = {bias, gamma, beta, OPERAND_LIST, CONSTANT_LIST, AFFINE_SCALE, row_scale,
+                      column_scale, y, z, mean, rstd, m, n};
   Product product(base + kVectorSpace, x, w, origin.row, origin.column);
   {
     Fetched fetched;
     fetch_vectors(fetched, e, origin.column, threadIdx.x);
-    store_vectors(fetched, vectors, threadIdx.x);  // read after compute()'s barriers
+    store_vectors(fetched, vectors, threadIdx.x, e.affine_scale);  // read after compute()'s barriers
   }
   Accumulators sum;
   product.compute(sum);

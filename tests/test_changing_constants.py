@@ -1,0 +1,125 @@
+"""A chain's numbers may differ at every call: nothing is compiled, opened or kept for them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import epinorm
+from epinorm.chain import Chain
+from epinorm.chain.reference import linear_norm as reference
+from epinorm.tools.accuracy import allowed_error
+
+M, K, N = 32, 48, 64
+NORM = epinorm.GroupNorm(8)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {
+        name: torch.randn(size, dtype=torch.float64).to(dtype)
+        for name, size in (
+            ("x", (M, K)), ("weight", (N, K)), ("bias", (N,)), ("norm_weight", (N,)),
+            ("norm_bias", (N,)),
+        )
+    }  # fmt: skip
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+def footprint() -> tuple[int, int, int]:
+    """Open files, threads, and files in the cache."""
+    cache = Path(os.environ["EPINORM_CACHE_DIR"])
+    return (
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        sum(1 for path in cache.rglob("*") if path.is_file()),
+    )
+
+
+def memory() -> float:
+    """Resident MB."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+
+
+def test_twenty_thousand_calls_leave_nothing_behind() -> None:
+    given = tensors()
+    truth = reference(
+        *(given[name].double() for name in ("x", "weight", "bias")),
+        Chain.build(NORM),
+        *(given[name].double() for name in ("norm_weight", "norm_bias")),
+    )
+    factors = (1 + torch.rand(20_000, dtype=torch.float64)).tolist()
+    early = first = None
+    for i, factor in enumerate(factors):
+        y = epinorm.linear_norm(**given, norm=NORM, post=f"scale({factor})", strategy="cpu")
+        if i % 500 == 0:
+            assert error(y, truth * factor) < 1e-6
+        if i == 0:
+            first = footprint()
+        if i == 6000:  # every cache with a bound is full
+            early = memory()
+    assert footprint() == first
+    assert early is not None
+    assert memory() - early < 8
+
+
+CHAINS = (
+    ("leaky_relu({})", "", (0.01, -0.5, 3.0)),
+    ("clamp(-{0},{0})|add({0})", "hardtanh(-{0},{0})", (2.0, 3.5, 5.0)),
+    ("softplus({},2)", "elu({})|scale({})", (0.5, 2.5, 1.75)),
+    ("", "softplus(1,{})|scale({})", (0.25, 3.0, 20.0)),
+)
+
+
+def results(
+    compute: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor], dy: Tensor
+) -> tuple[Tensor, ...]:
+    """y, and the gradients of all leaves."""
+    y = compute(leaves)
+    return tuple(t.detach() for t in (y, *torch.autograd.grad(y, leaves.values(), dy.to(y.dtype))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("pre,post,values", CHAINS)
+def test_one_kernel_computes_values_and_gradients_with_any_numbers(
+    pre: str, post: str, values: tuple[float, ...], dtype: torch.dtype
+) -> None:
+    seen = None
+    for value in values:
+        chain = Chain.build(NORM, pre.format(value, value), post.format(value, value))
+        leaves = {name: t.requires_grad_() for name, t in tensors(dtype).items()}
+        wide = {name: t.detach().double().requires_grad_() for name, t in leaves.items()}
+        dy = torch.randn(M, N, dtype=torch.float64)
+
+        def layers(of: dict[str, Tensor], chain: Chain = chain) -> Tensor:
+            linear = (of[name] for name in ("x", "weight", "bias"))
+            return reference(*linear, chain, of["norm_weight"], of["norm_bias"])
+
+        def fused(of: dict[str, Tensor], chain: Chain = chain) -> Tensor:
+            sides = {"pre": chain.pre, "post": chain.post}
+            return epinorm.linear_norm(**of, norm=NORM, **sides, strategy="cpu")
+
+        found = results(fused, leaves, dy)
+        seen = seen or footprint()
+        assert footprint() == seen  # nothing was compiled but at first
+        eager, truth = results(layers, leaves, dy), results(layers, wide, dy)
+        for ours, theirs, exact in zip(found, eager, truth, strict=True):
+            assert error(ours, exact) <= allowed_error(error(theirs, exact), dtype)
