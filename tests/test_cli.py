@@ -227,10 +227,15 @@ def test_info() -> None:
     assert {"python", "torch", "gpu", "kernel cache", "supported here"} <= set(known)
 
 
-def test_cache() -> None:
+def test_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call("cache").exit_code == 0
     assert "kernels" in call("cache", "list").stdout
     assert "kernels" in json.loads(call("cache", "list", "--json").stdout)
+    monkeypatch.setenv("EPINORM_CACHE_SIZE", "abc")
+    for command in (["cache"], ["cache", "list", "--json"], ["info"]):
+        said = " ".join(call(*command).stdout.split())
+        assert "EPINORM_CACHE_SIZE must be a number of bytes" in said
+        assert "but got 'abc'" in said
     cleared = call("cache", "clear")
     assert cleared.exit_code == 0
     assert cleared.stdout.startswith("removed ")

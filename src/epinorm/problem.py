@@ -7,7 +7,7 @@ A backend is a module with two functions of the signatures of ``ForwardFunction`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -31,9 +31,18 @@ __all__ = [
     "StepLeftovers",
     "Strategy",
     "Wanted",
+    "check_strategy",
 ]
 
 Strategy = Literal["auto", "single", "epilogue", "cpu", "reference"]
+
+
+def check_strategy(strategy: str) -> None:
+    """Raise ValueError for a name that is no strategy's."""
+    if strategy not in get_args(Strategy):
+        known = ", ".join(get_args(Strategy))
+        raise ValueError(f"unknown strategy {strategy!r}; known are {known}")
+
 
 Core = Literal["hopper", "portable"]
 """What multiplies in ``single``: wgmma and TMA, or what every GPU since Ampere has."""

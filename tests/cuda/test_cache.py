@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -106,10 +107,15 @@ def test_the_size_can_be_set(monkeypatch: pytest.MonkeyPatch, text: str, size: i
 
 
 @pytest.mark.parametrize("text", ["lots", "-1", "1.5G", "1KM", "K"])
-def test_a_size_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_size_that_is_none_is_said_and_the_default_holds(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv("EPINORM_CACHE_SIZE", text)
-    with pytest.raises(ValueError, match=f"EPINORM_CACHE_SIZE must be .* but got '{text}'"):
-        cache.size_limit()
+    said = f"EPINORM_CACHE_SIZE must be .* but got '{text}'; the default of 512M holds"
+    with pytest.warns(RuntimeWarning, match=said):
+        assert cache.write(cache.key_of("one"), {"entry": "one", "arch": "none"}, b"1")
+    assert cache.size_limit() == cache.info().limit == 512 * 2**20
+    assert re.match(said, cache.info().mistake or "")
 
 
 @pytest.mark.parametrize("damage", ["byte", "cut", "empty", "text"])

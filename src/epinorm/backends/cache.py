@@ -75,13 +75,15 @@ class CacheEntry:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """State of the cache; `problem` is None, or one sentence that says why nothing is kept."""
+    """State of the cache; `problem` is None, or one sentence that says why nothing is kept;
+    `mistake` likewise, what is wrong with EPINORM_CACHE_SIZE."""
 
     folder: Path | None
     entries: int
     size: int
     limit: int
     problem: str | None
+    mistake: str | None = None
 
 
 class _Refused(Exception):
@@ -105,19 +107,27 @@ def cache_root() -> Path:
 def size_limit() -> int:
     """Bytes that the cache may take: `$EPINORM_CACHE_SIZE`, such as 1048576 or 512M; 0 keeps none.
 
-    Raises `ValueError` for a text that is not a size.
+    A text that is not a size is said in one warning, and the default holds.
     """
+    limit, mistake = _size()
+    if mistake is not None:
+        _warn_once("size", mistake)
+    return limit
+
+
+def _size() -> tuple[int, str | None]:
+    """The limit, and what is wrong with the text that should say it."""
     text = os.environ.get("EPINORM_CACHE_SIZE", "").strip()
     if not text:
-        return DEFAULT_SIZE
+        return DEFAULT_SIZE, None
     number = text.upper().removesuffix("B").rstrip("KMG")
     unit = text.upper().removesuffix("B")[len(number) :]
     if not number.isdecimal() or unit not in _UNITS:
-        raise ValueError(
+        return DEFAULT_SIZE, (
             "EPINORM_CACHE_SIZE must be a number of bytes such as 1048576 or 512M, "
-            f"but got {text!r}"
+            f"but got {text!r}; the default of {DEFAULT_SIZE >> 20}M holds"
         )
-    return int(number) * _UNITS[unit]
+    return int(number) * _UNITS[unit], None
 
 
 def key_of(*parts: str) -> str:
@@ -214,7 +224,8 @@ def info() -> CacheInfo:
     except (_Refused, OSError) as error:
         folder, problem = None, _reason(error)
     sizes = [status.st_size for _, status in _files(folder, _SUFFIX)] if folder else []
-    return CacheInfo(folder, len(sizes), sum(sizes), size_limit(), problem)
+    limit, mistake = _size()
+    return CacheInfo(folder, len(sizes), sum(sizes), limit, problem, mistake)
 
 
 def _folder_or_none() -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from functools import cache, lru_cache
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from epinorm.problem import (
     Run,
     Step,
     Strategy,
+    check_strategy,
 )
 
 __all__ = ["backend_of", "bound", "plan_for"]
@@ -32,9 +33,7 @@ def plan_for(problem: Problem, strategy: Strategy = "auto", strict: bool = False
     on a CUDA device it warns, once for each reason; under ``strict`` that is a RuntimeError. A
     strategy asked for by name that cannot serve the problem is a RuntimeError with the reason.
     """
-    if strategy not in get_args(Strategy):
-        known = ", ".join(get_args(Strategy))
-        raise ValueError(f"unknown strategy {strategy!r}; known are {known}")
+    check_strategy(strategy)
     if strategy == "reference":
         return Plan("reference", "asked for by name")
     if problem.device.type == "cuda" and strategy != "cpu":

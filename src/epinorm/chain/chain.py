@@ -29,9 +29,14 @@ from epinorm.chain.pointwise import (
 __all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm"]
 
 
-def _check_eps(eps: float) -> None:
-    if not eps >= 0:
+def _number(eps: object) -> float:
+    """eps as a float: also from a tensor of one element, as PyTorch takes it."""
+    if eps is None or isinstance(eps, str):
+        raise TypeError(f"eps must be a number >= 0, got {eps!r}")
+    value = float(eps)  # type: ignore[arg-type]
+    if not value >= 0:
         raise ValueError(f"eps must be a number >= 0, got {eps}")
+    return value
 
 
 C = TypeVar("C")
@@ -71,7 +76,7 @@ class GroupNorm:
             raise TypeError(f"num_groups must be an int, got {type(self.num_groups).__name__}")
         if self.num_groups < 1:
             raise ValueError(f"num_groups must be at least 1, got {self.num_groups}")
-        _check_eps(self.eps)
+        object.__setattr__(self, "eps", _number(self.eps))
 
     def __str__(self) -> str:
         return f"group_norm({self.num_groups},{format_number(self.eps)})"
@@ -85,7 +90,7 @@ class LayerNorm:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        _check_eps(self.eps)
+        object.__setattr__(self, "eps", _number(self.eps))
 
     def __str__(self) -> str:
         return f"layer_norm({format_number(self.eps)})"
@@ -103,7 +108,7 @@ class RMSNorm:
 
     def __post_init__(self) -> None:
         if self.eps is not None:
-            _check_eps(self.eps)
+            object.__setattr__(self, "eps", _number(self.eps))
 
     def __str__(self) -> str:
         return "rms_norm" if self.eps is None else f"rms_norm({format_number(self.eps)})"

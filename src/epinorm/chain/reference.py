@@ -18,8 +18,8 @@ def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None)
     if isinstance(norm, GroupNorm):
         return F.group_norm(z, norm.num_groups, weight, bias, norm.eps)
     if isinstance(norm, LayerNorm):
-        return F.layer_norm(z, z.shape[-1:], weight, bias, norm.eps)
-    normalized = F.rms_norm(z, z.shape[-1:], weight, norm.eps)
+        return F.layer_norm(z, (z.size(-1),), weight, bias, norm.eps)
+    normalized = F.rms_norm(z, (z.size(-1),), weight, norm.eps)
     return normalized if bias is None else normalized + bias
 
 

@@ -13,7 +13,19 @@ from torch import Tensor
 
 from epinorm.chain import Chain, GroupNorm, RMSNorm
 
-__all__ = ["check_backward", "check_call", "check_leading_dimensions"]
+__all__ = ["check_backward", "check_call", "check_leading_dimensions", "check_types"]
+
+
+def check_types(
+    x: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias: Any, operands: Sequence[Any]
+) -> None:
+    """Raise TypeError for whatever is no Tensor, but for what may be None."""
+    optional = (("bias", bias), ("norm_weight", norm_weight), ("norm_bias", norm_bias))
+    given = [(name, t) for name, t in optional if t is not None]
+    given += [(f"operand {i}", t) for i, t in enumerate(operands)]
+    for name, t in (("x", x), ("weight", weight), *given):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}")
 
 
 def check_leading_dimensions(x: Tensor, operands: Sequence[Tensor], chain: Chain) -> None:

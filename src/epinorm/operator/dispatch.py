@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.prepack import marked
-from epinorm.chain import Chain
+from epinorm.chain import Chain, reference
 from epinorm.operator import calls, ops
 from epinorm.operator.autograd import differentiable, is_plain, is_undisturbed
-from epinorm.operator.checks import check_leading_dimensions
+from epinorm.operator.checks import check_leading_dimensions, check_types
 from epinorm.precision import follows_setting, fp32_precision
-from epinorm.problem import Inputs, Run, Strategy
+from epinorm.problem import Inputs, Run, Strategy, check_strategy
 
 __all__ = ["Caller", "caller_of"]
 
@@ -49,6 +49,7 @@ class Caller:
         strict: bool = False,
         like: dict[int, list[_Kind]] | None = None,
     ) -> None:
+        check_strategy(strategy)
         self.facts: calls.Facts = (chain, strategy, strict, None)
         self._constants = calls.constants_of(self.facts)
         self._kinds = {} if like is None else like  # by number of tensors
@@ -125,6 +126,8 @@ class Caller:
         operands: tuple[Tensor, ...],
     ) -> None:
         tensors = (x, weight, bias, norm_weight, norm_bias, *operands)
+        if not _is_strided(tensors):
+            return
         if x.dim() != 2 and (operands or not x.is_contiguous()):
             return
         if not is_plain(tensors):
@@ -226,6 +229,14 @@ def call(
     strict: bool,
 ) -> Tensor:
     """x (..., K) → y (..., N): leading dimensions are folded for the operator."""
+    check_types(x, weight, bias, norm_weight, norm_bias, operands)
+    if not _is_strided((x, weight, bias, norm_weight, norm_bias, *operands)):
+        if strict or strategy not in ("auto", "reference"):
+            raise RuntimeError(
+                "sparse and nested tensors are computed by PyTorch's own layers alone"
+            )
+        parsed = Chain.parse(chain)
+        return reference.linear_norm(x, weight, bias, parsed, norm_weight, norm_bias, operands)
     if x.dim() == 2:
         return ops.call(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
     parsed = Chain.parse(chain)
@@ -237,6 +248,11 @@ def call(
     ]
     y = ops.call(_fold(x), weight, bias, norm_weight, norm_bias, folded, chain, strategy, strict)
     return y.view(*leading, y.shape[-1])
+
+
+def _is_strided(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether the tensors are ordinary ones: not sparse, nested or of a library's own layout."""
+    return all(t is None or (t.layout is torch.strided and not t.is_nested) for t in tensors)
 
 
 def _fold(t: Tensor) -> Tensor:

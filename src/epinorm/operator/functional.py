@@ -43,6 +43,8 @@ def linear_norm(
     ValueError or TypeError for an unknown operation; RuntimeError where ``strategy`` cannot serve
     the call, or where ``strict`` and nothing faster than PyTorch does.
     """
+    if not isinstance(operands, (list, tuple)):
+        raise TypeError(f"operands must be a list of Tensors, not {type(operands).__name__}")
     chain = _chain_text(norm, pre, post)
     return apply_chain(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from epinorm.problem import Strategy
+from epinorm.problem import Strategy, check_strategy
 from epinorm.rewrite.explain import Explanation, Row, explain
 from epinorm.rewrite.program import Settings
 from epinorm.rewrite.replace import fuse_module, unfuse_module
@@ -28,10 +28,11 @@ def fuse(model: nn.Module, *, strategy: Strategy = "auto", strict: bool = False)
     ``explain`` says what is fused and what is not.
 
     ``strategy`` and ``strict`` are those of ``linear_norm``. Raises TypeError for anything but an
-    nn.Module.
+    nn.Module, ValueError for an unknown strategy.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_strategy(strategy)
     settings = Settings(strategy, strict)
     for module in reversed(list(model.modules())):
         fuse_module(module, settings)

@@ -179,15 +179,27 @@ def _is_tensor_like(node: fx.Node) -> bool:
     return any(_is_tensor_like(n) for n in node.all_input_nodes) or not node.all_input_nodes
 
 
+def _norm(
+    eps: Any, shape: tuple[int, ...] | None, kind: Any, *groups: Any, **parameters: Any
+) -> NormRead | str:
+    """What was read, or why it is no norm of a chain: PyTorch takes an eps below zero."""
+    if isinstance(eps, Tensor):
+        return "its eps is a Tensor, whose value can change"
+    try:
+        return NormRead(kind(*groups, eps=eps), shape, **parameters)
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+
 def _read_norm_module(module: nn.Module) -> NormRead | str | None:
     if type(module) is nn.GroupNorm:
-        return NormRead(GroupNorm(module.num_groups, eps=module.eps), (module.num_channels,))
+        return _norm(module.eps, (module.num_channels,), GroupNorm, module.num_groups)
     if type(module) in (nn.LayerNorm, nn.RMSNorm):
         shape = tuple(int(n) for n in module.normalized_shape)  # type: ignore[union-attr]
         if len(shape) != 1:
             return f"its norm spans {len(shape)} dimensions; a chain's norm spans the last one"
         kind = LayerNorm if type(module) is nn.LayerNorm else RMSNorm
-        return NormRead(kind(eps=module.eps), shape)  # type: ignore[arg-type]
+        return _norm(module.eps, shape, kind)
     if isinstance(module, (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)):
         return f"{type(module).__name__} is a subclass of PyTorch's norm and may differ from it"
     return None
@@ -209,14 +221,14 @@ def _read_norm_function(node: fx.Node) -> NormRead | str:
     if node.target is F.group_norm:
         if not isinstance(given["num_groups"], int):
             return "its num_groups is computed"
-        return NormRead(GroupNorm(given["num_groups"], eps=eps), None, weight, bias)
+        return _norm(eps, None, GroupNorm, given["num_groups"], weight=weight, bias=bias)
     shape = given["normalized_shape"]
     if isinstance(shape, fx.Node) or any(not isinstance(n, int) for n in shape):
         return "its normalized_shape is computed from a tensor"
     if len(shape) != 1:
         return f"its norm spans {len(shape)} dimensions; a chain's norm spans the last one"
     kind = LayerNorm if node.target is F.layer_norm else RMSNorm
-    return NormRead(kind(eps=eps), tuple(shape), weight, bias)
+    return _norm(eps, tuple(shape), kind, weight=weight, bias=bias)
 
 
 def _next(finder: _Finder, node: fx.Node) -> tuple[fx.Node | None, str | None]:

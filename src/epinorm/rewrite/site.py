@@ -164,6 +164,8 @@ class Site:
     def _unfit_x(self, x: Any) -> str | None:
         if type(x) not in _PLAIN_TENSORS:
             return f"its input is a {type(x).__name__}, not a plain Tensor"
+        if x.layout is not torch.strided or x.is_nested:
+            return "its input is a sparse or nested tensor"
         if x.dim() != 2 and isinstance(self.norm, GroupNorm):
             return (
                 f"GroupNorm of {x.dim()}-dimensional input normalises dimension 1, "
@@ -200,14 +202,16 @@ class Site:
 
     def _unfit_operands(self, x: Tensor, n: int, operands: tuple[Any, ...]) -> str | None:
         full = (*x.shape[:-1], n)
-        # Under autocast the norm and what follows it are in fp32.
-        dtype = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
+        # Under autocast the norm and what follows it are in fp32 on CUDA; on a CPU dtypes mix as
+        # they do in PyTorch's layers, which compute the chain there.
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.float32 if autocast else x.dtype
         for operand, kind in zip(operands, self.operand_kinds, strict=True):
             if type(operand) not in _PLAIN_TENSORS:
                 return f"a {type(operand).__name__} takes part in it, not a plain Tensor"
             if tuple(operand.shape) != (full if kind == "element" else (n,)):
                 return f"a tensor of shape {list(operand.shape)} takes part in it"
-            if operand.dtype != dtype:
+            if operand.dtype != dtype and not (autocast and x.device.type == "cpu"):
                 return "its tensors are of several dtypes"
         return None
 

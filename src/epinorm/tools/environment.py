@@ -32,6 +32,7 @@ def facts() -> dict[str, str | None]:
         state.problem
         or f"{state.folder}: {state.entries} kernels, {state.size / 1e6:.1f} of at most "
         f"{state.limit / 1e6:.0f} MB"
+        + (f" ({state.mistake})" if state.mistake else "")
     )
     known["supported here"] = _supported()
     return known

@@ -27,6 +27,7 @@ class Call(Structure):
         ("operand_gradients", c_void_p),
         ("mean", c_void_p),
         ("rstd", c_void_p),
+        ("overflow", c_int32),
     )
 
 

@@ -156,7 +156,8 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
     call = _call(problem, prepared, inputs, mean, rstd)
     call.y, call.y_stride, call.z = y.data_ptr(), n, _pointer(z)
     _run(prepared, prepared.runner.epinorm_forward, call)
-
+    if call.call.overflow:
+        return reference_backend.forward(problem, plan, inputs)
     if z is None or rstd is None:
         return Forward(y, *_NOTHING)
     return Forward(y, z, x.new_empty(0) if mean is None else mean, rstd)
@@ -206,6 +207,8 @@ def backward(
     call.norm_dtype = abi.DTYPE_CODES[problem.norm_dtype]
     call.column_sums = ctypes.addressof(addresses)
     _run(prepared, prepared.runner.epinorm_backward, call)
+    if call.call.overflow:
+        return reference_backend.backward(problem, plan, inputs, kept, dy, want)
     channels = iter(sums[3:])
     operands = tuple(
         next(channels) if kind == "channel" else element

@@ -20,6 +20,7 @@ struct EpinormCall {
   void* const* operand_gradients;   // dense (M, N) or null; backward only
   void* mean;  // (M, groups) or null: written forward, read backward
   void* rstd;
+  mutable int32_t overflow;  // set where a square is about to overflow: PyTorch is asked then
 };
 
 // Rows [first, first + rows) of z -> y. `scratch` holds epinorm_scratch_bytes(n, groups).

@@ -41,10 +41,11 @@ struct Strip {
   T *gamma, *beta;             // [panel_width]
   T* operand[kOperands + 1];   // [panel_width][kLanes], or [panel_width] for a channel operand
   T* gradient[kOperands + 1];  // likewise, where an element operand wants one
+  T* largest;                  // [kLanes]: of each row, mean^2 plus the sum of squares around it
 
   static int64_t scratch_values(int64_t n, int64_t groups) {
     const int64_t width = n / groups, panel = panel_groups(groups, width);
-    return panel * width * (kLanes * (3 + 2 * kOperands) + 2) + 3 * panel * kLanes;
+    return panel * width * (kLanes * (3 + 2 * kOperands) + 2) + 3 * panel * kLanes + kLanes;
   }
 
   Strip(const EpinormCall& c, void* scratch)
@@ -66,6 +67,8 @@ struct Strip {
     rstd = take(panel * kLanes);
     gamma = take(panel_width);
     beta = take(panel_width);
+    largest = take(kLanes);
+    for (int l = 0; l < kLanes; ++l) largest[l] = T(0);
   }
 
   template <typename S>
@@ -152,7 +155,12 @@ struct Strip {
     }
     for (int64_t g = 0; g < count; ++g) {
       T* const r = s.rstd + g * kLanes;
-      EPINORM_LANES { r[l] = T(1) / std::sqrt(r[l] / width + eps); }
+      const T* const mean = s.mean + g * kLanes;
+      EPINORM_LANES {
+        const T squares = mean[l] * mean[l] + r[l];
+        s.largest[l] = squares > s.largest[l] ? squares : s.largest[l];
+        r[l] = T(1) / std::sqrt(r[l] / width + eps);
+      }
     }
   }
 
@@ -213,6 +221,27 @@ struct Strip {
       for (int i = 0; i < kCount; ++i)
         store<T>(s.shift + g * kLanes + i * kWidth, C::kCentred ? sum[i] / width : V{});
     }
+  }
+
+  // The same from what forward kept.
+  EPINORM_INLINE void measure(const Strip& s, int64_t count) {
+    const T width = T(s.width);
+    for (int64_t g = 0; g < count; ++g) {
+      const T *const mean = s.mean + g * kLanes, *const rstd = s.rstd + g * kLanes;
+      EPINORM_LANES {
+        const T squares = mean[l] * mean[l] + width / (rstd[l] * rstd[l]);
+        s.largest[l] = squares > s.largest[l] ? squares : s.largest[l];
+      }
+    }
+  }
+
+  // Where squares overflow, PyTorch's own kernels give NaN or not by how they cut a row into
+  // vectors: so they are asked. No value of a row whose `largest` is a sixteenth of the largest
+  // number has a square that overflows, nor has the mean of any part of it.
+  void tell_overflow() const {
+    bool overflows = false;
+    for (int l = 0; l < kLanes; ++l) overflows |= std::isinf(largest[l] * T(16));
+    if (overflows) __atomic_store_n(&call.overflow, 1, __ATOMIC_RELAXED);
   }
 
   // u: z. v: dy, then the gradient of the normalised value, then dz. w: the normalised value.
@@ -330,6 +359,7 @@ struct Strip {
         load_lanes<T>(kept_mean + at, call.groups, rows, count, mean);
       else
         for (int64_t i = 0; i < count * kLanes; ++i) mean[i] = T(0);
+      measure(*this, count);
       centre_again(*this, count);
       differentiate_post(*this, rows, count, first, sums);
       project(*this, count);
@@ -348,6 +378,7 @@ void forward_rows(const EpinormCall* call, int64_t first, int64_t rows, const vo
     strip.forward(first + r, int(rows - r < kLanes ? rows - r : kLanes),
                   static_cast<const typename C::Z*>(z) + r * z_stride, z_stride,
                   static_cast<typename C::Y*>(y) + r * y_stride, y_stride);
+  strip.tell_overflow();
 }
 
 template <class C>
@@ -361,6 +392,7 @@ void backward_rows(const EpinormCall* call, int64_t first, int64_t rows, const v
                    static_cast<const typename C::Y*>(dy) + r * dy_stride, dy_stride,
                    static_cast<typename C::Z*>(dz) + r * dz_stride, dz_stride,
                    static_cast<typename C::T*>(sums));
+  strip.tell_overflow();
 }
 
 // Adds the lanes of a block's sums to the totals, in double and in one order on every machine, and

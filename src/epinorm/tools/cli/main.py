@@ -399,7 +399,8 @@ def cache_list(as_json: JsonOption = False) -> None:
                 for e in entries
             ]
             folder = None if state.folder is None else str(state.folder)
-            listed = {"folder": folder, "problem": state.problem, "kernels": kernels}
+            problem = state.problem or state.mistake
+            listed = {"folder": folder, "problem": problem, "kernels": kernels}
             print(json.dumps(listed, indent=1))
             return
         if state.problem:
@@ -412,6 +413,8 @@ def cache_list(as_json: JsonOption = False) -> None:
             f"{state.limit / 1e6:.0f} MB",
             markup=False,
         )
+        if state.mistake:
+            out.print(state.mistake, markup=False)
 
 
 @cache_app.command("clear")
