@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -366,6 +367,17 @@ def test_a_build_is_kept_and_a_killed_one_is_in_nobodys_way(
     assert not Path(built[1]).exists()  # it has its name now
     assert answer(43) == 43
     assert len(built) == 3
+    kept = next(tmp_path.rglob("linear_norm_*.so"))
+    value = 42 if own._loaded(kept.stem, str(kept)).answer() == 42 else 43
+    for path in (kept, kept.parent, kept.parent.parent):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(0o777)  # now anybody could have written it
+        count = len(built)
+        assert answer(value) == value
+        assert len(built) == count + 1
+        path.chmod(mode)
+        assert answer(value) == value
+        assert len(built) == count + 1
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -459,6 +460,22 @@ def test_thousandth_of_the_call_is_checking(pair: Any, x: Any) -> None:
         fused(x)
         fused.train()
     assert len(vars(fused)["_epinorm_programs"]) == 1
+
+
+def test_classes_are_freed(x: Any) -> None:
+    def local_class() -> weakref.ref[type]:
+        class Local(Model):
+            pass
+
+        model = epinorm.fuse(Local().double())
+        model(x)
+        pickled = copy.deepcopy(model)
+        assert type(pickled) is type(model)
+        return weakref.ref(Local)
+
+    classes = [local_class() for _ in range(200)]
+    gc.collect()
+    assert not any(cls() for cls in classes)
 
 
 def test_garbage_collection_while_tracing_is_not_taken_for_the_users_calls() -> None:

@@ -262,6 +262,9 @@ def _folder(create: bool, name: str = "cubins") -> Path | None:
             raise _Refused(f"the kernel cache {path} is not a folder")
         if not _is_ours(status):
             raise _Refused(f"the kernel cache {path} belongs to another user (id {status.st_uid})")
+        mode = stat.S_IMODE(status.st_mode)
+        if os.name == "posix" and mode & stat.S_IWOTH and not mode & stat.S_ISVTX and path == root:
+            raise _Refused(f"the kernel cache {path} can be written by everyone (mode {mode:o})")
     if os.name == "posix" and stat.S_IMODE(status.st_mode) != 0o700:
         folder.chmod(0o700)
     return folder

@@ -30,7 +30,7 @@ __all__ = ["analyse_modes", "fuse_module", "not_replaceable", "settings_of", "un
 
 _PROGRAMS = "_epinorm_programs"
 _MAX_PROGRAMS = 8
-_CLASSES: dict[type[nn.Module], dict[Settings, type[nn.Module]]] = {}
+_FUSED = "_epinorm_fused"
 
 
 class FusedModule(Silent):
@@ -62,7 +62,10 @@ def _restore(cls: type[nn.Module], settings: Settings) -> nn.Module:
 
 def fused_class(cls: type[nn.Module], settings: Settings) -> type[nn.Module]:
     """The subclass of ``cls`` that runs rewritten forwards, one for each; raises Untraceable."""
-    made = _CLASSES.setdefault(cls, {})
+    made: dict[Settings, type[nn.Module]] | None = cls.__dict__.get(_FUSED)
+    if made is None:  # on the class itself, so that they are freed with it
+        made = {}
+        type.__setattr__(cls, _FUSED, made)
     if settings not in made:
         made[settings] = _make_class(cls, settings)
     return made[settings]

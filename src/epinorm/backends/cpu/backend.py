@@ -58,7 +58,7 @@ def _prepare(problem: Problem) -> _Prepared:
 
 
 def _make(problem: Problem) -> _Prepared:
-    library = load_kernel(kernel_source(problem), str(problem.chain))
+    library = load_kernel(kernel_source(problem), problem)
     kernel = abi.Kernel()
     library.epinorm_describe(problem.n, problem.groups, ctypes.byref(kernel))
     norm = problem.chain.norm
@@ -66,7 +66,7 @@ def _make(problem: Problem) -> _Prepared:
     if isinstance(norm, RMSNorm) and eps is None:
         eps = torch.finfo(problem.stats_dtype).eps
     assert eps is not None
-    runner = load_runner()
+    runner = load_runner(problem)
     blocks = choose_blocks(problem, bool(runner.epinorm_can_pack()))
     template = abi.Problem(
         abi.Call(problem.n, problem.groups, eps),

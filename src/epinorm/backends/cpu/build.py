@@ -4,11 +4,13 @@ The runner (PyTorch's headers; about three seconds) is compiled once, a chain's 
 under a second) once for each chain and dtypes. PyTorch's ``cpp_extension`` names the folders, but
 its ``load`` does not run: a build of its that was killed leaves a lock for which the next one waits
 forever. Here every build has a folder of its own and a time limit, and the result is renamed into
-the cache, so no lock can be left behind.
+the cache, so no lock can be left behind. Nothing is kept, or used, before it was loaded and has
+computed something right (proof.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -29,6 +31,8 @@ import torch
 
 from epinorm.backends import cache
 from epinorm.backends.cpu.abi import declare_kernel, declare_runner
+from epinorm.backends.cpu.proof import Disproved, prove_kernel, prove_runner
+from epinorm.problem import Problem
 
 __all__ = ["BuildError", "compiler_problem", "failure", "load_kernel", "load_runner", "warn_once"]
 
@@ -51,6 +55,7 @@ _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL] = {}
 _failures: dict[str, str] = {}
 _RUNNER = "runner"
+_BUILD = "epinorm-build-"
 
 
 class BuildError(RuntimeError):
@@ -82,14 +87,27 @@ def warn_once(reason: str) -> None:
     warnings.warn(f"epinorm computes with PyTorch's own layers: {reason}", stacklevel=4)
 
 
-def load_runner() -> ctypes.CDLL:
-    """The library that cuts the work into parts; raises BuildError where it cannot be built."""
-    return _load(_RUNNER, "its runner", _runner_parts, declare_runner)
+def load_runner(problem: Problem) -> ctypes.CDLL:
+    """The library that cuts the work into parts; raises BuildError where it cannot be built.
+
+    problem: one that it is needed for.
+    """
+
+    def prove(library: ctypes.CDLL) -> None:
+        declare_runner(library)
+        prove_runner(library, problem)
+
+    return _load(_RUNNER, "its runner", _runner_parts, prove)
 
 
-def load_kernel(source: str, name: str) -> ctypes.CDLL:
-    """The library of one chain's kernel text; raises BuildError where it cannot be built."""
-    return _load(source, name, lambda: _kernel_parts(source), declare_kernel)
+def load_kernel(source: str, problem: Problem) -> ctypes.CDLL:
+    """The library of a problem's kernel text; raises BuildError where it cannot be built."""
+
+    def prove(library: ctypes.CDLL) -> None:
+        declare_kernel(library)
+        prove_kernel(library, problem)
+
+    return _load(source, str(problem.chain), lambda: _kernel_parts(source), prove)
 
 
 def _runner_parts() -> tuple[dict[str, str], str, list[str]]:
@@ -111,7 +129,7 @@ def _load(
     identity: str,
     name: str,
     parts: Callable[[], tuple[dict[str, str], str, list[str]]],
-    declare: Callable[[ctypes.CDLL], None],
+    prove: Callable[[ctypes.CDLL], None],
 ) -> ctypes.CDLL:
     if (library := _loaded.get(identity)) is not None:
         return library
@@ -121,8 +139,7 @@ def _load(
         if (reason := _failures.get(identity)) is not None:
             raise BuildError(reason)
         try:
-            library = _open(_machine_code(*parts(), name))
-            declare(library)
+            library = _proved(*parts(), name, prove)
         except (BuildError, OSError) as error:
             _failures[identity] = reason = str(error).strip()
             raise BuildError(reason) from error
@@ -130,26 +147,59 @@ def _load(
         return library
 
 
-def _machine_code(files: dict[str, str], main: str, flags: list[str], name: str) -> bytes:
-    """The shared object, from the cache or from the compiler."""
-    compiler, version = _compiler()
-    facts = (version, torch.__version__, _cpu(), *COMMON_FLAGS, *flags)
-    key = cache.key_of("cpu", *facts, *(part for item in files.items() for part in item))
+def _proved(
+    files: dict[str, str],
+    main: str,
+    flags: list[str],
+    name: str,
+    prove: Callable[[ctypes.CDLL], None],
+) -> ctypes.CDLL:
+    """The library from the cache or, where there is none that computes, from the compiler."""
+    compiler, identity = _compiler()
+    key = _key(identity, files, flags)
     kept = cache.read(key)
     if kept is not None:
-        return kept.payload
+        with contextlib.suppress(OSError, AttributeError, Disproved):
+            library = _open(kept.payload)
+            prove(library)
+            return library
     code = _compile(compiler, files, main, flags, name)
+    try:
+        library = _open(code)
+        prove(library)
+    except (OSError, AttributeError, Disproved) as error:
+        raise BuildError(f"what {compiler} made of {name} is of no use: {error}") from error
     cache.write(key, {"entry": f"cpu: {name}", "arch": platform.machine()}, code)
-    return code
+    return library
+
+
+def _key(compiler: str, files: dict[str, str], flags: list[str]) -> str:
+    facts = (compiler, *platform.libc_ver(), torch.__version__, _cpu(), *COMMON_FLAGS, *flags)
+    return cache.key_of("cpu", *facts, *(part for item in files.items() for part in item))
+
+
+def _remove_abandoned() -> None:
+    """Remove what builds that were killed have left."""
+    before = time.time() - 2 * TIME_LIMIT_SECONDS
+    for item in list(os.scandir(tempfile.gettempdir())):
+        with contextlib.suppress(OSError):
+            status = item.stat(follow_symlinks=False)
+            ours = status.st_uid == os.geteuid() and item.is_dir(follow_symlinks=False)
+            if item.name.startswith(_BUILD) and ours and status.st_mtime < before:
+                shutil.rmtree(item.path, ignore_errors=True)
 
 
 def _compile(compiler: str, files: dict[str, str], main: str, flags: list[str], name: str) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="epinorm-") as folder:
+    _remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=_BUILD) as folder:
         for file, text in files.items():
             Path(folder, file).write_text(text)
         command = [compiler, *COMMON_FLAGS, main, *flags, "-o", "kernel.so"]
         _run(command, folder, name)
-        return Path(folder, "kernel.so").read_bytes()
+        made = Path(folder, "kernel.so")
+        if not made.exists():
+            raise BuildError(f"{compiler} says that it compiled {name}, and made nothing")
+        return made.read_bytes()
 
 
 def _run(command: list[str], folder: str, name: str) -> None:
@@ -160,7 +210,12 @@ def _run(command: list[str], folder: str, name: str) -> None:
     log = Path(folder, "log")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            command,
+            cwd=folder,
+            env={**os.environ, "TMPDIR": folder},  # what a killed compiler leaves is found with it
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
         )
         try:
             while process.poll() is None:
@@ -192,7 +247,7 @@ def _open(code: bytes) -> ctypes.CDLL:
         with os.fdopen(descriptor, "wb", closefd=False) as file:
             file.write(code)
         return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
-    with tempfile.TemporaryDirectory(prefix="epinorm-") as folder:
+    with tempfile.TemporaryDirectory(prefix=_BUILD) as folder:
         path = Path(folder, "kernel.so")
         path.write_bytes(code)
         return ctypes.CDLL(str(path))
@@ -221,7 +276,9 @@ def _version_of(path: str) -> str:
         raise BuildError(f"the CPU kernels need g++, and {path} is {first or 'unknown'}")
     if number is None or int(number[1]) < OLDEST_GCC:
         raise BuildError(f"the CPU kernels need g++ {OLDEST_GCC} or newer, and {path} is {first}")
-    return first
+    # One that is replaced by another of the same version is another one, too.
+    status = os.stat(os.path.realpath(path))
+    return f"{first} {os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
 
 
 def _compiler() -> tuple[str, str]:
