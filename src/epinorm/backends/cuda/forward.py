@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import linear
 
+from epinorm.backends.cuda import planes_forward as by_planes
 from epinorm.backends.cuda.gemm.hopper import forward as hopper
 from epinorm.backends.cuda.gemm.portable.forward import portable_forward
 from epinorm.backends.cuda.norm import forward as norm
-from epinorm.problem import Forward, Inputs, Plan, Problem, Run
+from epinorm.problem import CUDA_STRATEGIES, Forward, Inputs, Plan, Problem, Run
 
 __all__ = ["bind", "forward"]
 
@@ -24,8 +25,11 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
         if plan.core == "portable":
             return portable_forward(problem, inputs)
         return hopper.hopper_forward(problem, inputs)
+    if plan.strategy == "planes":
+        return by_planes.planes_forward(problem, plan.core or "hopper", inputs)
     raise ValueError(
-        f"the CUDA backend has no strategy {plan.strategy!r}: expected 'single' or 'epilogue'"
+        f"the CUDA backend has no strategy {plan.strategy!r}: expected one of "
+        f"{', '.join(map(repr, CUDA_STRATEGIES))}"
     )
 
 
@@ -41,6 +45,8 @@ def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) 
     """
     if plan.strategy == "single":
         return None if plan.core == "portable" else hopper.bind(problem, inputs, y_size)
+    if plan.strategy == "planes":
+        return None if plan.core == "portable" else by_planes.bind(problem, inputs, y_size)
     normalise = norm.bind(problem, y_size)
 
     def run(
