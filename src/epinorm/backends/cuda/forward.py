@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -35,7 +38,23 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
 
 def _epilogue(problem: Problem, inputs: Inputs) -> Forward:
     """A library product, without the bias, in PyTorch's precision setting; then the norm kernel."""
-    return norm.norm_forward(problem, linear(inputs.x, inputs.weight), inputs)
+    z = linear(inputs.x, inputs.weight, _no_bias(problem))
+    return norm.norm_forward(problem, z, inputs)
+
+
+@lru_cache(maxsize=1024)
+def _zeros(n: int, device: torch.device) -> Tensor:
+    return torch.zeros(n, device=device)
+
+
+def _no_bias(problem: Problem) -> Tensor | None:
+    """Zeros where the layer adds a bias in fp32: PyTorch then takes other kernels, as eager does.
+
+    Without it the error is another too: 1.85 times eager's for 16 rows of 8192.
+    """
+    if problem.dtype != torch.float32 or not problem.has_bias:
+        return None
+    return _zeros(problem.n, problem.device)
 
 
 def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) -> Run | None:
@@ -47,7 +66,7 @@ def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) 
         return None if plan.core == "portable" else hopper.bind(problem, inputs, y_size)
     if plan.strategy == "planes":
         return None if plan.core == "portable" else by_planes.bind(problem, inputs, y_size)
-    normalise = norm.bind(problem, y_size)
+    normalise, no_bias = norm.bind(problem, y_size), _no_bias(problem)
 
     def run(
         x: Tensor,
@@ -58,6 +77,8 @@ def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) 
         operands: tuple[Tensor, ...],
         constants: tuple[float, ...],
     ) -> Forward:
-        return normalise(linear(x, weight), bias, norm_weight, norm_bias, operands, constants)
+        return normalise(
+            linear(x, weight, no_bias), bias, norm_weight, norm_bias, operands, constants
+        )
 
     return run

@@ -65,7 +65,9 @@ class _Forward:
         kept = ", z" * problem.keeps_z + ", mean, rstd" * problem.keeps_statistics
         self.y = "y" + kept
         if plan.strategy == "epilogue":
-            self.steps.append(Step("aten::mm", "z", "the library's product"))
+            as_eager = problem.dtype == torch.float32 and problem.has_bias
+            kernel = "aten::addmm" if as_eager else "aten::mm"
+            self.steps.append(Step(kernel, "z", "the library's product"))
             self._norm(problem)
         elif plan.strategy == "planes":
             self._planes(plan.core or "hopper")
