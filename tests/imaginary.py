@@ -47,6 +47,9 @@ CASES: dict[str, tuple[int, int, int, Any, str, str]] = {
     "operands": (512, 256, 384, GroupNorm(48), "mul_channel", "silu|add_residual|mul_channel"),
     "odd": (100, 36, 60, GroupNorm(5), "", "gelu"),
     "groups_12": (16384, 768, 768, GroupNorm(64), "", "silu"),
+    "wide_ln": (8192, 4096, 4096, LayerNorm(), "", "gelu"),
+    "linear": (4096, 2048, 2048, None, "", ""),
+    "linear_gelu": (4096, 768, 3072, None, "gelu", ""),
 }
 KINDS = {
     "bf16": (torch.bfloat16, "highest"),
@@ -143,8 +146,8 @@ def imaginary_h200() -> Any:
     def plan_for(problem: Any, strategy: Any, strict: bool = False) -> Any:
         return cuda_plan.plan_cuda(problem, strategy)
 
-    def precision(dtype: torch.dtype, _: str) -> str:
-        return calls_precision(dtype, "cuda")
+    def precision(dtype: torch.dtype, _: str, *sizes: tuple[int, ...]) -> str:
+        return calls_precision(dtype, "cuda", *sizes)
 
     calls_precision = calls.product_precision
     patches = [
@@ -194,7 +197,7 @@ def launches(
 
     chain = epinorm.Chain.build(norm, pre, post)
     operands = [new(n) if kind == "channel" else new(m, n) for kind in chain.operand_kinds]
-    vectors = [new(n) for _ in range(3)]
+    vectors = [new(n), None, None] if norm is None else [new(n) for _ in range(3)]
     api.launches.clear()
     with Products(api), torch.set_grad_enabled(training):
         facts = (str(chain), "auto", False, None)
@@ -202,14 +205,16 @@ def launches(
         if not training:
             calls.run_inference((*tensors, operands), facts)
             return list(api.launches)
-        detached = (t.detach() for t in tensors)
+        detached = (None if t is None else t.detach() for t in tensors)
         inputs = Inputs(*detached, tuple(operands), calls.constants_of(facts))
         run = calls.bind(inputs, facts, True, (m, n)) if whole_step else None
+        if isinstance(run, calls.Eager):  # its backward pass is autograd's
+            return list(api.launches)
         forward = run(*inputs) if run is not None else calls.run_forward(inputs[:6], facts)
         left = getattr(forward, "left", None)
         y, *kept = forward
         api.launches.append({"backward": ""})
-        wanted = [True] * (5 + len(operands))
+        wanted = [t is not None for t in (*tensors, *operands)]
         dy = torch.empty_like(y)
         with torch.no_grad():
             calls.run_backward((*tensors, operands), facts, kept, dy, wanted, run, left)

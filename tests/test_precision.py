@@ -101,3 +101,11 @@ def test_only_fp32_on_cuda_depends_on_the_setting(setting, expected):
     assert product_precision(torch.float32, "cpu") == "highest"
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         assert product_precision(dtype, "cuda") == "native"
+
+
+@pytest.mark.parametrize("sizes", [(1, 64, 64), (64, 1, 64), (64, 64, 1)])
+def test_a_single_row_column_or_term_is_not_rounded_to_tf32(sizes):
+    """PyTorch does not: one plane's error would be a thousand times eager's."""
+    torch.set_float32_matmul_precision("high")
+    assert product_precision(torch.float32, "cuda", sizes) == "highest"
+    assert product_precision(torch.float32, "cuda", (2, 2, 2)) == "high"

@@ -1,5 +1,6 @@
 """The named shapes, and the runner that times them, as `make bench-gpu` calls it."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import epinorm
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks" / "run.py"
@@ -27,7 +30,27 @@ def test_the_shapes_of_the_design() -> None:
         "decode_1": (1, 8192, 8192, 512),
         "decode_16": (16, 8192, 8192, 512),
         "layer_norm_512": (4096, 512, 512, None),
+        "bert_out": (16384, 768, 768, None),
+        "bert_ffn": (16384, 3072, 768, None),
+        "wide_ln": (8192, 4096, 4096, None),
+        "kb_ln": (1024, 8192, 8192, None),
+        "dreamer": (1024, 1024, 1024, None),
+        "tdmpc2": (1280, 512, 512, None),
+        "ln256": (65536, 256, 256, None),
+        "groups_12": (16384, 768, 768, 64),
+        "groups_1024": (8192, 2048, 8192, 8),
     }
+
+
+@pytest.mark.parametrize("name", ["bert_out", "dreamer", "tdmpc2"])
+def test_a_block_is_fused_as_a_whole(name: str) -> None:
+    """With its residual, norm and activation, at a size that a test can compute."""
+    shape = dataclasses.replace(SHAPES[name], m=3, k=8, n=16)
+    model, inputs = shape.make(torch.float32, "cpu")
+    assert len(inputs) == 1 + shape.residual
+    (row,) = [row for row in epinorm.explain(model, *inputs).rows if row.fused]
+    assert ("add_residual" in row.chain) == shape.residual
+    assert shape.block.split()[0].replace("bert", "layer") in row.chain
 
 
 @pytest.mark.parametrize("groups", [4, None])

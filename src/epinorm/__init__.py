@@ -7,13 +7,13 @@ from typing import Any
 from epinorm.backends.prepack import prepack, prepacked, unprepack
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm
 from epinorm.operator.accumulation import accumulate_in_place
-from epinorm.operator.functional import linear_norm
+from epinorm.operator.functional import linear, linear_norm
 from epinorm.operator.modules import LinearNorm
 
 __version__ = "0.1.0"
 
 __all__ = ["Chain", "GroupNorm", "LayerNorm", "LinearNorm", "RMSNorm", "__version__"]
-__all__ += ["accumulate_in_place", "explain", "fuse", "linear_norm"]
+__all__ += ["accumulate_in_place", "explain", "fuse", "linear", "linear_norm"]
 __all__ += ["prepack", "prepacked", "unprepack"]
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Precision", "follows_setting", "fp32_precision", "product_precision"]
+__all__ = ["Precision", "follows_setting", "fp32_precision", "product_precision", "takes_tf32"]
 
 Precision = Literal["native", "high", "highest"]
 """``native``: the dtype's own product (bf16, fp16, fp64). ``high``: fp32 inputs where TF32 is
@@ -32,8 +32,24 @@ def follows_setting(dtype: torch.dtype, device_type: str) -> bool:
     return dtype == torch.float32 and device_type == "cuda"
 
 
-def product_precision(dtype: torch.dtype, device_type: str) -> Precision:
-    """The precision of a product of two ``dtype`` matrices on ``device_type`` ("cpu", "cuda")."""
+def takes_tf32(*sizes: int) -> bool:
+    """Whether PyTorch computes an fp32 product of sizes m, k, n in TF32 where that is allowed.
+
+    A single row, column or term is left to other kernels, in full fp32: measured with cuBLAS of
+    CUDA 13.0 on an H200, for sizes from 1 to 1024 and operands in any order. (Of sums of 17 to 33
+    terms with 100 rows and columns or more, every third is too, as its heuristics have it.)
+    """
+    return min(sizes) > 1
+
+
+def product_precision(
+    dtype: torch.dtype, device_type: str, sizes: tuple[int, ...] | None = None
+) -> Precision:
+    """The precision of a product of two ``dtype`` matrices on ``device_type`` ("cpu", "cuda").
+
+    sizes: m, k and n of (m, k) (k, n), where PyTorch's own choice of kernels counts as well.
+    """
     if follows_setting(dtype, device_type):
-        return fp32_precision()
+        setting = fp32_precision()
+        return setting if sizes is None or takes_tf32(*sizes) else "highest"
     return "highest" if dtype == torch.float32 else "native"

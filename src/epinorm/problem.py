@@ -16,6 +16,7 @@ from epinorm.chain import Chain
 from epinorm.precision import Precision
 
 __all__ = [
+    "CUDA_STRATEGIES",
     "BackwardFunction",
     "Buffer",
     "Core",
@@ -34,7 +35,9 @@ __all__ = [
     "check_strategy",
 ]
 
-Strategy = Literal["auto", "single", "epilogue", "cpu", "reference"]
+Strategy = Literal["auto", "single", "planes", "epilogue", "cpu", "reference"]
+
+CUDA_STRATEGIES = ("single", "planes", "epilogue")
 
 
 def check_strategy(strategy: str) -> None:
@@ -45,7 +48,8 @@ def check_strategy(strategy: str) -> None:
 
 
 Core = Literal["hopper", "portable"]
-"""What multiplies in ``single``: wgmma and TMA, or what every GPU since Ampere has."""
+"""What multiplies in ``single`` and ``planes``: wgmma and TMA, or what every GPU since Ampere
+has."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,16 @@ class Problem:
     @property
     def groups(self) -> int:
         return self.chain.groups(self.n)
+
+    @property
+    def keeps_z(self) -> bool:
+        """Whether forward keeps z for a backward pass."""
+        return self.training and self.chain.keeps_z
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether forward keeps mean and rstd for a backward pass."""
+        return self.training and self.chain.norm is not None
 
     @property
     def stats_dtype(self) -> torch.dtype:
@@ -122,8 +136,9 @@ class Buffer:
 class Plan:
     """How a problem is computed: a strategy and, in one sentence, why this one; and every step.
 
-    core: what multiplies where the strategy is ``single``. backward: of all gradients; fewer have
-    fewer steps. saved: what waits for the backward pass. ``print`` shows it on a screen.
+    core: what multiplies where the strategy is ``single`` or ``planes``. backward: of all
+    gradients; fewer have fewer steps. saved: what waits for the backward pass. chosen: something
+    else would have served too, so the reference is no makeshift. ``print`` shows it on a screen.
     """
 
     strategy: Strategy
@@ -133,6 +148,7 @@ class Plan:
     backward: tuple[Step, ...] = ()
     saved: tuple[Buffer, ...] = ()
     scratch: tuple[Buffer, ...] = ()
+    chosen: bool = False
 
     def __str__(self) -> str:
         lines = [f"{self.strategy}: {self.reason}"]
@@ -183,7 +199,8 @@ class Inputs(NamedTuple):
 class Forward(NamedTuple):
     """y (M, N) in ``out_dtype``; and, where training, what backward needs: z (M, N), the linear's
     output without its bias, in ``dtype``, mean and rstd (M, groups) in ``stats_dtype``.
-    Not training: three tensors of shape (0,). RMSNorm has no mean: shape (0,).
+    Not training: three tensors of shape (0,). RMSNorm has no mean: shape (0,). Without a norm there
+    are no statistics, and z where its values decide the gradient.
 
     Only the backward of the backend that made them reads z and the statistics, so their values may
     differ between backends (the reference's z includes the bias); shapes and dtypes may not."""

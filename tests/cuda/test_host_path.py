@@ -70,6 +70,7 @@ KERNELS = {
     ("single", BF16, "highest"): ["linear_norm"],
     ("single", FP32, "high"): ["linear_norm"],
     ("single", FP32, "highest"): ["split", "linear_norm", "rescue"],
+    ("planes", FP32, "highest"): ["split", "linear_norm", "rescue", "norm_forward"],
     ("epilogue", BF16, "highest"): ["norm_forward"],
     ("epilogue", FP32, "highest"): ["norm_forward"],
 }

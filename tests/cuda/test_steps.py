@@ -47,6 +47,9 @@ def test_a_training_step_launches_what_its_plan_says(
     found = launches(gpu, *CASES[case], dtype, True, whole_step)
     launched = [one.get("kernel") for one in found]
     plan = plan_cuda(problems[0], "auto")
+    if plan.strategy == "reference":  # PyTorch's own layers launch what they launch
+        assert not any(name and name[:6] != "aten::" for name in launched)
+        return
     assert [*_kernels(plan.forward), None, *_kernels(plan.backward)] == launched
     assert all(step.reason for step in (*plan.forward, *plan.backward))
     hash(plan)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from epinorm.problem import (
+    CUDA_STRATEGIES,
     BackwardFunction,
     Forward,
     ForwardFunction,
@@ -29,9 +30,10 @@ __all__ = ["backend_of", "bound", "plan_for"]
 def plan_for(problem: Problem, strategy: Strategy = "auto", strict: bool = False) -> Plan:
     """Decide how ``problem`` is computed; the same problem always gets the same plan.
 
-    ``auto`` takes the fastest strategy that serves the problem. Where it has to take the reference
-    on a CUDA device it warns, once for each reason; under ``strict`` that is a RuntimeError. A
-    strategy asked for by name that cannot serve the problem is a RuntimeError with the reason.
+    ``auto`` takes the fastest strategy that serves the problem, PyTorch's own layers where they
+    are it. Where nothing else serves on a CUDA device it warns, once for each reason; under
+    ``strict`` what is left to PyTorch is a RuntimeError. A strategy asked for by name that cannot
+    serve the problem is a RuntimeError with the reason.
     """
     check_strategy(strategy)
     if strategy == "reference":
@@ -48,7 +50,7 @@ def plan_for(problem: Problem, strategy: Strategy = "auto", strict: bool = False
         raise RuntimeError(f"strategy {strategy!r} cannot serve this chain: {plan.reason}")
     if strict:
         raise RuntimeError(f"strict=True, and nothing faster than PyTorch serves: {plan.reason}")
-    if problem.device.type == "cuda":
+    if problem.device.type == "cuda" and not plan.chosen:
         _warn_once(plan.reason)
     return plan
 
@@ -79,7 +81,7 @@ def _warn_once(reason: str) -> None:
 @cache
 def backend_of(strategy: Strategy) -> tuple[ForwardFunction, BackwardFunction]:
     """The two functions that compute a plan of this strategy."""
-    if strategy in ("epilogue", "single"):
+    if strategy in CUDA_STRATEGIES:
         forward = importlib.import_module("epinorm.backends.cuda.forward").forward
         return forward, importlib.import_module("epinorm.backends.cuda.backward").backward
     name = "epinorm.backends.cpu.backend" if strategy == "cpu" else "epinorm.backends.reference"
@@ -92,7 +94,7 @@ def bound(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...])
 
     y_size: of y, which is (M, N) but for its leading dimensions.
     """
-    if plan.strategy in ("epilogue", "single"):
+    if plan.strategy in CUDA_STRATEGIES:
         cuda = importlib.import_module("epinorm.backends.cuda.forward")
         run: Run | None = cuda.bind(problem, plan, inputs, y_size)
         if run is not None:

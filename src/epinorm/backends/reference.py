@@ -26,6 +26,9 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
     z = F.linear(inputs.x, inputs.weight, inputs.bias)
     remaining = iter(inputs.operands)
     u = apply_pointwise(z.to(problem.out_dtype), chain.pre, remaining)
+    if chain.norm is None:
+        nothing = z.new_empty(0)
+        return Forward(u, z if problem.keeps_z else nothing, nothing, nothing)
     y, mean, rstd = _normalize(u, chain.norm, inputs.norm_weight, inputs.norm_bias)
     y = apply_pointwise(y, chain.post, remaining)
     if not problem.training:
@@ -57,7 +60,8 @@ def backward(
     leaves = [
         None if t is None else t.detach().requires_grad_(wanted)
         for t, wanted in (
-            (kept.z.to(problem.out_dtype), want_z),
+            # Where z decides nothing, any tensor of its size will do.
+            (kept.z.to(problem.out_dtype) if kept.z.numel() else dy, want_z),
             (inputs.norm_weight, want.norm_weight),
             (inputs.norm_bias, want.norm_bias),
             *zip(inputs.operands, want.operands, strict=True),

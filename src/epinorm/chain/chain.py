@@ -1,12 +1,14 @@
 """What is fused: Linear → pointwise* → Norm → pointwise*, as one frozen, hashable value.
 
 The canonical text, e.g. ``group_norm(512,1e-05)|leaky_relu(0.01)|scale(2)``, names the chain in
-results, caches and operator schemas, and parses back to the same chain.
+results, caches and operator schemas, and parses back to the same chain. A chain may have no norm:
+``gelu``, or ``identity`` where nothing follows the linear layer.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from epinorm.chain.pointwise import (
+    DEFINITIONS,
     Argument,
     OperandKind,
     Pointwise,
@@ -121,22 +124,31 @@ _NORM_NAMES = ("group_norm", "layer_norm", "rms_norm")
 
 @dataclass(frozen=True)
 class Chain:
-    """The operations after the linear layer: pointwise ``pre``, ``norm``, pointwise ``post``."""
+    """The operations after the linear layer: pointwise ``pre``, ``norm``, pointwise ``post``.
 
-    norm: Norm
+    Without a norm all operations are in ``pre``.
+    """
+
+    norm: Norm | None
     pre: tuple[Pointwise, ...] = ()
     post: tuple[Pointwise, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.norm is None:
+            together = (op for op in (*self.pre, *self.post) if op.name != "identity")
+            object.__setattr__(self, "pre", tuple(together))
+            object.__setattr__(self, "post", ())
+
     @staticmethod
     def build(
-        norm: Norm,
+        norm: Norm | None,
         pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
         post: str | PointwiseLike | Iterable[PointwiseLike] = (),
     ) -> Chain:
         """Make a chain from operations given as texts, activation modules or Pointwise."""
-        if not isinstance(norm, Norm):
+        if norm is not None and not isinstance(norm, Norm):
             raise TypeError(
-                "norm must be epinorm.GroupNorm, epinorm.LayerNorm or epinorm.RMSNorm, "
+                "norm must be epinorm.GroupNorm, epinorm.LayerNorm, epinorm.RMSNorm or None, "
                 f"got {type(norm).__name__}"
             )
         return Chain(norm, as_pointwise_list(pre), as_pointwise_list(post))
@@ -148,7 +160,8 @@ class Chain:
         return _parse.__wrapped__(text) if torch.compiler.is_compiling() else _parse(text)
 
     def __str__(self) -> str:
-        return "|".join(str(part) for part in (*self.pre, self.norm, *self.post))
+        parts = (*self.pre, *(() if self.norm is None else (self.norm,)), *self.post)
+        return "|".join(str(part) for part in parts) or "identity"
 
     @property
     def arguments(self) -> tuple[float | Argument, ...]:
@@ -172,8 +185,23 @@ class Chain:
         """The tensor operands in the order in which the chain takes them, pre before post."""
         return tuple(op.operand for op in (*self.pre, *self.post) if op.operand is not None)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether nothing follows the linear layer, whose output's gradient then is y's."""
+        return self.norm is None and not self.pre
+
+    @property
+    def keeps_z(self) -> bool:
+        """Whether gradients need the linear's output: not where sums alone follow it."""
+        return self.norm is not None or any(op.reads_input for op in self.pre)
+
     def groups(self, out_features: int) -> int:
-        """Groups per row of ``out_features`` channels; raises ValueError if they do not divide."""
+        """Groups per row of ``out_features`` channels; raises ValueError if they do not divide.
+
+        Without a norm: parts of up to 8 channels, each computed by itself.
+        """
+        if self.norm is None:
+            return out_features // math.gcd(out_features, 8) if out_features else 0
         if not isinstance(self.norm, GroupNorm):
             return 1
         if out_features % self.norm.num_groups:
@@ -185,7 +213,7 @@ class Chain:
 
     def channels_per_group(self, out_features: int) -> int:
         """Channels that share one mean and variance; raises ValueError as ``groups`` does."""
-        return out_features // self.groups(out_features)
+        return out_features // max(self.groups(out_features), 1)
 
 
 def _is_norm(text: str) -> bool:
@@ -215,15 +243,17 @@ def _eps(arguments: tuple[str, ...], text: str) -> dict[str, float]:
 def _parse(text: str) -> Chain:
     parts = [part for part in text.split("|") if part.strip()]
     norms = [index for index, part in enumerate(parts) if _is_norm(part)]
+    names = [split_call(part)[0] for part in parts]
+    if parts and all(name in DEFINITIONS for name in names):
+        return Chain(None, tuple(parse_pointwise(part) for part in parts))
     if len(norms) != 1:
-        names = [split_call(part)[0] for part in parts]
         near = [
             m for name in names for m in difflib.get_close_matches(name, _NORM_NAMES, 1, cutoff=0.7)
         ]
         hint = f"; did you mean {near[0]!r}?" if near and not norms else ""
         raise ValueError(
-            f"a chain holds exactly one of {', '.join(_NORM_NAMES)}; {text!r} has {len(norms)}"
-            + hint
+            f"a chain holds exactly one of {', '.join(_NORM_NAMES)}, or operations alone; "
+            f"{text!r} has {len(norms)}{hint}"
         )
     at = norms[0]
     return Chain(

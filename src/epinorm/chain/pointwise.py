@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -109,6 +110,12 @@ class Pointwise:
     def kinks(self) -> tuple[float, ...]:
         """The places where the derivative jumps."""
         return tuple(x for x in self.definition.kinks(*self.constants) if math.isfinite(x))
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether its gradient, or its operand's, depends on the x that went in."""
+        bodies = (self.definition.backward, self.definition.operand_backward or "")
+        return any(re.search(r"\bx\b", body) for body in bodies)
 
     @property
     def operand(self) -> OperandKind | None:

@@ -42,6 +42,8 @@ def epilogue(
     """Everything after the linear layer: z (..., N) with its bias added → y (..., N)."""
     remaining = iter(operands)
     z = apply_pointwise(z, chain.pre, remaining)
+    if chain.norm is None:
+        return z
     z = normalize(z, chain.norm, norm_weight, norm_bias)
     return apply_pointwise(z, chain.post, remaining)
 

@@ -13,13 +13,16 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from epinorm.backends.choice import backend_of, bound, plan_for
 from epinorm.backends.prepack import keeps, marked
 from epinorm.chain import Chain
+from epinorm.chain.reference import epilogue
 from epinorm.operator.checks import check_backward, check_call
-from epinorm.precision import product_precision
+from epinorm.precision import Precision, product_precision
 from epinorm.problem import (
+    CUDA_STRATEGIES,
     BackwardFunction,
     Forward,
     ForwardFunction,
@@ -32,10 +35,12 @@ from epinorm.problem import (
 )
 
 __all__ = [
+    "Eager",
     "Facts",
     "bind",
     "callers",
     "constants_of",
+    "eager_for",
     "forget_plans",
     "is_dense",
     "planned",
@@ -85,6 +90,7 @@ def constants_of(facts: Facts) -> tuple[float, ...]:
 
 _prepared: dict[tuple[Any, ...], _Prepared] = {}
 _MAX_PREPARED = 4096
+_MOST_CHAINS = 64
 
 planned: list[Callable[[Problem, Inputs], None]] = []
 """Told of each call that is planned: so `epinorm tune` learns which problems a model has."""
@@ -113,7 +119,7 @@ def _prepare(inputs: Inputs, facts: Facts, training: bool, whole_step: bool = Fa
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     device = x.device
     chain, text, _ = _structure_of(facts[0])
-    precision = product_precision(x.dtype, device.type)
+    precision = _precision(x, weight)
     prepacked = bool(marked) and keeps(weight)
     key = (
         *(text, *facts[1:], training, whole_step, precision, prepacked),
@@ -130,6 +136,10 @@ def _prepare(inputs: Inputs, facts: Facts, training: bool, whole_step: bool = Fa
         _prepared.clear()
     prepared = _prepared[key] = _plan(inputs, chain, facts, training, prepacked, whole_step)
     return prepared
+
+
+def _precision(x: Tensor, weight: Tensor) -> Precision:
+    return product_precision(x.dtype, x.device.type, (*x.shape, *weight.shape[:1]))
 
 
 def _plan(
@@ -152,7 +162,7 @@ def _plan(
         has_norm_bias=inputs.norm_bias is not None,
         training=training,
         device=x.device,
-        precision=product_precision(x.dtype, x.device.type),
+        precision=_precision(x, inputs.weight),
         prepacked=prepacked and not training,
         whole_step=whole_step,
     )
@@ -199,10 +209,41 @@ def is_dense(inputs: Inputs) -> bool:
     return all(a is b for a, b in pairs)
 
 
+class Eager:
+    """A ``Run`` by PyTorch's own layers, which autograd may look into: its backward is eager's."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.structure = problem.chain
+        self.chains: dict[tuple[float, ...], Chain] = {}
+
+    def y(self, constants: tuple[float, ...], *tensors: Any) -> Tensor:
+        """From the tensors in the order of ``Inputs``, the operands one by one; x is (..., K)."""
+        x, weight, bias, norm_weight, norm_bias, *operands = tensors
+        chain = self.chains.get(constants)
+        if chain is None:
+            if len(self.chains) >= _MOST_CHAINS:
+                self.chains.clear()
+            chain = self.chains[constants] = self.structure.filled(constants)
+        return epilogue(linear(x, weight, bias), chain, norm_weight, norm_bias, operands)
+
+    def __call__(self, *given: Any) -> Forward:
+        y = self.y(given[6], *given[:5], *given[5])
+        return Forward(y, y, y, y)  # nobody reads more than y
+
+
+def eager_for(tensors: Sequence[Any], facts: Facts) -> Eager | None:
+    """PyTorch's own layers where the plan of a training step leaves this call to them."""
+    inputs = Inputs._make((*tensors[:5], tuple(tensors[5:]), constants_of(facts)))
+    prepared = _prepare(inputs, facts, True, whole_step=True)
+    return Eager(prepared.problem) if prepared.plan.strategy == "reference" else None
+
+
 def bind(inputs: Inputs, facts: Facts, training: bool, y_size: tuple[int, ...]) -> Run:
     """What computes tensors like ``inputs``, which are dense; y_size: of y, leading dimensions
     not folded."""
     prepared = _prepare(inputs, facts, training, whole_step=training)
+    if prepared.plan.strategy == "reference":
+        return Eager(prepared.problem)
     run = bound(prepared.problem, prepared.plan, inputs, y_size)
     _prepared_of[run] = prepared
     return run
@@ -254,7 +295,7 @@ def run_backward(
     if isinstance(kept, list):
         kept.clear()
     problem, plan, dy = prepared.problem, prepared.plan, _dense(dy)
-    if plan.strategy in ("epilogue", "single"):
+    if plan.strategy in CUDA_STRATEGIES:
         found = prepared.backward(problem, plan, inputs, forward, dy, want, left, into)
     else:
         found = prepared.backward(problem, plan, inputs, forward.pop(), dy, want)
@@ -263,4 +304,5 @@ def run_backward(
 
 def _has_the_set_precision(problem: Problem) -> bool:
     """Whether PyTorch's setting is still the one of the forward pass: backward follows it too."""
-    return product_precision(problem.dtype, problem.device.type) == problem.precision
+    sizes = problem.m, problem.k, problem.n
+    return product_precision(problem.dtype, problem.device.type, sizes) == problem.precision

@@ -96,14 +96,18 @@ def check_backward(
     stats, stats_dtype = [x.shape[0], chain.groups(weight.shape[0])], torch.float32
     if x.dtype == torch.float64:
         stats_dtype = torch.float64
-    mean = (stats, stats_dtype)
-    if isinstance(chain.norm, RMSNorm):
-        mean = ([0], kept[1].dtype)  # there is none
+    kinds = [(y_shape, x.dtype), (stats, stats_dtype), (stats, stats_dtype)]
+    missing = (
+        not chain.keeps_z,
+        chain.norm is None or isinstance(chain.norm, RMSNorm),
+        chain.norm is None,
+    )
+    for i, there_is_none in enumerate(missing):
+        if there_is_none:
+            kinds[i] = ([0], kept[i].dtype)
     expected = (
         ("dy", y_shape, out_dtype),
-        ("z", y_shape, x.dtype),
-        ("mean", *mean),
-        ("rstd", stats, stats_dtype),
+        *((name, *kind) for name, kind in zip(("z", "mean", "rstd"), kinds, strict=True)),
     )
     for (name, shape, dtype), t in zip(expected, (dy, *kept), strict=True):
         if list(t.shape) != shape or t.dtype != dtype or t.device != x.device:
@@ -173,6 +177,8 @@ def _check_norm(
                 f"{[m, n]} and num_groups={groups}"
             )
     for name, tensor in (("weight", norm_weight), ("bias", norm_bias)):
+        if tensor is not None and chain.norm is None:
+            raise ValueError(f"norm_{name} belongs to a norm, and the chain has none: {chain}")
         if tensor is not None and (tensor.dim() != 1 or tensor.shape[0] != n):
             raise RuntimeError(
                 f"Expected {name} to be a vector of size equal to the number of channels in "

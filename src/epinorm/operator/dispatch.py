@@ -93,6 +93,8 @@ class Caller:
                 run = kind.runs.get(kind.key(tensors, training))
                 if run is None:
                     return None
+                if training and type(run) is calls.Eager:
+                    return run.y(self._constants, *tensors)
                 if training and kind.is_matrix:
                     return differentiable(run, self.facts, tensors)
                 if training:  # autograd has to know of the folding

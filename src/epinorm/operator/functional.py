@@ -1,4 +1,4 @@
-"""The operation as a function: ``linear_norm``."""
+"""The operation as functions: ``linear_norm``, and ``linear`` where there is no norm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epinorm.chain.pointwise import PointwiseLike
 from epinorm.operator.dispatch import call, caller_of
 from epinorm.problem import Strategy
 
-__all__ = ["apply_chain", "linear_norm"]
+__all__ = ["apply_chain", "linear", "linear_norm"]
 
 
 def linear_norm(
@@ -49,8 +49,28 @@ def linear_norm(
     return apply_chain(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
 
 
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    operands: Sequence[Tensor] = (),
+    strategy: Strategy = "auto",
+    strict: bool = False,
+) -> Tensor:
+    """Compute ``post(x @ weight.T + bias)`` as one operation: fp32 on the tensor cores, as accurate
+    as PyTorch's setting says.
+
+    x is (..., K), weight (N, K), bias (N,) or None, operands as for ``linear_norm``; returns
+    (..., N). Raises as ``linear_norm`` does.
+    """
+    chain = _chain_text(None, (), post)
+    return apply_chain(x, weight, bias, None, None, operands, chain, strategy, strict)
+
+
 def _chain_text(
-    norm: Norm,
+    norm: Norm | None,
     pre: str | PointwiseLike | Iterable[PointwiseLike],
     post: str | PointwiseLike | Iterable[PointwiseLike],
 ) -> str:
@@ -64,7 +84,7 @@ def _chain_text(
 
 
 @lru_cache(maxsize=1024)
-def _known_chain_text(norm: Norm, pre: str | tuple[()], post: str | tuple[()]) -> str:
+def _known_chain_text(norm: Norm | None, pre: str | tuple[()], post: str | tuple[()]) -> str:
     return str(Chain.build(norm, pre, post))
 
 

@@ -51,7 +51,9 @@ def _kernel(*arguments: Any) -> Tensor:
 
 
 def _forward_kernel(*arguments: Any) -> Forward:
-    return run_forward(arguments[:6], arguments[6:])
+    found = run_forward(arguments[:6], arguments[6:])
+    # What is not there is one empty tensor for all, and an operator's outputs are distinct.
+    return Forward._make(t if t.numel() else t.new_empty(t.shape) for t in found)
 
 
 def _backward_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:
@@ -75,7 +77,11 @@ def _fake(*arguments: Any) -> Tensor:
 
 def _fake_forward(*arguments: Any) -> Forward:
     y = _fake(*arguments)
-    x, norm = arguments[0], Chain.parse(arguments[6]).norm
+    x, chain = arguments[0], Chain.parse(arguments[6])
+    norm = chain.norm
+    if norm is None:
+        z = x.new_empty(y.shape if chain.keeps_z else 0)
+        return Forward(y, z, x.new_empty(0), x.new_empty(0))
     groups = norm.num_groups if isinstance(norm, GroupNorm) else 1
     stats_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     rstd = x.new_empty((x.shape[0], groups), dtype=stats_dtype)

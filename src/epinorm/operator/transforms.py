@@ -20,6 +20,8 @@ _NORM_OPERATORS = {"GroupNorm": "group_norm", "LayerNorm": "layer_norm", "RMSNor
 
 def _norm_is_fp32_under_autocast(chain: Chain) -> bool:
     """Whether this PyTorch runs the chain's norm in fp32 (RMSNorm joined later than the others)."""
+    if chain.norm is None:
+        return False
     name = "aten::" + _NORM_OPERATORS[type(chain.norm).__name__]
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
 

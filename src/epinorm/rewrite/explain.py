@@ -177,7 +177,9 @@ def _planned(analysis: Analysis, candidate: Candidate, x: Tensor, settings: Sett
         has_norm_bias=norm_bias is not None,
         training=owner.training,
         device=weight.device,
-        precision=product_precision(x.dtype, weight.device.type),
+        precision=product_precision(
+            x.dtype, weight.device.type, (x.shape[:-1].numel(), *weight.shape)
+        ),
         prepacked=keeps(weight) and not owner.training,
     )
     try:

@@ -62,6 +62,7 @@ def _make(problem: Problem) -> _Prepared:
     kernel = abi.Kernel()
     library.epinorm_describe(problem.n, problem.groups, ctypes.byref(kernel))
     norm = problem.chain.norm
+    assert norm is not None  # see `supports`
     eps = norm.eps
     if isinstance(norm, RMSNorm) and eps is None:
         eps = torch.finfo(problem.stats_dtype).eps

@@ -13,7 +13,7 @@ from epinorm.backends.cuda.norm.backward import norm_backward
 from epinorm.backends.cuda.plan.gradients import planes_taken, product_in_16_bit
 from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
-from epinorm.problem import Core, Forward, Gradients, Inputs, Plan, Problem, Wanted
+from epinorm.problem import CUDA_STRATEGIES, Core, Forward, Gradients, Inputs, Plan, Problem, Wanted
 
 __all__ = ["backward"]
 
@@ -41,20 +41,25 @@ def backward(
     dW may be added to: where that is as fast, it is returned in dW's place.
     Raises ``ValueError`` for a strategy that this backend does not have.
     """
-    if plan.strategy not in ("epilogue", "single"):
+    if plan.strategy not in CUDA_STRATEGIES:
         raise ValueError(
-            f"the CUDA backend has no strategy {plan.strategy!r}: expected 'single' or 'epilogue'"
+            f"the CUDA backend has no strategy {plan.strategy!r}: expected one of "
+            f"{', '.join(map(repr, CUDA_STRATEGIES))}"
         )
     # A gradient that autograd broadcast, as from y.sum(), has stride 0.
     if dy.stride(1) != 1 and problem.n > 1:
         dy = dy.contiguous()
+    if problem.chain.is_linear:
+        dy = dy.contiguous()  # it is dz itself
     holder = kept if isinstance(kept, list) else [kept]
+    if not problem.keeps_z:
+        holder[0] = holder[0]._replace(z=dy)  # of its size and dtype; its values are not used
     return _prepared(problem)(_core_of(plan), inputs, holder, dy, want, planes, into)
 
 
 def _core_of(plan: Plan) -> Core | None:
-    """What multiplies planes; a single kernel whose core nobody named is Hopper's."""
-    return plan.core or "hopper" if plan.strategy == "single" else None
+    """What multiplies planes; a core that nobody named is Hopper's."""
+    return plan.core or "hopper" if plan.strategy in ("single", "planes") else None
 
 
 class _Backward:

@@ -46,7 +46,7 @@ DTYPES = {
     "fp16": "float16",
 }
 PRECISIONS = ("highest", "high")
-STRATEGIES = ("auto", "single", "epilogue", "cpu", "reference")
+STRATEGIES = ("auto", "single", "planes", "epilogue", "cpu", "reference")
 
 FileArgument = Annotated[
     Path,

@@ -76,7 +76,7 @@ def chain_macros(recipe: Recipe) -> tuple[str, tuple[str, ...]]:
     before = len(recipe.chain.pre)
     marked_pre = _marked(recipe, marked, 0, before)
     norm = recipe.chain.norm
-    if recipe.eps is not None:
+    if norm is not None and recipe.eps is not None:
         norm = dataclasses.replace(norm, eps=marked(recipe.eps.value, recipe.eps.expression))
     chain = Chain(norm, marked_pre, _marked(recipe, marked, before, len(recipe.operations)))
     text = chain_text(chain)

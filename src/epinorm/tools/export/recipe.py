@@ -169,6 +169,7 @@ def _parameters(
 
 def _norm(analysis: Analysis, candidate: Candidate) -> tuple[str, Constant | None]:
     node, norm = candidate.norm_node, candidate.chain.norm
+    assert norm is not None  # it is what a candidate was found by
     path = None
     if node.op == "call_module":
         path = path_expression(analysis.module, str(node.target))

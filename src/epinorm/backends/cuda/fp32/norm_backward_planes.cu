@@ -185,7 +185,7 @@ struct RowScalars {
     if (!here.live || row >= rows) return;
     const int group = row * from.groups + here.group;
     if (chain::kCentred) mean = __ldg(from.mean + group);
-    rstd = __ldg(from.rstd + group);
+    if (chain::kNormalises) rstd = __ldg(from.rstd + group);
     factor = __ldg(from.largest.row_factor + row);
   }
 };
@@ -227,7 +227,7 @@ struct Rows {
     const Pass pass = ring.take(stage, here, scalars.mean, scalars.rstd);
     scalars.load(here, tensors, next, rows);
     Halfway half(pass, here, tensors, store, now.row, columns);
-    team.sum(half.sums);
+    if constexpr (chain::kNormalises) team.sum(half.sums);
     ring.fill(stage, here);
     stage = stage + 1 < kStages ? stage + 1 : 0;
     exchange.send(index, now.finish(pass, half, here, tensors, store, factors, columns, own));

@@ -108,8 +108,10 @@ EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range
       if (kKeep) e.z[at + i] = z;
       load_operands(t, e, row, column + i);
       values[i] = chain::pre_apply<float>(e.constants, kHasBias ? z + e.bias[column + i] : z, t);
+      if (!chain::kNormalises) e.y[at + i] = values[i];
       sum += values[i];
     }
+    if constexpr (!chain::kNormalises) continue;
     const float mean = chain::kCentred ? team_sum(sum) * kInverse : 0.0f;
     float squares = 0.0f, distances = 0.0f;
 #pragma unroll 4

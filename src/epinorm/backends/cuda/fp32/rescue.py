@@ -109,12 +109,12 @@ class RescueTile:
 def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
     """The tile that wastes the fewest columns on groups of ``group`` channels.
 
-    limit: as in ``RescueTile``. Raises `ValueError` for a group that does not fit: 2, 4 and the
+    limit: as in ``RescueTile``. Raises `ValueError` for a group that does not fit: 1, 2, 4 and the
     multiples of 8 up to 256 do.
     """
-    if group not in (2, 4) and (group % 8 or not 8 <= group <= LARGEST_GUARDED_GROUP):
+    if group not in (1, 2, 4) and (group % 8 or not 8 <= group <= LARGEST_GUARDED_GROUP):
         raise ValueError(
-            "the range guard serves groups of 2, 4 or a multiple of 8 channels up to "
+            "the range guard serves groups of 1, 2, 4 or a multiple of 8 channels up to "
             f"{LARGEST_GUARDED_GROUP}, but got {group}"
         )
     tiles = [
@@ -123,6 +123,11 @@ def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
         if width >= group
     ]
     return max(tiles, key=lambda tile: tile.columns / tile.width)
+
+
+def _group_of(problem: Problem) -> int:
+    """Channels that must be computed together: without a norm each is by itself."""
+    return 1 if problem.chain.norm is None else problem.n // problem.groups
 
 
 def splits_of(tile: RescueTile, rows: int, columns: int, length: int, multiprocessors: int) -> int:
@@ -163,7 +168,7 @@ def rescue_source(
     dtypes = (problem.dtype, problem.norm_dtype, problem.out_dtype)
     if any(dtype != torch.float32 for dtype in dtypes):
         raise ValueError(f"the range guard is for float32 throughout, but got {dtypes}")
-    group = problem.n // problem.groups
+    group = _group_of(problem)
     tile = rescue_tile(group, limit)
     constants = {
         "kRows": tile.rows,
@@ -177,7 +182,7 @@ def rescue_source(
         "kHasBias": problem.has_bias,
         "kHasGamma": problem.has_norm_weight,
         "kHasBeta": problem.has_norm_bias,
-        "kKeep": problem.training,
+        "kKeep": problem.keeps_z,
         "kFlagsLate": flags_late,
     }
     count = len(problem.chain.operand_kinds)
@@ -271,7 +276,7 @@ class _Prepared:
     def _prepare(self, aligned: bool, flags_late: bool) -> Callable[..., None]:
         problem, device = self.problem, self.problem.device
         limit = max_shared_bytes(device)
-        tile = rescue_tile(problem.n // problem.groups, limit)
+        tile = rescue_tile(_group_of(problem), limit)
         m, n = problem.m, problem.n
         # Clusters came with sm_90, as early starts did.
         clusters = starts_early(device)

@@ -167,6 +167,25 @@ __device__ __forceinline__ Affine affine_at(const Vectors& vectors, int chunk, i
 
 __device__ __forceinline__ float of(float2 pair, int i) { return i == 0 ? pair.x : pair.y; }
 
+// Element operands of a tile, on their way from memory while the product is computed: its rows from
+// first_row on, its columns from first_column on.
+template <int kRows>
+__device__ __forceinline__ void prefetch_operands(const Epilogue& e, int first_row,
+                                                  int first_column, int thread) {
+  constexpr int kLineValues = 128 / sizeof(typename NormType::Storage);
+  constexpr int kLines = (kVectorColumns + kLineValues - 1) / kLineValues;
+#pragma unroll
+  for (int k = 0; k < chain::kOperands; ++k) {
+    if (chain::is_channel(k)) continue;
+    for (int i = thread; i < kRows * kLines; i += kVectorThreads) {
+      const int row = first_row + i / kLines, column = first_column + i % kLines * kLineValues;
+      if (row < e.m && column < e.n)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(e.operands[k] + static_cast<i64>(row) * e.n +
+                                                      column));
+    }
+  }
+}
+
 // The chain's tensor operands at one element.
 __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const Epilogue& e,
                                               const Vectors& vectors, int chunk, int quad_lane, int i,
@@ -241,6 +260,23 @@ __device__ __forceinline__ void store_statistics(const Epilogue& e, u32 buffer, 
   __syncwarp();
 }
 
+// From the linear's output without bias to what enters the norm, in place, for one chunk.
+__device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epilogue& e,
+                                            const Vectors& vectors, int row, int first_column,
+                                            int chunk) {
+  const int quad_lane = threadIdx.x % 4;
+  const float2 bias = kHasBias ? pair_at(vectors, kBiasVector, chunk, quad_lane) : float2{};
+  float t[chain::kSlots];
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& value = v[accumulator(chunk, lower, i)];
+      load_operands(t, e, vectors, chunk, quad_lane, i, row + lower * 8, first_column);
+      value = chain::pre_apply<float>(e.constants, kHasBias ? value + of(bias, i) : value, t);
+    }
+}
+
 // From the linear's output without bias to its normalised value, in place, for one segment.
 template <class GroupSum>
 __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], const Epilogue& e,
@@ -248,21 +284,11 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
                                                   u32 buffer, int warp_row, int first_column,
                                                   int segment) {
   using Group = Segment;
-  const int quad_lane = threadIdx.x % 4, row = warp_row + threadIdx.x % 32 / 4;
+  const int row = warp_row + threadIdx.x % 32 / 4;
   const int first = segment * Group::kGroupChunks;
-  float t[chain::kSlots];
 #pragma unroll
-  for (int chunk = first; chunk < first + Group::kGroupChunks; ++chunk) {
-    const float2 bias = kHasBias ? pair_at(vectors, kBiasVector, chunk, quad_lane) : float2{};
-#pragma unroll
-    for (int lower = 0; lower < 2; ++lower)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float& value = v[accumulator(chunk, lower, i)];
-        load_operands(t, e, vectors, chunk, quad_lane, i, row + lower * 8, first_column);
-        value = chain::pre_apply<float>(e.constants, kHasBias ? value + of(bias, i) : value, t);
-      }
-  }
+  for (int chunk = first; chunk < first + Group::kGroupChunks; ++chunk)
+    begin_chunk(v, e, vectors, row, first_column, chunk);
   Statistics stats[2];
 #ifdef COMBINES_PARTS
   if constexpr (kSharedGroup && chain::kCentred) {
@@ -303,7 +329,8 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
 }
 
 // Two passes over a row block in registers: the first holds all shuffles and no store, so that they
-// overlap; the second computes each part of y just before it is written.
+// overlap; the second computes each part of y just before it is written. Without a norm there is but
+// the second.
 template <class GroupSum>
 __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epilogue& e,
                                             const Vectors& vectors, GroupSum& group_sum, u32 buffer,
@@ -312,13 +339,17 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
   constexpr int kSegments = kWarpColumns / kChunkColumns / Segment::kGroupChunks;
   constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
   const int row = warp_row + lane_here() / 4;
+  if constexpr (chain::kNormalises)
 #pragma unroll
-  for (int segment = 0; segment < kSegments; ++segment)
-    normalise_segment(v, e, vectors, group_sum, buffer, warp_row, first_column, segment);
+    for (int segment = 0; segment < kSegments; ++segment)
+      normalise_segment(v, e, vectors, group_sum, buffer, warp_row, first_column, segment);
   Store::store(e.y, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
 #pragma unroll
     for (int chunk = part * kPartChunks; chunk < (part + 1) * kPartChunks; ++chunk)
-      finish_chunk(v, e, vectors, row, first_column, chunk);
+      if constexpr (chain::kNormalises)
+        finish_chunk(v, e, vectors, row, first_column, chunk);
+      else
+        begin_chunk(v, e, vectors, row, first_column, chunk);
   });
 }
 

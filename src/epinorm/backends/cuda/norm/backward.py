@@ -99,7 +99,8 @@ def norm_backward(
     dy and z may have a row stride, their last dimension is contiguous. dz is computed where x's or
     the weight's gradient is wanted. The sums over rows are added up in a fixed order: the same
     inputs give the same bits on the same GPU. ``factors``: dz, fp32, will be split into planes;
-    what their scales are made from is computed as well. ``if_wanted``: the address of a 4-byte word
+    what their scales are made from is computed as well. Where nothing but a bias follows the linear
+    layer, dz is dy itself, which is contiguous then. ``if_wanted``: the address of a 4-byte word
     on the GPU; where that is 0 by then, nothing is computed.
     """
     return _prepared(problem)(inputs, kept, dy, want, factors, if_wanted)
@@ -168,6 +169,7 @@ class _PreparedBackward:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.vectors = problem, Vectors(problem)
+        self.dz_is_dy = problem.chain.is_linear
         self.launches: dict[tuple[int, Wanted, bool, bool, bool], _Launches] = {}
 
     def __call__(
@@ -186,7 +188,8 @@ class _PreparedBackward:
         if launches is None:
             outputs = Outputs.of(self.problem, want, *largest, if_wanted != 0)
             launches = self.launches[key] = _Launches(self.problem, vector, outputs, dy.device)
-        return launches(kept, matrices, parameters, factors, if_wanted)
+        found = launches(kept, matrices, parameters, factors, if_wanted)
+        return found._replace(dz=dy) if self.dz_is_dy and (want.x or want.weight) else found
 
 
 class _Launches:
@@ -200,7 +203,8 @@ class _Launches:
         m, n = problem.m, problem.n
         self.row_gradients = RowSums(problem, outputs, device)
         self.new_dz = new_tensor((m, n), problem.dtype, device) if outputs.dz else None
-        if not problem.m:
+        self.nothing = not m or outputs.is_empty
+        if self.nothing:
             return
         arch, sms = arch_of(device), sm_count(device)
         plan = backward_plan(problem, vector, outputs, arch)
@@ -245,7 +249,7 @@ class _Launches:
         m = self.problem.m
         sums, elements = self.row_gradients.new()
         dz = None if self.new_dz is None else self.new_dz()
-        if not m:
+        if self.nothing:
             for gradient in sums:
                 gradient.zero_()
             return self.row_gradients.named(dz, sums, elements, None)

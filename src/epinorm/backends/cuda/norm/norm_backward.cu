@@ -66,7 +66,8 @@ EPINORM_FUNCTION void backward_rows(TeamType team, const Columns& here, const Te
     if (kPrefetch) next = Pass(here, tensors, first + step);
 
     Halfway half(pass, here, tensors, store, first, columns);
-    if (kSumsGiven) {
+    if constexpr (!chain::kNormalises) {
+    } else if (kSumsGiven) {
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
         const i64 row = first + u * kWarpsY;

@@ -1,5 +1,6 @@
 // z (the linear's output without its bias) -> y = post(norm(pre(z + bias))), and mean and rstd.
 // One read of z, one write of y; the values stay in registers between the passes of the statistics.
+// From the last row to the first: the rows that the product wrote last are still in the L2 cache.
 #include "common/dependent.cuh"
 #include "norm/norm_layout.cuh"
 #include "common/variance.cuh"
@@ -66,8 +67,8 @@ struct Pass {
     for (int u = 0; u < kRows; ++u)
 #pragma unroll
       for (int e = 0; e < kVectors; ++e) {
-        const i64 row = first + u * kWarpsY;
-        if (row < rows && at.inside(e)) {
+        const i64 row = rows - 1 - (first + u * kWarpsY);
+        if (row >= 0 && at.inside(e)) {
           raw[u][e].load(z + row * z_stride + at.column(e));
           elements[u][e].load(from, row, at.column(e));
         }
@@ -123,8 +124,8 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
           const T u_value = channels.normalized(distance, stats[u].shift, stats[u].rstd, j);
           out[j] = chain::post_apply<T>(from.constants, u_value, t);
         }
-        const i64 row = first + u * kWarpsY;
-        if (row < rows && at.inside(e)) {
+        const i64 row = rows - 1 - (first + u * kWarpsY);
+        if (row >= 0 && at.inside(e)) {
           Vector<Y, kVector> packed;
           packed.set(out);
           packed.store(y + row * width + at.column(e));
@@ -135,8 +136,8 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
     if (kKeepStatistics && at.live && at.lane == 0) {
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
-        const i64 row = first + u * kWarpsY;
-        if (row >= rows) continue;
+        const i64 row = rows - 1 - (first + u * kWarpsY);
+        if (row < 0) continue;
         if (chain::kCentred) mean[row * groups + at.group] = stats[u].mean + stats[u].shift;
         rstd[row * groups + at.group] = stats[u].rstd;
       }

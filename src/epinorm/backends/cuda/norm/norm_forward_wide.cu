@@ -71,7 +71,7 @@ norm_forward_wide(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ b
   const int begin = threadIdx.x * kVector;
   const int group = blockIdx.x;
 
-  for (i64 row = blockIdx.y; row < rows; row += gridDim.y) {
+  for (i64 row = rows - 1 - blockIdx.y; row >= 0; row -= gridDim.y) {  // as norm_forward
     const WideGroup wide = {z + row * z_stride, from, row, group * kChannels};
     T v[kVector], sum[1] = {T(0)}, both[2] = {T(0), T(0)};
 

@@ -2,6 +2,8 @@
 //
 // With h = (v - mean) * rstd, u = gamma * h + beta, y = post(u) and g = gamma * du the gradient of h:
 //     dv = rstd * (g - sum(g) / C - h * sum(g * h) / C)        (RMSNorm: without the first sum)
+//
+// Without a norm dv is dy, and neither statistics nor sums are read.
 #pragma once
 #include "norm/norm_layout.cuh"
 
@@ -25,6 +27,11 @@ EPINORM_FUNCTION ElementGradient through_post(chain::Constants<T> constants, T d
   ElementGradient element;
 #pragma unroll
   for (int i = 0; i < chain::kSlots; ++i) element.operand[i] = T(0);
+  if constexpr (!chain::kNormalises) {
+    element.h = T(0);
+    element.du = dy;
+    return element;
+  }
   const T v = chain::pre_apply<T>(constants, x, t);
   element.h = (chain::kCentred ? v - mean : v) * rstd;
   element.du =
@@ -46,6 +53,7 @@ struct GroupGradient {
   // cancels: there g must be the very number that went into the sums, so that for one channel
   // g - mean_g is zero.
   EPINORM_FUNCTION T through_norm(T h, T du, T gamma) const {
+    if constexpr (!chain::kNormalises) return du;
     const T mean = chain::kCentred ? h * mean_gh + mean_g : h * mean_gh;
     if (kChannels <= 4) return rstd * (product(du, gamma) - mean);
     return rstd * (du * gamma - mean);

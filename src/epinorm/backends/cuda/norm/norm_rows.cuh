@@ -112,7 +112,7 @@ struct Pass {
       const bool in_rows = here.live && row < from.rows;
       const i64 group = row * from.groups + here.group;
       mean[u] = in_rows && chain::kCentred ? from.mean[group] : T(0);
-      rstd[u] = in_rows ? from.rstd[group] : T(0);
+      rstd[u] = in_rows && chain::kNormalises ? from.rstd[group] : T(0);
 #pragma unroll
       for (int e = 0; e < kVectors; ++e)
         if (in_rows && here.inside(e)) {

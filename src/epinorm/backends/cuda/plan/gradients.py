@@ -6,17 +6,15 @@ from functools import lru_cache
 
 import torch
 
-from epinorm.backends.cuda.plan import hopper_product, portable_product
+from epinorm.backends.cuda.plan import costs, hopper_product, portable_product
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.runtime.device import capability, gpu_of, sm_count
 from epinorm.problem import Core, Problem
 
-__all__ = ["planes_taken", "product_in_16_bit"]
+__all__ = ["planes_taken", "product_in_16_bit", "products"]
 
 HOPPER = (9, 0)
-# Of an H200's library products in fp32, floating-point operations a microsecond: dX, dW.
-_LIBRARY = {"high": (400e6, 240e6), "highest": (50e6, 50e6)}
 _BYTES = 3.5e6
 """That a conversion, or a product too small for its arithmetic to matter, moves a microsecond on an
 H200."""
@@ -31,14 +29,29 @@ def planes_taken(
     problem: Problem, want_x: bool, want_weight: bool, core: Core = "hopper"
 ) -> tuple[bool, bool]:
     """Whether dX and dW are computed from planes: where conversions cost less than they save."""
+    return _cheapest(problem, want_x, want_weight, core)[1]
+
+
+def products(problem: Problem, core: Core | None) -> float:
+    """Estimated microseconds of dX and dW, conversions included; without a core, the library's."""
+    if core is None or problem.dtype != torch.float32:
+        return costs.library_product(problem) + costs.library_product(problem, of_weight=True)
+    return _cheapest(problem, True, True, core)[0]
+
+
+def _cheapest(
+    problem: Problem, want_x: bool, want_weight: bool, core: Core
+) -> tuple[float, tuple[bool, bool]]:
+    """Estimated microseconds, and which of dX and dW then are from planes."""
     m, k, n = problem.m, problem.k, problem.n
+    library = [costs.library_product(problem, of_weight) for of_weight in (False, True)]
     # Rows of dz, dX and dW are whole 16-byte units.
     if problem.dtype != torch.float32 or m == 0 or n % 8 or k % 4:
-        return False, False
+        return sum(library), (False, False)
     planes = 2 if problem.precision == "highest" else 1
     gpu = gpu_of(problem.device)
     moved = _BYTES if gpu.capability == HOPPER else portable_plan.bytes_per_microsecond(gpu)
-    flops, least = 2.0 * m * n * k, 4.0 * (m * n + n * k + m * k) / moved
+    least = 4.0 * (m * n + n * k + m * k) / moved
 
     def split(values: int, copies: int) -> float:
         return _SPLIT_LAUNCH + values * (4 + 2 * planes * copies) / moved
@@ -51,10 +64,6 @@ def planes_taken(
             product = hopper_product.choose(shape, gpu.multiprocessors).microseconds
         return _PRODUCT_LAUNCHES + max(product, least * planes / 2) + split(converted, 1)
 
-    rates = _LIBRARY[problem.precision]
-    if gpu.capability != HOPPER:
-        rates = (portable_plan.library_flops(problem, gpu),) * 2
-    library = [3.0 + max(flops / rate, least) for rate in rates]
     by_planes = [ours(m, n, n * k), ours(n, m, m * k)]
     wanted = (want_x, want_weight)
 
@@ -65,7 +74,7 @@ def planes_taken(
     choices = [
         (x, w) for x in (False, True) for w in (False, True) if x <= want_x and w <= want_weight
     ]
-    return min(choices, key=cost)
+    return min((cost(choice), choice) for choice in choices)
 
 
 def product_in_16_bit(

@@ -20,7 +20,7 @@ from epinorm.backends.cuda.plan.hopper_tile import (
     fp32_weight_tiles,
     largest_stages,
 )
-from epinorm.backends.cuda.text.instance import Instance, instance_of
+from epinorm.backends.cuda.text.instance import Instance, columns_of, instance_of, rows_aligned
 from epinorm.problem import Problem
 
 __all__ = [
@@ -63,6 +63,17 @@ LAUNCH_MICROSECONDS = 2.5
 CLUSTER = 1.01
 """Multicast loads never paid on an H200, where power is the limit (docs/hopper.md)."""
 
+SHARED_GROUP = 2.0
+"""A group that blocks of a cluster share: 1.7 to 2.7 times the estimate in 16 bit, for 768 and 1024
+channels."""
+
+OPERATION = {
+    **dict.fromkeys(("gelu", "gelu_tanh", "mish", "softplus"), 1.6),
+    **dict.fromkeys(("identity", "relu", "leaky_relu", "scale", "add", "clamp", "hardtanh"), 0.0),
+}
+OTHER_OPERATION, ELEMENT_OPERAND = 0.6, 1.0
+"""What operations add to an epilogue, as shares of one without."""
+
 NOT_HIDDEN = 0.02
 """What the shorter of computing and memory traffic adds to the longer: it ranks equal ones."""
 
@@ -101,7 +112,7 @@ def planes_of(problem: Problem) -> int:
 
 def why_not(problem: Problem) -> str | None:
     """Why the Hopper kernel cannot serve this problem, in a sentence; None where it can."""
-    channels = problem.chain.channels_per_group(problem.n)
+    channels = columns_of(problem)
     if problem.dtype == torch.float64:
         return "tensor cores of this kernel take 16-bit and fp32 inputs, not float64"
     if problem.k == 0:
@@ -113,14 +124,13 @@ def why_not(problem: Problem) -> str | None:
         )
     if problem.dtype != torch.float32 and problem.k % 8:
         return f"rows of {problem.k} input features are not a multiple of 16 bytes (TMA)"
-    sizes = [problem.out_dtype.itemsize, problem.dtype.itemsize if problem.training else 16]
-    if any(problem.n * size % 16 for size in sizes):
+    if problem.chain.norm is not None and not rows_aligned(problem):
         return f"rows of {problem.n} output features are not a multiple of 16 bytes"
     return None
 
 
 def _widths(problem: Problem, most: int) -> Iterator[int]:
-    unit = math.lcm(problem.chain.channels_per_group(problem.n), 8)
+    unit = math.lcm(columns_of(problem), 8)
     for width in range(unit, most + 1, unit):
         yield width
         if width >= problem.n:
@@ -136,7 +146,7 @@ def fold_steps(k: int) -> int:
 def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
     """Tiles whose accumulators fit the registers; their stages are not yet known."""
     together, in_turn, in_turn_low = (256, 128, 256) if planes == 1 else (128, 0, 64)
-    channels = problem.chain.channels_per_group(problem.n)
+    channels = columns_of(problem)
     tight = planes == 2 and problem.training and channels == 2
     for width in _widths(problem, 112 if tight else together):  # or registers spill
         yield Tile(128, width, 0, ping_pong=False)
@@ -180,10 +190,14 @@ def candidates(problem: Problem) -> Iterator[Tile]:
 def _may_convert_weight(problem: Problem) -> bool:
     """fp32 at `high` throughout, rows that the copy engine can read, groups that divide a tile."""
     fp32 = problem.dtype == problem.norm_dtype == problem.out_dtype == torch.float32
-    channels = problem.chain.channels_per_group(problem.n)
+    channels = columns_of(problem)
     tile = fp32_weight_tiles()[0]
     return (
-        fp32 and problem.precision == "high" and problem.k % 4 == 0 and tile.block_n % channels == 0
+        fp32
+        and problem.precision == "high"
+        and problem.k % 4 == 0
+        and tile.block_n % channels == 0
+        and rows_aligned(problem)
     )
 
 
@@ -239,27 +253,42 @@ def _step_cycles(tile: Tile, planes: int) -> float:
     return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP)
 
 
+def _epilogue_weight(problem: Problem) -> float:
+    """How much longer the chain makes the epilogue."""
+    weight = 1.4 if problem.keeps_z else 1.0
+    for op in (*problem.chain.pre, *problem.chain.post):
+        if op.operand == "element":
+            weight += ELEMENT_OPERAND
+        elif op.operand is None:
+            weight += OPERATION.get(op.name, OTHER_OPERATION)
+    return weight
+
+
 def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     planes = planes_of(problem)
     tiles = math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
     rounds = math.ceil(tiles / (sms // tile.cluster_blocks * tile.cluster_blocks))
     products = math.ceil(problem.k / tile.block_k) * _step_cycles(tile, planes)
     wide = 1.3 if tile.consumer_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
-    kept = 1.4 if problem.training else 1.0
+    weight = wide * _epilogue_weight(problem)
     if tile.ping_pong:
-        epilogue = EPILOGUE_ALONE * wide * kept * tile.block_n * tile.block_m / 64
+        epilogue = EPILOGUE_ALONE * weight * tile.block_n * tile.block_m / 64
         turns = tile.consumers
         each_once = max(turns * products, products + epilogue + BETWEEN_TILES)
         total = START + rounds / turns * each_once + epilogue
     else:
-        epilogue = EPILOGUE_TOGETHER * wide * kept * tile.consumer_n
+        epilogue = EPILOGUE_TOGETHER * weight * tile.consumer_n
         total = START + rounds * (products + epilogue + BETWEEN_TILES)
     itemsize = planes * tile.element_bytes
     moved = (problem.m + problem.n) * problem.k * itemsize
     if tile.fp32_weight:
         moved += problem.n * problem.k * (4 if problem.training else 2)  # fp32, and a plane
-    moved += problem.m * problem.n * problem.out_dtype.itemsize
+    elements = 1 + problem.chain.operand_kinds.count("element")
+    moved += elements * problem.m * problem.n * problem.out_dtype.itemsize
+    moved += problem.m * problem.n * problem.dtype.itemsize * problem.keeps_z
     memory = START + moved / MEMORY_BYTES_PER_CYCLE
+    if tile.group_blocks > 1:
+        total *= SHARED_GROUP
     return max(total, memory) + NOT_HIDDEN * min(total, memory)
 
 
@@ -298,7 +327,7 @@ def choose_tile(
         tile = None if remembered is None else remembered.tile
         if tile is not None and (converts or not tile.fp32_weight):
             return tile
-    channels = problem.chain.channels_per_group(problem.n)
+    channels = columns_of(problem)
     key = (planes_of(problem), channels, problem.m, problem.k, problem.n)
     if key in MEASURED:
         return _fitted(problem, MEASURED[key])

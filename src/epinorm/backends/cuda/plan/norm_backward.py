@@ -47,7 +47,7 @@ class Outputs:
     ) -> Outputs:
         pairs = list(zip(problem.chain.operand_kinds, want.operands, strict=True))
         return Outputs(
-            dz=want.x or want.weight,
+            dz=(want.x or want.weight) and not problem.chain.is_linear,
             gamma=want.norm_weight and problem.has_norm_weight,
             beta=want.norm_bias and problem.has_norm_bias,
             bias=want.bias and problem.has_bias,
@@ -62,6 +62,12 @@ class Outputs:
     def sums(self) -> tuple[bool, ...]:
         """Gamma, beta, bias, then every operand: is its sum over rows wanted?"""
         return (self.gamma, self.beta, self.bias, *self.channels)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for the kernel to write."""
+        largest = self.row_largest or self.column_largest
+        return not (self.dz or any(self.sums) or any(self.elements) or largest)
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 
 from epinorm.backends.cuda.plan.portable_tile import PortableTile, largest_stages, with_stages
 from epinorm.backends.cuda.runtime.device import Gpu
-from epinorm.backends.cuda.text.instance import Instance, instance_of
+from epinorm.backends.cuda.text.instance import Instance, columns_of, instance_of
 from epinorm.problem import Problem
 
 __all__ = [
@@ -92,7 +92,7 @@ def copy_bytes(*numbers: int) -> int:
 
 def why_not(problem: Problem) -> str | None:
     """Why the portable kernel cannot serve this problem, in a sentence; None where it can."""
-    channels = problem.chain.channels_per_group(problem.n)
+    channels = columns_of(problem)
     if problem.dtype == torch.float64:
         return "tensor cores of this kernel take 16-bit and fp32 inputs, not float64"
     if problem.k == 0:
@@ -147,7 +147,7 @@ def _shapes(channels: int, planes: int) -> Iterator[PortableTile]:
 
 def candidates(problem: Problem, gpu: Gpu) -> Iterator[PortableTile]:
     """The tiles that fit the registers and the shared memory of this GPU."""
-    channels = problem.chain.channels_per_group(problem.n)
+    channels = columns_of(problem)
     for shape in _shapes(channels, planes_of(problem)):
         each = gpu.shared_of_multiprocessor // shape.blocks - _RESERVED_BYTES
         limit = min(gpu.shared_of_block, each)

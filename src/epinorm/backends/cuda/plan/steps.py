@@ -18,6 +18,7 @@ from epinorm.backends.cuda.plan.norm_forward import forward_plans
 from epinorm.backends.cuda.plan.norm_planes import beside_dx, rows_plans, worthwhile
 from epinorm.backends.cuda.plan.norm_tile import vector_width
 from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
+from epinorm.backends.cuda.plan.planes import product_of, rest_of
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.device import gpu_of, max_shared_bytes, sm_count
 from epinorm.problem import Buffer, Core, Plan, Problem, Step, Wanted
@@ -61,22 +62,37 @@ class _Forward:
         self.steps: list[Step] = []
         self.saved: list[Buffer] = []
         self.scratch: list[Buffer] = []
-        self.y = "y, z, mean, rstd" if problem.training else "y"
+        kept = ", z" * problem.keeps_z + ", mean, rstd" * problem.keeps_statistics
+        self.y = "y" + kept
         if plan.strategy == "epilogue":
-            self._epilogue()
+            as_eager = problem.dtype == torch.float32 and problem.has_bias
+            kernel = "aten::addmm" if as_eager else "aten::mm"
+            self.steps.append(Step(kernel, "z", "the library's product"))
+            self._norm(problem)
+        elif plan.strategy == "planes":
+            self._planes(plan.core or "hopper")
         elif plan.strategy == "single" and problem.m:
             self._single(plan.core or "hopper")
-        if problem.training and self.steps:
+        if problem.keeps_z and self.steps:
             self._save("z", problem.m * problem.n * problem.dtype.itemsize)
+        if problem.keeps_statistics and self.steps:
             statistic = problem.m * problem.groups * problem.stats_dtype.itemsize
             self._save("mean and rstd", 2 * statistic)
 
     def _save(self, name: str, nbytes: int, until: str = "norm_backward") -> None:
         self.saved.append(Buffer(name, nbytes, self.steps[0].kernel, until))
 
-    def _epilogue(self) -> None:
-        problem = self.problem
-        self.steps.append(Step("aten::mm", "z", "the library's product"))
+    def _planes(self, core: Core) -> None:
+        """The product as a chain of its own, then the norm kernel."""
+        product = _Forward(product_of(self.problem), Plan("single", "", core))
+        self.steps += [
+            dataclasses.replace(step, makes=step.makes.replace("y", "z")) for step in product.steps
+        ]
+        self.saved += product.saved
+        self.scratch += product.scratch
+        self._norm(rest_of(self.problem))
+
+    def _norm(self, problem: Problem) -> None:
         if problem.m:
             vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
             first = forward_plans(problem, vector, max_shared_bytes(problem.device))[0]
@@ -178,7 +194,8 @@ class _Backward:
 
     def __init__(self, problem: Problem, plan: Plan, want: Wanted) -> None:
         self.problem, self.want = problem, want
-        self.core = plan.core or "hopper" if plan.strategy == "single" else None
+        by_planes = plan.strategy in ("single", "planes")
+        self.core = plan.core or "hopper" if by_planes else None
         self.left = any(buffer.name == "x's planes" for buffer in plan.saved)
         self.steps: list[Step] = []
         self.scratch: list[Buffer] = []
@@ -197,7 +214,7 @@ class _Backward:
     def _norm(self, outputs: Outputs, if_wanted: bool = False) -> None:
         """norm_backward, and what surrounds it."""
         problem = self.problem
-        if not problem.m:
+        if not problem.m or outputs.is_empty:
             return
         vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
         plan = backward_plans(problem, vector, outputs)[0]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from epinorm.backends.cuda.plan import costs, gradients, tuned
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
-from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.plan.planes import product_of, rest_of
 from epinorm.backends.cuda.plan.steps import completed
 from epinorm.backends.cuda.runtime.device import capability, gpu_of, sm_count, supported
+from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.problem import Core, Plan, Problem, Strategy
 
 __all__ = ["plan_cuda"]
@@ -19,19 +21,21 @@ HOPPER = (9, 0)
 LARGEST_GUARDED_GROUP = 256
 """Channels of a group that the range guard of the single kernel can compute again."""
 
-# What a library product reaches on an H200, TFLOP/s, by precision; kernel launches in microseconds;
-# what the norm kernel moves, bytes a microsecond.
-_LIBRARY_TFLOPS = {"native": 750.0, "high": 400.0, "highest": 50.0}
-_LAUNCH = 4.0
-_BYTES = 3.5e6
-
 # What the host of an H200 takes for a call, in microseconds: no call is faster for long, whatever
-# the GPU takes. One kernel; fp32 as planes, three kernels; PyTorch's product and a kernel.
-_HOST_ONE, _HOST_PLANES, _HOST_EPILOGUE = 13.0, 26.0, 28.0
+# the GPU takes. One kernel; fp32 as planes, three kernels; the same and the norm kernel; PyTorch's
+# product and a kernel; a backward pass.
+_HOST_ONE, _HOST_PLANES, _HOST_FOUR, _HOST_EPILOGUE = 20.0, 28.0, 38.0, 36.0
+_HOST_BACKWARD = 235.0
+
+_PLANES = 1.08
+"""What fp32 by planes was measured to take of what is estimated for it."""
+
+_EPILOGUE = "a library product, then one kernel"
+_EAGER = "PyTorch's own layers"
 
 
 def plan_cuda(problem: Problem, strategy: Strategy) -> Plan:
-    """The plan for ``strategy`` ("auto", "single", "epilogue") on the problem's GPU.
+    """The plan for ``strategy`` ("auto", "single", "planes", "epilogue") on the problem's GPU.
 
     A strategy that cannot serve the problem comes back as a plan for the reference with the reason.
     """
@@ -44,21 +48,22 @@ def _decided(problem: Problem, strategy: Strategy) -> Plan:
     refusal = supported(problem.device)
     if refusal is not None:
         return Plan("reference", refusal)
-    core, why_not_single = _core(problem)
-    if strategy == "single":
-        if core is None:
-            return Plan("reference", why_not_single)
-        return Plan("single", f"asked for by name; {_tile_text(problem, core)}", core)
+    if strategy == "auto":
+        return _auto(problem)
     if strategy == "epilogue":
-        return Plan("epilogue", "asked for by name: a library product, then one kernel")
+        if problem.chain.norm is None:
+            return Plan("reference", "without a norm there is nothing for the norm kernel")
+        return Plan("epilogue", f"asked for by name: {_EPILOGUE}")
+    core, why_not = _core(problem) if strategy == "single" else _planes_core(problem)
     if core is None:
-        return Plan("epilogue", f"a library product, then one kernel: {why_not_single}")
-    if problem.m == 1 and problem.precision == "high":
-        return Plan(
-            "epilogue",
-            "a library product, then one kernel: PyTorch computes a single row in full fp32 also "
-            "where TF32 is allowed",
-        )
+        return Plan("reference", why_not)
+    text = _tile_text(problem, core) if strategy == "single" else _planes_text(problem)
+    return Plan(strategy, f"asked for by name; {text}", core)
+
+
+def _auto(problem: Problem) -> Plan:
+    """The fastest of what serves the problem."""
+    core, why_not_single = _core(problem)
     # Groups of few channels whose variance is small by chance magnify the linear's error: gradients
     # are more accurate so than by a library product, in as much time (docs/training.md).
     short = problem.precision == "highest" and problem.k <= hopper_plan.SHORT_SUM
@@ -78,16 +83,51 @@ def _decided(problem: Problem, strategy: Strategy) -> Plan:
                 f"`epinorm tune` measured it fastest here, at {remembered.microseconds:.1f} us"
             )
             if remembered.strategy == "epilogue":
-                return Plan("epilogue", f"a library product, then one kernel: {measured}")
+                return Plan("epilogue", f"{_EPILOGUE}: {measured}")
             return Plan("single", f"{_tile_text(problem, core)}: {measured}", core)
-    single, epilogue = _single_microseconds(problem, core), _epilogue_microseconds(problem)
-    if single > epilogue:
-        return Plan(
-            "epilogue",
-            f"a library product, then one kernel: estimated {epilogue:.0f} us against "
-            f"{single:.0f} in a single kernel",
-        )
-    return Plan("single", _tile_text(problem, core), core)
+    return _fastest(problem, core, why_not_single)
+
+
+def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
+    """What is estimated to take the least time: in training, with its backward pass."""
+    ways: list[tuple[float, str, Strategy, Core | None]] = []
+    if core is not None:
+        time = _single_microseconds(problem, core) + _backward_microseconds(problem, core)
+        ways.append((time, _tile_text(problem, core), "single", core))
+    planes_core = _planes_core(problem)[0]
+    if planes_core is not None:
+        time = _planes_microseconds(problem, planes_core)
+        time += _backward_microseconds(problem, planes_core)
+        ways.append((time, _planes_text(problem), "planes", planes_core))
+    if problem.chain.norm is not None:
+        time = _epilogue_microseconds(problem) + _backward_microseconds(problem, None)
+        ways.append((time, _EPILOGUE, "epilogue", None))
+    if problem.out_dtype == problem.dtype:
+        ways.append((_eager_microseconds(problem), _EAGER, "reference", None))
+    if not ways:
+        return Plan("reference", why_not_single)
+    ways.sort(key=lambda way: way[0])
+    time, text, strategy, core = ways[0]
+    reason = f"{text}: estimated {time:.0f} us"
+    reason += "".join(f"; {other}: {slower:.0f}" for slower, other, *_ in ways[1:])
+    if why_not_single:
+        reason += f"; {why_not_single}"
+    return Plan(strategy, reason, core, chosen=True)
+
+
+def _planes_core(problem: Problem) -> tuple[Core | None, str]:
+    """The core that multiplies fp32 by planes with the norm in a kernel of its own; or why not."""
+    kinds = (problem.dtype, problem.norm_dtype, problem.out_dtype)
+    if any(kind != torch.float32 for kind in kinds):
+        return None, "planes stand in for float32, and this is not float32 throughout"
+    if problem.chain.norm is None:
+        return None, "there is no norm: the single kernel computes all of it"
+    return _core(product_of(problem))
+
+
+def _planes_text(problem: Problem) -> str:
+    planes = "two fp16 planes" if hopper_plan.planes_of(problem) == 2 else "one fp16 plane"
+    return f"a product by {planes}, then one kernel"
 
 
 def _core(problem: Problem) -> tuple[Core | None, str]:
@@ -128,7 +168,7 @@ def _why_not_portable(problem: Problem) -> str | None:
 
 
 def _why_not_guarded(problem: Problem) -> str | None:
-    channels = problem.chain.channels_per_group(problem.n)
+    channels = columns_of(problem)
     if problem.dtype == torch.float32 and channels > LARGEST_GUARDED_GROUP:
         return (
             f"the range guard of fp32 computes groups of up to {LARGEST_GUARDED_GROUP} channels, "
@@ -167,18 +207,25 @@ def _single_microseconds(problem: Problem, core: Core) -> float:
         estimate = portable_plan.microseconds(problem, gpu_of(problem.device))
     else:
         estimate = hopper_plan.microseconds(problem, sm_count(problem.device))
-    return max(estimate, _HOST_PLANES if planes else _HOST_ONE)
+    return max(estimate * _PLANES, _HOST_PLANES) if planes else max(estimate, _HOST_ONE)
+
+
+def _planes_microseconds(problem: Problem, core: Core) -> float:
+    product = _single_microseconds(product_of(problem), core)
+    return max(product + costs.norm_forward(rest_of(problem)), _HOST_FOUR)
 
 
 def _epilogue_microseconds(problem: Problem) -> float:
-    if capability(problem.device) != HOPPER:
-        estimate = portable_plan.library_microseconds(problem, gpu_of(problem.device))
-        return max(estimate, _HOST_EPILOGUE)
-    flops = 2.0 * problem.m * problem.n * problem.k
-    itemsize = problem.dtype.itemsize
-    product = max(
-        flops / (_LIBRARY_TFLOPS[problem.precision] * 1e6),
-        (problem.m + problem.n) * problem.k * itemsize / _BYTES,
-    )
-    norm = problem.m * problem.n * (2 * itemsize + problem.out_dtype.itemsize) / _BYTES
-    return max(2 * _LAUNCH + product + norm, _HOST_EPILOGUE)
+    estimate = costs.library_product(problem) + costs.norm_forward(problem)
+    return max(estimate, _HOST_EPILOGUE)
+
+
+def _backward_microseconds(problem: Problem, core: Core | None) -> float:
+    if not problem.training:
+        return 0.0
+    estimate = costs.norm_backward(problem) + gradients.products(problem, core)
+    return max(estimate, _HOST_BACKWARD)
+
+
+def _eager_microseconds(problem: Problem) -> float:
+    return max(costs.eager(problem), costs.eager_host(problem))

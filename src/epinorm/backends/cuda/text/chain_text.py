@@ -39,7 +39,7 @@ from typing import cast
 import torch
 
 from epinorm.backends.cuda.text.source import read_kernel
-from epinorm.chain import Chain, RMSNorm
+from epinorm.chain import Chain, GroupNorm, LayerNorm
 from epinorm.chain.pointwise import Pointwise, cpp_function
 
 __all__ = ["ChainArguments", "chain_text", "constant_list"]
@@ -52,7 +52,8 @@ def chain_text(chain: Chain) -> str:
     pre_constants = sum(len(op.arguments) for op in chain.pre)
     lines = [
         read_kernel("common/chain.cuh") + "namespace chain {",
-        f"constexpr bool kCentred = {_bool(not isinstance(chain.norm, RMSNorm))};",
+        f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
+        f"constexpr bool kCentred = {_bool(isinstance(chain.norm, GroupNorm | LayerNorm))};",
         _epsilon(chain),
         f"template <typename T> struct Constants {{ T of[{max(len(chain.arguments), 1)}]; }};",
         f"constexpr int kOperands = {len(kinds)};",
@@ -70,7 +71,7 @@ def _bool(value: bool) -> str:
 
 
 def _epsilon(chain: Chain) -> str:
-    eps = chain.norm.eps
+    eps = 0.0 if chain.norm is None else chain.norm.eps
     if eps is None:  # the machine epsilon of T, as PyTorch's rms_norm
         value = f"sizeof(T) == 8 ? T({sys.float_info.epsilon!r}) : T({2.0**-23!r})"
     else:

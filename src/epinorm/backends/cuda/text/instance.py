@@ -16,10 +16,23 @@ from epinorm.chain import Chain
 from epinorm.chain.pointwise import SCALE_BY_POWER_OF_TWO
 from epinorm.problem import Problem
 
-__all__ = ["TYPES", "Instance", "constants", "epilogue_prelude", "instance_of", "vectors"]
+__all__ = [
+    "TYPES",
+    "Instance",
+    "columns_of",
+    "constants",
+    "epilogue_prelude",
+    "instance_of",
+    "rows_aligned",
+    "vectors",
+]
 
 TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "Bfloat16"}
 """The names that storage.cuh has for dtypes."""
+
+CHUNK_COLUMNS = 8
+"""kChunkColumns of group_stats.cuh."""
+ROW_BYTES = 16
 
 T = TypeVar("T")
 
@@ -41,6 +54,7 @@ class Instance(Generic[T]):
     has_gamma: bool
     has_beta: bool
     keep: bool
+    aligned_rows: bool = True
 
 
 def instance_of(problem: Problem, tile: T, planes: int, scaled: bool) -> Instance[T]:
@@ -48,7 +62,7 @@ def instance_of(problem: Problem, tile: T, planes: int, scaled: bool) -> Instanc
     return Instance(
         chain=problem.chain,
         tile=tile,
-        group_columns=problem.chain.channels_per_group(problem.n),
+        group_columns=columns_of(problem),
         planes=planes,
         scaled=scaled,
         operand_dtype=torch.float16 if scaled else problem.dtype,
@@ -58,8 +72,22 @@ def instance_of(problem: Problem, tile: T, planes: int, scaled: bool) -> Instanc
         has_bias=problem.has_bias,
         has_gamma=problem.has_norm_weight,
         has_beta=problem.has_norm_bias,
-        keep=problem.training,
+        keep=problem.keeps_z,
+        aligned_rows=rows_aligned(problem),
     )
+
+
+def columns_of(problem: Problem) -> int:
+    """Columns that the epilogue computes together: a group's, or without a norm a chunk."""
+    if problem.chain.norm is None:
+        return CHUNK_COLUMNS
+    return problem.chain.channels_per_group(problem.n)
+
+
+def rows_aligned(problem: Problem) -> bool:
+    """Whether rows of y, and of z where it is kept, are whole 16-byte units."""
+    sizes = [problem.out_dtype.itemsize] + [problem.dtype.itemsize] * problem.keeps_z
+    return all(problem.n * size % ROW_BYTES == 0 for size in sizes)
 
 
 def constants(values: dict[str, int | bool]) -> str:

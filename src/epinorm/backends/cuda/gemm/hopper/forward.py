@@ -33,6 +33,7 @@ from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, new_tensor
+from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.backends.prepack import marked
 from epinorm.problem import Forward, Inputs, Problem, Run, StepForward
 
@@ -219,7 +220,8 @@ class _Direct(_WithTile):
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
         outputs, launch, maps = self.outputs(y_size), self.launch, self.maps
-        sizes, training, chain_arguments = self.sizes, self.problem.training, self.constants
+        sizes, chain_arguments, problem = self.sizes, self.constants, self.problem
+        keeps_z, keeps_statistics = problem.keeps_z, problem.keeps_statistics
 
         def run(
             x: Tensor,
@@ -241,12 +243,12 @@ class _Direct(_WithTile):
             launch(
                 *found,
                 y.data_ptr(),
-                z.data_ptr() if training else 0,
+                z.data_ptr() if keeps_z else 0,
                 *parameters_at(bias, gamma, beta),
                 0,
                 0,
-                mean.data_ptr() if training else 0,
-                rstd.data_ptr() if training else 0,
+                mean.data_ptr() if keeps_statistics else 0,
+                rstd.data_ptr() if keeps_statistics else 0,
                 *sizes,
                 *[operand.data_ptr() for operand in operands],
                 *chain_arguments(constants),
@@ -263,7 +265,7 @@ class _Split(_WithTile):
         super().__init__(problem, tile)
         self.planes = planes_of(problem)
         # Wider groups come here in tests alone: plan.py leaves them to the library's product.
-        self.rescued = problem.chain.channels_per_group(problem.n) <= LARGEST_GUARDED_GROUP
+        self.rescued = columns_of(problem) <= LARGEST_GUARDED_GROUP
         rows = 0 if prepacked else problem.n
         device = problem.device
         self.split = splitter(self.planes, problem.k, problem.m, rows, device)

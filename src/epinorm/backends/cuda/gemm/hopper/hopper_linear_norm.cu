@@ -4,15 +4,14 @@
 // When a tile's product is done its warpgroup normalises it in registers, while the other one
 // multiplies and the producer loads ahead.
 //
-// The prelude defines what hopper_pipeline.cuh and norm_epilogue.cuh need, CHAIN_PARAMETERS,
-// OPERAND_LIST, CONSTANT_LIST and AFFINE_SCALE.
+// The prelude defines what hopper_pipeline.cuh and norm_epilogue.cuh need, kAlignedRows,
+// CHAIN_PARAMETERS, OPERAND_LIST, CONSTANT_LIST and AFFINE_SCALE.
 #include "common/dependent.cuh"
 #include "gemm/hopper/hopper_pipeline.cuh"
 
 constexpr int kWarpColumns = kConsumerN;
 constexpr int kVectorColumns = kConsumerN, kVectorThreads = kWarpgroupThreads;
 constexpr int kParts = kGroupBlocks * kColumnParts;
-constexpr bool kAlignedRows = true;
 constexpr bool kPacksAffine = !kPingPong;  // all warps are in the epilogue at once
 #define COMBINES_PARTS
 #include "gemm/norm_epilogue.cuh"
@@ -155,6 +154,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
     const int first_column = tile.n + share.first_column;
     Fetched fetched;
     if (!kResident) fetch_vectors(fetched, e, first_column, thread);
+    prefetch_operands<kRowBlocks * kProductM>(e, tile.m + share.first_block * kProductM,
+                                              first_column, thread);
     Accumulators v;
     multiply_tile(v, ring, slot, share, k_steps, count, [&] {
       if (!kResident && kVectors > 0)

@@ -53,9 +53,11 @@ class Launch:
         problem, device = self.problem, self.problem.device
         new_y = new_tensor(y_size, problem.out_dtype, device)
         nothing = torch.empty((0,), dtype=torch.float32, device=device)
-        if not problem.training:
+        if not problem.keeps_z:
             return lambda: Forward._make((new_y(), nothing, nothing, nothing))
         new_z = new_tensor((problem.m, problem.n), problem.dtype, device)
+        if not problem.keeps_statistics:
+            return lambda: Forward._make((new_y(), new_z(), nothing, nothing))
         new_statistic = new_tensor((problem.m, problem.groups), torch.float32, device)
         if isinstance(problem.chain.norm, RMSNorm):
             return lambda: Forward._make((new_y(), new_z(), nothing, new_statistic()))

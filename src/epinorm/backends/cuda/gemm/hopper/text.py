@@ -115,6 +115,7 @@ def _result_prelude(scaled: bool, split: bool, out_dtype: torch.dtype) -> str:
 def linear_norm_source(instance: Instance[Tile]) -> KernelSource:
     """The kernel's text for one instance; compiles without a GPU."""
     prelude = product_prelude(instance.tile, instance.planes, instance.operand_dtype)
+    prelude += constants({"kAlignedRows": instance.aligned_rows})
     prelude += epilogue_prelude(instance)
     text = kernel_text("gemm/hopper/hopper_linear_norm.cu", prelude)
     return KernelSource("linear_norm", text, ARCH)

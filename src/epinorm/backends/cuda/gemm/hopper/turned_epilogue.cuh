@@ -150,8 +150,9 @@ __device__ __forceinline__ void finish_rows(const Epilogue& e, const LaneChannel
         v[u][i] = chain::pre_apply<float>(e.constants, biased, t);
       }
     }
+    if constexpr (chain::kNormalises)
 #pragma unroll
-    for (int u = 0; u < kRowsAtOnce; ++u) normalise_row(v[u], stats[u]);
+      for (int u = 0; u < kRowsAtOnce; ++u) normalise_row(v[u], stats[u]);
 #pragma unroll
     for (int u = 0; u < kRowsAtOnce; ++u) {
       const int row = first + next + u;
@@ -165,7 +166,7 @@ __device__ __forceinline__ void finish_rows(const Epilogue& e, const LaneChannel
       }
       if (row >= e.m || column >= e.n) continue;
       store_lane(e.y + static_cast<i64>(row) * e.n + column, v[u]);
-      if (kKeep) store_row_statistics(e, stats[u], row, column, lane);
+      if (kKeep && chain::kNormalises) store_row_statistics(e, stats[u], row, column, lane);
     }
   }
 }

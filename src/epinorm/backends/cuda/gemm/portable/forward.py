@@ -26,6 +26,7 @@ from epinorm.backends.cuda.runtime.device import arch_of, gpu_of
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments
+from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.backends.prepack import marked
 from epinorm.chain import RMSNorm
 from epinorm.problem import Forward, Inputs, Problem, StepForward
@@ -35,8 +36,6 @@ __all__ = ["portable_forward"]
 _SIGNATURE = "ppppll" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo, their strides in numbers; y, z, bias, gamma, beta, row and column
 scale, mean, rstd; m, n, k."""
-
-_UNIT_BYTES = 16
 
 
 def portable_forward(problem: Problem, inputs: Inputs, weight: Planes | None = None) -> Forward:
@@ -67,8 +66,7 @@ class _PreparedForward:
             self.split_weight = splitter(count, problem.k, problem.n, 0, device)
         self.keeps = problem.whole_step and planes_taken(problem, True, True, "portable")[0]
         # Wider groups come here in tests alone: plan.py leaves them to the library's product.
-        channels = problem.chain.channels_per_group(problem.n)
-        self.guarded = self.by_planes and channels <= LARGEST_GUARDED_GROUP
+        self.guarded = self.by_planes and columns_of(problem) <= LARGEST_GUARDED_GROUP
         if problem.m:  # now: a CUDA graph may be captured when it is first needed
             width = 16 if self.by_planes else copy_bytes(problem.k * problem.dtype.itemsize)
             self._load(width)
@@ -110,9 +108,11 @@ class _PreparedForward:
         problem, nothing, device = self.problem, self.nothing, self.problem.device
         size = (problem.m, problem.n)
         y = torch.empty(size, dtype=problem.out_dtype, device=device)
-        if not problem.training:
+        if not problem.keeps_z:
             return Forward(y, nothing, nothing, nothing)
         z = torch.empty(size, dtype=problem.dtype, device=device)
+        if not problem.keeps_statistics:
+            return Forward(y, z, nothing, nothing)
         rstd = torch.empty((problem.m, problem.groups), dtype=torch.float32, device=device)
         has_mean = not isinstance(problem.chain.norm, RMSNorm)
         return Forward(y, z, torch.empty_like(rstd) if has_mean else nothing, rstd)
@@ -121,10 +121,8 @@ class _PreparedForward:
         """The kernel that copies ``width`` bytes at a time."""
         problem, tile = self.problem, self.tile
         instance = instance_for(problem, tile)
-        sizes = [problem.out_dtype.itemsize] + [problem.dtype.itemsize] * problem.training
-        aligned = all(problem.n * size % _UNIT_BYTES == 0 for size in sizes)
         dynamic = shared_bytes(instance)
-        source = linear_norm_source(instance, arch_of(problem.device), width, aligned)
+        source = linear_norm_source(instance, arch_of(problem.device), width, instance.aligned_rows)
         launch = self.launches[width] = load(source, problem.device, dynamic).prepare(
             _SIGNATURE + "p" * len(problem.chain.operand_kinds) + self.constants.signature,
             tile.tiles(problem.m, problem.n),

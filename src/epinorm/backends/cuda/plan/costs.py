@@ -1,0 +1,139 @@
+"""What PyTorch's own ways to compute a problem take, estimated: its products, its layers, our norm.
+
+Microseconds. Rates are an H200's, measured; those of GPUs before and after Hopper are documented
+ones (portable.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.runtime.device import Gpu, gpu_of
+from epinorm.chain import GroupNorm
+from epinorm.problem import Problem
+
+__all__ = ["eager", "eager_host", "library_product", "norm_backward", "norm_forward"]
+
+HOPPER = (9, 0)
+
+FLOPS = {"native": 760e6, "high": 400e6, "highest": 51e6}
+"""Of a library product whose tiles fill the GPU, a microsecond."""
+DW_SHARE = {"native": 0.93, "high": 0.6, "highest": 0.98}
+"""Of that in dW, whose operands both run across the summed index."""
+TILES = {
+    "native": (((128, 128), 1.0),),
+    "high": (((128, 128), 1.0),),
+    "highest": (((256, 128), 1.0), ((128, 128), 0.73), ((128, 64), 0.6), ((64, 64), 0.55)),
+}
+"""Tiles that the library was seen to choose from, with the share of the rate that each reaches."""
+SPLIT_LENGTH, SPLIT_SHARE = 2048, 0.8
+"""Terms from which on sums are split where the last round would be all but empty, and what is
+reached of the rate then."""
+BYTES = 3.6e6
+"""That a kernel which only moves memory moves a microsecond."""
+LAUNCH = 2.5
+"""What a kernel takes beside its work, back to back with others."""
+PRODUCT_LAUNCH = 4.0
+# What PyTorch's norms take for each group beside their bytes: a block works on one, however small.
+GROUP, GROUP_BACKWARD = 0.55e-3, 1.0e-3
+ROW, ROW_BACKWARD = 1.0e-3, 3.4e-3
+GROUP_NORM_PASSES = 6
+
+# What the host takes, on the machine of that H200: a product called, a layer, and their backward.
+HOST_LINEAR, HOST_LAYER = 21.0, 13.0
+HOST_LINEAR_BACKWARD, HOST_LAYER_BACKWARD, HOST_NORM_BACKWARD = 150.0, 27.0, 47.0
+
+
+def _bytes(gpu: Gpu) -> float:
+    return BYTES if gpu.capability == HOPPER else portable_plan.bytes_per_microsecond(gpu)
+
+
+def library_product(problem: Problem, of_weight: bool = False) -> float:
+    """A product of this problem's size by PyTorch; of_weight: as dW is laid out."""
+    gpu, size = gpu_of(problem.device), problem.dtype.itemsize
+    m, k, n = problem.m, problem.k, problem.n
+    kind = "highest" if problem.dtype == torch.float64 else problem.precision
+    if gpu.capability != HOPPER:
+        arithmetic = 2.0 * m * k * n / portable_plan.library_flops(problem, gpu)
+    else:
+        rate = FLOPS[kind] * (DW_SHARE[kind] if of_weight else 1.0)
+        rows, columns, length = (n, k, m) if of_weight else (m, n, k)
+        arithmetic = _arithmetic(rows, columns, length, kind, rate, gpu)
+    moved = size * (m * k + n * k + m * n)
+    return PRODUCT_LAUNCH + max(arithmetic, moved / _bytes(gpu))
+
+
+def _arithmetic(rows: int, columns: int, length: int, kind: str, rate: float, gpu: Gpu) -> float:
+    """By whole rounds of tiles; long sums of few tiles are split, which evens them out."""
+    flops, found = 2.0 * rows * columns * length, []
+    for (tile_rows, tile_columns), share in TILES[kind]:
+        tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
+        rounds = -(-tiles // gpu.multiprocessors)
+        padded = rounds * gpu.multiprocessors * tile_rows * tile_columns * 2.0 * length
+        if length > SPLIT_LENGTH * rounds:
+            padded = min(padded, flops / SPLIT_SHARE)
+        found.append(padded / (rate * share))
+    return min(found)
+
+
+def _moves(problem: Problem, passes: float, size: int | None = None) -> float:
+    """A kernel that goes over so many (M, N) matrices."""
+    size = problem.out_dtype.itemsize if size is None else size
+    return LAUNCH + passes * problem.m * problem.n * size / _bytes(gpu_of(problem.device))
+
+
+def norm_forward(problem: Problem) -> float:
+    """Our kernel behind a product: z and element operands read, y written."""
+    elements = problem.chain.operand_kinds.count("element")
+    size = problem.dtype.itemsize + problem.out_dtype.itemsize * (1 + elements)
+    return _moves(problem, 1, size)
+
+
+def norm_backward(problem: Problem) -> float:
+    """Our kernels: dy, z and element operands read, dz written; then the sums over rows."""
+    elements = problem.chain.operand_kinds.count("element")
+    size = 2 * problem.dtype.itemsize + problem.out_dtype.itemsize * (1 + elements)
+    return _moves(problem, 1, size) + 2 * LAUNCH
+
+
+def eager(problem: Problem) -> float:
+    """PyTorch's layers one by one; in training their backward too."""
+    chain, total = problem.chain, library_product(problem)
+    operations = [op for op in (*chain.pre, *chain.post) if op.name != "identity"]
+    for op in operations:
+        total += _moves(problem, 3 if op.operand == "element" else 2)
+    total += _eager_norm(problem)
+    if not problem.training:
+        return total
+    total += library_product(problem) + library_product(problem, of_weight=True)
+    if problem.has_bias:
+        total += _moves(problem, 1)
+    for op in operations:
+        if op.name not in ("add_residual", "add_channel", "add"):
+            total += _moves(problem, 3 if op.reads_input else 2)
+        if op.operand == "channel":
+            total += _moves(problem, 1)
+    return total
+
+
+def _eager_norm(problem: Problem) -> float:
+    if problem.chain.norm is None:
+        return 0.0
+    grouped, count = isinstance(problem.chain.norm, GroupNorm), problem.m * problem.groups
+    total = _moves(problem, GROUP_NORM_PASSES if grouped else 2)
+    total += count * (GROUP if grouped else ROW)
+    if problem.training:
+        total += _moves(problem, 3) + _moves(problem, 2)
+        total += count * (GROUP_BACKWARD if grouped else ROW_BACKWARD)
+    return total
+
+
+def eager_host(problem: Problem) -> float:
+    """What the host takes for the same."""
+    chain = problem.chain
+    normed, layers = chain.norm is not None, len(chain.pre) + len(chain.post)
+    total = HOST_LINEAR + (layers + normed) * HOST_LAYER
+    if problem.training:
+        total += HOST_LINEAR_BACKWARD + layers * HOST_LAYER_BACKWARD + normed * HOST_NORM_BACKWARD
+    return total

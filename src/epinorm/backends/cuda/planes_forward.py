@@ -1,0 +1,80 @@
+"""Strategy `planes`: an fp32 product by fp16 planes, then the norm kernel, for groups of any width.
+
+The product is the single kernel of the chain without a norm (gemm/hopper/forward.py, or the
+portable core's), its range guard included, so prepacked weights, tuned tiles and planes kept for
+the backward pass are the same. z goes through memory once; the norm kernel starts early behind the
+guard.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from epinorm.backends.cuda.gemm.hopper import forward as hopper
+from epinorm.backends.cuda.gemm.portable.forward import portable_forward
+from epinorm.backends.cuda.norm import forward as norm
+from epinorm.backends.cuda.plan.planes import product_of, rest_of
+from epinorm.problem import Core, Forward, Inputs, Problem, Run, StepForward
+
+__all__ = ["bind", "planes_forward"]
+
+
+def _split(problem: Problem, inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """The product's tensors and numbers, and those of the rest."""
+    x, weight, bias, norm_weight, norm_bias, operands, constants = inputs
+    if problem.training:
+        return Inputs(x, weight, None, None, None, ()), inputs
+    of_pre, constants_of_pre = _counts(problem)
+    first = Inputs(x, weight, bias, None, None, operands[:of_pre], constants[:constants_of_pre])
+    rest = (operands[of_pre:], constants[constants_of_pre:])
+    return first, Inputs(x, weight, None, norm_weight, norm_bias, *rest)
+
+
+def _counts(problem: Problem) -> tuple[int, int]:
+    """How many operands and constants the operations before the norm have."""
+    pre = problem.chain.pre
+    return sum(op.operand is not None for op in pre), sum(len(op.arguments) for op in pre)
+
+
+def planes_forward(problem: Problem, core: Core, inputs: Inputs) -> Forward:
+    """y and what backward needs."""
+    first, rest = _split(problem, inputs)
+    run = portable_forward if core == "portable" else hopper.hopper_forward
+    made = run(product_of(problem), first)
+    return _with_left(norm.norm_forward(rest_of(problem), made.y, rest), made)
+
+
+def bind(problem: Problem, inputs: Inputs, y_size: tuple[int, ...]) -> Run:
+    """``planes_forward`` on Hopper for tensors like ``inputs``: see ``epinorm.problem.Run``."""
+    (of_pre, constants_of_pre), training = _counts(problem), problem.training
+    multiply = hopper.bind(product_of(problem), _split(problem, inputs)[0], y_size)
+    normalise = norm.bind(rest_of(problem), y_size)
+
+    def run(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: tuple[Tensor, ...],
+        constants: tuple[float, ...],
+    ) -> Forward:
+        if training:
+            made = multiply(x, weight, None, None, None, (), ())
+            rest = bias, norm_weight, norm_bias, operands, constants
+            return _with_left(normalise(made.y, *rest), made)
+        before = operands[:of_pre], constants[:constants_of_pre]
+        behind = operands[of_pre:], constants[constants_of_pre:]
+        z = multiply(x, weight, bias, None, None, *before).y
+        return normalise(z, None, norm_weight, norm_bias, *behind)
+
+    return run
+
+
+def _with_left(out: Forward, made: Forward) -> Forward:
+    """``out`` with the planes that the product left for the backward pass, if it did."""
+    if not isinstance(made, StepForward):
+        return out
+    more = StepForward._make(out)
+    more.left = made.left
+    return more

@@ -1,0 +1,61 @@
+"""What a plan leaves to PyTorch is PyTorch's own: the same bits, the same backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import epinorm
+from epinorm.operator.dispatch import Caller
+
+M, K, N = 6, 16, 24
+
+
+def tensors() -> list[torch.Tensor]:
+    shapes = ((M, K), (N, K), (N,), (N,), (N,), (M, N))
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def eager(x, weight, bias, gamma, beta, residual, factor):
+    z = F.linear(x, weight, bias) + residual
+    return F.gelu(F.layer_norm(z, (N,), gamma, beta)) * factor
+
+
+@pytest.mark.parametrize("factor", [3.0, 0.7])
+def test_outputs_and_gradients_have_pytorchs_bits(factor):
+    text = f"add_residual|layer_norm|gelu|scale({factor})"
+    caller = Caller(text, "reference")
+    for _ in range(3):  # the first call goes another way than the others
+        given = tensors()
+        y = caller(*given[:5], tuple(given[5:]))
+        truth = eager(*given, factor)
+        assert torch.equal(y, truth)
+        dy = torch.randn_like(y)
+        ours = torch.autograd.grad(y, given, dy)
+        for a, b in zip(ours, torch.autograd.grad(truth, given, dy), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_one_caller_serves_other_constants():
+    """Chains of one structure share what was found; each keeps its own numbers."""
+    x, weight = torch.randn(M, K, requires_grad=True), torch.randn(N, K)
+    for factor in (2.0, 5.0, 2.0):
+        y = epinorm.linear(x, weight, post=f"scale({factor})", strategy="reference")
+        assert torch.equal(y, F.linear(x, weight) * factor)
+
+
+def test_no_node_of_ours_stands_in_the_graph():
+    given = tensors()
+    caller = Caller("add_residual|layer_norm|gelu", "reference")
+    for _ in range(2):
+        y = caller(*given[:5], tuple(given[5:]))
+        assert type(y.grad_fn).__name__ == "GeluBackward0"
+
+
+def test_leading_dimensions_and_no_gradient():
+    x, weight = torch.randn(2, 3, K), torch.randn(N, K)
+    with torch.no_grad():
+        for _ in range(2):
+            y = epinorm.linear(x, weight, post="relu", strategy="reference")
+            assert torch.equal(y, F.relu(F.linear(x, weight)))
