@@ -84,6 +84,7 @@ def prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
 
 def _prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
     norm, groups = problem.chain.norm, 1
+    assert norm is not None  # else there is no kernel
     eps = torch.finfo(problem.stats_dtype).eps if norm.eps is None else norm.eps
     if isinstance(norm, GroupNorm):
         norm, groups = GroupNorm(GROUPS, eps=eps), GROUPS
