@@ -104,12 +104,13 @@ def poisoned_memory(like: Sequence[Tensor | None], copies: int = 3) -> Iterator[
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     switch: Any = torch.utils.deterministic  # a module whose one property mypy does not see
     filled = switch.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # torch.use_deterministic_algorithms does this, and imports the whole of Inductor: a second.
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     switch.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was, warn_only=only_warned)
+        torch._C._set_deterministic_algorithms(was, warn_only=only_warned)
         switch.fill_uninitialized_memory = filled
 
 

@@ -24,7 +24,7 @@ from epinorm.tools.cli.main import (
 )
 
 if TYPE_CHECKING:
-    from epinorm.tools.judge.facts import Verdict
+    from epinorm.tools.judge.facts import Status, Verdict
 
 __all__ = ["export", "judge"]
 
@@ -96,16 +96,21 @@ def _show(verdict: Verdict) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("check", "", "reason"):
         table.add_column(name, overflow="fold")
+    lines: dict[tuple[Status, str], list[str]] = {}  # what several checks say is said once
     for check in verdict.checks:
-        table.add_row(check.name, _MARKS[check.status], escape(check.reason))
+        lines.setdefault((check.status, check.reason), []).append(check.name)
+    for (status, reason), names in lines.items():
+        table.add_row(", ".join(names), _MARKS[status], escape(reason))
     out.print(table)
     out.print()
     for note in verdict.notes:
         out.print(f"note: {verdict.solution} {note}", markup=False)
+    for held in verdict.not_held:
+        out.print(f"not held: {held}", markup=False)
     for timing in verdict.timings:
         out.print(
             f"{timing.pass_}: {timing.solution_us:.0f} µs, eager {timing.eager_us:.0f} µs, "
-            f"[bold]{timing.speedup:.2f}×[/]"
+            f"[bold]{timing.speedup:.2f}×[/] by {timing.clock} clock"
         )
     facts = verdict.facts
     where = f"{facts['dtype']} {facts['precision']} on {facts['gpu']}, seed {facts['seed']}"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from epinorm.tools.accuracy import Comparison, Outcome, differences
-from epinorm.tools.judge.facts import Status
-from epinorm.tools.judge.observe import Observed, observe
+from epinorm.tools.judge.conduct import conduct, untouched
+from epinorm.tools.judge.facts import Result
 from epinorm.tools.judge.process import SolutionError
 from epinorm.tools.judge.session import LARGE_MEAN_FLOOR_64, Session, outside_public_tolerance
 from epinorm.tools.verify import InputKind, draw_inputs, run_model
@@ -24,17 +24,19 @@ MAGNITUDES = (0.01, 100.0)
 OTHER_BATCHES = (0, 1, 3)
 OUTLIER = 1e12
 
-Result = tuple[Status, str]
-
 
 @dataclass(frozen=True)
 class NamedCheck:
-    """A check and the names of the lines that it adds to the verdict."""
+    """A check and the names of the lines that it adds to the verdict.
+
+    Nothing can follow a ``vital`` one that failed, nor, where ``errors_end``, one that raised.
+    """
 
     names: tuple[str, ...]
     run: Callable[[Session], Sequence[Result]]
     needs_gradients: bool = False
     vital: bool = False
+    errors_end: bool = False
 
 
 def from_comparisons(comparisons: Sequence[Comparison]) -> Result:
@@ -51,14 +53,15 @@ def from_comparisons(comparisons: Sequence[Comparison]) -> Result:
 
 def _file(session: Session) -> list[Result]:
     options = session.options
-    answer = session.process.ask(
+    session.process.ask(
         "load",
         path=session.process.solution,
         device=str(session.device),
         dtype=options.dtype,
         precision=options.precision,
+        most=session.process.most,
     )
-    return [("passed", f"defines ModelNew, loaded in {answer['seconds']:.1f} s")]
+    return [("passed", f"defines ModelNew, loaded in {session.process.seconds:.1f} s")]
 
 
 def _parameters(session: Session) -> list[Result]:
@@ -243,6 +246,8 @@ def _not_finite(session: Session) -> list[Result]:
     eager = run_model(session.model, inputs, False)
     session.process.take_inputs(inputs)
     ours = session.process.run(False, 0, (), session.device)
+    if len(ours.outputs) != len(eager.outputs):
+        return [("failed", f"{len(ours.outputs)} outputs, eager has {len(eager.outputs)}")]
     for mine, theirs in zip(ours.outputs, eager.outputs, strict=True):
         if mine.shape != theirs.shape:
             return [("failed", f"has shape {tuple(mine.shape)}, not {tuple(theirs.shape)}")]
@@ -326,73 +331,15 @@ def _repeatable(session: Session) -> list[Result]:
     found = [c for c in differences(ours[0], ours[1], "randn") if c.what not in changing]
     if found:
         return [("failed", "; ".join(str(c) for c in found[:2]))]
-    answer = session.process.ask("keeps", result="")
-    if not answer["kept"]:
+    if session.process.ask("keeps").get("kept") is not True:
         return [("failed", "a second call wrote into the output of the first")]
     return [("passed", "a second run gives the same bits, and leaves the first one's output")]
-
-
-def _conduct(session: Session) -> list[Result]:
-    """What one call does besides its result; held against what the original itself does."""
-    inputs = draw_inputs(session.inputs, "randn", session.options.seed + 105)
-    theirs = Observed(**observe(session.model, _copies(inputs))[1].as_json())
-    truth, eager = session.expected_outputs(inputs)
-    streams = (False, True) if session.device.type == "cuda" else (False,)
-    found: list[Comparison] = []
-    seen = Observed()
-    for other in streams:
-        session.process.take_inputs(inputs)
-        outcome, observed = session.process.observe(other, session.device)
-        label = "randn, on a stream of its own" if other else "randn, inputs arriving late"
-        if session.device.type == "cuda":
-            outputs = tuple(t for t in outcome.outputs if t.is_floating_point())
-            found += session.judged(label, truth, eager, type(truth)(outputs, {}), True)
-        for name, entries in observed.items():
-            known = getattr(theirs, name)
-            getattr(seen, name).extend(e for e in entries if e not in known)
-    return [
-        _seen(seen.changed, "changed its ", "inputs, parameters and buffers as before"),
-        _seen(seen.aliases, "", "outputs have memory of their own"),
-        _seen(seen.odd_types, "", "outputs are plain tensors"),
-        _stream(session, seen, found),
-        _seen(seen.threads, "started threads that still run: ", "no thread left behind"),
-    ]
-
-
-def _copies(inputs: Sequence[Any]) -> list[Any]:
-    return [v.clone() if isinstance(v, Tensor) else v for v in inputs]
-
-
-def _seen(entries: Sequence[str], before: str, otherwise: str) -> Result:
-    unique = list(dict.fromkeys(entries))
-    if unique:
-        return "failed", before + ", ".join(unique[:4])
-    return "passed", otherwise
-
-
-def _stream(session: Session, seen: Observed, found: Sequence[Comparison]) -> Result:
-    if seen.late:
-        return "failed", "; ".join(dict.fromkeys(seen.late))
-    failed = [c for c in found if not c.passed]
-    if failed:
-        return "failed", f"does not work on the current stream: {failed[0]}"
-    if session.device.type != "cuda":
-        return "passed", "nothing was written after the call had returned (streams need a GPU)"
-    return "passed", "right with inputs that arrive late, on the default and on another stream"
-
-
-def _untouched(session: Session) -> list[Result]:
-    answer = session.process.ask("changes")
-    return [
-        _seen(answer["functions"], "replaced ", "no function of torch or time was replaced"),
-        _seen(answer["settings"], "changed ", "PyTorch's settings are as they were"),
-    ]
 
 
 CHECKS = (
     NamedCheck(("file",), _file, vital=True),
     NamedCheck(("parameters", "initial values"), _parameters, vital=True),
-    NamedCheck(("public protocol",), _public),
+    NamedCheck(("public protocol",), _public, errors_end=True),
     NamedCheck(("accuracy",), _accuracy),
     NamedCheck(("gradients",), _gradients, needs_gradients=True),
     NamedCheck(("magnitudes",), _magnitudes),
@@ -404,6 +351,9 @@ CHECKS = (
     NamedCheck(("new inputs",), _new_inputs),
     NamedCheck(("new weights",), _new_weights),
     NamedCheck(("repeatable",), _repeatable),
-    NamedCheck(("inputs unchanged", "no aliases", "plain tensors", "streams", "threads"), _conduct),
-    NamedCheck(("functions untouched", "settings untouched"), _untouched),
+    NamedCheck(
+        ("inputs unchanged", "no aliases", "plain tensors", "streams", "threads"),
+        conduct,
+    ),
+    NamedCheck(("functions untouched", "settings untouched", "processes"), untouched),
 )

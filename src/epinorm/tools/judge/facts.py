@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Check", "JudgeOptions", "Status", "Timing", "Verdict"]
+__all__ = ["Check", "JudgeOptions", "Result", "Status", "Timing", "Verdict"]
 
 Status = Literal["passed", "failed", "skipped"]
+Result = tuple[Status, str]
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians in microseconds: by events (or the host's clock on a CPU), device-wide, and by the
-    judge's own clock over calls without pause."""
+    """Microseconds a run. ``clock``: whose counts, for solution and eager alike: the solution's
+    "its own", confirmed by "the judge's", or the latter with all that the loop of timed runs costs.
+    ``outside_us``: the solution's by the judge's clock; ``loop_us``: the loop's part of that."""
 
     pass_: Literal["forward", "training"]
     solution_us: float
     eager_us: float
-    solution_wall_us: float
-    solution_outside_us: float | None
+    outside_us: float
+    loop_us: float
+    clock: Literal["its own", "the judge's"] = "its own"
 
     @property
     def speedup(self) -> float:
@@ -56,13 +59,13 @@ class Timing:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for JSON, to four digits."""
-        outside = self.solution_outside_us
         return {
             "pass": self.pass_,
             "solution_us": float(f"{self.solution_us:.4g}"),
             "eager_us": float(f"{self.eager_us:.4g}"),
-            "solution_device_wide_us": float(f"{self.solution_wall_us:.4g}"),
-            "solution_outside_us": None if outside is None else float(f"{outside:.4g}"),
+            "solution_outside_us": float(f"{self.outside_us:.4g}"),
+            "loop_us": float(f"{self.loop_us:.4g}"),
+            "clock": self.clock,
             "speedup": float(f"{self.speedup:.4g}"),
         }
 
@@ -72,6 +75,7 @@ class Verdict:
     """The outcome: clean if there are checks, none failed, and none was left out after a failure.
 
     ``skipped`` checks (those that need a GPU, on a CPU) do not spoil it; the table names them.
+    ``not_held``: what this machine did not let the judge prevent.
     """
 
     problem: str
@@ -80,6 +84,7 @@ class Verdict:
     timings: tuple[Timing, ...] = ()
     notes: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    not_held: tuple[str, ...] = ()
 
     @property
     def failures(self) -> tuple[Check, ...]:
@@ -99,5 +104,6 @@ class Verdict:
             "checks": [c.as_json() for c in self.checks],
             "timings": [t.as_json() for t in self.timings],
             "notes": list(self.notes),
+            "not_held": list(self.not_held),
             **self.facts,
         }

@@ -2,7 +2,8 @@
 
 The same observations are made of the original model in the judge's process, so that what PyTorch
 itself does is held against nobody. Clocks and synchronisation are taken when this module is
-imported, before a solution's code runs.
+imported, before a solution's code runs. What is seen here a solution that knows this code could
+hide: it is honest people's mistakes that it finds (docs/judging.md).
 """
 
 from __future__ import annotations
@@ -20,20 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from epinorm.tools.verify import draw_inputs
+from epinorm.tools import verify
+from epinorm.tools.judge import loop
 
-__all__ = ["Observed", "Samples", "Untouched", "forward_step", "observe", "sample"]
+__all__ = ["Observed", "Untouched", "observe"]
 
-_clock = time.perf_counter_ns
 _sleep = time.sleep
 _synchronize = torch.cuda.synchronize
-_Event = torch.cuda.Event
 
 LATE_SECONDS = 0.05
 """On a CPU a result is looked at again after this time: a thread may still be writing it."""
 BUSY_CYCLES = 20_000_000
 """About 10 ms of a GPU's clock, for which the inputs are not there yet on the current stream."""
-FLUSH_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -141,64 +140,6 @@ def _aliases(leaves: Sequence[Tensor], known: dict[str, Tensor]) -> list[str]:
     return found
 
 
-Step = Callable[[Sequence[Any]], list[Tensor]]
-
-
-def forward_step(model: nn.Module) -> Step:
-    """One call of ``model`` under no_grad, as ``sample`` takes it."""
-
-    def step(inputs: Sequence[Any]) -> list[Tensor]:
-        with torch.no_grad():
-            return [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
-
-    return step
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Microseconds of each run: by events on the current stream, and until the device was idle."""
-
-    times: list[float]
-    device_wide: list[float]
-
-
-def sample(
-    step: Step, inputs: Sequence[Any], device: torch.device, seed: int, runs: int
-) -> tuple[Samples, list[Tensor]]:
-    """Time ``runs`` runs, each on inputs of its own (drawn from ``seed``, ``seed`` + 100, ...).
-
-    Returns the samples and the outputs of the last run. On CUDA the L2 cache is flushed before
-    each run, and after the end event has passed the wait for the rest of the device is measured:
-    work that was hidden from the events shows there.
-    """
-    samples, outputs = Samples([], []), list[Tensor]()
-    flush = None
-    if device.type == "cuda":
-        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    for run in range(runs):
-        outputs = []
-        fresh = draw_inputs(inputs, "randn", seed + 100 * run)
-        if flush is None:
-            start = _clock()
-            outputs = step(fresh)
-            samples.times.append((_clock() - start) / 1000)
-            samples.device_wide.append(samples.times[-1])
-            continue
-        begin, end = _Event(enable_timing=True), _Event(enable_timing=True)
-        _synchronize(device)
-        flush.zero_()
-        begin.record()
-        outputs = step(fresh)
-        end.record()
-        end.synchronize()
-        passed = _clock()
-        _synchronize(device)
-        rest = (_clock() - passed) / 1000
-        samples.times.append(1000 * begin.elapsed_time(end))
-        samples.device_wide.append(samples.times[-1] + rest)
-    return samples, outputs
-
-
 class Untouched:
     """Functions and settings as they were when this was made; ``changes`` says what is not so.
 
@@ -239,7 +180,8 @@ def _watched() -> list[tuple[str, ModuleType | type]]:
         ("torch.cuda.Event", torch.cuda.Event),
         ("torch.cuda.Stream", torch.cuda.Stream),
         ("torch.autograd", torch.autograd),
-        ("epinorm.tools.verify", __import__("epinorm.tools.verify", fromlist=["verify"])),
+        ("epinorm.tools.verify", verify),
+        ("epinorm.tools.judge.loop.Loop", loop.Loop),
     ]
 
 

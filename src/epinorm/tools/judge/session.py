@@ -42,10 +42,16 @@ LARGE_MEAN_FLOOR_64 = 16 * 1e4 * torch.finfo(torch.float64).eps
 """In float64 eager is the truth itself and has no error: there the mean's own last bits are let
 through (E[x²] − E[x]² loses ten thousand times more)."""
 
+SPARE_BYTES = 1 << 26
+"""Above four times the problem's own tensors, what an answer may have."""
+
 
 @dataclass
 class Session:
-    """One judgement in progress. ``inputs`` are the problem's own, in its dtype on its device."""
+    """One judgement in progress. ``inputs`` are the problem's own, in its dtype on its device.
+
+    ``model`` has the solution's parameters; ``example`` has its own, and is there to be timed.
+    """
 
     problem: ProblemFile
     options: JudgeOptions
@@ -55,6 +61,7 @@ class Session:
     model: nn.Module
     init: Sequence[Any]
     inputs: tuple[Any, ...]
+    example: nn.Module
     earlier: list[tuple[str, Tensor]] = field(default_factory=list)
 
     @staticmethod
@@ -63,12 +70,15 @@ class Session:
         device, dtype = torch.device(options.device), getattr(torch, options.dtype)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        _, inputs = problem.make(dtype, device, options.seed)
+        example, inputs = problem.make(dtype, device, options.seed)
+        tensors = [*example.state_dict().values(), *run_model(example, inputs, False).outputs]
+        tensors += [v for v in inputs if isinstance(v, Tensor)]
+        process.most = SPARE_BYTES + 4 * sum(t.numel() * t.element_size() for t in tensors)
         torch.manual_seed(options.seed)
         init = problem.get_init_inputs()
         torch.manual_seed(options.seed)
         model = problem.model_type(*init)
-        return Session(problem, options, process, device, dtype, model, init, inputs)
+        return Session(problem, options, process, device, dtype, model, init, inputs, example)
 
     @property
     def tolerance(self) -> float:

@@ -1,15 +1,18 @@
 """The solution's process: loads one solution file and does with it what the judge asks.
 
-Started as ``python -m epinorm.tools.judge.worker REQUESTS ANSWERS`` with two open file
-descriptors. A request and its answer are one line of JSON each; tensors travel in files written by
-``torch.save``. Values are compared in the judge's process, never here.
+Started as ``python -m ...worker CHANNEL INBOX OUTBOX`` with three open file descriptors: a
+socket, and a memory file for each direction. A request and its answer are one line of JSON each.
+Nothing that is said here is trusted: values are compared in the judge's process, and times are
+checked against its clock.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -20,12 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epinorm.tools.judge.observe import Step, Untouched, forward_step, observe, sample
+from epinorm.tools.accuracy import Outcome
+from epinorm.tools.judge import wire
+from epinorm.tools.judge.loop import Loop, Recipe
+from epinorm.tools.judge.observe import Untouched, observe
 from epinorm.tools.verify import draw_inputs, poisoned_memory, run_model
 
 __all__ = ["main"]
 
-_synchronize = torch.cuda.synchronize
 _clock = time.perf_counter
 
 
@@ -36,7 +41,9 @@ class Refused(Exception):
 class Worker:
     """One loaded solution; each public method answers one kind of request."""
 
-    def __init__(self) -> None:
+    def __init__(self, inbox: int, outbox: int) -> None:
+        self._inbox, self._outbox = inbox, outbox
+        self.most = 0
         self.path = Path()
         self.device = torch.device("cpu")
         self.dtype = torch.float32
@@ -44,9 +51,10 @@ class Worker:
         self.model: nn.Module = nn.Module()
         self.inputs: tuple[Any, ...] = ()
         self.untouched: Untouched | None = None
+        self.loop: Loop | None = None
 
-    def load(self, path: str, device: str, dtype: str, precision: str) -> dict[str, Any]:
-        self.path, self.device = Path(path), torch.device(device)
+    def load(self, path: str, device: str, dtype: str, precision: str, most: int) -> dict[str, Any]:
+        self.path, self.device, self.most = Path(path), torch.device(device), most
         self.dtype = getattr(torch, dtype)
         if precision != "native":
             torch.set_float32_matmul_precision(precision)
@@ -63,21 +71,19 @@ class Worker:
             raise Refused("its ModelNew is not a subclass of torch.nn.Module")
         return {"seconds": _clock() - start}
 
-    def construct(self, init: str, seed: int, state: str) -> dict[str, Any]:
+    def construct(self, seed: int) -> dict[str, Any]:
         assert self.factory is not None
-        arguments = torch.load(init, weights_only=False)
+        arguments = self._received()
         torch.manual_seed(seed)
-        start = _clock()
         model = self.factory(*arguments)
-        seconds = _clock() - start
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        torch.save({k: v.detach().cpu() for k, v in model.state_dict().items()}, state)
+        answer = self._sent(model.state_dict())
         self.model = model.to(device=self.device, dtype=self.dtype)
-        return {"trained": trained, "seconds": seconds}
+        return {**answer, "trained": trained}
 
-    def set_state(self, state: str, behind: bool) -> dict[str, Any]:
+    def set_state(self, behind: bool) -> dict[str, Any]:
         """Load a state_dict, strictly; ``behind``: through .data, which no counter notices."""
-        values = torch.load(state, weights_only=True)
+        values = self._received()
         if not behind:
             self.model.load_state_dict(values, strict=True)
             return {}
@@ -85,9 +91,9 @@ class Worker:
             tensor.data.copy_(values[name])
         return {}
 
-    def take_inputs(self, inputs: str, into_old: bool) -> dict[str, Any]:
-        """Take inputs from a file; ``into_old``: into the memory of those that are there."""
-        fresh = torch.load(inputs, weights_only=False)
+    def take_inputs(self, into_old: bool) -> dict[str, Any]:
+        """Take inputs; ``into_old``: into the memory of those that are there."""
+        fresh = self._received()
         fresh = tuple(v.to(self.device) if isinstance(v, Tensor) else v for v in fresh)
         if not into_old:
             self.inputs = fresh
@@ -97,29 +103,20 @@ class Worker:
                 old.copy_(new)
         return {}
 
-    def run(self, result: str, training: bool, dy_seed: int, kept: str | None) -> dict[str, Any]:
-        """One run on memory that was poisoned before; outputs and gradients go to ``result``."""
-        keep = [] if kept is None else torch.load(kept, weights_only=True)
-        keep = [None if k is None else k.to(self.device) for k in keep]
+    def run(self, training: bool, dy_seed: int, masked: bool) -> dict[str, Any]:
+        """One run on memory that was poisoned before: outputs and gradients."""
+        keep = (
+            [None if k is None else k.to(self.device) for k in self._received()] if masked else []
+        )
         with poisoned_memory([v for v in self.inputs if isinstance(v, Tensor)]):
             outcome = run_model(self.model, self.inputs, training, dy_seed, keep)
-        torch.save(
-            {
-                "outputs": [_plain(t) for t in outcome.outputs],
-                "gradients": {
-                    k: None if v is None else _plain(v) for k, v in outcome.gradients.items()
-                },
-            },
-            result,
-        )
-        return {}
+        return self._outcome(outcome)
 
-    def observe(self, result: str, other_stream: bool) -> dict[str, Any]:
+    def observe(self, other_stream: bool) -> dict[str, Any]:
         outputs, seen = observe(self.model, self.inputs, other_stream)
-        torch.save({"outputs": [_plain(t) for t in outputs], "gradients": {}}, result)
-        return {"seen": seen.as_json()}
+        return {**self._outcome(Outcome(tuple(outputs), {})), "seen": seen.as_json()}
 
-    def keeps(self, result: str) -> dict[str, Any]:
+    def keeps(self) -> dict[str, Any]:
         """Is the first call's output still what it was after a second call on other inputs?"""
         with torch.no_grad():
             first = self.model(*self.inputs)
@@ -130,20 +127,16 @@ class Worker:
         kept = before is None or torch.equal(first.nan_to_num(), before.nan_to_num())
         return {"kept": kept}
 
-    def time(self, seed: int, runs: int, training: bool, result: str) -> dict[str, Any]:
-        step = self._training_step() if training else forward_step(self.model)
-        samples, outputs = sample(step, self.inputs, self.device, seed, runs)
-        torch.save({"outputs": [_plain(t) for t in outputs], "gradients": {}}, result)
-        return {"times": samples.times, "device_wide": samples.device_wide}
-
-    def spin(self, calls: int, training: bool) -> dict[str, Any]:
-        """Calls without pause, for the judge's own clock."""
-        step = self._training_step() if training else forward_step(self.model)
-        for _ in range(calls):
-            step(self.inputs)
-        if self.device.type == "cuda":
-            _synchronize(self.device)
+    def prepare(self, **recipe: Any) -> dict[str, Any]:
+        """Make ready what timed runs need."""
+        self.loop = Loop(self.model, self.inputs, Recipe(**recipe))
         return {}
+
+    def time(self, state: int, runs: int, cold: bool) -> dict[str, Any]:
+        """Timed runs, as the loop describes them."""
+        assert self.loop is not None
+        times, sums = self.loop.run(state, runs, cold)
+        return {"times": times, "sums": sums}
 
     def changes(self) -> dict[str, Any]:
         assert self.untouched is not None
@@ -152,37 +145,22 @@ class Worker:
             "settings": self.untouched.settings(),
         }
 
-    def _training_step(self) -> Step:
-        return training_step(self.model)
+    def _received(self) -> Any:
+        data = wire.get(self._inbox, sys.maxsize)
+        return torch.load(io.BytesIO(data), weights_only=False)
 
+    def _sent(self, tensors: wire.Named) -> dict[str, Any]:
+        return {"tensors": wire.send(self._outbox, tensors, self.most)}
 
-def training_step(model: nn.Module) -> Step:
-    """Forward and backward from a fixed gradient of ones, as ``sample`` takes it."""
-
-    def step(inputs: Any) -> list[Tensor]:
-        leaves = [
-            v.detach().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for v in inputs
-        ]
-        for parameter in model.parameters():
-            parameter.grad = None
-        outputs = [t for t in _leaves(model(*leaves)) if t.is_floating_point()]
-        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-        return [t.detach() for t in outputs]
-
-    return step
-
-
-def _leaves(result: Any) -> list[Tensor]:
-    from torch.utils._pytree import tree_leaves
-
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    if type(tensor) not in (Tensor, nn.Parameter):
-        raise Refused(f"returned a {type(tensor).__name__}, no plain Tensor")
-    return tensor.detach().cpu()
+    def _outcome(self, outcome: Outcome) -> dict[str, Any]:
+        tensors: dict[str, Tensor | None] = {
+            f"output {i}": t for i, t in enumerate(outcome.outputs)
+        }
+        tensors |= outcome.gradients
+        for tensor in tensors.values():
+            if tensor is not None and type(tensor) not in (Tensor, nn.Parameter):
+                raise Refused(f"returned a {type(tensor).__name__}, no plain Tensor")
+        return {**self._sent(tensors), "outputs": len(outcome.outputs)}
 
 
 def _import(path: Path) -> Any:
@@ -200,17 +178,21 @@ def _import(path: Path) -> Any:
 def _sentence(path: Path, error: BaseException) -> str:
     if isinstance(error, Refused):
         return f"{path.name} {error}"
+    if isinstance(error, wire.BadData):
+        return str(error)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     line = f" at line {frames[-1].lineno}" if frames else ""
     detail = " ".join(str(error).split())[:400]
     return f"{type(error).__name__}{line}: {detail}" if detail else f"{type(error).__name__}{line}"
 
 
-def main(requests: int, answers: int) -> None:
+def main(channel: int, inbox: int, outbox: int) -> None:
     """Answer requests until there are no more."""
-    worker = Worker()
-    with os.fdopen(requests, "r") as reader, os.fdopen(answers, "w") as writer:
-        for line in reader:
+    for number in (channel, inbox, outbox):
+        os.set_inheritable(number, False)
+    worker = Worker(inbox, outbox)
+    with socket.socket(fileno=channel) as ours, ours.makefile("rw", encoding="utf-8") as lines:
+        for line in lines:
             request: Mapping[str, Any] = json.loads(line)
             arguments = {k: v for k, v in request.items() if k != "do"}
             try:
@@ -219,9 +201,9 @@ def main(requests: int, answers: int) -> None:
                 # Whatever a solution raises is an answer about the solution.
                 answer = {"error": _sentence(worker.path, error)}
                 traceback.print_exc()
-            writer.write(json.dumps(answer) + "\n")
-            writer.flush()
+            lines.write(json.dumps(answer) + "\n")
+            lines.flush()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

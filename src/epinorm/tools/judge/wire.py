@@ -1,0 +1,111 @@
+"""How tensors travel between the judge and a solution's process: as plain bytes in a memory file.
+
+Nothing is unpickled in the judge's process: a header names shapes and dtypes, and is checked before
+a byte is read. The memory file has no name, so nothing of it is left when both have ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["BadData", "get", "put", "receive", "send"]
+
+ALIGNMENT = 64
+CHUNK = 1 << 30
+"""read(2) and write(2) take at most 2 GiB at once."""
+
+_NAMES = "float64 float32 float16 bfloat16 bool uint8 int8 int16 int32 int64 complex64 complex128"
+DTYPES = {name: getattr(torch, name) for name in _NAMES.split()}
+
+Named = Mapping[str, Tensor | None]
+
+
+class BadData(Exception):
+    """What was received, or is to be sent, are no plain tensors; the message says why."""
+
+
+def put(file: int, data: Any, offset: int = 0) -> None:
+    """Write bytes at an offset; the file's own position, which both processes share, stays."""
+    view = memoryview(data).cast("B")
+    while view:
+        written = os.pwrite(file, view[:CHUNK], offset)
+        view, offset = view[written:], offset + written
+
+
+def get(file: int, most: int) -> bytearray:
+    """The whole file; raises BadData where it is longer than ``most`` bytes."""
+    size = os.fstat(file).st_size
+    if size > most:
+        raise BadData(f"it is {size} bytes, at most {most} were expected")
+    data = bytearray(size)
+    view, offset = memoryview(data), 0
+    while offset < size:
+        count = os.preadv(file, [view[offset : offset + CHUNK]], offset)
+        if count <= 0:
+            raise BadData("it was cut off")
+        offset += count
+    return data
+
+
+def send(file: int, tensors: Named, most: int) -> list[Any]:
+    """Write tensors; returns their header: [name, dtype, shape] each, None for no tensor.
+
+    Raises BadData for what is no plain dense tensor, and for more than ``most`` bytes in all.
+    """
+    header: list[Any] = []
+    offset = 0
+    os.ftruncate(file, 0)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            header.append([name, None, None])
+            continue
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout != torch.strided or tensor.is_quantized or kind not in DTYPES:
+            raise BadData(f"{name} is a {tensor.layout} tensor of {tensor.dtype}, no dense one")
+        size = tensor.numel() * tensor.element_size()
+        if offset + size > most:
+            raise BadData(
+                f"{name} of shape {tuple(tensor.shape)} is {size:.3g} bytes, which is too large"
+            )
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if size:
+            put(file, (ctypes.c_char * size).from_address(plain.data_ptr()), offset)
+        header.append([name, kind, list(tensor.shape)])
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    os.ftruncate(file, offset)
+    return header
+
+
+def receive(file: int, header: Any, most: int) -> dict[str, Tensor | None]:
+    """The tensors of a header that is not trusted; raises BadData for whatever is wrong with it."""
+    if not isinstance(header, list) or not all(isinstance(e, list) and len(e) == 3 for e in header):
+        raise BadData("its header is no list of names, dtypes and shapes")
+    data = get(file, most)
+    tensors: dict[str, Tensor | None] = {}
+    offset = 0
+    for name, kind, shape in header:
+        if not isinstance(name, str):
+            raise BadData("a name is no text")
+        if kind is None:
+            tensors[name] = None
+            continue
+        dtype = DTYPES.get(kind) if isinstance(kind, str) else None
+        sizes = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+        if dtype is None or not sizes or len(shape) > 64:
+            raise BadData("a header names no dtype and shape")
+        count = math.prod(shape)
+        if offset + count * dtype.itemsize > len(data):
+            raise BadData(f"a tensor of shape {tuple(shape)} is cut off")
+        flat = torch.empty(0, dtype=dtype)
+        if count:
+            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset).clone()
+        tensors[name] = flat.reshape(shape)
+        offset += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return tensors
