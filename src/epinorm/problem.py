@@ -97,6 +97,11 @@ class Problem:
         return self.training and self.chain.norm is not None
 
     @property
+    def bias_in_z(self) -> bool:
+        """Whether z is kept with the bias: rounded as PyTorch's linear layer rounds its output."""
+        return self.has_bias and self.chain.rounding == "eager"
+
+    @property
     def stats_dtype(self) -> torch.dtype:
         """The dtype that statistics are computed and kept in."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -198,9 +203,9 @@ class Inputs(NamedTuple):
 
 class Forward(NamedTuple):
     """y (M, N) in ``out_dtype``; and, where training, what backward needs: z (M, N), the linear's
-    output without its bias, in ``dtype``, mean and rstd (M, groups) in ``stats_dtype``.
-    Not training: three tensors of shape (0,). RMSNorm has no mean: shape (0,). Without a norm there
-    are no statistics, and z where its values decide the gradient.
+    output without its bias (but see ``Problem.bias_in_z``), in ``dtype``, mean and rstd (M, groups)
+    in ``stats_dtype``. Not training: three tensors of shape (0,). RMSNorm has no mean: shape (0,).
+    Without a norm there are no statistics, and z where its values decide the gradient.
 
     Only the backward of the backend that made them reads z and the statistics, so their values may
     differ between backends (the reference's z includes the bias); shapes and dtypes may not."""

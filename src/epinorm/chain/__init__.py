@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from epinorm.chain.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm
+from epinorm.chain.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm, Rounding
 
-__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm"]
+__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "Rounding"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -29,7 +29,7 @@ from epinorm.chain.pointwise import (
     split_call,
 )
 
-__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm"]
+__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "Rounding"]
 
 
 def _number(eps: object) -> float:
@@ -119,7 +119,19 @@ class RMSNorm:
 
 Norm = GroupNorm | LayerNorm | RMSNorm
 
+_AUTOCAST_TO_FP32 = ("softplus",)
 _NORM_NAMES = ("group_norm", "layer_norm", "rms_norm")
+
+
+Rounding = Literal["once", "eager"]
+"""In 16 bit: y alone is rounded, or each layer's result, as PyTorch's own layers round."""
+
+
+def check_rounding(rounding: Rounding) -> Rounding:
+    """Return it; raises ValueError for what is none."""
+    if rounding not in get_args(Rounding):
+        raise ValueError(f"rounding must be 'once' or 'eager', got {rounding!r}")
+    return rounding
 
 
 @dataclass(frozen=True)
@@ -132,8 +144,10 @@ class Chain:
     norm: Norm | None
     pre: tuple[Pointwise, ...] = ()
     post: tuple[Pointwise, ...] = ()
+    rounding: Rounding = "once"
 
     def __post_init__(self) -> None:
+        check_rounding(self.rounding)
         if self.norm is None:
             together = (op for op in (*self.pre, *self.post) if op.name != "identity")
             object.__setattr__(self, "pre", tuple(together))
@@ -144,6 +158,7 @@ class Chain:
         norm: Norm | None,
         pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
         post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+        rounding: Rounding = "once",
     ) -> Chain:
         """Make a chain from operations given as texts, activation modules or Pointwise."""
         if norm is not None and not isinstance(norm, Norm):
@@ -151,7 +166,7 @@ class Chain:
                 "norm must be epinorm.GroupNorm, epinorm.LayerNorm, epinorm.RMSNorm or None, "
                 f"got {type(norm).__name__}"
             )
-        return Chain(norm, as_pointwise_list(pre), as_pointwise_list(post))
+        return Chain(norm, as_pointwise_list(pre), as_pointwise_list(post), rounding)
 
     @staticmethod
     def parse(text: str) -> Chain:
@@ -160,8 +175,8 @@ class Chain:
         return _parse.__wrapped__(text) if torch.compiler.is_compiling() else _parse(text)
 
     def __str__(self) -> str:
-        parts = (*self.pre, *(() if self.norm is None else (self.norm,)), *self.post)
-        return "|".join(str(part) for part in parts) or "identity"
+        parts = [str(part) for part in (*self.pre, self.norm, *self.post) if part is not None]
+        return "|".join((parts or ["identity"]) + ["rounding(eager)"] * (self.rounding == "eager"))
 
     @property
     def arguments(self) -> tuple[float | Argument, ...]:
@@ -172,13 +187,26 @@ class Chain:
     def structure(self) -> Chain:
         """What chains of the same kernels share: names stand for the arguments' values."""
         pre, post = (tuple(op.structure for op in side) for side in (self.pre, self.post))
-        return Chain(self.norm, pre, post)
+        return replace(self, pre=pre, post=post)
 
     def filled(self, arguments: Iterable[float]) -> Chain:
         """A structure with its arguments' values; a chain that has them stays as it is."""
         values = iter(arguments)
         pre, post = (tuple(op.filled(values) for op in side) for side in (self.pre, self.post))
-        return Chain(self.norm, pre, post)
+        return replace(self, pre=pre, post=post)
+
+    def rounded_for(self, dtype: torch.dtype) -> Chain:
+        """The chain as it is computed from a linear layer of this dtype: 32 bits and more are
+        never rounded in between."""
+        return self if dtype.itemsize == 2 else replace(self, rounding="once")
+
+    @property
+    def pre_results_in_norm_dtype(self) -> tuple[bool, ...]:
+        """Of each pre operation: does autocast make its result of the norm's dtype already, as a
+        parameter of that dtype does, or an operation that it computes in fp32? Else it is of the
+        linear layer's."""
+        widening = [op.operand is not None or op.name in _AUTOCAST_TO_FP32 for op in self.pre]
+        return tuple(any(widening[: i + 1]) for i in range(len(widening)))
 
     @property
     def operand_kinds(self) -> tuple[OperandKind, ...]:
@@ -242,10 +270,14 @@ def _eps(arguments: tuple[str, ...], text: str) -> dict[str, float]:
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Chain:
     parts = [part for part in text.split("|") if part.strip()]
+    rounding: Rounding = "once"
+    if parts and split_call(parts[-1]) == ("rounding", ("eager",)):
+        rounding = "eager"
+        del parts[-1]
     norms = [index for index, part in enumerate(parts) if _is_norm(part)]
     names = [split_call(part)[0] for part in parts]
     if parts and all(name in DEFINITIONS for name in names):
-        return Chain(None, tuple(parse_pointwise(part) for part in parts))
+        return Chain(None, tuple(parse_pointwise(part) for part in parts), (), rounding)
     if len(norms) != 1:
         near = [
             m for name in names for m in difflib.get_close_matches(name, _NORM_NAMES, 1, cutoff=0.7)
@@ -260,4 +292,5 @@ def _parse(text: str) -> Chain:
         _parse_norm(parts[at]),
         tuple(parse_pointwise(part) for part in parts[:at]),
         tuple(parse_pointwise(part) for part in parts[at + 1 :]),
+        rounding,
     )

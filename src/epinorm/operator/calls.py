@@ -150,7 +150,7 @@ def _plan(
     out_dtype = out_dtype or x.dtype
     check_call(*inputs[:6], chain, out_dtype)
     problem = Problem(
-        chain=chain,
+        chain=chain.rounded_for(x.dtype),
         m=x.shape[0],
         k=x.shape[1],
         n=inputs.weight.shape[0],

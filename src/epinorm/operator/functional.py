@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from epinorm.chain import Chain, Norm
+from epinorm.chain import Chain, Norm, Rounding
 from epinorm.chain.pointwise import PointwiseLike
 from epinorm.operator.dispatch import call, caller_of
 from epinorm.problem import Strategy
@@ -28,6 +28,7 @@ def linear_norm(
     pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
     post: str | PointwiseLike | Iterable[PointwiseLike] = (),
     operands: Sequence[Tensor] = (),
+    rounding: Rounding = "once",
     strategy: Strategy = "auto",
     strict: bool = False,
 ) -> Tensor:
@@ -37,15 +38,17 @@ def linear_norm(
     or None; operands the tensors that ``pre`` and ``post`` take, in their order: (N,) for
     ``mul_channel`` and ``add_channel``, the output's shape for ``add_residual``. All of one
     floating dtype and on one device; returns (..., N) of that dtype. Under autocast dtypes follow
-    PyTorch's layers.
+    PyTorch's layers. ``rounding``: in 16 bit, "once" rounds y alone; "eager" the linear's output,
+    the norm's and that of each operation, as PyTorch's own layers do: less accurate, and what they
+    give but for sums in another order.
 
     Raises what PyTorch's own layers raise for shapes, dtypes and devices that do not fit;
-    ValueError or TypeError for an unknown operation; RuntimeError where ``strategy`` cannot serve
-    the call, or where ``strict`` and nothing faster than PyTorch does.
+    ValueError or TypeError for an unknown operation or rounding; RuntimeError where ``strategy``
+    cannot serve the call, or where ``strict`` and nothing faster than PyTorch does.
     """
     if not isinstance(operands, (list, tuple)):
         raise TypeError(f"operands must be a list of Tensors, not {type(operands).__name__}")
-    chain = _chain_text(norm, pre, post)
+    chain = _chain_text(norm, pre, post, rounding)
     return apply_chain(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
 
 
@@ -65,7 +68,7 @@ def linear(
     x is (..., K), weight (N, K), bias (N,) or None, operands as for ``linear_norm``; returns
     (..., N). Raises as ``linear_norm`` does.
     """
-    chain = _chain_text(None, (), post)
+    chain = _chain_text(None, (), post, "once")
     return apply_chain(x, weight, bias, None, None, operands, chain, strategy, strict)
 
 
@@ -73,19 +76,22 @@ def _chain_text(
     norm: Norm | None,
     pre: str | PointwiseLike | Iterable[PointwiseLike],
     post: str | PointwiseLike | Iterable[PointwiseLike],
+    rounding: Rounding,
 ) -> str:
     # Texts alone may be remembered: a module's constants can change between calls.
     # Dynamo traces through a cache, and warns of it each time.
     if torch.compiler.is_compiling():
-        return str(Chain.build(norm, pre, post))
+        return str(Chain.build(norm, pre, post, rounding))
     if (isinstance(pre, str) or pre == ()) and (isinstance(post, str) or post == ()):
-        return _known_chain_text(norm, pre, post)
-    return str(Chain.build(norm, pre, post))
+        return _known_chain_text(norm, pre, post, rounding)
+    return str(Chain.build(norm, pre, post, rounding))
 
 
 @lru_cache(maxsize=1024)
-def _known_chain_text(norm: Norm | None, pre: str | tuple[()], post: str | tuple[()]) -> str:
-    return str(Chain.build(norm, pre, post))
+def _known_chain_text(
+    norm: Norm | None, pre: str | tuple[()], post: str | tuple[()], rounding: Rounding
+) -> str:
+    return str(Chain.build(norm, pre, post, rounding))
 
 
 def apply_chain(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm
+from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm, Rounding
 from epinorm.chain.pointwise import PointwiseLike
 from epinorm.operator.functional import apply_chain
 
@@ -20,7 +20,8 @@ class LinearNorm(nn.Module):
 
     Holds the layers that it replaces as ``linear`` and ``norm``, made in that order: the same
     parameter names, initial values and draws from the random generator as
-    ``nn.Sequential(OrderedDict(linear=nn.Linear(...), norm=nn.GroupNorm(...)))``.
+    ``nn.Sequential(OrderedDict(linear=nn.Linear(...), norm=nn.GroupNorm(...)))``. ``rounding`` is
+    that of ``linear_norm``.
     """
 
     def __init__(
@@ -33,11 +34,12 @@ class LinearNorm(nn.Module):
         affine: bool = True,
         pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
         post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+        rounding: Rounding = "once",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        chain = Chain.build(norm, pre, post)
+        chain = Chain.build(norm, pre, post, rounding)
         chain.groups(out_features)
         self.chain = str(chain)
         self.linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)

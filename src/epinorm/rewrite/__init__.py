@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from epinorm.chain import Rounding
+from epinorm.chain.chain import check_rounding
 from epinorm.problem import Strategy, check_strategy
 from epinorm.rewrite.explain import Explanation, Row, explain
 from epinorm.rewrite.program import Settings
@@ -17,7 +19,13 @@ from epinorm.rewrite.replace import fuse_module, unfuse_module
 __all__ = ["Explanation", "Row", "explain", "fuse", "unfuse"]
 
 
-def fuse(model: nn.Module, *, strategy: Strategy = "auto", strict: bool = False) -> nn.Module:
+def fuse(
+    model: nn.Module,
+    *,
+    rounding: Rounding = "once",
+    strategy: Strategy = "auto",
+    strict: bool = False,
+) -> nn.Module:
     """Replace every Linear → pointwise* → norm → pointwise* of the model by one operation.
 
     Works on the model itself and returns it: copy it before (``copy.deepcopy``) to keep one that
@@ -27,13 +35,13 @@ def fuse(model: nn.Module, *, strategy: Strategy = "auto", strict: bool = False)
     at a call runs as the model wrote it, with a warning, or a RuntimeError under ``strict``.
     ``explain`` says what is fused and what is not.
 
-    ``strategy`` and ``strict`` are those of ``linear_norm``. Raises TypeError for anything but an
-    nn.Module, ValueError for an unknown strategy.
+    ``rounding``, ``strategy`` and ``strict`` are those of ``linear_norm``. Raises TypeError for
+    anything but an nn.Module, ValueError for an unknown rounding or strategy.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_strategy(strategy)
-    settings = Settings(strategy, strict)
+    settings = Settings(strategy, strict, check_rounding(rounding))
     for module in reversed(list(model.modules())):
         fuse_module(module, settings)
     return model

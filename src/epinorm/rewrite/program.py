@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from epinorm.chain import Rounding
 from epinorm.problem import Strategy
 from epinorm.rewrite.guard import GuardCode, hook_conditions
 from epinorm.rewrite.match import Candidate, find
@@ -36,6 +38,7 @@ class Settings:
 
     strategy: Strategy = "auto"
     strict: bool = False
+    rounding: Rounding = "once"
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,9 @@ def _fuse_candidates(
     sites = []
     for candidate in candidates:
         where = f"{plain_type(analysis.module).__name__}: {layers_of(candidate)}"
+        chain = dataclasses.replace(candidate.chain, rounding=settings.rounding)
         strategy, strict = settings.strategy, settings.strict
-        sites.append(build_site(candidate, analysis.modules, where, strategy, strict))
+        sites.append(build_site(candidate, chain, analysis.modules, where, strategy, strict))
     fused: dict[fx.Node, fx.Node] = {}
     for candidate, (site, inputs) in zip(candidates, sites, strict=True):
         now = [v if isinstance(v, str) else fused.get(v, v) for v in inputs]

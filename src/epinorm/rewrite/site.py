@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from epinorm.chain import GroupNorm, Norm
+from epinorm.chain import Chain, GroupNorm, Norm
 from epinorm.chain.pointwise import module_constants
 from epinorm.operator.dispatch import Caller
 from epinorm.operator.functional import apply_chain
@@ -287,12 +287,13 @@ def _source(node: fx.Node, weight: Any, bias: Any, inputs: _Inputs) -> _Source:
 
 def build_site(
     candidate: Candidate,
+    chain: Chain,
     modules: Mapping[str, nn.Module],
     where: str,
     strategy: Strategy,
     strict: bool,
 ) -> tuple[Site, list[fx.Node | str]]:
-    """The callable for a chain, and its inputs in order: nodes, and modules by path."""
+    """The callable for a candidate's chain, and its inputs in order: nodes, and modules by path."""
     inputs, linear = _Inputs(), candidate.linear
     given = arguments(linear, "input", "weight", "bias")
     inputs.place(given["input"])
@@ -311,7 +312,7 @@ def build_site(
         if isinstance(path, str)
     )
     site = Site(
-        text=str(candidate.chain),
+        text=str(chain),
         norm=norm.norm,
         normalized_shape=norm.normalized_shape,
         where=where,

@@ -256,7 +256,8 @@ def _verified(
                 raise
             refused[i] = f"it cannot be compiled: {' '.join(str(error).split())[:200]}"
             continue
-        found = _errors(_on_poisoned_memory(problem, run, inputs), truth, inputs.bias)
+        bias = None if problem.bias_in_z else inputs.bias
+        found = _errors(_on_poisoned_memory(problem, run, inputs), truth, bias)
         errors[i] = found["y"]
         if i == 0:
             first = found

@@ -100,20 +100,38 @@ def _given(
     return texts
 
 
-def _forward(stage: str, given: Sequence[str]) -> str:
-    steps = [f"x = {stage}{i}_forward(x{more});" for i, more in enumerate(given)]
+def _forward(stage: str, given: Sequence[str], rounded: Sequence[str]) -> str:
+    """``rounded``: what rounds what enters each operation, and what leaves the last."""
+    steps = [f"x = {rounded[0]}(x);"] if rounded[0] else []
+    for i, more in enumerate(given):
+        steps.append(f"x = {rounded[i + 1]}({stage}{i}_forward(x{more}));")
     return "\n    ".join([*steps, "return x;"])
 
 
-def _backward(stage: str, given: Sequence[str], indices: Sequence[int | None]) -> str:
+def _backward(
+    stage: str, given: Sequence[str], indices: Sequence[int | None], rounded: Sequence[str]
+) -> str:
     """Recompute what went into each operation, then walk back through them."""
     last = len(indices) - 1
-    steps = [f"const T x{i + 1} = {stage}{i}_forward(x{i}{given[i]});" for i in range(max(last, 0))]
+    steps = [f"x0 = {rounded[0]}(x0);"] if rounded[0] else []
+    for i in range(max(last, 0)):
+        steps.append(f"const T x{i + 1} = {rounded[i + 1]}({stage}{i}_forward(x{i}{given[i]}));")
     for i in range(last, -1, -1):
         if indices[i] is not None:
             steps.append(f"d.t{indices[i]} = {stage}{i}_operand(g, x{i}{given[i]});")
         steps.append(f"g = {stage}{i}_backward(g, x{i}{given[i]});")
     return "\n    ".join([*steps, "return g;"])
+
+
+def _roundings(problem: Problem) -> tuple[list[str], list[str]]:
+    """For pre and for post, the functions of ``_forward``: z comes rounded, y is where it is
+    stored."""
+    chain = problem.chain
+    if chain.rounding == "once":
+        return [""] * (len(chain.pre) + 1), [""] * (len(chain.post) + 1)
+    linear, norm = (f"rounded_{CPP_TYPES[dtype]}" for dtype in (problem.dtype, problem.out_dtype))
+    results = [norm if wide else linear for wide in chain.pre_results_in_norm_dtype]
+    return ["", *results], [*[norm] * len(chain.post), ""]
 
 
 def _keep(indices: Sequence[int | None]) -> str:
@@ -128,6 +146,7 @@ def kernel_source(problem: Problem) -> str:
     post = _operand_indices(chain.post, sum(t is not None for t in pre))
     given_pre = _given(chain.pre, pre, 0)
     given_post = _given(chain.post, post, sum(len(op.arguments) for op in chain.pre))
+    rounded_pre, rounded_post = _roundings(problem)
     loads = [
         f"o[{i}][{'c * kLanes + l' if kind == 'element' else 'c'}]" for i, kind in enumerate(kinds)
     ]
@@ -147,8 +166,8 @@ def kernel_source(problem: Problem) -> str:
         load=f"return {{{', '.join(loads)}}};",
         keep_pre=_keep(pre),
         keep_post=_keep(post),
-        pre=_forward("pre", given_pre),
-        post=_forward("post", given_post),
-        pre_backward=_backward("pre", given_pre, pre),
-        post_backward=_backward("post", given_post, post),
+        pre=_forward("pre", given_pre, rounded_pre),
+        post=_forward("post", given_post, rounded_post),
+        pre_backward=_backward("pre", given_pre, pre, rounded_pre),
+        post_backward=_backward("post", given_post, post, rounded_post),
     )

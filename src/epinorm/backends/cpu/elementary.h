@@ -34,6 +34,15 @@ EPINORM_INLINE uint32_t as_bits(float value) {
   return bits;
 }
 
+// x rounded to a type by the name that lanes.h has for it; see round_to_bf16 there.
+EPINORM_INLINE float rounded_float(float x) { return x; }
+EPINORM_INLINE float rounded_bf16(float x) {
+  const uint32_t bits = as_bits(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return as_float(is_nan ? bits | 0x400000u : rounded);
+}
+
 // 2^n for -126 <= n <= 127.
 EPINORM_INLINE float power_of_two(int32_t n) { return as_float(uint32_t(n + 127) << 23); }
 

@@ -37,9 +37,9 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
 
 
 def _epilogue(problem: Problem, inputs: Inputs) -> Forward:
-    """A library product, without the bias, in PyTorch's precision setting; then the norm kernel."""
-    z = linear(inputs.x, inputs.weight, _no_bias(problem))
-    return norm.norm_forward(problem, z, inputs)
+    """A library product, in PyTorch's precision setting; then the norm kernel."""
+    bias = inputs.bias if problem.bias_in_z else _no_bias(problem)
+    return norm.norm_forward(problem, linear(inputs.x, inputs.weight, bias), inputs)
 
 
 @lru_cache(maxsize=1024)
@@ -66,7 +66,9 @@ def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) 
         return None if plan.core == "portable" else hopper.bind(problem, inputs, y_size)
     if plan.strategy == "planes":
         return None if plan.core == "portable" else by_planes.bind(problem, inputs, y_size)
-    normalise, no_bias = norm.bind(problem, y_size), _no_bias(problem)
+    normalise, no_bias, bias_in_z = (
+        norm.bind(problem, y_size), _no_bias(problem), problem.bias_in_z
+    )  # fmt: skip
 
     def run(
         x: Tensor,
@@ -77,8 +79,7 @@ def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) 
         operands: tuple[Tensor, ...],
         constants: tuple[float, ...],
     ) -> Forward:
-        return normalise(
-            linear(x, weight, no_bias), bias, norm_weight, norm_bias, operands, constants
-        )
+        z = linear(x, weight, bias if bias_in_z else no_bias)
+        return normalise(z, bias, norm_weight, norm_bias, operands, constants)
 
     return run

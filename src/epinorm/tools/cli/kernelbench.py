@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -135,9 +135,14 @@ def export(
     gemm: Annotated[
         str | None, typer.Option(help="own or library; by default what the strategy says.")
     ] = None,
+    rounding: Annotated[
+        str,
+        typer.Option(help="16 bit: eager (each layer's result, as PyTorch) or once (y alone)."),
+    ] = "eager",
 ) -> None:
     """Write FILE's Model as ModelNew: one file that needs nothing but torch and a compiler."""
     with _one_sentence():
+        from epinorm.chain import Rounding
         from epinorm.tools.console import out, progress
         from epinorm.tools.export.export import GEMMS, STRATEGIES, chosen_gemm
         from epinorm.tools.export.export import export as run
@@ -146,9 +151,10 @@ def export(
         _choice("--strategy", strategy, STRATEGIES)
         if gemm is not None:
             _choice("--gemm", gemm, GEMMS)
+        _choice("--rounding", rounding, get_args(Rounding))
         with progress(file.name) as notify:
             notify("reading and writing", 0.3)
-            exported = run(file, chosen_gemm(strategy, gemm))
+            exported = run(file, chosen_gemm(strategy, gemm), cast("Rounding", rounding))
         try:
             write_atomic(out_file, exported.text)
         except OSError as error:

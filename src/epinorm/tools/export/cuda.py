@@ -78,7 +78,8 @@ def chain_macros(recipe: Recipe) -> tuple[str, tuple[str, ...]]:
     norm = recipe.chain.norm
     if norm is not None and recipe.eps is not None:
         norm = dataclasses.replace(norm, eps=marked(recipe.eps.value, recipe.eps.expression))
-    chain = Chain(norm, marked_pre, _marked(recipe, marked, before, len(recipe.operations)))
+    marked_post = _marked(recipe, marked, before, len(recipe.operations))
+    chain = Chain(norm, marked_pre, marked_post, recipe.chain.rounding)
     text = chain_text(chain)
     for mark, name in numbers.items():  # eps is in the text itself
         text = text.replace(f"T({mark!r})", f"T({name})")
@@ -155,6 +156,7 @@ def _operands(recipe: Recipe, constants: int) -> str:
     return (
         "constexpr int kChannels = CHANNELS;\n"
         "constexpr bool kHasBias = HAS_BIAS, kHasGamma = HAS_GAMMA, kHasBeta = HAS_BETA;\n"
+        "constexpr bool kAddsBias = HAS_BIAS && !BIAS_IN_Z;\n"
         f"#define EPINORM_CHAIN_PARAMETERS {parameters}\n"
         f"#define EPINORM_OPERAND_POINTERS {{{pointers}}}\n"
         f"#define EPINORM_OPERAND_STRIDES {{{strides}}}\n"

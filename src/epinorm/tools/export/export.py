@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.backends.cuda.plan.norm_backward import Outputs, backward_plans
 from epinorm.backends.cuda.plan.norm_forward import forward_plans
 from epinorm.backends.cuda.plan.norm_tile import NormTile, vector_width
-from epinorm.chain import GroupNorm
+from epinorm.chain import GroupNorm, Rounding
 from epinorm.problem import Core, Problem, Wanted
 from epinorm.tools.export.core import Part
 from epinorm.tools.export.cuda import TEMPLATE_FOLDER, binding_text, norm_cuda_text
@@ -64,8 +65,10 @@ class Exported:
     remarks: tuple[str, ...]
 
 
-def export(path: Path, gemm: Gemm = "auto") -> Exported:
+def export(path: Path, gemm: Gemm = "auto", rounding: Rounding = "eager") -> Exported:
     """The exported file for a problem file.
+
+    ``rounding`` as ``epinorm.linear_norm`` has it: "eager" is what an evaluator compares with.
 
     A core that $EPINORM_CORE forces is the only one in it. Raises ProblemError for what is wrong
     with the file and NoChainError, with the reason, where it holds nothing that can be exported.
@@ -73,6 +76,7 @@ def export(path: Path, gemm: Gemm = "auto") -> Exported:
     problem = load_problem(path)
     model, inputs = problem.make(torch.float32, "cpu")
     recipe = read_recipe(path.name, model, inputs)
+    recipe = dataclasses.replace(recipe, chain=dataclasses.replace(recipe.chain, rounding=rounding))
     _check_group(path, recipe)
     parts = split_problem(path, recipe)
     _check_imports(path)
@@ -157,6 +161,7 @@ def _filled(
         "header": header(path.name, recipe, cores),
         "before": parts.before.strip("\n"),
         "chain": f"Linear → {str(recipe.chain).replace('|', ' → ')}",
+        "rounding": recipe.chain.rounding,
         "cuda": norm_cuda_text(recipe),
         "binding_common": binding_text(recipe, "common"),
         "binding_norm": binding_text(recipe, "norm"),

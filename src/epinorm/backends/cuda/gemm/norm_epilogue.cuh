@@ -3,7 +3,7 @@
 //
 // The prelude defines the chain (codegen.py); kGroupColumns; kHasBias, kHasGamma, kHasBeta; kScaled
 // (operands are scaled planes); kKeep (training: z, mean and rstd are written); kAffineScaled (a
-// constant taken out of post scales gamma and beta); the types OutType, KeptType and NormType;
+// constant taken out of post scales gamma and beta); kBiasInZ (z is kept with the bias); the types OutType, KeptType and NormType;
 // kChannelOperands.
 // The kernel defines, before it includes this:
 //   kWarpColumns, kAccumulators    columns of a warp's accumulators, and a thread's of 16 rows
@@ -203,6 +203,23 @@ __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const E
   }
 }
 
+// The bias is added to what is kept, or, where its values need not be at hand so early, behind that.
+constexpr bool kBiasFirst = kHasBias && kKeep && kBiasInZ;
+constexpr bool kAddsBias = kHasBias && !kBiasFirst;
+
+__device__ __forceinline__ void add_bias(float (&v)[kAccumulators], const Vectors& vectors,
+                                         int first_chunk, int chunks) {
+  const int quad_lane = threadIdx.x % 4;
+#pragma unroll
+  for (int chunk = first_chunk; chunk < first_chunk + chunks; ++chunk) {
+    const float2 bias = pair_at(vectors, kBiasVector, chunk, quad_lane);
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) v[accumulator(chunk, lower, i)] += of(bias, i);
+  }
+}
+
 // The linear's output from the scaled planes' product.
 __device__ __forceinline__ void undo_scales(float (&v)[kAccumulators], const float (&row_scale)[2],
                                             const Vectors& vectors, int quad_lane) {
@@ -265,7 +282,7 @@ __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epi
                                             const Vectors& vectors, int row, int first_column,
                                             int chunk) {
   const int quad_lane = threadIdx.x % 4;
-  const float2 bias = kHasBias ? pair_at(vectors, kBiasVector, chunk, quad_lane) : float2{};
+  const float2 bias = kAddsBias ? pair_at(vectors, kBiasVector, chunk, quad_lane) : float2{};
   float t[chain::kSlots];
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower)
@@ -273,7 +290,7 @@ __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epi
     for (int i = 0; i < 2; ++i) {
       float& value = v[accumulator(chunk, lower, i)];
       load_operands(t, e, vectors, chunk, quad_lane, i, row + lower * 8, first_column);
-      value = chain::pre_apply<float>(e.constants, kHasBias ? value + of(bias, i) : value, t);
+      value = chain::pre_apply<float>(e.constants, kAddsBias ? value + of(bias, i) : value, t);
     }
 }
 
@@ -365,8 +382,12 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
                                 row + 8 < e.m ? e.row_scale[row + 8] : 0.f};
     undo_scales(v, row_scale, vectors, lane % 4);
   }
-  if (kKeep)
-    RowStore<KeptType, kWarpColumns, kAlignedRows>::store(e.z, buffer, v, warp_row, first_column,
-                                                          e.m, e.n, [](int) {});
+  if (kKeep) {
+    using Store = RowStore<KeptType, kWarpColumns, kAlignedRows>;
+    constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
+    Store::store(e.z, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
+      if constexpr (kBiasFirst) add_bias(v, vectors, part * kPartChunks, kPartChunks);
+    });
+  }
   finish_rows(v, e, vectors, group_sum, buffer, warp_row, first_column);
 }

@@ -7,7 +7,7 @@
 // beta are read once (kKeep) and column sums stay in registers.
 //
 // The prelude gives the types; kChannels in a group, kVector, kLanes, kVectors, kRows, kWarpsX,
-// kWarpsY, kKeep, kPrefetch, kResident; kHasBias, kHasGamma, kHasBeta; the text of the chain. See norm/text.py.
+// kWarpsY, kKeep, kPrefetch, kResident; kAddsBias (z lacks it), kHasGamma, kHasBeta; the text of the chain. See norm/text.py.
 #pragma once
 #include "norm/norm_types.cuh"
 #include "common/reduce.cuh"
@@ -65,7 +65,7 @@ struct Channels {
   Vector<P, kVector> gamma, beta, operand[chain::kSlots];
 
   EPINORM_FUNCTION void load(const Sources& from, int column) {
-    if (kHasBias) bias.load(from.bias + column);
+    if (kAddsBias) bias.load(from.bias + column);
     if (kHasGamma) gamma.load(from.gamma + column);
     if (kHasBeta) beta.load(from.beta + column);
 #pragma unroll
@@ -73,7 +73,7 @@ struct Channels {
       if (chain::is_channel(i)) operand[i].load(from.operand[i] + column);
   }
 
-  EPINORM_FUNCTION T with_bias(T z, int j) const { return kHasBias ? z + bias.get<T>(j) : z; }
+  EPINORM_FUNCTION T with_bias(T z, int j) const { return kAddsBias ? z + bias.get<T>(j) : z; }
   EPINORM_FUNCTION T scale(int j) const { return kHasGamma ? gamma.get<T>(j) : T(1); }
   // gamma * (distance - shift) * rstd + beta with the fewest roundings on the large term.
   EPINORM_FUNCTION T normalized(T distance, T shift, T rstd, int j) const {

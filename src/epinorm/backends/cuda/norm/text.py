@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.plan.norm_tile import NormTile
-from epinorm.backends.cuda.text.chain_text import ChainArguments, chain_text, constant_list
+from epinorm.backends.cuda.text.chain_text import (
+    CUDA_TYPES,
+    ChainArguments,
+    chain_text,
+    constant_list,
+)
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.problem import Inputs, Problem
 
@@ -32,14 +36,6 @@ def chain_signature(problem: Problem) -> str:
     return operands + ChainArguments(problem.chain, problem.stats_dtype).signature
 
 
-_CUDA_TYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
-
-
 def types_text(problem: Problem) -> str:
     """The definitions that norm_types.cuh needs."""
     types = {
@@ -48,7 +44,7 @@ def types_text(problem: Problem) -> str:
         "EPINORM_Y": problem.out_dtype,
         "EPINORM_T": problem.stats_dtype,
     }
-    return "".join(f"#define {name} {_CUDA_TYPES[dtype]}\n" for name, dtype in types.items())
+    return "".join(f"#define {name} {CUDA_TYPES[dtype]}\n" for name, dtype in types.items())
 
 
 def norm_text(
@@ -70,15 +66,16 @@ def norm_text(
         "kKeep": tile.keep,
         "kResident": tile.resident,
         "kPrefetch": tile.prefetch,
-        "kHasBias": problem.has_bias,
+        "kAddsBias": problem.has_bias and not problem.bias_in_z,
         "kHasGamma": problem.has_norm_weight,
         "kHasBeta": problem.has_norm_bias,
         **more,
     }
     lines = [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
-    prelude = "".join((types_text(problem), *lines, _operands_text(problem), extra))
+    prelude = "".join((*lines, _operands_text(problem), extra))
     backward = "#define EPINORM_BACKWARD\n" if "backward" in kernel else ""
-    return backward + chain_text(problem.chain) + prelude + read_kernel(f"{kernel}.cu")
+    before = types_text(problem) + backward + chain_text(problem.chain)
+    return before + prelude + read_kernel(f"{kernel}.cu")
 
 
 def parameter_addresses(inputs: Inputs) -> tuple[int, int, int]:

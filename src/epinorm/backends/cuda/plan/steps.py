@@ -66,7 +66,7 @@ class _Forward:
         self.y = "y" + kept
         if plan.strategy == "epilogue":
             as_eager = problem.dtype == torch.float32 and problem.has_bias
-            kernel = "aten::addmm" if as_eager else "aten::mm"
+            kernel = "aten::addmm" if as_eager or problem.bias_in_z else "aten::mm"
             self.steps.append(Step(kernel, "z", "the library's product"))
             self._norm(problem)
         elif plan.strategy == "planes":

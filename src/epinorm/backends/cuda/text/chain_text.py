@@ -23,6 +23,10 @@ what leaves, return that of x, and set dt[i] to the gradient of operand i at thi
 kernel adds up over rows for a channel operand. Index the arrays with constants (unrolled loops), so
 that they stay in registers; what is not used costs nothing.
 
+Under ``rounding="eager"`` what enters an operation or the norm is rounded first, to EPINORM_Z, the
+linear layer's type, or to EPINORM_Y, the norm's: macros, with the names that vector.cuh has for
+types.
+
 The text does not depend on the number of groups or on the constants: chains that differ in those
 alone share it. A kernel takes each constant as an argument of its own, which lies in constant
 memory and is an instruction's operand from there; ``ChainArguments`` is the host's side of that.
@@ -42,7 +46,15 @@ from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.chain import Chain, GroupNorm, LayerNorm
 from epinorm.chain.pointwise import Pointwise, cpp_function
 
-__all__ = ["ChainArguments", "chain_text", "constant_list"]
+__all__ = ["CUDA_TYPES", "ChainArguments", "chain_text", "constant_list"]
+
+CUDA_TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+"""The names that the kernels have for dtypes: vector.cuh."""
 
 
 def chain_text(chain: Chain) -> str:
@@ -50,6 +62,14 @@ def chain_text(chain: Chain) -> str:
     kinds = chain.operand_kinds
     pre_operands = sum(1 for op in chain.pre if op.operand)
     pre_constants = sum(len(op.arguments) for op in chain.pre)
+    pre_types: Sequence[str | None] = [None] * (len(chain.pre) + 1)
+    post_types: Sequence[str | None] = [None] * (len(chain.post) + 1)
+    if chain.rounding == "eager":
+        results = chain.pre_results_in_norm_dtype
+        pre_types = ["EPINORM_Z", *("EPINORM_Y" if norm else "EPINORM_Z" for norm in results)]
+        if chain.norm is None:  # y is rounded where it is stored
+            pre_types[-1] = None
+        post_types = [*["EPINORM_Y"] * len(chain.post), None]
     lines = [
         read_kernel("common/chain.cuh") + "namespace chain {",
         f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
@@ -59,8 +79,8 @@ def chain_text(chain: Chain) -> str:
         f"constexpr int kOperands = {len(kinds)};",
         f"constexpr int kSlots = {max(len(kinds), 1)};",
         _is_channel(kinds),
-        *_stage("pre", chain.pre, 0, 0),
-        *_stage("post", chain.post, pre_operands, pre_constants),
+        *_stage("pre", chain.pre, 0, 0, pre_types),
+        *_stage("post", chain.post, pre_operands, pre_constants, post_types),
         "}  // namespace chain\n",
     ]
     return "\n".join(lines)
@@ -86,8 +106,15 @@ def _is_channel(kinds: Sequence[str]) -> str:
     )
 
 
-def _stage(name: str, operations: Sequence[Pointwise], operands: int, constants: int) -> list[str]:
-    """The functions of one side of the norm, whose first operand and first constant these are."""
+def _stage(
+    name: str,
+    operations: Sequence[Pointwise],
+    operands: int,
+    constants: int,
+    types: Sequence[str | None],
+) -> list[str]:
+    """The functions of one side of the norm, whose first operand and first constant these are.
+    types: what enters each operation, and what leaves the last, is rounded to; None: it is not."""
     lines, more, has_operand = [], [], []
     for index, operation in enumerate(operations):
         given = ""
@@ -102,21 +129,32 @@ def _stage(name: str, operations: Sequence[Pointwise], operands: int, constants:
         if operation.operand:
             body = f"{name}{index}_operand_backward"
             lines.append(cpp_function(body, operation, "operand_backward"))
-    return [*lines, _apply(name, more), _backward(name, more, has_operand)]
+    return [*lines, _apply(name, more, types), _backward(name, more, has_operand, types)]
 
 
-def _apply(name: str, more: Sequence[str]) -> str:
+def _rounded(value: str, to: str | None) -> str:
+    return value if to is None else f"EPINORM_ROUNDED({to}, {value})"
+
+
+def _apply(name: str, more: Sequence[str], types: Sequence[str | None]) -> str:
     """``more``: what each operation takes besides x."""
-    steps = "".join(f" x = {name}{i}<T>(x{given});" for i, given in enumerate(more))
+    results = ["x", *(f"{name}{i}<T>(x{given})" for i, given in enumerate(more))]
+    rounded = [_rounded(result, to) for result, to in zip(results, types, strict=True)]
+    steps = "".join(f" x = {value};" for value in rounded if value != "x")
     return (
         f"template <typename T> EPINORM_FUNCTION T {name}_apply"
         f"(Constants<T> c, T x, const T (&t)[kSlots]) {{{steps} return x; }}"
     )
 
 
-def _backward(name: str, more: Sequence[str], slots: Sequence[int | None]) -> str:
+def _backward(
+    name: str, more: Sequence[str], slots: Sequence[int | None], types: Sequence[str | None]
+) -> str:
     """Every operation's input again (only those that a derivative reads survive), then back."""
-    steps = [f"const T x{i + 1} = {name}{i}<T>(x{i}{given});" for i, given in enumerate(more[:-1])]
+    steps = [f"x0 = {_rounded('x0', types[0])};"] if types[0] else []
+    for i, given in enumerate(more[:-1]):
+        value = _rounded(f"{name}{i}<T>(x{i}{given})", types[i + 1])
+        steps.append(f"const T x{i + 1} = {value};")
     for i, slot in reversed(list(enumerate(slots))):
         if slot is not None:
             steps.append(f"dt[{slot}] = {name}{i}_operand_backward<T>(g, x{i}{more[i]});")

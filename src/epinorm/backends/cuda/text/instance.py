@@ -11,7 +11,12 @@ from typing import Generic, TypeVar
 
 import torch
 
-from epinorm.backends.cuda.text.chain_text import ChainArguments, chain_text, constant_list
+from epinorm.backends.cuda.text.chain_text import (
+    CUDA_TYPES,
+    ChainArguments,
+    chain_text,
+    constant_list,
+)
 from epinorm.chain import Chain
 from epinorm.chain.pointwise import SCALE_BY_POWER_OF_TWO
 from epinorm.problem import Problem
@@ -54,6 +59,7 @@ class Instance(Generic[T]):
     has_gamma: bool
     has_beta: bool
     keep: bool
+    bias_in_z: bool
     aligned_rows: bool = True
 
 
@@ -73,6 +79,7 @@ def instance_of(problem: Problem, tile: T, planes: int, scaled: bool) -> Instanc
         has_gamma=problem.has_norm_weight,
         has_beta=problem.has_norm_bias,
         keep=problem.keeps_z,
+        bias_in_z=problem.bias_in_z,
         aligned_rows=rows_aligned(problem),
     )
 
@@ -108,7 +115,8 @@ def vectors(instance: Instance[T]) -> int:
 def _without_scale(chain: Chain) -> Chain:
     """Take a last scale by a power of two out of post, where gamma and beta can carry it.
 
-    f(c x) = c f(x) for c > 0 and the operations before it; a power of two leaves every bit alone.
+    f(c x) = c f(x) for c > 0 and the operations before it; a power of two leaves every bit alone,
+    of roundings in between too: but for 16 bit's smallest numbers, which then keep more of theirs.
     """
     if not chain.post or chain.post[-1].structure != SCALE_BY_POWER_OF_TWO:
         return chain
@@ -136,6 +144,7 @@ def epilogue_prelude(instance: Instance[T]) -> str:
             "kScaled": instance.scaled,
             "kKeep": instance.keep,
             "kAffineScaled": scaled,
+            "kBiasInZ": instance.bias_in_z,
             "kChannelOperands": kinds.count("channel"),
         }
     )
@@ -150,4 +159,7 @@ def epilogue_prelude(instance: Instance[T]) -> str:
         f"#define CONSTANT_LIST {constant_list(arguments.names[: len(chain.arguments)])}\n"
         f"#define AFFINE_SCALE {arguments.names[-1] if scaled else '1.0f'}\n"
     )
+    if chain.rounding == "eager":
+        numbers += f"#define EPINORM_Z {CUDA_TYPES[instance.kept_dtype]}\n"
+        numbers += f"#define EPINORM_Y {CUDA_TYPES[instance.out_dtype]}\n"
     return numbers + chain_text(chain) + types
