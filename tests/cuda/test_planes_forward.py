@@ -146,3 +146,13 @@ def test_a_single_row_at_high_is_fp32(gpu: Any) -> None:
             (product,) = [launch for launch in gpu.launches if launch.kind == "linear_norm"]
             assert product.source.planes == planes
             gpu.launches.clear()
+
+
+def test_without_a_norm_y_has_xs_dtype(monkeypatch: Any) -> None:
+    """z and dz would be read in a dtype that they do not have."""
+    believe_in(monkeypatch, H200)
+    problem = problem_of(64, 64, 64, 1, chain="gelu", out_dtype=torch.float32)
+    for strategy in ("auto", "single"):
+        plan = plan_cuda(problem, strategy)
+        assert plan.strategy == "reference"
+        assert "y is torch.bfloat16 as x is" in plan.reason

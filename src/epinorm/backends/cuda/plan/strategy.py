@@ -140,6 +140,8 @@ def _planes_text(problem: Problem) -> str:
 
 def _core(problem: Problem) -> tuple[Core | None, str]:
     """The core that serves the problem in a single kernel; or None, and in a sentence why."""
+    if problem.chain.norm is None and problem.out_dtype != problem.dtype:
+        return None, f"without a norm y is {problem.dtype} as x is, not {problem.out_dtype}"
     wanted = wanted_core()
     why_not_hopper = _why_not_hopper(problem)
     if why_not_hopper is None and wanted != "portable":
