@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
         "--precisions", type=names(("highest", "high")), default=["highest", "high"], help="of fp32"
     )
     add("--passes", type=names((*PASSES, *MICRO)), default=list(PASSES))
-    add("--strategy", default="auto", help="auto, single, epilogue, cpu or reference")
+    add("--strategy", default="auto", help="auto, single, planes, epilogue, cpu or reference")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--out", type=Path, default=HERE / "results", metavar="DIR")
     add("--no-compile", action="store_true", help="do not time torch.compile")

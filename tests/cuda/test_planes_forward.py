@@ -14,6 +14,7 @@ from epinorm.backends.cuda.fp32.rescue import rescue_source
 from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
 from epinorm.backends.cuda.plan.hopper import candidates, choose_tile, instance_for
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
+from epinorm.backends.cuda.plan.strategy import plan_cuda
 from epinorm.backends.cuda.runtime.jit import compiled
 from epinorm.chain import Chain
 from epinorm.chain.reference import linear_norm
@@ -21,7 +22,11 @@ from epinorm.operator.functional import apply_chain, linear
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from problems import problem_of
+
+from imaginary import H200, believe_in
 
 M, K, N = 24, 40, 96
 
@@ -107,3 +112,47 @@ def test_every_tile_without_a_norm_is_of_whole_chunks() -> None:
     for n in (768, 12, 7, 1):
         problem = problem_of(512, 1024, n, 1, kind="highest", chain="identity")
         assert all(tile.block_n % 8 == 0 for tile in candidates(problem))
+
+
+@pytest.mark.parametrize(
+    ("facts", "strategy"),
+    [
+        (dict(m=16384, k=768, channels=768, groups=1, chain="add_residual|layer_norm"), "planes"),
+        (dict(m=16384, k=768, channels=12, groups=64), "planes"),
+        (dict(m=8192, k=4096, channels=4096, groups=1, chain="layer_norm|gelu"), "planes"),
+        (dict(m=4096, k=2048, channels=2048, groups=1, chain="relu"), "single"),
+        (
+            dict(m=8192, k=768, channels=768, groups=1, chain="identity", kind="bfloat16"),
+            "reference",
+        ),
+    ],
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_fastest_is_taken(facts, strategy, training, monkeypatch: Any) -> None:
+    """As measured on an H200, at `highest` where nothing else is said."""
+    believe_in(monkeypatch, H200)
+    problem = problem_of(**{"kind": "highest", **facts}, training=training)
+    plan = plan_cuda(problem, "auto")
+    assert plan.strategy == strategy, plan.reason
+    assert plan.chosen
+
+
+def test_a_single_row_at_high_is_fp32(gpu: Any) -> None:
+    """Two planes, as PyTorch computes it in full fp32 too."""
+    torch.set_float32_matmul_precision("high")
+    with torch.no_grad():
+        for rows, planes in ((1, 2), (2, 1)):
+            linear(torch.randn(rows, K), torch.randn(N, K), strategy="single")
+            (product,) = [launch for launch in gpu.launches if launch.kind == "linear_norm"]
+            assert product.source.planes == planes
+            gpu.launches.clear()
+
+
+def test_without_a_norm_y_has_xs_dtype(monkeypatch: Any) -> None:
+    """z and dz would be read in a dtype that they do not have."""
+    believe_in(monkeypatch, H200)
+    problem = problem_of(64, 64, 64, 1, chain="gelu", out_dtype=torch.float32)
+    for strategy in ("auto", "single"):
+        plan = plan_cuda(problem, strategy)
+        assert plan.strategy == "reference"
+        assert "y is torch.bfloat16 as x is" in plan.reason

@@ -54,7 +54,13 @@ def _no_bias(problem: Problem) -> Tensor | None:
     """
     if problem.dtype != torch.float32 or not problem.has_bias:
         return None
+    if _captured(problem):  # what is allocated now belongs to the graph
+        return torch.zeros(problem.n, device=problem.device)
     return _zeros(problem.n, problem.device)
+
+
+def _captured(problem: Problem) -> bool:
+    return problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) -> Run | None:
@@ -66,9 +72,10 @@ def bind(problem: Problem, plan: Plan, inputs: Inputs, y_size: tuple[int, ...]) 
         return None if plan.core == "portable" else hopper.bind(problem, inputs, y_size)
     if plan.strategy == "planes":
         return None if plan.core == "portable" else by_planes.bind(problem, inputs, y_size)
-    normalise, no_bias, bias_in_z = (
-        norm.bind(problem, y_size), _no_bias(problem), problem.bias_in_z
-    )  # fmt: skip
+    if _captured(problem):
+        return None
+    normalise = norm.bind(problem, y_size)
+    no_bias, bias_in_z = _no_bias(problem), problem.bias_in_z
 
     def run(
         x: Tensor,

@@ -27,9 +27,9 @@ TILES = {
     "highest": (((256, 128), 1.0), ((128, 128), 0.73), ((128, 64), 0.6), ((64, 64), 0.55)),
 }
 """Tiles that the library was seen to choose from, with the share of the rate that each reaches."""
-SPLIT_LENGTH, SPLIT_SHARE = 2048, 0.8
-"""Terms from which on sums are split where the last round would be all but empty, and what is
-reached of the rate then."""
+SPLIT_LENGTH, SPLIT_GAIN = 1024, 0.45
+"""Longer sums of so few tiles that one round has them all are split; what that brings, as a power
+of the length."""
 BYTES = 3.6e6
 """That a kernel which only moves memory moves a microsecond."""
 LAUNCH = 2.5
@@ -42,7 +42,7 @@ GROUP_NORM_PASSES = 6
 
 # What the host takes, on the machine of that H200: a product called, a layer, and their backward.
 HOST_LINEAR, HOST_LAYER = 21.0, 13.0
-HOST_LINEAR_BACKWARD, HOST_LAYER_BACKWARD, HOST_NORM_BACKWARD = 150.0, 27.0, 47.0
+HOST_LINEAR_BACKWARD, HOST_LAYER_BACKWARD, HOST_NORM_BACKWARD = 150.0, 37.0, 77.0
 
 
 def _bytes(gpu: Gpu) -> float:
@@ -65,14 +65,16 @@ def library_product(problem: Problem, of_weight: bool = False) -> float:
 
 
 def _arithmetic(rows: int, columns: int, length: int, kind: str, rate: float, gpu: Gpu) -> float:
-    """By whole rounds of tiles; long sums of few tiles are split, which evens them out."""
-    flops, found = 2.0 * rows * columns * length, []
+    """By whole rounds of tiles; a single row or column is left to kernels that memory rules."""
+    if min(rows, columns) == 1:
+        return 0.0
+    found = []
     for (tile_rows, tile_columns), share in TILES[kind]:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         rounds = -(-tiles // gpu.multiprocessors)
         padded = rounds * gpu.multiprocessors * tile_rows * tile_columns * 2.0 * length
-        if length > SPLIT_LENGTH * rounds:
-            padded = min(padded, flops / SPLIT_SHARE)
+        if rounds == 1 and length > SPLIT_LENGTH:
+            padded *= (SPLIT_LENGTH / length) ** SPLIT_GAIN
         found.append(padded / (rate * share))
     return min(found)
 
