@@ -13,12 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-<<<<<<< HEAD
-from epinorm.tools.cli.main import app
 from epinorm.tools.judge import guard
-=======
-from epinorm.tools.judge import process as judge_process
->>>>>>> 16d2254 (The command line beside the library: help without PyTorch, --version)
 from epinorm.tools.judge.facts import Check, JudgeOptions, Verdict
 from epinorm.tools.judge.judge import judge
 from epinorm.tools.judge.source import remarks
