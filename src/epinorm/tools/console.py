@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from epinorm.tools.accuracy import Verification
-from epinorm.tools.report import microseconds, over, setting, size, times
 from epinorm.tools.results import Row
+from epinorm.tools.tables import microseconds, over, setting, size, times
 
 __all__ = ["bench_table", "err", "interruptible", "out", "progress", "verification_table"]
 

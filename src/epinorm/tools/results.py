@@ -22,6 +22,7 @@ __all__ = [
     "device_name",
     "device_slug",
     "merge_rows",
+    "newest",
     "put_values",
     "read_rows",
     "write_atomic",
@@ -213,6 +214,22 @@ def merge_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
     text = json.dumps([row.as_json() for row in everything], indent=1, allow_nan=False)
     write_atomic(path, text + "\n")
     return everything
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """One row for each shape, dtype, precision, pass and GPU, in their order: the newest,
+    and of strategies measured on one day the fastest that is verified."""
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = (row.shape, row.dtype, row.precision, row.pass_, row.gpu)
+        old = best.get(key)
+        if old is None or _rank(row) > _rank(old):
+            best[key] = row
+    return list(best.values())
+
+
+def _rank(row: Row) -> tuple[str, float]:
+    return row.date, -(row.ours_us or math.inf)
 
 
 def put_values(path: Path, values: Mapping[str, Any], key: Sequence[str]) -> None:
