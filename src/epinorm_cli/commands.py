@@ -34,6 +34,11 @@ from epinorm_cli.options import (
 
 __all__ = ["main"]
 
+ON_A_CPU = (
+    "On a CPU the gain is small, since most of the time is the matrix product's, which is PyTorch's "
+    "own: epinorm is for GPUs."
+)
+
 cache_app = typer.Typer(no_args_is_help=False, help="The compiled kernels kept on disk.")
 app.add_typer(cache_app, name="cache")
 
@@ -104,7 +109,13 @@ def _cases(
 
 def _show_bench(rows: list[Any]) -> None:
     from epinorm.tools.console import bench_table, headline, out
+    from epinorm.tools.verdict import verdict
 
+    for row in rows:
+        out.print(verdict(row), style="bold", markup=False)
+    if rows[0].gpu.startswith("CPU"):
+        out.print(ON_A_CPU, markup=False)
+    out.print()
     out.print(headline(rows[0]), markup=False)
     out.print()
     out.print(bench_table(rows))

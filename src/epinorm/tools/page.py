@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from epinorm.tools.plots import svg_text
 from epinorm.tools.results import Row
 from epinorm.tools.tables import provenance, table
+from epinorm.tools.verdict import verdict as in_words
 
 __all__ = ["html_page"]
 
@@ -42,7 +43,7 @@ def html_page(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="{"good" if verified else "bad"}">{verdict}</p>',
     ]
-    parts += [f"<p>{html.escape(note)}</p>" for note in notes]
+    parts += [f"<p>{html.escape(note)}</p>" for note in [*map(in_words, rows), *notes]]
     if any(row.ours_us for row in rows):
         parts += ["<h2>Picture</h2>", svg_text(rows)]
     parts += ["<h2>Table</h2>", _html_table(*table(rows))]
@@ -57,6 +58,8 @@ def html_page(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str
 
 HOW_TO_READ = (
     "Times are medians; all competitors run alternately in one process on the same inputs. "
+    "In brackets stands between which numbers the ratios of eight in ten rounds lie; a ratio is "
+    "“noise” where 1 is between them. "
     "“Linear alone” is the matrix product and its bias by PyTorch, without norm and activation. "
     "An error is ‖result − truth‖ / ‖truth‖ against the same module in float64, of the output or "
     "gradient that comes closest to its limit; parameters and inputs are random. The limit is "

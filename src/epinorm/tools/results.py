@@ -38,6 +38,7 @@ class Row:
 
     ``pass_`` is written as "pass". Errors are those of ``error_of``, the tensor and input whose
     error comes closest to what is allowed. A row that is not ``verified`` has no times.
+    ``spreads`` are those of ``verdict.spreads``, over ``runs`` rounds.
     """
 
     shape: str
@@ -81,6 +82,8 @@ class Row:
     reason: str | None = None
     compile_reason: str | None = None
     compile_autotune_reason: str | None = None
+    runs: int | None = None
+    spreads: dict[str, list[float]] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The row as it stands in a results file: errors and times to four digits."""
@@ -98,6 +101,11 @@ class Row:
     def speedup(self) -> float | None:
         """Eager's time over ours."""
         return self.eager_us / self.ours_us if self.eager_us and self.ours_us else None
+
+    def is_noise(self, key: str) -> bool:
+        """Whether the runs differ by more than ours and the competitor ``key`` do."""
+        low, high = (self.spreads or {}).get(key, (0.0, 0.0))
+        return low <= 1 <= high
 
     @property
     def error_ratio(self) -> float | None:

@@ -16,6 +16,7 @@ __all__ = [
     "markdown_table",
     "microseconds",
     "over",
+    "over_text",
     "provenance",
     "setting",
     "short_table",
@@ -51,6 +52,12 @@ def times(value: float | None) -> str:
 def over(numerator: float | None, denominator: float | None) -> float | None:
     """Their ratio; None where one is missing or zero."""
     return numerator / denominator if numerator and denominator else None
+
+
+def over_text(row: Row, key: str) -> str:
+    """How many times as fast as the competitor ``key`` ours is; "noise" where runs differ more."""
+    ratio = over(getattr(row, f"{key}_us"), row.ours_us)
+    return "noise" if ratio is not None and row.is_noise(key) else times(ratio)
 
 
 def setting(row: Row) -> str:
@@ -95,8 +102,8 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("copy", _time("copy")),
     ("on the GPU, ours / linear", lambda r: _short(r, r.ours_gpu_us, r.linear_gpu_us)),
     ("in a loop, ours / eager", lambda r: _short(r, r.ours_wall_us, r.eager_wall_us)),
-    ("over eager", lambda r: times(r.speedup)),
-    ("over compile", lambda r: times(over(r.compile_us, r.ours_us))),
+    ("over eager", lambda r: over_text(r, "eager")),
+    ("over compile", lambda r: over_text(r, "compile")),
     ("error, ours / eager", _errors),
     ("peak MB, ours / eager", lambda r: _pair(r.ours_peak_mb, r.eager_peak_mb)),
     ("strategy", lambda r: r.strategy or "–"),
