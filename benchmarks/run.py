@@ -25,8 +25,8 @@ import torch
 from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.tools.bench import Competitors, bench
 from epinorm.tools.kernelbench.protocol import make_case
-from epinorm.tools.report import markdown_table
 from epinorm.tools.results import Row, device_name, device_slug, merge_rows
+from epinorm.tools.tables import markdown_table
 from epinorm.tools.timing import Settings
 from micro import MICRO, bench_micro
 from shapes import SHAPES, Shape

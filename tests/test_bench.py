@@ -62,6 +62,9 @@ def test_a_right_candidate_is_timed(training: bool) -> None:
     assert row.pass_ == ("training" if training else "forward")
     for key in ("ours_us", "eager_us", "linear_us"):
         assert 1 < getattr(row, key) < 1e6
+    assert row.runs in (2, 3)
+    assert set(row.spreads) == {"eager", "linear"}
+    assert all(0 < low <= high for low, high in row.spreads.values())
     # What does not exist on a CPU, or was not asked for, is null and not zero.
     for key in ("compile_us", "compile_autotune_us", "ours_prepacked_us", "ours_peak_mb"):
         assert getattr(row, key) is None

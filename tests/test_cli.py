@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epinorm.tools.cli.main import app
+import epinorm
 from epinorm.tools.console import interruptible, progress
 from epinorm.tools.kernelbench import protocol
+from epinorm_cli import app
+from epinorm_cli.options import DTYPES
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = str(ROOT / "examples" / "matmul_groupnorm_leakyrelu_sum.py")
@@ -70,6 +73,10 @@ def test_bench_as_make_run_calls_it(here: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "group_norm(8,1e-05)|leaky_relu(0.01)|scale(2)" in done.stdout
     assert "16, 128 → 128, 8 groups" in done.stdout
+    forward, training, note = done.stdout.splitlines()[:3]
+    assert re.match(r"Forward: .*eager \(\d+\.\d\d to \d+\.\d\d over \d+ runs\)\.$", forward)
+    assert training.startswith("Forward and backward: ")
+    assert note.startswith("On a CPU the gain is small")
     for text in ("epinorm ", "eager ", "linear alone", "verified forward", "verified training"):
         assert text in done.stdout
     assert "timing" in done.stderr
@@ -167,6 +174,7 @@ def test_check(dtype: str) -> None:
     assert result.stdout.splitlines()[-1] == "verified"
     assert "gradient of fc.weight" in result.stdout
     assert "gradient of gn.bias" in result.stdout
+    assert f"forward, {DTYPES[dtype]}" in result.stdout
 
 
 def test_check_json() -> None:
@@ -306,10 +314,35 @@ def test_the_traceback_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) ->
     assert result.exit_code == 2
 
 
-def test_help_names_the_commands() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "epinorm", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0
+def test_help_names_the_commands_and_needs_no_torch() -> None:
+    program = (
+        "import sys; from epinorm_cli import main; sys.argv = ['epinorm', *sys.argv[1:]]\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'epinorm', 'matplotlib'} & set(sys.modules)"
+    )
+    for arguments in (["--help"], ["bench", "--help"], []):
+        before = os.times().children_user
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        command = [sys.executable, "-c", program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert os.times().children_user - before < 0.5
     for name in ("bench", "check", "explain", "info", "cache"):
-        assert name in done.stdout
+        assert name in done.stdout + done.stderr
+
+
+def test_version() -> None:
+    result = call("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"epinorm {epinorm.__version__}, PyTorch {torch.__version__}\n"
+
+
+def test_piped_output_has_the_width_it_is_told_and_no_colour() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "epinorm"]
+    for columns in (50, 120):
+        environment["COLUMNS"] = str(columns)
+        options = {"capture_output": True, "text": True, "env": environment}
+        text = subprocess.run([*command, "--help"], **options).stdout  # type: ignore[call-overload]
+        assert "\x1b" not in text
+        assert max(map(len, text.splitlines())) == columns

@@ -19,12 +19,12 @@ from epinorm.backends.cuda.plan.hopper import choose_tile
 from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_weight_tiles
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.problem import Problem
-from epinorm.tools.cli.main import app
 from epinorm.tools.export import hopper as export_hopper
 from epinorm.tools.export.export import chosen_gemm, export, forbidden_words
 from epinorm.tools.judge.source import remarks
 from epinorm.tools.kernelbench import ProblemError
 from epinorm.tools.kernelbench.protocol import NoChainError
+from epinorm_cli import app
 
 sys.path.insert(0, str(Path(__file__).parent))
 

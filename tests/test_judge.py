@@ -13,12 +13,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epinorm.tools.cli.main import app
 from epinorm.tools.judge import guard
 from epinorm.tools.judge.facts import Check, JudgeOptions, Verdict
 from epinorm.tools.judge.judge import judge
 from epinorm.tools.judge.source import remarks
 from epinorm.tools.kernelbench import ProblemError
+from epinorm_cli import app
 
 ZOO = Path(__file__).parent / "zoo"
 PROBLEM = ZOO / "problem.py"

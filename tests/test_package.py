@@ -1,7 +1,14 @@
 """The installed package is complete: kernel texts and the typing marker ship with it."""
 
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path, PurePosixPath
+
+import pytest
+
+import epinorm
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "epinorm"
@@ -33,3 +40,44 @@ def test_every_folder_with_python_files_is_a_package() -> None:
 
 def test_the_typing_marker_is_there() -> None:
     assert (PACKAGE / "py.typed").is_file()
+
+
+def test_every_public_name_is_listed_and_there() -> None:
+    assert {"explain", "fuse", "unfuse"} <= set(epinorm.__all__) <= set(dir(epinorm))
+    for name in epinorm.__all__:
+        assert getattr(epinorm, name) is not None
+    with pytest.raises(AttributeError, match="'epinorm' has no attribute 'fused'"):
+        epinorm.fused  # noqa: B018
+
+
+USERS_PROGRAM = """
+from torch import nn
+
+import epinorm
+
+model: nn.Module = epinorm.fuse(nn.Linear(8, 8))
+fused: int = epinorm.explain(model).fused
+wrong: int = epinorm.unfuse(model)
+epinorm.fused
+"""
+
+
+@pytest.mark.slow
+def test_a_users_program_is_checked_against_our_types(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(USERS_PROGRAM)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--follow-imports=silent",
+    ]
+    done = subprocess.run(
+        [*command, f"--cache-dir={ROOT / '.mypy_cache'}", str(tmp_path / "program.py")],
+        capture_output=True, text=True, env={**os.environ, "MYPYPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 2, done.stdout + done.stderr
+    assert "expression has type" in errors[0]
+    assert 'Module has no attribute "fused"' in errors[1]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from epinorm.tools import report
+from epinorm.tools import report, tables
+from epinorm.tools.page import html_page
 from epinorm.tools.plots import draw
 from epinorm.tools.results import Row, commit, device_slug, merge_rows, read_rows, write_atomic
 
@@ -135,15 +136,15 @@ def test_device_names_become_file_names() -> None:
 
 
 def test_times_are_given_in_one_unit() -> None:
-    assert report.microseconds(714.2) == "714 µs"
-    assert report.microseconds(13.456) == "13.5 µs"
-    assert report.microseconds(45_600) == "45.6 ms"
-    assert report.microseconds(1500, of=45_600) == "1.5 ms"
-    assert report.microseconds(None) == "–"
+    assert tables.microseconds(714.2) == "714 µs"
+    assert tables.microseconds(13.456) == "13.5 µs"
+    assert tables.microseconds(45_600) == "45.6 ms"
+    assert tables.microseconds(1500, of=45_600) == "1.5 ms"
+    assert tables.microseconds(None) == "–"
 
 
 def test_the_table_holds_the_numbers_and_no_empty_column() -> None:
-    text = report.markdown_table([ROW])
+    text = tables.markdown_table([ROW])
     assert "| kb62 | 1024, 8192 → 8192, 512 groups | float32 `highest` | 714 µs | 3070 µs |" in text
     assert "4.30×" in text
     assert "0.36×" in text
@@ -152,13 +153,13 @@ def test_the_table_holds_the_numbers_and_no_empty_column() -> None:
 
 
 def test_a_failed_row_shows_no_speed() -> None:
-    line = report.markdown_table([FAILED]).splitlines()[2]
+    line = tables.markdown_table([FAILED]).splitlines()[2]
     assert "not verified" in line
     assert "µs" not in line
 
 
 def test_the_page_needs_nothing_from_outside() -> None:
-    page = report.html_page("kb62", [ROW, TRAINING, FAILED])
+    page = html_page("kb62", [ROW, TRAINING, FAILED])
     assert "<svg" in page
     assert "Not verified" in page
     assert "&lt;NaN&gt;" in page
@@ -170,7 +171,7 @@ def test_the_page_needs_nothing_from_outside() -> None:
 
 
 def test_a_page_with_verified_rows_alone_says_so() -> None:
-    page = report.html_page("kb62", [ROW])
+    page = html_page("kb62", [ROW])
     assert "Verified: every error" in page
     assert "What did not run" not in page
 
@@ -189,7 +190,7 @@ def test_nothing_verified_is_nothing_to_draw() -> None:
 
 
 def test_accumulation_table(tmp_path: Path) -> None:
-    assert report.accumulation_table(tmp_path) == "Not measured yet."
+    assert tables.accumulation_table(tmp_path) == "Not measured yet."
     row = {"shape": "kb62", "dtype": "float32", "precision": "high", "verified": True}
     row |= {"gpu": "G", "torch": "2.11", "commit": "abc", "date": "2026-11-22"}
     for name, us, peak in (("in_place", 800, 286), ("ours", 950, 404), ("eager", 2400, 436)):
@@ -197,7 +198,7 @@ def test_accumulation_table(tmp_path: Path) -> None:
     row["compile_us"] = 1600
     refused = {**row, "precision": "native", "dtype": "bfloat16", "verified": False}
     (tmp_path / "g.json").write_text(json.dumps([row, refused]))
-    lines = report.accumulation_table(tmp_path).splitlines()
+    lines = tables.accumulation_table(tmp_path).splitlines()
     assert lines[2] == (
         "| kb62 | float32 `high` | 800 µs | 950 µs | 2400 µs | 1600 µs | 3.00× | 2.00× "
         "| 286 / 404 / 436 |"
@@ -213,11 +214,11 @@ def test_judged_table(tmp_path: Path) -> None:
         "torch": "2", "commit": "abc", "date": "2026-01-01",
         "timings": [{"pass": "forward", "solution_us": 100.0, "eager_us": 250.0}],
     }  # fmt: skip
-    assert report.judged_table(tmp_path) == "Not measured yet."
+    assert tables.judged_table(tmp_path) == "Not measured yet."
     (tmp_path / "a.json").write_text(json.dumps(verdict))
     wrong = {**verdict, "clean": False, "timings": [], "dtype": "bfloat16", "precision": "native"}
     (tmp_path / "b.json").write_text(json.dumps(wrong))
-    lines = report.judged_table(tmp_path).splitlines()
+    lines = tables.judged_table(tmp_path).splitlines()
     assert lines[2] == "| p.py | float32 `high` | forward | 100 µs | 250 µs | 2.50× | clean |"
     assert lines[3] == "| p.py | bfloat16 | – | – | – | – | not clean |"
     assert lines[-1] == "G, PyTorch 2, commit abc, 2026-01-01. Medians of interleaved runs."
@@ -240,6 +241,17 @@ def test_marked_tables_are_made_anew(tmp_path: Path) -> None:
     assert "old" not in text
     assert "8884" not in text
     assert report.update_marked(text, tmp_path) == text
+
+
+def test_the_short_table_has_six_columns_and_one_row_a_setting(tmp_path: Path) -> None:
+    slower = replace(ROW, strategy="epilogue", ours_us=900.0)
+    high = replace(ROW, precision="high")
+    merge_rows(tmp_path / "gpu.json", [high, ROW, slower, TRAINING, replace(ROW, shape="other")])
+    text = report.update_marked(MARKED.replace("-forward", "-forward-short"), tmp_path)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines[0] == "| shape | dtype | epinorm | eager | compile | over eager |"
+    assert lines[2] == "| kb62 | float32 `highest` | 714 µs | 3070 µs | 2707 µs | 4.30× |"
+    assert [line.split(" | ")[1] for line in lines[3:]] == ["float32 `high`"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epinorm.backends.prepack import prepack, prepacked, unprepack
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm
@@ -13,14 +13,21 @@ from epinorm.operator.modules import LinearNorm
 __version__ = "0.1.0"
 
 __all__ = ["Chain", "GroupNorm", "LayerNorm", "LinearNorm", "RMSNorm", "__version__"]
-__all__ += ["accumulate_in_place", "explain", "fuse", "linear", "linear_norm"]
+__all__ += ["accumulate_in_place", "explain", "fuse", "linear", "linear_norm", "unfuse"]
 __all__ += ["prepack", "prepacked", "unprepack"]
 
+if TYPE_CHECKING:
+    from epinorm.rewrite import explain, fuse, unfuse
+else:
 
-def __getattr__(name: str) -> Any:
-    """Load ``fuse`` and ``explain`` when first used: torch.fx is not needed to import epinorm."""
-    if name in ("explain", "fuse"):
-        from epinorm import rewrite
+    def __getattr__(name: str) -> Any:
+        """Load what rewrites models when first used: torch.fx is not needed to import epinorm."""
+        if name in ("explain", "fuse", "unfuse"):
+            from epinorm import rewrite
 
-        return getattr(rewrite, name)
-    raise AttributeError(f"module 'epinorm' has no attribute {name!r}")
+            return getattr(rewrite, name)
+        raise AttributeError(f"module 'epinorm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

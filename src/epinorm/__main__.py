@@ -1,6 +1,6 @@
 """``python -m epinorm`` is the command ``epinorm``."""
 
-from epinorm.tools.cli import main
+from epinorm_cli import main
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -24,9 +25,10 @@ from epinorm.tools.timing import (
     Settings,
     gpu_times,
     peak_memory_mb,
-    time_interleaved,
+    sample_interleaved,
     wall_times,
 )
+from epinorm.tools.verdict import spreads
 from epinorm.tools.verify import Progress, draw_dy, verify
 
 __all__ = ["Case", "Competitors", "bench", "fp32_precision_set", "linear_calls", "model_runner"]
@@ -139,14 +141,15 @@ def _row(case: Case, verification: Verification) -> Row:
 
 def _measure(
     case: Case, runners: Mapping[str, Runner], settings: Settings, notify: Notify
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     def timing(share: float) -> None:
         notify("timing", 0.5 + 0.4 * share)
 
     # What the verification left behind would be counted, or be collected during a timed run.
     gc.collect()
-    times = time_interleaved(runners, case.device, settings, timing)
-    measured: dict[str, float | None] = {f"{name}_us": value for name, value in times.items()}
+    samples = sample_interleaved(runners, case.device, settings, timing)
+    measured: dict[str, Any] = {f"{n}_us": statistics.median(t) for n, t in samples.items()}
+    measured |= {"runs": len(samples["ours"]), "spreads": spreads(samples)}
     notify("measuring the GPU's time, the host's and memory", 0.9)
     for name, value in gpu_times(runners, case.device, settings).items():
         measured[f"{name}_gpu_us"] = value

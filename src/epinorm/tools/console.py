@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from epinorm.tools.accuracy import Verification
-from epinorm.tools.report import microseconds, over, setting, size, times
 from epinorm.tools.results import Row
+from epinorm.tools.tables import microseconds, over_text, setting, size, times
 
 __all__ = ["bench_table", "err", "interruptible", "out", "progress", "verification_table"]
 
@@ -108,14 +108,14 @@ def bench_table(rows: Sequence[Row]) -> Table:
             continue
         cells = []
         for row, value in zip(rows, values, strict=True):
-            ratio = over(value, row.ours_us) if key != "ours" else None
-            cells += [microseconds(value, row.eager_us), "" if ratio is None else times(ratio)]
+            ratio = over_text(row, key) if key != "ours" and value is not None else ""
+            cells += [microseconds(value, row.eager_us), ratio]
         table.add_row(name, *cells, style="bold" if key == "ours" else None)
     errors = []
     for row in rows:
         assert row.ours_error is not None
-        ratio = row.error_ratio
-        note = "" if ratio is None else f"{ratio:.2f}× eager's"
+        worse = row.error_ratio
+        note = "" if worse is None else f"{worse:.2f}× eager's"
         errors += [f"{row.ours_error:.1e}", note]
     table.add_row("error against float64", *errors)
     return table

@@ -167,7 +167,7 @@ def _draw_speedups(axis: Any, rows: Sequence[Row]) -> None:
             axis.plot([1, ratio], [y, y], color=of.colour, lw=2, zorder=2)
             axis.scatter([ratio], [y], s=40, marker=of.marker, c=of.colour, zorder=3)
             axis.annotate(
-                f"{ratio:.2f}×",
+                "noise" if row.is_noise(key) else f"{ratio:.2f}×",
                 (ratio, y),
                 xytext=(7 if ratio >= 1 else -7, 0),
                 textcoords="offset points",

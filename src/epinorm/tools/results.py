@@ -22,6 +22,7 @@ __all__ = [
     "device_name",
     "device_slug",
     "merge_rows",
+    "newest",
     "put_values",
     "read_rows",
     "write_atomic",
@@ -37,6 +38,7 @@ class Row:
 
     ``pass_`` is written as "pass". Errors are those of ``error_of``, the tensor and input whose
     error comes closest to what is allowed. A row that is not ``verified`` has no times.
+    ``spreads`` are those of ``verdict.spreads``, over ``runs`` rounds.
     """
 
     shape: str
@@ -80,6 +82,8 @@ class Row:
     reason: str | None = None
     compile_reason: str | None = None
     compile_autotune_reason: str | None = None
+    runs: int | None = None
+    spreads: dict[str, list[float]] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The row as it stands in a results file: errors and times to four digits."""
@@ -97,6 +101,11 @@ class Row:
     def speedup(self) -> float | None:
         """Eager's time over ours."""
         return self.eager_us / self.ours_us if self.eager_us and self.ours_us else None
+
+    def is_noise(self, key: str) -> bool:
+        """Whether the runs differ by more than ours and the competitor ``key`` do."""
+        low, high = (self.spreads or {}).get(key, (0.0, 0.0))
+        return low <= 1 <= high
 
     @property
     def error_ratio(self) -> float | None:
@@ -213,6 +222,22 @@ def merge_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
     text = json.dumps([row.as_json() for row in everything], indent=1, allow_nan=False)
     write_atomic(path, text + "\n")
     return everything
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """One row for each shape, dtype, precision, pass and GPU, in their order: the newest,
+    and of strategies measured on one day the fastest that is verified."""
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = (row.shape, row.dtype, row.precision, row.pass_, row.gpu)
+        old = best.get(key)
+        if old is None or _rank(row) > _rank(old):
+            best[key] = row
+    return list(best.values())
+
+
+def _rank(row: Row) -> tuple[str, float]:
+    return row.date, -(row.ours_us or math.inf)
 
 
 def put_values(path: Path, values: Mapping[str, Any], key: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "Settings",
     "gpu_times",
     "peak_memory_mb",
+    "sample_interleaved",
     "time_interleaved",
     "wall_times",
 ]
@@ -73,16 +74,25 @@ def time_interleaved(
     progress: Progress = _ignore,
 ) -> dict[str, float]:
     """Median time in microseconds of each runner, all interleaved."""
+    samples = sample_interleaved(runners, device, settings, progress)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def sample_interleaved(
+    runners: Mapping[str, Runner],
+    device: torch.device,
+    settings: Settings = DEFAULT_SETTINGS,
+    progress: Progress = _ignore,
+) -> dict[str, list[float]]:
+    """Times in microseconds of each runner, all interleaved, one a round."""
     for runner in runners.values():
         for _ in range(settings.warmup if device.type == "cuda" else 2):
             runner.prepare()
             runner.run()
     if device.type == "cuda":
         with torch.cuda.device(device):  # events and their stream belong to the current device
-            samples = _time_cuda(runners, device, settings, progress)
-    else:
-        samples = _time_cpu(runners, settings, progress)
-    return {name: statistics.median(times) for name, times in samples.items()}
+            return _time_cuda(runners, device, settings, progress)
+    return _time_cpu(runners, settings, progress)
 
 
 def _rounds(names: list[str], index: int) -> list[str]:

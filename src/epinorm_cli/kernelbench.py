@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from epinorm.tools.cli.main import (
+from epinorm_cli.options import (
     DeviceOption,
     DtypeOption,
     FileArgument,
@@ -17,10 +17,10 @@ from epinorm.tools.cli.main import (
     PrecisionOption,
     ScaleOption,
     UsageError,
-    _choice,
-    _one_sentence,
-    _options,
     app,
+    one_of,
+    one_sentence,
+    options_of,
 )
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ def judge(
     as_json: JsonOption = False,
 ) -> None:
     """Judge the ModelNew of SOLUTION against the Model of FILE: right, honest, and how fast."""
-    with _one_sentence():
+    with one_sentence():
         from epinorm.tools.console import progress
         from epinorm.tools.judge.facts import JudgeOptions
         from epinorm.tools.judge.judge import judge as run
 
-        chosen, products, where, _ = _options(dtype, precision, device, "auto")
+        chosen, products, where, _ = options_of(dtype, precision, device, "auto")
         if not time_limit > 0:
             raise UsageError(f"--time-limit must be a number of seconds > 0, got {time_limit:g}")
         options = JudgeOptions(
@@ -141,17 +141,17 @@ def export(
     ] = "eager",
 ) -> None:
     """Write FILE's Model as ModelNew: one file that needs nothing but torch and a compiler."""
-    with _one_sentence():
+    with one_sentence():
         from epinorm.chain import Rounding
         from epinorm.tools.console import out, progress
         from epinorm.tools.export.export import GEMMS, STRATEGIES, chosen_gemm
         from epinorm.tools.export.export import export as run
         from epinorm.tools.results import write_atomic
 
-        _choice("--strategy", strategy, STRATEGIES)
+        one_of("--strategy", strategy, STRATEGIES)
         if gemm is not None:
-            _choice("--gemm", gemm, GEMMS)
-        _choice("--rounding", rounding, get_args(Rounding))
+            one_of("--gemm", gemm, GEMMS)
+        one_of("--rounding", rounding, get_args(Rounding))
         with progress(file.name) as notify:
             notify("reading and writing", 0.3)
             exported = run(file, chosen_gemm(strategy, gemm), cast("Rounding", rounding))

@@ -7,160 +7,40 @@ the traceback too.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-# torch takes a second to import: what needs it is imported by the commands, so that --help is fast.
-
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    help="Linear → norm → activation as one operation: fuse a model, verify it, time it.",
+from epinorm_cli.options import (
+    INTERRUPTED,
+    DeviceOption,
+    DtypeOption,
+    FileArgument,
+    JsonOption,
+    PrecisionOption,
+    ScaleOption,
+    StrategyOption,
+    TrainingOption,
+    app,
+    one_sentence,
+    options_of,
+    passes_of,
 )
+
+__all__ = ["main"]
+
+ON_A_CPU = (
+    "On a CPU the gain is small, since most of the time is the matrix product's, which is PyTorch's "
+    "own: epinorm is for GPUs."
+)
+
 cache_app = typer.Typer(no_args_is_help=False, help="The compiled kernels kept on disk.")
 app.add_typer(cache_app, name="cache")
-
-INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended, as shells have it."""
-
-DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "float64": "float64",
-    "fp64": "float64",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-}
-PRECISIONS = ("highest", "high")
-STRATEGIES = ("auto", "single", "planes", "epilogue", "cpu", "reference")
-
-FileArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE", help="Python file that defines Model, get_inputs() and get_init_inputs()."
-    ),
-]
-DtypeOption = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")]
-PrecisionOption = Annotated[
-    str | None,
-    typer.Option(help="fp32 products on CUDA: highest (IEEE, the default) or high (TF32)."),
-]
-DeviceOption = Annotated[
-    str | None, typer.Option(help="cpu, cuda or cuda:N; by default the best that is there.")
-]
-TrainingOption = Annotated[
-    bool | None,
-    typer.Option("--training/--forward", help="Only that pass; by default both."),
-]
-ScaleOption = Annotated[
-    int,
-    typer.Option(
-        help="Divide every module-level size of FILE (lines such as batch_size = 1024) by this."
-    ),
-]
-StrategyOption = Annotated[str, typer.Option(help=f"How to compute: {', '.join(STRATEGIES)}.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
-
-
-class UsageError(Exception):
-    """Bad input; the message is one sentence."""
-
-
-@contextlib.contextmanager
-def _one_sentence() -> Iterator[None]:
-    """Turn whatever a command raises into one sentence on stderr and an exit code."""
-    import torch
-
-    from epinorm.tools.console import err, interruptible
-    from epinorm.tools.kernelbench.problem import ProblemError
-    from epinorm.tools.kernelbench.protocol import NoChainError
-
-    def fail(text: str, code: int) -> typer.Exit:
-        if os.environ.get("EPINORM_TRACEBACK"):
-            err.print_exception()
-        # Escaped: a message may hold [brackets], which rich would read as markup.
-        err.print("[bold red]error:[/] ", end="")
-        err.print(" ".join(text.split()), markup=False)
-        return typer.Exit(code)
-
-    try:
-        with interruptible():
-            yield
-    except (UsageError, ProblemError) as error:
-        raise fail(str(error), 2) from error
-    except NoChainError as error:
-        raise fail(str(error), 1) from error
-    except torch.OutOfMemoryError as error:
-        raise fail("out of GPU memory; try a larger --scale or a 16-bit --dtype", 2) from error
-    except KeyboardInterrupt as error:
-        raise fail("interrupted; no result was written", INTERRUPTED) from error
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        raise fail(
-            f"{error} ({type(error).__name__}; EPINORM_TRACEBACK=1 shows where)", 2
-        ) from error
-
-
-def _choice(option: str, value: str, known: tuple[str, ...] | dict[str, str]) -> str:
-    if value not in known:
-        names = dict.fromkeys(known.values() if isinstance(known, dict) else known)
-        raise UsageError(f"{option} must be one of {', '.join(names)}, got {value!r}")
-    return known[value] if isinstance(known, dict) else value
-
-
-def _options(
-    dtype: str, precision: str | None, device: str | None, strategy: str
-) -> tuple[Any, Any, Any, Any]:
-    """The options as torch.dtype, precision name, torch.device and strategy; raises UsageError."""
-    import torch
-
-    chosen = getattr(torch, _choice("--dtype", dtype, DTYPES))
-    where = _device(device)
-    _choice("--strategy", strategy, STRATEGIES)
-    if precision is not None:
-        _choice("--precision", precision, PRECISIONS)
-    if precision == "high" and where.type != "cuda":
-        raise UsageError(f"--precision high (TF32) exists on CUDA alone, the device is {where}")
-    products = (precision or "highest") if chosen == torch.float32 else "native"
-    return chosen, products, where, strategy
-
-
-def _device(name: str | None) -> Any:
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError(f"--device {name}: PyTorch {torch.__version__} sees no CUDA GPU here")
-        if device.index is not None and device.index >= torch.cuda.device_count():
-            raise UsageError(
-                f"--device {name}: there are {torch.cuda.device_count()} GPUs, counted from 0"
-            )
-    return device
-
-
-def _passes(training: bool | None) -> tuple[bool, ...]:
-    return (False, True) if training is None else (training,)
 
 
 @app.command()
@@ -184,7 +64,7 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Fuse the model of FILE, verify it, time it against PyTorch; write JSON, picture and page."""
-    with _one_sentence():
+    with one_sentence():
         from epinorm.tools.bench import Competitors
         from epinorm.tools.bench import bench as run_case
         from epinorm.tools.console import progress
@@ -220,16 +100,22 @@ def _cases(
     from epinorm.tools.kernelbench.problem import load_problem
     from epinorm.tools.kernelbench.protocol import make_cases
 
-    chosen, products, where, how = _options(dtype, precision, device, strategy)
+    chosen, products, where, how = options_of(dtype, precision, device, strategy)
     with progress(file.name) as notify:
         notify("making and fusing the model", 0.3)
         problem = load_problem(file, scale)
-        return make_cases(problem, chosen, products, where, _passes(training), how)
+        return make_cases(problem, chosen, products, where, passes_of(training), how)
 
 
 def _show_bench(rows: list[Any]) -> None:
     from epinorm.tools.console import bench_table, headline, out
+    from epinorm.tools.verdict import verdict
 
+    for row in rows:
+        out.print(verdict(row), style="bold", markup=False)
+    if rows[0].gpu.startswith("CPU"):
+        out.print(ON_A_CPU, markup=False)
+    out.print()
     out.print(headline(rows[0]), markup=False)
     out.print()
     out.print(bench_table(rows))
@@ -289,7 +175,7 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Fuse the model of FILE and compare output and all gradients with eager and float64."""
-    with _one_sentence():
+    with one_sentence():
         from epinorm.tools.bench import fp32_precision_set
         from epinorm.tools.console import out, progress, verification_table
         from epinorm.tools.verify import verify
@@ -313,7 +199,10 @@ def check(
             print(json.dumps([r.as_json() for r in results], indent=1))
         else:
             for case, result in zip(cases, results, strict=True):
-                out.print(f"[bold]{'forward + backward' if case.training else 'forward'}[/]")
+                kind = str(case.dtype).removeprefix("torch.")
+                how = kind if case.precision == "native" else f"{kind} {case.precision}"
+                pass_ = "forward + backward" if case.training else "forward"
+                out.print(f"[bold]{pass_}[/], {how} on {case.device}, strategy {case.strategy}")
                 out.print(verification_table(result))
                 out.print()
             out.print("[green]verified[/]" if passed else "[red]not verified[/]")
@@ -333,14 +222,14 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say which chains FILE's model holds, what is fused and how, and why the rest is not."""
-    with _one_sentence():
+    with one_sentence():
         from epinorm.rewrite import explain as explain_model
         from epinorm.tools.bench import fp32_precision_set
         from epinorm.tools.console import out, progress
         from epinorm.tools.kernelbench.problem import load_problem
         from epinorm.tools.plans import plans_of
 
-        chosen, products, where, _ = _options(dtype, precision, device, "auto")
+        chosen, products, where, _ = options_of(dtype, precision, device, "auto")
         with progress(file.name) as notify, fp32_precision_set(products):
             notify("making the model", 0.3)
             model, inputs = load_problem(file, scale).make(chosen, where)
@@ -362,7 +251,7 @@ def explain(
 @app.command()
 def info(as_json: JsonOption = False) -> None:
     """Say what is here: Python, torch, GPU, compiler, cache folder, and what is supported."""
-    with _one_sentence():
+    with one_sentence():
         from rich.table import Table
 
         from epinorm.tools.console import out
@@ -388,7 +277,7 @@ def cache(context: typer.Context) -> None:
 @cache_app.command("list")
 def cache_list(as_json: JsonOption = False) -> None:
     """List the compiled kernels kept on disk."""
-    with _one_sentence():
+    with one_sentence():
         from epinorm.backends import cache as store
         from epinorm.tools.console import out
 
@@ -420,7 +309,7 @@ def cache_list(as_json: JsonOption = False) -> None:
 @cache_app.command("clear")
 def cache_clear() -> None:
     """Remove the compiled kernels kept on disk; they are compiled again when next used."""
-    with _one_sentence():
+    with one_sentence():
         from epinorm.backends import cache as store
         from epinorm.tools.console import out
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epinorm.tools.cli.main import (
+from epinorm_cli.options import (
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -16,11 +16,11 @@ from epinorm.tools.cli.main import (
     ScaleOption,
     TrainingOption,
     UsageError,
-    _device,
-    _one_sentence,
-    _options,
-    _passes,
     app,
+    device_of,
+    one_sentence,
+    options_of,
+    passes_of,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def tune(
 ) -> None:
     """Measure every tile for the shapes of FILE on this Hopper GPU, and remember the fastest."""
     refusal = None
-    with _one_sentence():
+    with one_sentence():
         if clear:
             _clear(file)
             return
@@ -58,10 +58,10 @@ def tune(
             raise UsageError("epinorm tune takes a FILE, or --clear to forget what was measured")
         from epinorm.tools.tune import why_not
 
-        where = _device(device)
+        where = device_of(device)
         refusal = why_not(where)
         if refusal is None:
-            chosen, products, where, _ = _options(dtype, precision, str(where), "auto")
+            chosen, products, where, _ = options_of(dtype, precision, str(where), "auto")
             tunings = _tune(file, scale, chosen, products, where, training)
             if as_json:
                 print(json.dumps([tuning.as_json() for tuning in tunings], indent=1))
@@ -105,7 +105,7 @@ def _tune(
             model, inputs = problem_file.make(dtype, device)
             candidate, _ = fused_copy(problem_file.name, model, inputs)
             with recorded() as found:
-                for backward in _passes(training):
+                for backward in passes_of(training):
                     with torch.set_grad_enabled(backward):
                         candidate(*inputs)
         for problem, tensors in found:
