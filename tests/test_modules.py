@@ -13,7 +13,7 @@ from epinorm import GroupNorm, LayerNorm, LinearNorm, RMSNorm
 
 CASES = [
     (GroupNorm(4, eps=1e-3), lambda affine, kw: nn.GroupNorm(4, 24, 1e-3, affine, **kw)),
-    (LayerNorm(1e-4), lambda affine, kw: nn.LayerNorm(24, 1e-4, affine, **kw)),
+    (LayerNorm(eps=1e-4), lambda affine, kw: nn.LayerNorm(24, 1e-4, affine, **kw)),
     (RMSNorm(), lambda affine, kw: nn.RMSNorm(24, None, affine, **kw)),
 ]
 
