@@ -195,16 +195,17 @@ def zero_near_kinks(data: NormData, shape: Shape) -> None:
 def norm_epilogue_forward(
     shape: Shape, dtype: torch.dtype, device: torch.device, kind: str
 ) -> Micro:
-    from epinorm.backends.cuda.norm.forward import norm_forward
+    from epinorm.backends.cuda.norm.forward import NormForward
 
     data = norm_data(shape, dtype, device, kind, training=False)
+    normalise = NormForward(data.problem)
     inputs, z = data.inputs, data.z
     gamma, beta = inputs.norm_weight, inputs.norm_bias
     u = z + inputs.bias  # eager's linear layer adds it
     exact = z.double() + inputs.bias.double()
     return Micro(
         chain=str(data.problem.chain),
-        ours=lambda: {"output": norm_forward(data.problem, z, inputs).y},
+        ours=lambda: {"output": normalise(z, inputs).y},
         eager=lambda: {"output": by_pytorch(shape, u, gamma, beta)},
         truth=lambda: {"output": by_pytorch(shape, exact, gamma.double(), beta.double())},
         bytes_moved=2 * z.numel() * z.element_size(),
@@ -215,17 +216,18 @@ def norm_epilogue_forward(
 def norm_epilogue_backward(
     shape: Shape, dtype: torch.dtype, device: torch.device, kind: str
 ) -> Micro:
-    from epinorm.backends.cuda.norm.backward import norm_backward
-    from epinorm.backends.cuda.norm.forward import norm_forward
+    from epinorm.backends.cuda.norm.backward import NormBackward
+    from epinorm.backends.cuda.norm.forward import NormForward
 
     data = norm_data(shape, dtype, device, kind, training=True)
     inputs, z, dy = data.inputs, data.z, data.dy
-    kept: Forward = norm_forward(data.problem, z, inputs)
+    kept: Forward = NormForward(data.problem)(z, inputs)
+    norm_backward = NormBackward(data.problem)
     want = Wanted(True, True, True, True, True, ())
     zero_near_kinks(data, shape)
 
     def ours() -> Tensors:
-        found = norm_backward(data.problem, inputs, kept, dy, want)
+        found = norm_backward(inputs, kept, dy, want)
         names = ("dz", "bias", "norm_weight", "norm_bias")
         return {f"gradient {name}": getattr(found, name) for name in names}
 

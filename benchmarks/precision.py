@@ -28,7 +28,6 @@ from epinorm.backends.cuda.fp32.planes import Planes, split
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.chain import Chain
 from epinorm.precision import Precision
 from epinorm.problem import Inputs, Problem
@@ -86,14 +85,12 @@ def kernel(problem: Problem, fold_steps: int | None = None) -> Run:
             return tile
         return dataclasses.replace(tile, fold_steps=fold_steps)
 
-    prepared = PreparedByProblem(hopper_forward._PreparedForward)
+    with mock.patch.object(hopper_forward, "choose_tile", chosen):
+        forward = hopper_forward.HopperForward(problem)
 
     def run(inputs: Inputs, weight: Planes | None = None) -> Tensor:
-        with (
-            mock.patch.object(hopper_forward, "choose_tile", chosen),
-            mock.patch.object(hopper_forward, "_prepared", prepared),
-        ):
-            return hopper_forward.hopper_forward(problem, inputs, weight).z
+        with mock.patch.object(hopper_forward, "choose_tile", chosen):
+            return forward(inputs, weight).z
 
     return run
 

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
-from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends import memo
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
-from epinorm.backends.cuda.plan.gradients import planes_taken
 from epinorm.backends.cuda.runtime import device, driver, jit, launch, tensor_map
 from epinorm.operator import calls
 from epinorm.problem import Inputs
@@ -128,7 +127,7 @@ def believe_in(monkeypatch: Any, gpu: device.Gpu) -> None:
     monkeypatch.setattr(device, "device_index", lambda device=None: 0)
     monkeypatch.setattr(device, "gpu_at", lambda index: gpu)
     monkeypatch.setattr(cuda_plan, "supported", lambda device: None)
-    planes_taken.cache_clear()
+    memo.clear()
 
 
 @contextlib.contextmanager
@@ -173,8 +172,9 @@ def imaginary_h200() -> Any:
     with contextlib.ExitStack() as stack:
         for target, name, value in patches:
             stack.enter_context(mock.patch.object(target, name, value))
-        hopper_plan.choose_tile.cache_clear()
+        memo.clear()
         yield api
+    memo.clear()
 
 
 def launches(
@@ -207,15 +207,15 @@ def launches(
             return list(api.launches)
         detached = (None if t is None else t.detach() for t in tensors)
         inputs = Inputs(*detached, tuple(operands), calls.constants_of(facts))
-        run = calls.bind(inputs, facts, True, (m, n)) if whole_step else None
-        if isinstance(run, calls.Eager):  # its backward pass is autograd's
+        executable = calls.executable_of(inputs, facts, True, whole_step)
+        if whole_step and calls.eager_for(executable) is not None:  # its backward is autograd's
             return list(api.launches)
-        forward = run(*inputs) if run is not None else calls.run_forward(inputs[:6], facts)
+        forward = executable.forward(*inputs)
         left = getattr(forward, "left", None)
         y, *kept = forward
         api.launches.append({"backward": ""})
         wanted = [t is not None for t in (*tensors, *operands)]
         dy = torch.empty_like(y)
         with torch.no_grad():
-            calls.run_backward((*tensors, operands), facts, kept, dy, wanted, run, left)
+            calls.run_backward((*tensors, operands), facts, kept, dy, wanted, executable, left)
     return list(api.launches)

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 import epinorm
-from epinorm.backends.choice import _warn_once, backend_of, plan_for
+from epinorm.backends import memo
+from epinorm.backends.engine import _warn_once, executable_for, plan_for
 from epinorm.chain import Chain
-from epinorm.problem import Plan, Problem
+from epinorm.operator import calls
+from epinorm.problem import Inputs, Layout, Plan, Problem
+
+FACTS = ("layer_norm", "auto", False, None)
 
 
 def problem(device="cpu", dtype=torch.float32, m=8):
@@ -110,9 +114,24 @@ def test_the_reference_on_cuda_is_an_error_under_strict(fake_cuda):
 
 
 @pytest.mark.parametrize("strategy", ["reference", "cpu"])
-def test_backends_have_both_functions(strategy):
-    forward, backward = backend_of(strategy)
-    assert (forward.__name__, backward.__name__) == ("forward", "backward")
+def test_an_executable_computes_both_passes_of_its_plan(strategy):
+    asked = problem()
+    plan = plan_for(asked, strategy)
+    made = executable_for(asked, plan, Layout(16, 16, (8, 32)))
+    assert (made.problem, made.plan) == (asked, plan)
+    inputs = Inputs(torch.randn(8, 16), torch.randn(32, 16), *torch.randn(3, 32).unbind(), ())
+    forward = made.forward(*inputs)
+    assert forward.y.shape == (8, 32)
+
+
+def test_one_clear_plans_and_makes_everything_anew(fake_cpu):
+    x, w = torch.randn(3, 5), torch.randn(7, 5)
+    first = calls.executable_of(Inputs(x, w, None, None, None, ()), FACTS, False)
+    assert calls.executable_of(Inputs(x, w, None, None, None, ()), FACTS, False) is first
+    fake_cpu.why_not = "not this one"
+    memo.clear()
+    again = calls.executable_of(Inputs(x, w, None, None, None, ()), FACTS, False)
+    assert (first.plan.strategy, again.plan.strategy) == ("cpu", "reference")
 
 
 def test_strict_reaches_the_plan(fake_cpu):

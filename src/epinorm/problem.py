@@ -1,8 +1,4 @@
-"""The facts of one call, and what passes between what decides and what computes: types alone.
-
-A backend is a module with two functions of the signatures of ``ForwardFunction`` and
-``BackwardFunction`` below; they are in epinorm.backends.
-"""
+"""The facts of one call, and what passes between what decides and what computes: types alone."""
 
 from __future__ import annotations
 
@@ -17,13 +13,14 @@ from epinorm.precision import Precision
 
 __all__ = [
     "CUDA_STRATEGIES",
-    "BackwardFunction",
     "Buffer",
+    "CannotCompile",
     "Core",
+    "Executable",
     "Forward",
-    "ForwardFunction",
     "Gradients",
     "Inputs",
+    "Layout",
     "Plan",
     "Problem",
     "Run",
@@ -37,7 +34,7 @@ __all__ = [
 
 Strategy = Literal["auto", "single", "planes", "epilogue", "cpu", "reference"]
 
-CUDA_STRATEGIES = ("single", "planes", "epilogue")
+CUDA_STRATEGIES: tuple[Strategy, ...] = ("single", "planes", "epilogue")
 
 
 def check_strategy(strategy: str) -> None:
@@ -256,14 +253,21 @@ class Gradients(NamedTuple):
     operands: tuple[Tensor | None, ...]
 
 
-class ForwardFunction(Protocol):
-    """Computes y, and where training what backward needs."""
+class Layout(NamedTuple):
+    """What an executable is bound to: rows of x and weight, so many values apart, and the size of
+    y, which is (M, N) but for its leading dimensions."""
 
-    def __call__(self, problem: Problem, plan: Plan, inputs: Inputs) -> Forward: ...
+    x_stride: int
+    weight_stride: int
+    y_size: tuple[int, ...]
+
+
+class CannotCompile(RuntimeError):
+    """A plan cannot be compiled on this machine; the text says why."""
 
 
 class Run(Protocol):
-    """A ``ForwardFunction`` for one problem, given the fields of ``Inputs``.
+    """The forward pass of one problem, given the fields of ``Inputs``.
 
     The tensors have the sizes, dtypes, device and strides that it was made for; nothing is checked.
     It may have been made for an x of any leading dimensions, which is contiguous then; so has y.
@@ -282,21 +286,27 @@ class Run(Protocol):
     ) -> Forward: ...
 
 
-class BackwardFunction(Protocol):
-    """Computes the wanted gradients from what the same backend's forward kept.
+class Executable(Protocol):
+    """A plan whose kernels are compiled, loaded and bound to tensors of one layout."""
 
-    kept: a ``Forward``; backends.cuda also takes it out of a list of one, so that nobody else holds
-    z when its memory could be used again. For backends.cuda alone: what the forward left besides
-    (``StepForward``), and the tensor that dW may be added to, which is then the weight's gradient.
-    """
+    problem: Problem
+    plan: Plan
 
-    def __call__(
+    @property
+    def forward(self) -> Run:
+        """Computes y, and where training what backward needs."""
+        ...
+
+    def backward(
         self,
-        problem: Problem,
-        plan: Plan,
         inputs: Inputs,
-        kept: Any,
+        kept: list[Forward],
         dy: Tensor,
         want: Wanted,
-        *more: Any,
-    ) -> Gradients: ...
+        left: Any = None,
+        into: Tensor | None = None,
+    ) -> Gradients:
+        """The wanted gradients from dy (M, N) and from what forward kept, in a list of one: it is
+        taken out, so that z's memory can be used again. left: what forward left besides
+        (``StepForward``). into: a tensor that dW may be added to, which is then the gradient."""
+        ...

@@ -26,9 +26,9 @@ SOURCE = str(Path(build.__file__).parents[3])
 RUN = """
     import warnings, torch
     from epinorm.chain import Chain
-    from epinorm.backends.cpu import backend, supports
-    from epinorm.backends.choice import plan_for
-    from epinorm.problem import Inputs, Plan, Problem
+    from epinorm.backends.cpu import supports
+    from epinorm.backends.engine import executable_for, plan_for
+    from epinorm.problem import Inputs, Layout, Plan, Problem
     from epinorm.backends import reference as reference_backend
 
     torch.manual_seed(0)
@@ -39,8 +39,9 @@ RUN = """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         print("before:", supports(problem))
-        y = backend.forward(problem, Plan("cpu", ""), inputs).y
-        backend.forward(problem, Plan("cpu", ""), inputs)
+        for _ in range(2):
+            made = executable_for(problem, Plan("cpu", ""), Layout(24, 24, (70, 32)))
+            y = made.forward(*inputs).y
         print("after:", supports(problem))
         print("plan:", plan_for(problem))
     for warning in caught:

@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from epinorm.backends import memo
 from epinorm.backends.cuda.fp32 import planes, rescue
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
 from epinorm.backends.cuda.norm import forward as norm_forward
 from epinorm.backends.cuda.norm.text import chain_signature
-from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.runtime import device, driver, launch, tensor_map
@@ -268,17 +268,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     set_(
         calls, "product_precision", lambda dtype, _, *size: product_precision(dtype, "cuda", *size)
     )
-    caches = (hopper_forward._prepared, norm_forward._prepared, rescue._prepared)
-    clears = [
-        *(cache.clear for cache in caches),
-        *(
-            planes.splitter.cache_clear,
-            tensor_map._encode.cache_clear,
-        ),
-        *(hopper_plan.choose_tile.cache_clear, calls.forget_plans),
-    ]
-    for clear in clears:
-        clear()
+    memo.clear()
     yield gpu
-    for clear in clears:
-        clear()
+    memo.clear()

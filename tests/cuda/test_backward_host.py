@@ -13,15 +13,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from epinorm.backends.cuda import backward, plane_products
+from epinorm.backends import memo
+from epinorm.backends.cuda import plane_products
 from epinorm.backends.cuda.fp32 import gradient_planes, norm_planes, planes, rescue, rescue_gradient
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, nbytes_kept
 from epinorm.backends.cuda.fp32.planes import splitter
+from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
 from epinorm.backends.cuda.gemm.hopper import product as hopper_product
 from epinorm.backends.cuda.norm import backward as norm_backward
+from epinorm.backends.cuda.plan import gradients
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.operator import calls
-from epinorm.problem import Plan
+from epinorm.problem import Inputs, Plan
 from imaginary import believe_in
 
 CPU = torch.device("cpu")
@@ -72,34 +75,22 @@ def launched(monkeypatch):
         "tensor_map": lambda *arguments: type("Map", (), {"data": b"0" * 128}),
     }
     modules = (
-        *(backward, gradient_planes, hopper_product, norm_backward, norm_planes),
-        *(plane_products, planes),
+        *(gradient_planes, hopper_forward, hopper_product, norm_backward, norm_planes, planes),
     )
     for module in (*modules, rescue, rescue_gradient):
         for name, stand in stands.items():
             monkeypatch.setattr(module, name, stand, raising=False)
-        for value in vars(module).values():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
-    monkeypatch.setattr(backward, "planes_taken", lambda p, x, w, *core: planes_of(p, x, w))
+    monkeypatch.setattr(gradients, "planes_taken", lambda p, x, w, *core: planes_of(p, x, w))
     monkeypatch.setattr(calls, "plan_for", lambda *_: Plan("single", "test", "hopper"))
-    calls.forget_plans()
-    backward._prepared.clear()
-    norm_backward._prepared.clear()
+    memo.clear()
     yield found
-    calls.forget_plans()
-    for module in (*modules, rescue, rescue_gradient):
-        for value in vars(module).values():
-            if hasattr(value, "cache_clear"):
-                value.cache_clear()
-    backward._prepared.clear()
-    norm_backward._prepared.clear()
+    memo.clear()
 
 
 @pytest.fixture
 def written(monkeypatch):
     """dz is written as planes, small as it is."""
-    monkeypatch.setattr(plane_products, "worthwhile", lambda problem, planes: True)
+    monkeypatch.setattr(gradients, "worthwhile", lambda problem, planes: True)
 
 
 def planes_of(problem, want_x, want_weight):
@@ -143,7 +134,7 @@ def test_fp32_writes_dz_once_as_planes(launched, written):
 
 
 def test_flags_come_beside_dx_where_memory_allows_it(launched, written, monkeypatch):
-    monkeypatch.setattr(plane_products, "beside_dx", lambda *_: True)
+    monkeypatch.setattr(gradients, "beside_dx", lambda *_: True)
     _, found = run(torch.float32)
     expected = [WRITTEN[0], PRODUCTS[0], *WRITTEN[1:], *PRODUCTS[1:]]
     assert launched == ["split", "split", *expected]
@@ -190,7 +181,7 @@ HELD = {
 @pytest.mark.parametrize("beside", [False, True])
 def test_what_is_done_with_is_gone_before_more_is_allocated(launched, written, beside, monkeypatch):
     """z before the products, or behind dX; W's planes before dW."""
-    monkeypatch.setattr(plane_products, "beside_dx", lambda *_: beside)
+    monkeypatch.setattr(gradients, "beside_dx", lambda *_: beside)
     made, tensors = bound(torch.float32)
     sizes = [splitter(2, K, rows, 0, CPU).nbytes for rows in (M, N)]
     buffers = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
@@ -300,16 +291,12 @@ def test_z_is_gone_before_the_products(launched):
 
 
 def bound(dtype):
-    """What run_backward finds the plan of, in place of a bound call."""
+    """What computes a step, and its tensors."""
 
-    class Run:
-        pass
-
-    made = Run()
     shapes = [(M, K), (N, K), (N,), (N,), (N,)]
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
-    calls._prepared_of[made] = calls._prepare(calls._inputs(*tensors, ()), FACTS, True)
-    return made, (*tensors, ())
+    inputs = Inputs(*tensors, (), calls.constants_of(FACTS))
+    return calls.executable_of(inputs, FACTS, True, True), (*tensors, ())
 
 
 def test_planes_that_were_left_are_used_and_dropped_one_by_one(launched):

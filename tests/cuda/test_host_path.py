@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import epinorm
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
-from epinorm.backends.cuda.norm.forward import norm_forward
+from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.chain import Chain
 from epinorm.operator import dispatch as caller_module
@@ -296,7 +296,7 @@ def test_the_norm_kernel_reads_rows_apart(gpu: Any, extra: int) -> None:
     )
     nothing = torch.empty(0)
     for z in (torch.randn(ROWS, N + extra).bfloat16()[:, :N] for _ in range(3)):
-        y = norm_forward(problem, z, Inputs(nothing, nothing, None, None, None, ())).y
+        y = NormForward(problem)(z, Inputs(nothing, nothing, None, None, None, ())).y
         torch.testing.assert_close(
             y, nn.functional.layer_norm(z, (N,)).relu(), rtol=2e-2, atol=2e-2
         )
@@ -327,7 +327,7 @@ def test_memory_that_is_used_again_is_read_again(way: Any, gpu: Any) -> None:
 
 
 def test_a_new_plan_is_followed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epinorm.tools import tune
+    from epinorm.backends import memo
 
     fused, x = fused_model(BF16), torch.randn(ROWS, K).bfloat16()
     with torch.no_grad():
@@ -336,7 +336,7 @@ def test_a_new_plan_is_followed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> No
         before = gpu.launches[-1].source.tile
         tiles = [t for t in hopper_plan.candidates(problem_of(gpu)) if t != before]
         monkeypatch.setattr(hopper_forward, "choose_tile", lambda *_, **__: tiles[0])
-        tune.forget_plans()
+        memo.clear()
         check(fused, x)
     assert gpu.launches[-1].source.tile == tiles[0]
 
@@ -344,8 +344,8 @@ def test_a_new_plan_is_followed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> No
 def problem_of(gpu: Any) -> Any:
     from epinorm.operator import calls
 
-    (prepared,) = calls._prepared.values()
-    return prepared.problem
+    (executable,) = calls._executables.values()
+    return executable.problem
 
 
 def test_two_layers_share_a_caller_and_nothing_else(gpu: Any) -> None:

@@ -16,7 +16,6 @@ from epinorm.backends.cuda.fp32.rescue import (
     splits_of,
 )
 from epinorm.backends.cuda.runtime.jit import compile_cubin
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.chain import Chain
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.problem import Problem
@@ -178,7 +177,7 @@ def arch(request, monkeypatch):
     monkeypatch.setattr(rescue, "arch_of", lambda device: request.param)
     monkeypatch.setattr(rescue, "max_shared_bytes", lambda device: 163 * 1024)
     monkeypatch.setattr(rescue, "sm_count", lambda device: H200)
-    monkeypatch.setattr(rescue, "_prepared", PreparedByProblem(rescue._Prepared))
+    rescue.rescue_launch.cache_clear()
     return request.param
 
 

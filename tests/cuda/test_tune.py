@@ -9,6 +9,7 @@ import stat
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from epinorm.backends import cache
-from epinorm.backends import choice as general_plan
+from epinorm.backends import cache, memo
+from epinorm.backends import engine as general_plan
 from epinorm.backends import reference as reference_backend
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
@@ -58,10 +59,10 @@ def table(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("EPINORM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tuned, "gpu_name", lambda device: GPU)
     tuned.forget()
-    tune.forget_plans()
+    memo.clear()
     yield tuned.path_of(GPU)
     tuned.forget()
-    tune.forget_plans()
+    memo.clear()
 
 
 @pytest.fixture
@@ -88,9 +89,10 @@ def hopper(table, monkeypatch) -> dict[Any, float]:
     def launch_with(problem, tile, prepacked=False):
         return computing(problem, (tile.block_m, tile.block_n))
 
-    def forward(problem, plan, inputs):
+    def executable_for(problem, plan, layout):
         assert plan.strategy == "epilogue"
-        return computing(problem, "epilogue")(inputs)
+        run = computing(problem, "epilogue")
+        return SimpleNamespace(forward=lambda *inputs: run(Inputs(*inputs)))
 
     def timer(runners, device, settings, progress):
         progress(1.0)
@@ -102,7 +104,7 @@ def hopper(table, monkeypatch) -> dict[Any, float]:
         return found
 
     monkeypatch.setattr(hopper_forward, "launch_with", launch_with)
-    monkeypatch.setattr(tune, "forward", forward)
+    monkeypatch.setattr(tune, "executable_for", executable_for)
     monkeypatch.setattr(tune, "time_interleaved", timer)
     return times
 
@@ -235,7 +237,7 @@ def test_a_table_that_cannot_be_trusted_is_ignored_with_one_warning(how, table):
     tuned.remember(problem, Choice("single", other_tile(problem), 1.0))
     damage(table, how)
     tuned.forget()
-    tune.forget_plans()
+    memo.clear()
     with pytest.warns(RuntimeWarning, match="what `epinorm tune` measured is not used"):
         assert hopper_plan.choose_tile(problem, SMS) == modelled
     with warnings.catch_warnings():
@@ -266,7 +268,7 @@ def test_the_plan_takes_the_tuned_tile(hopper):
     problem = problem_of()
     tile, modelled = other_tile(problem), hopper_plan.choose_tile(problem, SMS)
     tuned.remember(problem, Choice("single", tile, 7.0))
-    tune.forget_plans()
+    memo.clear()
     assert hopper_plan.choose_tile(problem, SMS) == tile
     assert hopper_plan.choose_tile(problem, SMS, True) == tile
     plan = cuda_plan.plan_cuda(problem, "auto")
@@ -274,7 +276,7 @@ def test_the_plan_takes_the_tuned_tile(hopper):
     assert f"tiles of {tile.block_m} x {tile.block_n}" in plan.reason
     assert "`epinorm tune` measured it fastest here, at 7.0 us" in plan.reason
     tuned.clear()
-    tune.forget_plans()
+    memo.clear()
     assert hopper_plan.choose_tile(problem, SMS) == modelled
 
 
@@ -282,7 +284,7 @@ def test_the_plan_takes_epilogue_where_that_was_faster(hopper):
     problem = problem_of()
     modelled = hopper_plan.choose_tile(problem, SMS)
     tuned.remember(problem, Choice("epilogue", None, 7.0))
-    tune.forget_plans()
+    memo.clear()
     plan = cuda_plan.plan_cuda(problem, "auto")
     assert plan.strategy == "epilogue"
     assert "`epinorm tune` measured it fastest" in plan.reason
@@ -296,7 +298,7 @@ def test_a_tile_that_is_no_candidate_is_never_launched(hopper):
     modelled, plan = hopper_plan.choose_tile(problem, SMS), cuda_plan.plan_cuda(problem, "auto")
     tuned.remember(problem, Choice("single", Tile(128, 100000, 50), 0.1))
     tuned.forget()
-    tune.forget_plans()
+    memo.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert hopper_plan.choose_tile(problem, SMS) == modelled
@@ -311,7 +313,7 @@ def test_tf32_tiles_measured_with_conversions_say_nothing_of_prepacked_weights(t
     ordinary, prepacked = (hopper_plan.choose_tile(high, SMS, kept) for kept in (False, True))
     other = next(t for t in hopper_plan.candidates(high) if t not in (ordinary, prepacked))
     tuned.remember(high, Choice("single", other, 1.0))
-    tune.forget_plans()
+    memo.clear()
     assert hopper_plan.choose_tile(high, SMS) == other
     assert hopper_plan.choose_tile(high, SMS, True) == prepacked
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.norm.backward import NormGradients, norm_backward
-from epinorm.backends.cuda.norm.forward import norm_forward
+from epinorm.backends.cuda.norm.backward import NormBackward, NormGradients
+from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue
 from epinorm.problem import Forward, Inputs, Problem, Wanted
@@ -49,14 +49,14 @@ class NormCase:
         shape = (self.problem.m, self.problem.groups)
         stats = torch.empty(shape, dtype=self.problem.stats_dtype, device=self.z.device)
         with poisoned_memory([self.dy, stats]):
-            return norm_forward(self.problem, self.z, self.inputs)
+            return NormForward(self.problem)(self.z, self.inputs)
 
     def backward(self, kept: Forward, dy: Tensor | None = None) -> dict[str, Tensor]:
         """Our backward kernel, its outputs pre-filled with NaN, by the gradients' names."""
         like = [self.z, self.dy, self.inputs.bias, *self.inputs.operands]
         with poisoned_memory(like):
-            found = norm_backward(
-                self.problem, self.inputs, kept, self.dy if dy is None else dy, self.want
+            found = NormBackward(self.problem)(
+                self.inputs, kept, self.dy if dy is None else dy, self.want
             )
         return named(found)
 

@@ -16,15 +16,18 @@ from torch import Tensor
 from epinorm.backends.cuda.fp32.planes import Planes
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
 from epinorm.backends.cuda.gemm.portable import forward as portable_forward
+from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.plan.gradients import BackwardChoice
 from epinorm.backends.cuda.plan.hopper_tile import Tile, largest_stages
+from epinorm.backends.cuda.plan.norm_planes import beside_dx, worthwhile
+from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.backends.cuda.runtime.device import gpu_of
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
+from epinorm.backends.memo import clear, memo
 from epinorm.chain import Chain, RMSNorm
 from epinorm.chain.reference import epilogue
-from epinorm.operator import calls
 from epinorm.problem import Core, Forward, Inputs, Problem
 from epinorm.tools.accuracy import allowed_error, relative_error
 from epinorm.tools.verify import poisoned_memory
@@ -62,8 +65,8 @@ class ProductCase:
         inputs = self.inputs if inputs is None else inputs
         if self.core == "portable":
             self._skip_unless_served()
-            return portable_forward.portable_forward(self.problem, inputs, weight)
-        return hopper_forward.hopper_forward(self.problem, inputs, weight)
+            return _portable(self.problem)(inputs, weight)
+        return _hopper(self.problem)(inputs, weight)
 
     def _skip_unless_served(self) -> None:
         """What Hopper's clusters serve and this core does not: wide groups."""
@@ -260,24 +263,45 @@ def fitted(problem: Problem, tile: Tile) -> Tile:
     return dataclasses.replace(tile, stages=min(stages, hopper_plan.MOST_STAGES))
 
 
+@memo()
+def _hopper(problem: Problem) -> hopper_forward.HopperForward:
+    return hopper_forward.HopperForward(problem)
+
+
+@memo()
+def _portable(problem: Problem) -> portable_forward.PortableForward:
+    return portable_forward.PortableForward(problem)
+
+
+def plane_products(
+    problem: Problem, core: Core = "hopper", writes_planes: bool | None = None
+) -> PlaneProducts:
+    """dX and dW from planes, fast or not; dz is written as planes where the plan would."""
+    planes = 2 if problem.precision == "highest" else 1
+    if writes_planes is None:
+        writes_planes = core == "hopper" and worthwhile(problem, planes)
+    beside = writes_planes and beside_dx(problem, planes)
+    choice = BackwardChoice(core, True, True, writes_planes, beside, None, None)
+    return PlaneProducts(problem, choice, NormBackward(problem))
+
+
 @contextlib.contextmanager
 def forced_tile(tile: Tile) -> Iterator[None]:
     """Within, the Hopper kernel takes this tile for every problem (stages 0: as many as fit), but
     for a weight that it cannot convert on the way."""
-    before = hopper_forward.choose_tile, hopper_forward._prepared
+    before = hopper_forward.choose_tile
 
     def chosen(
         problem: Problem, sms: int, prepacked: bool = False, fp32_weight: bool = True
     ) -> Tile | None:
         if tile.fp32_weight and (prepacked or not fp32_weight):
-            return before[0](problem, sms, prepacked, False)
+            return before(problem, sms, prepacked, False)
         return fitted(problem, tile)
 
     hopper_forward.choose_tile = chosen
-    hopper_forward._prepared = PreparedByProblem(hopper_forward._PreparedForward)
-    calls.forget_plans()
+    clear()
     try:
         yield
     finally:
-        hopper_forward.choose_tile, hopper_forward._prepared = before
-        calls.forget_plans()
+        hopper_forward.choose_tile = before
+        clear()

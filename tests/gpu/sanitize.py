@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import make_product
+from product_case import make_product, plane_products
 
 from conftest import CHAIN, make_case
 from epinorm.backends.cuda.fp32.norm_planes import DzPlanes
@@ -28,7 +28,6 @@ from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
 from epinorm.backends.cuda.gemm.portable import product as portable_product
 from epinorm.backends.cuda.plan.hopper_product import ProductShape
 from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_tiles
-from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.problem import Wanted
 
 EVERY = Wanted(True, True, True, True, True, ())
@@ -148,9 +147,9 @@ def dz_written(m: int, k: int, groups: int) -> None:
     for precision in ("high", "highest"):
         case = make_product(m, k, 16, groups, precision, training=True)
         kept = case.run()
-        products = PlaneProducts(case.problem, True, True)
+        products = plane_products(case.problem)
         products.dz_planes = DzPlanes(
-            case.problem, products.planes, products.split_x, products.split_weight
+            case.problem, products.planes, products.split_x, products.split_weight, products.norm
         )
         dy = torch.randn_like(kept.y)
         for change in (1.0, 2.0**-9, 1e-30):

@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import ProductCase, bits, forced_tile, make_product, matmul_precision
 
 import epinorm
+from epinorm.backends import memo
 from epinorm.backends.cuda.fp32 import kept_planes
 from epinorm.backends.cuda.fp32.planes import Planes, split
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_tiles
 from epinorm.tools.accuracy import allowed_error, relative_error
-from epinorm.tools.tune import forget_plans
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -265,10 +265,10 @@ def test_nothing_is_flagged_without_need(tile):
 def high(monkeypatch):
     """TF32 is allowed; no problem is multiplied as it."""
     monkeypatch.setattr(hopper_plan, "_may_be_tf32", lambda problem: False)
-    forget_plans()
+    memo.clear()
     with matmul_precision("high"):
         yield
-    forget_plans()
+    memo.clear()
 
 
 @pytest.mark.usefixtures("high")

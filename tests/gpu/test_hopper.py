@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import bits, forced_tile, make_product, matmul_precision
 
 import epinorm
-from epinorm.backends.choice import plan_for
+from epinorm.backends import memo
 from epinorm.backends.cuda.fp32.planes import split
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward_module
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
+from epinorm.backends.engine import plan_for
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.tools.accuracy import allowed_error, relative_error
 
@@ -47,8 +47,9 @@ def without_guard(monkeypatch):
     """Leave out the range guard's kernel, a second one to compile for each chain and group size:
     tests of values that it would never touch. tests/gpu/test_precision.py has it in."""
     monkeypatch.setattr(hopper_forward_module, "LARGEST_GUARDED_GROUP", 0)  # no group is guarded
-    fresh = PreparedByProblem(hopper_forward_module._PreparedForward)
-    monkeypatch.setattr(hopper_forward_module, "_prepared", fresh)
+    memo.clear()
+    yield
+    memo.clear()
 
 
 def sixteen_bit(channels: int) -> str:

@@ -12,16 +12,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import matmul_precision
+from product_case import matmul_precision, plane_products
 
 import epinorm
-from epinorm.backends.choice import plan_for
 from epinorm.backends.cuda.fp32.planes import split
 from epinorm.backends.cuda.gemm.hopper.product import Product
 from epinorm.backends.cuda.norm.backward import Largest
 from epinorm.backends.cuda.plan.hopper_product import TILES, Choice, ProductShape, choose
 from epinorm.backends.cuda.plan.hopper_tile import Tile
-from epinorm.backends.cuda.plane_products import PlaneProducts
+from epinorm.backends.engine import plan_for
 from epinorm.chain import Chain
 from epinorm.operator import calls
 from epinorm.problem import Core, Inputs, Problem
@@ -81,7 +80,7 @@ def problem(m: int, k: int, n: int, precision: str) -> Problem:
 def gradients(dz: Tensor, weight: Tensor, x: Tensor, planes: int) -> tuple[Tensor, Tensor]:
     """dX and dW of a dz that no norm kernel has written: its largest magnitudes by PyTorch."""
     (m, n), k = dz.shape, x.shape[1]
-    products = PlaneProducts(problem(m, k, n, PRECISIONS[planes]), True, True, CORE)
+    products = plane_products(problem(m, k, n, PRECISIONS[planes]), CORE)
     inputs = Inputs(x, weight, None, None, None, ())
     rows = (dz * split(weight, planes).scale).abs().amax(1)
     columns = (dz * split(x, planes).scale[:, None]).abs().amax(0)

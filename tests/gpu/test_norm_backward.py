@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.backward import backward
-from epinorm.backends.cuda.forward import forward
-from epinorm.backends.cuda.norm.backward import Factors, Largest, norm_backward
+from epinorm.backends.cuda.executable import CudaExecutable
+from epinorm.backends.cuda.norm.backward import Factors, Largest, NormBackward
 from epinorm.chain import Chain
-from epinorm.problem import Forward, Inputs, Plan, Problem, Wanted
+from epinorm.problem import Forward, Inputs, Layout, Plan, Problem, Wanted
 from epinorm.tools.accuracy import relative_error
 
 PLAN = Plan("epilogue", "test")
@@ -34,7 +33,9 @@ class LinearNorm(torch.autograd.Function):
             Chain.parse(chain), *x.shape, n, dtype, dtype, dtype, True, True, True, True, x.device,
             precision,
         )  # fmt: skip
-        kept = forward(ctx.problem, PLAN, inputs)
+        layout = Layout(inputs.x.stride(0), inputs.weight.stride(0), (ctx.problem.m, ctx.problem.n))
+        ctx.executable = CudaExecutable(ctx.problem, PLAN, layout)
+        kept = ctx.executable.forward(*inputs)
         ctx.save_for_backward(*inputs[:5], *inputs.operands, *kept)
         return kept.y
 
@@ -44,7 +45,7 @@ class LinearNorm(torch.autograd.Function):
         inputs = Inputs(*saved[:5], tuple(saved[5:-4]))
         need = ctx.needs_input_grad
         want = Wanted(*need[1:6], tuple(need[6:]))
-        found = backward(ctx.problem, PLAN, inputs, Forward(*saved[-4:]), dy, want)
+        found = ctx.executable.backward(inputs, [Forward(*saved[-4:])], dy, want)
         return None, *found[:5], *found.operands
 
 
@@ -123,7 +124,7 @@ def test_streams_do_not_share_memory(norm_case):
     found = []
     for _, (case, k, stream) in itertools.product(range(5), zip(cases, kept, streams, strict=True)):
         with torch.cuda.stream(stream):
-            found.append(norm_backward(case.problem, case.inputs, k, case.dy, case.want))
+            found.append(NormBackward(case.problem)(case.inputs, k, case.dy, case.want))
     torch.cuda.synchronize()
     for i, result in enumerate(found):
         assert torch.equal(result.norm_weight, expected[i % 2]["norm_weight"])
@@ -154,8 +155,8 @@ def test_largest_magnitudes_of_rows_and_columns(norm_case, channels, groups, m, 
         by_columns.data_ptr() if wanted != "columns" else 0,
         by_rows.data_ptr() if wanted != "rows" else 0,
     )
-    plain = norm_backward(case.problem, case.inputs, kept, case.dy, case.want)
-    found = norm_backward(case.problem, case.inputs, kept, case.dy, case.want, factors)
+    plain = NormBackward(case.problem)(case.inputs, kept, case.dy, case.want)
+    found = NormBackward(case.problem)(case.inputs, kept, case.dy, case.want, factors)
     # The kernel is another one, whose registers may have led to another tile.
     assert relative_error(found.dz, plain.dz) < 1e-6
     assert relative_error(found.norm_weight, plain.norm_weight) < 1e-6
@@ -177,7 +178,7 @@ def test_largest_of_a_nan_is_a_nan(norm_case):
     ones = torch.ones(128, device="cuda")
     factors = Factors(ones.data_ptr(), ones.data_ptr())
     kept = case.forward()
-    found = norm_backward(case.problem, case.inputs, kept, case.dy, case.want, factors)
+    found = NormBackward(case.problem)(case.inputs, kept, case.dy, case.want, factors)
     largest = found.largest
     rows = part(largest.storage, largest.rows, (40, largest.row_parts), torch.float32)
     assert rows.isnan().any(1).nonzero().flatten().tolist() == [3]

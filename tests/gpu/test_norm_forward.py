@@ -9,10 +9,10 @@ import itertools
 import pytest
 import torch
 
-from epinorm.backends.cuda.forward import forward
+from epinorm.backends.cuda.executable import CudaExecutable
 from epinorm.backends.cuda.plan.norm_forward import forward_plans
 from epinorm.chain.pointwise import DEFINITIONS
-from epinorm.problem import Plan
+from epinorm.problem import Layout, Plan
 from epinorm.tools.accuracy import allowed_error, relative_error
 
 CHANNELS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 31, 32, 33, 64, 96, 100, 128, 256, 1000, 1024)
@@ -171,7 +171,9 @@ def test_epilogue_strategy_multiplies_and_normalises(norm_case, dtype):
     x = torch.randn(33, 40, device="cuda").to(dtype)
     weight = torch.randn(64, 40, device="cuda").to(dtype)
     case.inputs = case.inputs._replace(x=x, weight=weight)
-    found = forward(case.problem, Plan("epilogue", "test"), case.inputs)
+    p = case.problem
+    layout = Layout(p.k, p.k, (p.m, p.n))
+    found = CudaExecutable(p, Plan("epilogue", "test"), layout).forward(*case.inputs)
     case.z = x.double() @ weight.double().t()
     truth = case.pytorch(torch.float64)["y"]
     case.z = torch.mm(x, weight.t())
@@ -206,12 +208,12 @@ def test_cuda_graph_replays_forward_and_backward(norm_case):
     case = norm_case(16, 8, 100)
     case.backward(case.forward())
     graph = torch.cuda.CUDAGraph()
-    from epinorm.backends.cuda.norm.backward import norm_backward
-    from epinorm.backends.cuda.norm.forward import norm_forward
+    from epinorm.backends.cuda.norm.backward import NormBackward
+    from epinorm.backends.cuda.norm.forward import NormForward
 
     with torch.cuda.graph(graph):
-        kept = norm_forward(case.problem, case.z, case.inputs)
-        found = norm_backward(case.problem, case.inputs, kept, case.dy, case.want)
+        kept = NormForward(case.problem)(case.z, case.inputs)
+        found = NormBackward(case.problem)(case.inputs, kept, case.dy, case.want)
     case.z.copy_(torch.randn_like(case.z))
     graph.replay()
     expected = case.forward()

@@ -14,9 +14,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import matmul_precision
+from product_case import matmul_precision, plane_products
 
-from epinorm.backends.cuda import plane_products
 from epinorm.backends.cuda.plan.norm_planes import beside_dx
 from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.chain import Chain
@@ -45,11 +44,6 @@ class Case(NamedTuple):
     dy: Tensor
 
 
-@pytest.fixture(autouse=True)
-def _small_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plane_products, "worthwhile", lambda *_: True)
-
-
 def make(m: int, k: int, n: int, groups: int, precision: str, seed: int = 0) -> Case:
     torch.manual_seed(seed)
     gpu = {"device": "cuda"}
@@ -73,7 +67,7 @@ def make(m: int, k: int, n: int, groups: int, precision: str, seed: int = 0) -> 
 
 def gradients(case: Case, into: Tensor | None = None, products: PlaneProducts | None = None):  # type: ignore[no-untyped-def]
     """dX, dW and the sums over rows; dz went straight to planes."""
-    products = products or PlaneProducts(case.problem, True, True)
+    products = products or plane_products(case.problem, writes_planes=True)
     norm, dx, dw = products(case.inputs, [case.kept], case.dy, EVERY, None, into)
     if products.dz_planes is not None:
         launches = products.dz_planes.launches
@@ -84,7 +78,7 @@ def gradients(case: Case, into: Tensor | None = None, products: PlaneProducts | 
 
 def any_flagged(case: Case) -> bool:
     """Whether the range guard has anything to do."""
-    products = PlaneProducts(case.problem, True, True)
+    products = plane_products(case.problem, writes_planes=True)
     operands = products.operands(case.inputs, None)
     assert products.dz_planes is not None
     assert operands.x is not None
@@ -328,7 +322,7 @@ def test_a_graph_does_the_right_thing_on_other_values(
     sizes: tuple[int, int, int, int], precision: str
 ) -> None:
     case = make(*sizes, precision)
-    products = PlaneProducts(case.problem, True, True)
+    products = plane_products(case.problem, writes_planes=True)
     ordinary = case.dy.clone()
     gradients(case, products=products)
     graph = torch.cuda.CUDAGraph()
@@ -369,9 +363,8 @@ def test_it_takes_no_more_memory_than_to_split_dz(
     case = make(*sizes, precision)
     into = torch.zeros_like(case.inputs.weight) if adds else None
     peaks = []
-    for worthwhile in (True, False):
-        monkeypatch.setattr(plane_products, "worthwhile", lambda *_, w=worthwhile: w)
-        products = PlaneProducts(case.problem, True, True)
+    for writes_planes in (True, False):
+        products = plane_products(case.problem, writes_planes=writes_planes)
         gradients(case, into, products)
         gc.collect()
         torch.cuda.synchronize()

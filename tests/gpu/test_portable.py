@@ -20,14 +20,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import bits, make_product, matmul_precision
 
 import epinorm
+from epinorm.backends import memo
 from epinorm.backends.cuda.gemm.portable import forward as portable_forward_module
-from epinorm.backends.cuda.gemm.portable.forward import portable_forward
 from epinorm.backends.cuda.gemm.portable.product import prepare_product
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.hopper_product import ProductShape
 from epinorm.backends.cuda.plan.portable_tile import PortableTile, largest_stages
 from epinorm.backends.cuda.runtime.device import gpu_of
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.tools.accuracy import allowed_error, relative_error
 from epinorm.tools.verify import poisoned_memory
 
@@ -44,8 +43,9 @@ def without_guard(monkeypatch):
     """Leave out the range guard's kernel, a second one to compile for each chain and group size:
     tests of values that it would never touch."""
     monkeypatch.setattr(portable_forward_module, "LARGEST_GUARDED_GROUP", 0)  # no group is guarded
-    fresh = PreparedByProblem(portable_forward_module._PreparedForward)
-    monkeypatch.setattr(portable_forward_module, "_prepared", fresh)
+    memo.clear()
+    yield
+    memo.clear()
 
 
 def portable_case(*args, **kwargs):
@@ -65,13 +65,14 @@ def forced_tile(tile: PortableTile) -> Iterator[None]:
         stages = largest_stages(portable_plan.instance_for(problem, tile), limit)
         return dataclasses.replace(tile, stages=min(stages, 8))
 
-    before = portable_forward_module.choose_tile, portable_forward_module._prepared
+    before = portable_forward_module.choose_tile
     portable_forward_module.choose_tile = chosen
-    portable_forward_module._prepared = PreparedByProblem(portable_forward_module._PreparedForward)
+    memo.clear()
     try:
         yield
     finally:
-        portable_forward_module.choose_tile, portable_forward_module._prepared = before
+        portable_forward_module.choose_tile = before
+        memo.clear()
 
 
 # ---- shapes ----
@@ -244,7 +245,7 @@ def test_hundreds_of_runs_give_the_same_bits(kind):
     first = case.check()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(300):
-        again = portable_forward(case.problem, case.inputs)
+        again = case.run()
         for found, expected in zip(again, first, strict=True):
             wrong += (found != expected).sum()
             found.fill_(float("nan"))  # the next run gets this memory
@@ -257,7 +258,7 @@ def test_a_cuda_graph_replays_with_new_inputs(kind):
     case.ours()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = portable_forward(case.problem, case.inputs)
+        captured = case.run()
     case.inputs.x.copy_(torch.rand(300, 264, device="cuda"))
     for tensor in captured:
         tensor.fill_(float("nan"))

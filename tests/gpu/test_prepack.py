@@ -13,11 +13,9 @@ from torch import nn
 
 import epinorm
 from epinorm import GroupNorm, LinearNorm, linear_norm
-from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends import memo
 from epinorm.backends.cuda.plan import hopper as hopper_plan
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem
 from epinorm.backends.prepack import marked, prepack, prepacked, unprepack
-from epinorm.operator import calls
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -52,16 +50,12 @@ def precision(request, monkeypatch):
     others add in another order (docs/prepack.md)."""
     monkeypatch.setattr(hopper_plan, "_may_be_tf32", lambda problem: False)
     monkeypatch.setattr(hopper_plan, "_may_convert_weight", lambda problem: False)
-    fresh = PreparedByProblem(hopper_forward._PreparedForward)
-    monkeypatch.setattr(hopper_forward, "_prepared", fresh)
-    hopper_plan.choose_tile.cache_clear()
-    calls.forget_plans()
+    memo.clear()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param)
     yield request.param
     torch.set_float32_matmul_precision(before)
-    hopper_plan.choose_tile.cache_clear()
-    calls.forget_plans()
+    memo.clear()
 
 
 def model() -> LinearNorm:

@@ -198,9 +198,9 @@ def splits(request, monkeypatch):
     if request.param > 1 and not starts_early(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("no clusters")
     monkeypatch.setattr(guard, "splits_of", lambda *_: request.param)
-    guard._prepared.clear()
+    guard.rescue_launch.cache_clear()
     yield request.param
-    guard._prepared.clear()
+    guard.rescue_launch.cache_clear()
 
 
 def test_nothing_flagged_writes_nothing():

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import make_product, matmul_precision
 
 import epinorm
-from epinorm.backends.choice import plan_for
-from epinorm.backends.cuda.forward import forward
+from epinorm.backends import memo
+from epinorm.backends.cuda.executable import CudaExecutable
 from epinorm.backends.cuda.gemm.hopper.forward import launch_with
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
@@ -22,7 +22,8 @@ from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.backends.cuda.runtime.device import sm_count
-from epinorm.problem import Plan
+from epinorm.backends.engine import plan_for
+from epinorm.problem import Layout, Plan
 from epinorm.tools import tune
 from epinorm.tools.accuracy import allowed_error, relative_error
 from epinorm.tools.timing import Settings
@@ -41,10 +42,10 @@ FEW = Settings(runs=10, warmup=2)
 def no_table():
     """Nothing tuned before or after; the folder is the test run's own (conftest.py)."""
     tuned.clear()
-    tune.forget_plans()
+    memo.clear()
     yield
     tuned.clear()
-    tune.forget_plans()
+    memo.clear()
 
 
 def call(case, strategy="auto"):
@@ -100,7 +101,9 @@ def test_a_call_changes_with_the_table():
     modelled = hopper_plan.choose_tile(problem, sm_count())
     other = next(t for t in hopper_plan.candidates(problem) if t.block_m != modelled.block_m)
     single = launch_with(problem, other)(case.inputs).y
-    epilogue = forward(problem, Plan("epilogue", ""), case.inputs).y
+    layout = Layout(problem.k, problem.k, (problem.m, problem.n))
+    made = CudaExecutable(problem, Plan("epilogue", ""), layout)
+    epilogue = made.forward(*case.inputs).y
     assert not torch.equal(single, epilogue)
     for choice, expected in (
         (Choice("single", other, 1.0), single),
@@ -108,14 +111,14 @@ def test_a_call_changes_with_the_table():
         (Choice("single", other, 2.0), single),
     ):
         assert tuned.remember(problem, choice) is None
-        tune.forget_plans()
+        memo.clear()
         plan = plan_for(problem)
         assert plan.strategy == choice.strategy
         assert "measured it fastest" in plan.reason
         assert torch.equal(call(case), expected)
     assert hopper_plan.choose_tile(problem, sm_count()) == other
     tuned.clear()
-    tune.forget_plans()
+    memo.clear()
     assert hopper_plan.choose_tile(problem, sm_count()) == modelled
     assert torch.equal(call(case), untuned)
 
@@ -124,6 +127,6 @@ def test_a_tile_that_cannot_be_launched_is_never_launched():
     case = make_product(300, 520, 16, 16)
     expected = {strategy: call(case, strategy) for strategy in ("auto", "single")}
     assert tuned.remember(case.problem, Choice("single", Tile(128, 4096, 40), 0.1)) is None
-    tune.forget_plans()
+    memo.clear()
     for strategy, result in expected.items():
         assert torch.equal(call(case, strategy), result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,29 @@ from torch import Tensor
 
 from epinorm.chain import GroupNorm, LayerNorm, Norm, RMSNorm
 from epinorm.chain.reference import apply_pointwise, epilogue
-from epinorm.problem import Forward, Gradients, Inputs, Plan, Problem, Wanted
+from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Run, Wanted
 
-__all__ = ["backward", "forward"]
+__all__ = ["ReferenceExecutable", "backward", "forward"]
+
+
+class ReferenceExecutable:
+    """A problem's two passes in PyTorch's own layers."""
+
+    def __init__(self, problem: Problem, plan: Plan, layout: Layout) -> None:
+        self.problem, self.plan, self.y_size = problem, plan, layout.y_size
+        self.forward: Run = self._forward if len(layout.y_size) == 2 else self._folded
+
+    def _forward(self, *tensors: Any) -> Forward:
+        return forward(self.problem, self.plan, Inputs(*tensors))
+
+    def _folded(self, x: Tensor, *rest: Any) -> Forward:
+        found = self._forward(x.view(self.problem.m, self.problem.k), *rest)
+        return found._replace(y=found.y.view(self.y_size))
+
+    def backward(
+        self, inputs: Inputs, kept: list[Forward], dy: Tensor, want: Wanted, *_: Any
+    ) -> Gradients:
+        return backward(self.problem, self.plan, inputs, kept.pop(), dy, want)
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:

@@ -19,7 +19,7 @@ from epinorm.chain.reference import epilogue
 from epinorm.operator.accumulation import added, existing_gradient
 from epinorm.operator.calls import Facts, constants_of, run_backward
 from epinorm.operator.schema import library, linear_norm, linear_norm_backward, linear_norm_forward
-from epinorm.problem import Forward, Inputs, Run, StepForward
+from epinorm.problem import Executable, Forward, Inputs, StepForward
 
 __all__ = ["differentiable", "is_plain", "is_undisturbed"]
 
@@ -97,27 +97,30 @@ class _SingleLevel(_SingleLevelFunction):
 
 
 class _LinearNorm(_SingleLevel):
-    """``linear_norm`` with its gradient; run: computes it where nothing but autograd wants it."""
+    """``linear_norm`` with its gradient; executable: what computes it where nothing but autograd
+    wants it."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run | None, facts: Facts, *tensors: Any) -> Any:
-        return _LinearNorm.keep(ctx, run, facts, tensors).y
+    def forward(ctx: Any, executable: Executable | None, facts: Facts, *tensors: Any) -> Any:
+        return _LinearNorm.keep(ctx, executable, facts, tensors).y
 
     @staticmethod
-    def keep(ctx: Any, run: Run | None, facts: Facts, tensors: Sequence[Any]) -> Forward:
+    def keep(
+        ctx: Any, executable: Executable | None, facts: Facts, tensors: Sequence[Any]
+    ) -> Forward:
         """Run forward and save what backward reads."""
         inputs = (*tensors[:5], tensors[5:])
-        if run is not None:
-            kept = run(*(*inputs, constants_of(facts)))
+        if executable is not None:
+            kept = executable.forward(*(*inputs, constants_of(facts)))
         else:
             with _next_level():
                 kept = Forward(*linear_norm_forward(*inputs, *facts))
         ctx.save_for_backward(kept.z, kept.mean, kept.rstd, *tensors)
-        ctx.facts, ctx.run, ctx.left = facts, run, None
+        ctx.facts, ctx.executable, ctx.left = facts, executable, None
         if _saving_hooks(False) is not None:
             # Hooks may hand back other strides; and who decides by them what is kept, as
             # checkpointing does, would not see what is left besides: it is dropped.
-            ctx.run = None
+            ctx.executable = None
         elif isinstance(kept, StepForward):
             ctx.left = kept.left
             kept.left.restrict(*ctx.needs_input_grad[2:4])
@@ -144,7 +147,7 @@ class _LinearNorm(_SingleLevel):
             ctx.maybe_clear_saved_tensors()
             x, weight = tensors[:2]
             into = existing_gradient(weight, x) if wanted[WEIGHT] else None
-            found = run_backward(inputs, ctx.facts, kept, dy, wanted, ctx.run, left, into)
+            found = run_backward(inputs, ctx.facts, kept, dy, wanted, ctx.executable, left, into)
             if into is not None and any(gradient is into for gradient in found):
                 added(weight, into)
                 found = [None if gradient is into else gradient for gradient in found]
@@ -161,8 +164,8 @@ class _LinearNormForward(_LinearNorm):
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Run | None, facts: Facts, *tensors: Any) -> Any:
-        kept = _LinearNorm.keep(ctx, run, facts, tensors)
+    def forward(ctx: Any, executable: Executable | None, facts: Facts, *tensors: Any) -> Any:
+        kept = _LinearNorm.keep(ctx, executable, facts, tensors)
         ctx.mark_non_differentiable(kept.z, kept.mean, kept.rstd)
         return tuple(kept)
 
@@ -218,9 +221,9 @@ def _first_order(
     return list(torch.autograd.grad(y, leaves, dy, create_graph=create_graph))
 
 
-def differentiable(run: Run, facts: Facts, tensors: Sequence[Any]) -> Tensor:
-    """Compute ``linear_norm`` by ``run`` for plain tensors of which one wants a gradient."""
-    return _LinearNorm.apply(run, facts, *tensors)
+def differentiable(executable: Executable, facts: Facts, tensors: Sequence[Any]) -> Tensor:
+    """Compute ``linear_norm`` by ``executable`` for plain tensors of which one wants a gradient."""
+    return _LinearNorm.apply(executable, facts, *tensors)
 
 
 def _autograd(keyset: Any, *arguments: Any) -> Tensor:

@@ -1,6 +1,6 @@
-"""One call below PyTorch's dispatcher: check it, plan it, run the plan's backend.
+"""One call below PyTorch's dispatcher: check it, plan it, run what the plan was compiled to.
 
-What a call was found to be is kept in a dictionary under everything that it depends on, so that a
+What computes a call is kept in a dictionary under everything that it depends on, so that a
 call like an earlier one costs a look-up, not a plan.
 """
 
@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from epinorm.backends.choice import backend_of, bound, plan_for
+from epinorm.backends.engine import executable_for, plan_for
+from epinorm.backends.memo import cleared_with
 from epinorm.backends.prepack import keeps, marked
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue
 from epinorm.operator.checks import check_backward, check_call
 from epinorm.precision import Precision, product_precision
 from epinorm.problem import (
-    CUDA_STRATEGIES,
-    BackwardFunction,
+    Executable,
     Forward,
-    ForwardFunction,
+    Gradients,
     Inputs,
-    Plan,
+    Layout,
     Problem,
-    Run,
     StepLeftovers,
     Wanted,
 )
@@ -37,10 +36,11 @@ from epinorm.problem import (
 __all__ = [
     "Eager",
     "Facts",
-    "bind",
     "callers",
     "constants_of",
     "eager_for",
+    "executable_for_step",
+    "executable_of",
     "forget_plans",
     "is_dense",
     "planned",
@@ -52,15 +52,6 @@ __all__ = [
 
 Facts = tuple[str, Any, bool, torch.dtype | None]
 """The facts of a call as the operators' schemas order them: chain, strategy, strict, out_dtype."""
-
-
-class _Prepared(NamedTuple):
-    """Everything about a call that does not change while shapes, dtypes and settings stay."""
-
-    problem: Problem
-    plan: Plan
-    forward: ForwardFunction
-    backward: BackwardFunction
 
 
 class _Structure(NamedTuple):
@@ -88,8 +79,8 @@ def constants_of(facts: Facts) -> tuple[float, ...]:
     return _structure_of(facts[0]).constants
 
 
-_prepared: dict[tuple[Any, ...], _Prepared] = {}
-_MAX_PREPARED = 4096
+_executables: dict[tuple[Any, ...], Executable] = {}
+_MOST_EXECUTABLES = 4096
 _MOST_CHAINS = 64
 
 planned: list[Callable[[Problem, Inputs], None]] = []
@@ -104,52 +95,64 @@ callers: weakref.WeakSet[_Remembers] = weakref.WeakSet()
 """All that keep what calls were found to be."""
 
 
-_prepared_of: weakref.WeakKeyDictionary[Run, _Prepared] = weakref.WeakKeyDictionary()
-"""What each bound function was made from."""
-
-
 def forget_plans() -> None:
     """Plan each call anew."""
-    _prepared.clear()
+    _executables.clear()
     for caller in list(callers):
         caller.forget()
 
 
-def _prepare(inputs: Inputs, facts: Facts, training: bool, whole_step: bool = False) -> _Prepared:
+cleared_with(forget_plans)
+
+
+def executable_of(
+    inputs: Inputs,
+    facts: Facts,
+    training: bool,
+    whole_step: bool = False,
+    y_size: tuple[int, ...] | None = None,
+) -> Executable:
+    """What computes tensors like ``inputs``, which are dense; y_size: of y where its leading
+    dimensions are not folded. whole_step: see ``Problem``."""
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     device = x.device
     chain, text, _ = _structure_of(facts[0])
     precision = _precision(x, weight)
     prepacked = bool(marked) and keeps(weight)
     key = (
-        *(text, *facts[1:], training, whole_step, precision, prepacked),
-        *(x.shape, x.dtype, device, weight.shape, weight.dtype, weight.device),
+        *(text, *facts[1:], training, whole_step, y_size, precision, prepacked),
+        *(x.shape, x.stride(), x.dtype, device),
+        *(weight.shape, weight.stride(), weight.dtype, weight.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device),
         None if norm_weight is None else (norm_weight.shape, norm_weight.dtype, norm_weight.device),
         None if norm_bias is None else (norm_bias.shape, norm_bias.dtype, norm_bias.device),
         tuple((t.shape, t.dtype, t.device) for t in operands) if operands else (),
     )
-    found = _prepared.get(key)
+    found = _executables.get(key)
     if found is not None:
         return found
-    if len(_prepared) >= _MAX_PREPARED:
-        _prepared.clear()
-    prepared = _prepared[key] = _plan(inputs, chain, facts, training, prepacked, whole_step)
-    return prepared
+    if len(_executables) >= _MOST_EXECUTABLES:
+        _executables.clear()
+    problem = _problem(inputs, chain, facts, training, prepacked, whole_step)
+    for tell in planned:
+        tell(problem, inputs)
+    layout = Layout(x.stride(0), weight.stride(0), y_size or (problem.m, problem.n))
+    made = executable_for(problem, plan_for(problem, facts[1], facts[2]), layout)
+    _executables[key] = made
+    return made
 
 
 def _precision(x: Tensor, weight: Tensor) -> Precision:
     return product_precision(x.dtype, x.device.type, (*x.shape, *weight.shape[:1]))
 
 
-def _plan(
+def _problem(
     inputs: Inputs, chain: Chain, facts: Facts, training: bool, prepacked: bool, whole_step: bool
-) -> _Prepared:
-    _, strategy, strict, out_dtype = facts
+) -> Problem:
     x = inputs.x
-    out_dtype = out_dtype or x.dtype
+    out_dtype = facts[3] or x.dtype
     check_call(*inputs[:6], chain, out_dtype)
-    problem = Problem(
+    return Problem(
         chain=chain.rounded_for(x.dtype),
         m=x.shape[0],
         k=x.shape[1],
@@ -166,10 +169,6 @@ def _plan(
         prepacked=prepacked and not training,
         whole_step=whole_step,
     )
-    for tell in planned:
-        tell(problem, inputs)
-    plan = plan_for(problem, strategy, strict)
-    return _Prepared(problem, plan, *backend_of(plan.strategy))
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -204,13 +203,16 @@ def _inputs(
 
 def is_dense(inputs: Inputs) -> bool:
     """Whether the tensors are computed as they are, without copies."""
-    dense = _inputs(*inputs)
+    return _are_same(inputs, _inputs(*inputs))
+
+
+def _are_same(inputs: Inputs, dense: Inputs) -> bool:
     pairs = zip((*inputs[:5], *inputs.operands), (*dense[:5], *dense.operands), strict=True)
     return all(a is b for a, b in pairs)
 
 
 class Eager:
-    """A ``Run`` by PyTorch's own layers, which autograd may look into: its backward is eager's."""
+    """PyTorch's own layers, which autograd may look into: the backward pass is eager's."""
 
     def __init__(self, problem: Problem) -> None:
         self.structure = problem.chain
@@ -226,41 +228,43 @@ class Eager:
             chain = self.chains[constants] = self.structure.filled(constants)
         return epilogue(linear(x, weight, bias), chain, norm_weight, norm_bias, operands)
 
-    def __call__(self, *given: Any) -> Forward:
-        y = self.y(given[6], *given[:5], *given[5])
-        return Forward(y, y, y, y)  # nobody reads more than y
+
+class _Copying:
+    """An executable for tensors that are copied first, to be dense."""
+
+    def __init__(self, executable: Executable) -> None:
+        self.executable, self.problem, self.plan = executable, executable.problem, executable.plan
+
+    def forward(self, *tensors: Any) -> Forward:
+        return self.executable.forward(*_inputs(*tensors))
+
+    def backward(self, inputs: Inputs, *rest: Any) -> Gradients:
+        return self.executable.backward(_inputs(*inputs), *rest)
 
 
-def eager_for(tensors: Sequence[Any], facts: Facts) -> Eager | None:
-    """PyTorch's own layers where the plan of a training step leaves this call to them."""
-    inputs = Inputs._make((*tensors[:5], tuple(tensors[5:]), constants_of(facts)))
-    prepared = _prepare(inputs, facts, True, whole_step=True)
-    return Eager(prepared.problem) if prepared.plan.strategy == "reference" else None
+def eager_for(executable: Executable) -> Eager | None:
+    """PyTorch's own layers where the plan leaves the call to them."""
+    return Eager(executable.problem) if executable.plan.strategy == "reference" else None
 
 
-def bind(inputs: Inputs, facts: Facts, training: bool, y_size: tuple[int, ...]) -> Run:
-    """What computes tensors like ``inputs``, which are dense; y_size: of y, leading dimensions
-    not folded."""
-    prepared = _prepare(inputs, facts, training, whole_step=training)
-    if prepared.plan.strategy == "reference":
-        return Eager(prepared.problem)
-    run = bound(prepared.problem, prepared.plan, inputs, y_size)
-    _prepared_of[run] = prepared
-    return run
+def executable_for_step(tensors: Sequence[Any], facts: Facts) -> Executable:
+    """What computes a training step of tensors in the order of ``Inputs``, dense or not."""
+    given = Inputs(*(*tensors, constants_of(facts)))
+    dense = _inputs(*given)
+    executable = executable_of(dense, facts, True, whole_step=True)
+    return executable if _are_same(given, dense) else _Copying(executable)
 
 
 def run_inference(tensors: Sequence[Any], facts: Facts) -> Tensor:
     """Compute y (M, N) for ``tensors`` in the order of ``Inputs``; keep nothing."""
     inputs = _inputs(*(*tensors, constants_of(facts)))
-    prepared = _prepare(inputs, facts, False)
-    return prepared.forward(prepared.problem, prepared.plan, inputs).y
+    return executable_of(inputs, facts, False).forward(*inputs).y
 
 
-def run_forward(tensors: Sequence[Any], facts: Facts, whole_step: bool = False) -> Forward:
-    """Compute y (M, N) and what backward needs; whole_step: see ``Problem``."""
+def run_forward(tensors: Sequence[Any], facts: Facts) -> Forward:
+    """Compute y (M, N) and what backward needs."""
     inputs = _inputs(*(*tensors, constants_of(facts)))
-    prepared = _prepare(inputs, facts, True, whole_step)
-    return prepared.forward(prepared.problem, prepared.plan, inputs)
+    return executable_of(inputs, facts, True).forward(*inputs)
 
 
 def run_backward(
@@ -269,36 +273,30 @@ def run_backward(
     kept: Sequence[Tensor],
     dy: Tensor,
     wanted: Sequence[bool],
-    run: Run | None = None,
+    executable: Executable | None = None,
     left: StepLeftovers | None = None,
     into: Tensor | None = None,
 ) -> list[Tensor]:
     """Compute the wanted gradients, in the order of ``Inputs``; kept: z, mean and rstd, which a
     backend lets go of when it has read them if this is the only list of them.
 
-    run: what ``bind`` made and the forward pass was computed by; left: what it left, see
-    ``StepForward``. into: a tensor like the weight that dW may be added to; where it was, it stands
-    in dW's place.
+    executable: what the forward pass was computed by; left: what it left, see ``StepForward``.
+    into: a tensor like the weight that dW may be added to; where it was, it stands in dW's place.
     """
-    prepared = None if run is None else _prepared_of.get(run)
-    if prepared is not None and _has_the_set_precision(prepared.problem):
-        inputs, dense = Inputs._make((*tensors, constants_of(facts))), kept  # else not bound
+    if executable is not None and _has_the_set_precision(executable.problem):
+        inputs, dense = Inputs._make((*tensors, constants_of(facts))), kept
     else:
         inputs = _inputs(*(*tensors, constants_of(facts)))
-        prepared, left = _prepare(inputs, facts, True, whole_step=run is not None), None
-        chain, out_dtype = prepared.problem.chain, prepared.problem.out_dtype
-        check_backward(dy, inputs, kept, chain, out_dtype, wanted)
+        executable, left = executable_of(inputs, facts, True), None
+        problem = executable.problem
+        check_backward(dy, inputs, kept, problem.chain, problem.out_dtype, wanted)
         dense = [_dense(t).contiguous() for t in kept]  # a hook may have handed back anything
     want = Wanted(wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], tuple(wanted[5:]))
     forward = [Forward(dense[0], *dense)]  # backward never reads y
     del dense
     if isinstance(kept, list):
         kept.clear()
-    problem, plan, dy = prepared.problem, prepared.plan, _dense(dy)
-    if plan.strategy in CUDA_STRATEGIES:
-        found = prepared.backward(problem, plan, inputs, forward, dy, want, left, into)
-    else:
-        found = prepared.backward(problem, plan, inputs, forward.pop(), dy, want)
+    found = executable.backward(inputs, forward, _dense(dy), want, left, into)
     return [g for g in (*found[:5], *found.operands) if g is not None]
 
 

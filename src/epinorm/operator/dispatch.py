@@ -23,7 +23,7 @@ from epinorm.operator import calls, ops
 from epinorm.operator.autograd import differentiable, is_plain, is_undisturbed
 from epinorm.operator.checks import check_leading_dimensions, check_types
 from epinorm.precision import follows_setting, fp32_precision
-from epinorm.problem import Inputs, Run, Strategy, check_strategy
+from epinorm.problem import Executable, Inputs, Strategy, check_strategy
 
 __all__ = ["Caller", "caller_of"]
 
@@ -90,17 +90,18 @@ class Caller:
         for kind in self._kinds.get(len(tensors), ()):
             if kind.fits(*tensors):
                 training = kind.wants_gradient and _is_grad_enabled()
-                run = kind.runs.get(kind.key(tensors, training))
-                if run is None:
+                executable = kind.executables.get(kind.key(tensors, training))
+                if executable is None:
                     return None
-                if training and type(run) is calls.Eager:
-                    return run.y(self._constants, *tensors)
+                if isinstance(executable, calls.Eager):
+                    return executable.y(self._constants, *tensors)
                 if training and kind.is_matrix:
-                    return differentiable(run, self.facts, tensors)
+                    return differentiable(executable, self.facts, tensors)
                 if training:  # autograd has to know of the folding
-                    y = differentiable(run, self.facts, (_fold(x), *tensors[1:]))
+                    y = differentiable(executable, self.facts, (_fold(x), *tensors[1:]))
                     return y.view(*x.shape[:-1], y.shape[1])
-                return run(x, weight, bias, norm_weight, norm_bias, operands, self._constants).y
+                given = (x, weight, bias, norm_weight, norm_bias, operands, self._constants)
+                return executable.forward(*given).y
         return None
 
     def first(
@@ -146,13 +147,13 @@ class Caller:
             kind = _Kind(tensors)
             kinds.append(kind)
         training = kind.wants_gradient and torch.is_grad_enabled()
-        if len(kind.runs) >= MOST_SIZES:
-            kind.runs.clear()
-        y_size = (*(matrix if training else x).shape[:-1], weight.shape[0])
+        if len(kind.executables) >= MOST_SIZES:
+            kind.executables.clear()
+        y_size = None if x is matrix or training else (*x.shape[:-1], weight.shape[0])
         key = kind.key(tensors, training)
-        run = calls.bind(inputs, self.facts, training, y_size)
+        made = calls.executable_of(inputs, self.facts, training, training, y_size)
         if key == kind.key(tensors, training):  # no other thread changed the setting meanwhile
-            kind.runs[key] = run
+            kind.executables[key] = calls.eager_for(made) or made
 
 
 @lru_cache(maxsize=1024)
@@ -169,21 +170,21 @@ def _known(structure: str, strategy: Strategy, strict: bool) -> dict[int, list[_
 class _Kind:
     """Tensors that differ from one another in leading dimensions and addresses at most.
 
-    runs: what computes them, by leading dimensions and all else that it depends on.
+    executables: what computes them, by leading dimensions and all else that it depends on.
     """
 
-    __slots__ = ("fits", "has_setting", "is_matrix", "runs", "wants_gradient")
+    __slots__ = ("executables", "fits", "has_setting", "is_matrix", "wants_gradient")
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         x = tensors[0]
         self.has_setting = follows_setting(x.dtype, x.device.type)
         self.is_matrix = x.dim() == 2
         self.wants_gradient = any(t is not None and t.requires_grad for t in tensors)
-        self.runs: dict[tuple[Any, ...], Run] = {}
+        self.executables: dict[tuple[Any, ...], Executable | calls.Eager] = {}
         self.fits = _guard(tensors)
 
     def key(self, tensors: Sequence[Any], training: bool) -> tuple[Any, ...]:
-        """What a run depends on beyond the kind."""
+        """What an executable depends on beyond the kind."""
         setting = (fp32_precision(), id(tensors[1]) in marked) if self.has_setting else None
         if len(tensors) == FIRST_OPERAND:
             return tensors[0].shape, training, setting

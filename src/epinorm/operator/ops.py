@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epinorm.operator import transforms
 from epinorm.operator.autograd import differentiable, is_plain
-from epinorm.operator.calls import constants_of, eager_for, run_forward, run_inference
+from epinorm.operator.calls import constants_of, eager_for, executable_for_step, run_inference
 from epinorm.operator.schema import linear_norm, linear_norm_backward, linear_norm_forward
 from epinorm.problem import Strategy
 
@@ -39,8 +39,10 @@ def call(
         )
     facts = (chain, strategy, strict, None)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-        eager = eager_for(tensors, facts)
+        inputs = (x, weight, bias, norm_weight, norm_bias, operands)
+        executable = executable_for_step(inputs, facts)
+        eager = eager_for(executable)
         if eager is not None:
             return eager.y(constants_of(facts), *tensors)
-        return differentiable(lambda *inputs: run_forward(inputs[:6], facts, True), facts, tensors)
+        return differentiable(executable, facts, tensors)
     return run_inference((x, weight, bias, norm_weight, norm_bias, operands), facts)

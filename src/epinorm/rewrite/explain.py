@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from epinorm.backends.choice import plan_for
+from epinorm.backends.engine import plan_for
 from epinorm.backends.prepack import keeps
 from epinorm.chain import GroupNorm
 from epinorm.precision import product_precision

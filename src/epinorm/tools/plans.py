@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from epinorm.backends.choice import plan_for
+from epinorm.backends.engine import plan_for
 from epinorm.problem import Plan, Problem
 from epinorm.rewrite import fuse
 from epinorm.tools.tune import recorded

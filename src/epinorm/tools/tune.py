@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
+from epinorm.backends import memo
 from epinorm.backends import reference as reference_backend
-from epinorm.backends.choice import plan_for
-from epinorm.backends.cuda.forward import forward
 from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
@@ -26,8 +25,9 @@ from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.plan.strategy import HOPPER, LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.backends.cuda.runtime.device import capability, sm_count
+from epinorm.backends.engine import executable_for, plan_for
 from epinorm.operator import calls
-from epinorm.problem import Forward, Inputs, Plan, Problem
+from epinorm.problem import Forward, Inputs, Layout, Plan, Problem
 from epinorm.tools.accuracy import FLOOR_ULPS, allowed_error, relative_error
 from epinorm.tools.timing import DEFAULT_SETTINGS, Runner, Settings, time_interleaved
 from epinorm.tools.verify import poisoned_memory
@@ -36,7 +36,6 @@ __all__ = [
     "MOST_TILES",
     "Trial",
     "Tuning",
-    "forget_plans",
     "recorded",
     "tune",
     "ways_of",
@@ -143,14 +142,6 @@ def recorded() -> Iterator[list[tuple[Problem, Inputs]]]:
         calls.planned.remove(note)
 
 
-def forget_plans() -> None:
-    """Plan and prepare every call anew: what was tuned has changed."""
-    hopper_plan.choose_tile.cache_clear()
-    plan_for.cache_clear()
-    calls.forget_plans()
-    hopper_forward._prepared.clear()
-
-
 def _before(problem: Problem) -> Way:
     plan = plan_for(problem)
     if plan.strategy != "single":
@@ -180,8 +171,9 @@ def _guarded(problem: Problem, tile: Tile) -> bool:
 def _run_of(problem: Problem, way: Way) -> Run:
     if way[1] is not None:
         return hopper_forward.launch_with(problem, way[1])
-    plan = Plan("epilogue", "measured by name")
-    return lambda inputs: forward(problem, plan, inputs)
+    layout = Layout(problem.k, problem.k, (problem.m, problem.n))
+    epilogue = executable_for(problem, Plan("epilogue", "measured by name"), layout)
+    return lambda inputs: epilogue.forward(*inputs)
 
 
 def tune(
@@ -216,7 +208,7 @@ def tune(
     assert best.microseconds is not None
     strategy = "single" if best.tile is not None else "epilogue"
     not_kept = tuned.remember(problem, Choice(strategy, best.tile, best.microseconds))  # type: ignore[arg-type]
-    forget_plans()
+    memo.clear()
     return Tuning(problem, ways[0], trials, best, not_kept)
 
 

@@ -12,15 +12,26 @@ import torch
 from epinorm.backends.cpu import build
 from epinorm.backends.cpu.build import warn_once
 from epinorm.backends.cpu.codegen import CPP_TYPES, kernel_source
-from epinorm.problem import Problem
+from epinorm.problem import Plan, Problem, Step, Strategy
 
-__all__ = ["supports"]
+__all__ = ["plan_cpu", "supports"]
 
 # Measured on two cores (docs/cpu.md): beyond these, cutting the product into parts loses more than
 # one pass over its result wins.
 LONE_ROWS = 4
 LONE_WEIGHT = 2**20
 DOUBLE_WEIGHT = 2**20
+
+
+def plan_cpu(problem: Problem, strategy: Strategy) -> Plan:
+    """The plan by the fused CPU kernels, or for the reference with the reason."""
+    why_not = supports(problem)
+    if why_not is not None:
+        return Plan("reference", why_not)
+    reason = "blocks of rows stay in cache from the product to the last operation"
+    forward = (Step("epinorm_forward", "y, z, mean, rstd" if problem.training else "y", reason),)
+    backward = (Step("epinorm_backward", "all gradients", reason),) if problem.training else ()
+    return Plan("cpu", "the fused CPU kernel serves it", forward=forward, backward=backward)
 
 
 def supports(problem: Problem) -> str | None:

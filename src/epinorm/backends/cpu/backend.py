@@ -1,4 +1,4 @@
-"""The fused chain on the CPU: a backend (epinorm.problem) over the compiled kernels."""
+"""The fused chain on the CPU: plans bound to the compiled kernels."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.backends import reference as reference_backend
-from epinorm.backends.choice import plan_for
+from epinorm.backends import reference
 from epinorm.backends.cpu import abi
 from epinorm.backends.cpu.blocks import Blocks, choose_blocks
 from epinorm.backends.cpu.build import BuildError, load_kernel, load_runner, warn_once
 from epinorm.backends.cpu.codegen import kernel_source
 from epinorm.chain import RMSNorm
-from epinorm.problem import Forward, Gradients, Inputs, Plan, Problem, Wanted
+from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Run, Wanted
 
-__all__ = ["backward", "forward"]
+__all__ = ["CpuExecutable"]
 
+_REFERENCE = Plan("reference", "a square overflows, and PyTorch's NaNs are its own")
 _NOTHING = tuple(torch.empty(0) for _ in range(3))
 
 
@@ -38,23 +38,6 @@ class _Prepared:
         """The values of ``Inputs.constants`` for the kernel."""
         values = given or self.own
         return (ctypes.c_double * max(len(values), 1))(*values)
-
-
-_prepared: dict[int, tuple[Problem, _Prepared]] = {}
-_MAX_PREPARED = 1024
-
-
-def _prepare(problem: Problem) -> _Prepared:
-    # By identity: hashing a problem's fields takes longer than all else here. The problem is kept,
-    # so that no other one can get its address.
-    found = _prepared.get(id(problem))
-    if found is not None:
-        return found[1]
-    if len(_prepared) >= _MAX_PREPARED:
-        _prepared.clear()
-    prepared = _make(problem)
-    _prepared[id(problem)] = problem, prepared
-    return prepared
 
 
 def _make(problem: Problem) -> _Prepared:
@@ -130,22 +113,37 @@ def _run(prepared: _Prepared, function: Callable[..., int], call: abi.Problem) -
         raise RuntimeError(prepared.runner.epinorm_message().decode(errors="replace"))
 
 
-def _fall_back(error: BuildError) -> None:
-    warn_once(str(error))
-    plan_for.cache_clear()  # so that the next plan, and explain, name the reason
+class CpuExecutable:
+    """A problem's two passes by the compiled kernels.
 
-
-def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
-    """Compute y (M, N) in one pass over the rows; see epinorm.problem for the shapes and dtypes.
-
-    Where the kernels cannot be built, warns once and computes with PyTorch's own layers. Raises
-    RuntimeError with PyTorch's message where its product fails.
+    Where these cannot be built, warns once and raises BuildError.
     """
-    try:
-        prepared = _prepare(problem)
-    except BuildError as error:
-        _fall_back(error)
-        return reference_backend.forward(problem, plan, inputs)
+
+    def __init__(self, problem: Problem, plan: Plan, layout: Layout) -> None:
+        self.problem, self.plan, self.y_size = problem, plan, layout.y_size
+        self.forward: Run = self._forward if len(layout.y_size) == 2 else self._folded
+        try:
+            self.prepared = _make(problem)
+        except BuildError as error:
+            warn_once(str(error))
+            raise
+
+    def _forward(self, *tensors: Any) -> Forward:
+        return _forward(self.problem, self.prepared, Inputs(*tensors))
+
+    def _folded(self, x: Tensor, *rest: Any) -> Forward:
+        found = self._forward(x.view(self.problem.m, self.problem.k), *rest)
+        return found._replace(y=found.y.view(self.y_size))
+
+    def backward(
+        self, inputs: Inputs, kept: list[Forward], dy: Tensor, want: Wanted, *_: Any
+    ) -> Gradients:
+        """Compute the wanted gradients; raises as forward does."""
+        return _backward(self.problem, self.prepared, inputs, kept.pop(), dy, want)
+
+
+def _forward(problem: Problem, prepared: _Prepared, inputs: Inputs) -> Forward:
+    """Raises RuntimeError with PyTorch's message where its product fails."""
     m, n, x = problem.m, problem.n, inputs.x
     y = x.new_empty((m, n), dtype=problem.out_dtype)
     z = mean = rstd = None
@@ -158,21 +156,20 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
     call.y, call.y_stride, call.z = y.data_ptr(), n, _pointer(z)
     _run(prepared, prepared.runner.epinorm_forward, call)
     if call.call.overflow:
-        return reference_backend.forward(problem, plan, inputs)
+        return reference.forward(problem, _REFERENCE, inputs)
     if z is None or rstd is None:
         return Forward(y, *_NOTHING)
     return Forward(y, z, x.new_empty(0) if mean is None else mean, rstd)
 
 
-def backward(
-    problem: Problem, plan: Plan, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
+def _backward(
+    problem: Problem,
+    prepared: _Prepared,
+    inputs: Inputs,
+    kept: Forward,
+    dy: Tensor,
+    want: Wanted,
 ) -> Gradients:
-    """Compute the wanted gradients from dy (M, N) and what forward kept; raises as forward does."""
-    try:
-        prepared = _prepare(problem)
-    except BuildError as error:
-        _fall_back(error)
-        return reference_backend.backward(problem, plan, inputs, kept, dy, want)
     m, k, n, x, blocks = problem.m, problem.k, problem.n, inputs.x, prepared.blocks
     kinds = problem.chain.operand_kinds
     if dy.stride(1) != 1 and n > 1:
@@ -209,7 +206,7 @@ def backward(
     call.column_sums = ctypes.addressof(addresses)
     _run(prepared, prepared.runner.epinorm_backward, call)
     if call.call.overflow:
-        return reference_backend.backward(problem, plan, inputs, kept, dy, want)
+        return reference.backward(problem, _REFERENCE, inputs, kept, dy, want)
     channels = iter(sums[3:])
     operands = tuple(
         next(channels) if kind == "channel" else element

@@ -32,7 +32,7 @@ import torch
 from epinorm.backends import cache
 from epinorm.backends.cpu.abi import declare_kernel, declare_runner
 from epinorm.backends.cpu.proof import Disproved, prove_kernel, prove_runner
-from epinorm.problem import Problem
+from epinorm.problem import CannotCompile, Problem
 
 __all__ = ["BuildError", "compiler_problem", "failure", "load_kernel", "load_runner", "warn_once"]
 
@@ -58,7 +58,7 @@ _RUNNER = "runner"
 _BUILD = "epinorm-build-"
 
 
-class BuildError(RuntimeError):
+class BuildError(CannotCompile):
     """The CPU kernels cannot be built here; the text says why."""
 
 

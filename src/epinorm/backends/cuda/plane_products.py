@@ -23,10 +23,11 @@ from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.backends.cuda.gemm.hopper import product as hopper_product
 from epinorm.backends.cuda.gemm.hopper.product import AddingProduct, Planes, prepare_adding
 from epinorm.backends.cuda.gemm.portable import product as portable_product
-from epinorm.backends.cuda.norm.backward import Factors, Largest, NormGradients, norm_backward
-from epinorm.backends.cuda.plan.hopper_product import ProductShape
-from epinorm.backends.cuda.plan.norm_planes import beside_dx, worthwhile
-from epinorm.problem import Core, Forward, Inputs, Problem, Wanted
+from epinorm.backends.cuda.norm.backward import Factors, Largest, NormBackward, NormGradients
+from epinorm.backends.cuda.plan.gradients import BackwardChoice
+from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
+from epinorm.backends.cuda.runtime.device import sm_count
+from epinorm.problem import Forward, Inputs, Problem, Wanted
 
 __all__ = ["PlaneProducts"]
 
@@ -44,9 +45,9 @@ class _Operands(NamedTuple):
 class PlaneProducts:
     """The two products of one problem, or one of them, ready to launch."""
 
-    def __init__(
-        self, problem: Problem, by_x: bool, by_weight: bool, core: Core = "hopper"
-    ) -> None:
+    def __init__(self, problem: Problem, choice: BackwardChoice, norm: NormBackward) -> None:
+        by_x, by_weight, core = choice.x, choice.weight, choice.core
+        self.norm = norm
         m, k, n, device = problem.m, problem.k, problem.n, problem.device
         self.planes = 2 if problem.precision == "highest" else 1
         self.by_x, self.by_weight = by_x, by_weight
@@ -57,9 +58,9 @@ class PlaneProducts:
         self.adds_loaded = False
         self.problem = problem
         self.dz_planes: DzPlanes | None = None
-        if by_x and by_weight and core == "hopper" and worthwhile(problem, self.planes):
-            self.dz_planes = DzPlanes(problem, self.planes, self.split_x, self.split_weight)
-        self.beside_dx = beside_dx(problem, self.planes)
+        if choice.writes_planes:
+            self.dz_planes = DzPlanes(problem, self.planes, self.split_x, self.split_weight, norm)
+        self.beside_dx = choice.beside_dx
 
         def product(rows: int, length: int, major_k_a: bool) -> Product:
             shape = ProductShape(rows, k, length, self.planes, 4)
@@ -68,7 +69,10 @@ class PlaneProducts:
                 return portable_product.prepare_product(
                     shape, half, single, True, major_k_a, device
                 )
-            return hopper_product.prepare_product(shape, half, single, True, major_k_a, device)
+            chosen = choose(shape, sm_count(device))
+            return hopper_product.prepare_product(
+                shape, chosen, half, single, True, major_k_a, device
+            )
 
         self.dx = product(m, n, True) if by_x else None
         self.dw = product(n, m, False) if by_weight else None
@@ -87,7 +91,7 @@ class PlaneProducts:
         beside = into is None and self.beside_dx
         found = self._write(inputs, kept[0], dy, want, operands[0], beside)
         if found is None:
-            norm = norm_backward(self.problem, inputs, kept[0], dy, want, operands[0].factors)
+            norm = self.norm(inputs, kept[0], dy, want, operands[0].factors)
             kept.clear()
             assert norm.dz is not None
             assert norm.largest is not None

@@ -11,23 +11,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from epinorm.backends.cuda.gemm.hopper import forward as hopper
-from epinorm.backends.cuda.gemm.portable.forward import portable_forward
-from epinorm.backends.cuda.norm import forward as norm
+from epinorm.backends.cuda.gemm.portable import forward as portable
+from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
-from epinorm.problem import Core, Forward, Inputs, Problem, Run, StepForward
+from epinorm.problem import Core, Forward, Layout, Problem, Run, StepForward
 
-__all__ = ["bind", "planes_forward"]
-
-
-def _split(problem: Problem, inputs: Inputs) -> tuple[Inputs, Inputs]:
-    """The product's tensors and numbers, and those of the rest."""
-    x, weight, bias, norm_weight, norm_bias, operands, constants = inputs
-    if problem.training:
-        return Inputs(x, weight, None, None, None, ()), inputs
-    of_pre, constants_of_pre = _counts(problem)
-    first = Inputs(x, weight, bias, None, None, operands[:of_pre], constants[:constants_of_pre])
-    rest = (operands[of_pre:], constants[constants_of_pre:])
-    return first, Inputs(x, weight, None, norm_weight, norm_bias, *rest)
+__all__ = ["bind"]
 
 
 def _counts(problem: Problem) -> tuple[int, int]:
@@ -36,19 +25,11 @@ def _counts(problem: Problem) -> tuple[int, int]:
     return sum(op.operand is not None for op in pre), sum(len(op.arguments) for op in pre)
 
 
-def planes_forward(problem: Problem, core: Core, inputs: Inputs) -> Forward:
-    """y and what backward needs."""
-    first, rest = _split(problem, inputs)
-    run = portable_forward if core == "portable" else hopper.hopper_forward
-    made = run(product_of(problem), first)
-    return _with_left(norm.norm_forward(rest_of(problem), made.y, rest), made)
-
-
-def bind(problem: Problem, inputs: Inputs, y_size: tuple[int, ...]) -> Run:
-    """``planes_forward`` on Hopper for tensors like ``inputs``: see ``epinorm.problem.Run``."""
+def bind(problem: Problem, core: Core, layout: Layout) -> Run:
+    """The forward pass of tensors of this layout."""
     (of_pre, constants_of_pre), training = _counts(problem), problem.training
-    multiply = hopper.bind(product_of(problem), _split(problem, inputs)[0], y_size)
-    normalise = norm.bind(rest_of(problem), y_size)
+    multiply = (portable if core == "portable" else hopper).bind(product_of(problem), layout)
+    normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size)
 
     def run(
         x: Tensor,

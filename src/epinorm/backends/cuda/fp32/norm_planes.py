@@ -25,10 +25,10 @@ from epinorm.backends.cuda.fp32.planes import Splitter
 from epinorm.backends.cuda.norm.backward import (
     FLAGS_ALIGNMENT,
     Factors,
+    NormBackward,
     NormGradients,
     RowSums,
     Vectors,
-    norm_backward,
 )
 from epinorm.backends.cuda.norm.text import chain_signature
 from epinorm.backends.cuda.plan.norm_backward import Outputs
@@ -90,8 +90,15 @@ class WrittenDz:
 class DzPlanes:
     """The launches of one problem, for each vector width and set of gradients."""
 
-    def __init__(self, problem: Problem, planes: int, split_x: Splitter, split_w: Splitter) -> None:
-        self.problem, self.planes = problem, planes
+    def __init__(
+        self,
+        problem: Problem,
+        planes: int,
+        split_x: Splitter,
+        split_w: Splitter,
+        norm: NormBackward,
+    ) -> None:
+        self.problem, self.planes, self.norm = problem, planes, norm
         self.splitters = split_x, split_w
         self.vectors = Vectors(problem)
         self.launches: dict[tuple[int, Wanted, bool], _Launches | None] = {}
@@ -131,7 +138,7 @@ class DzPlanes:
     ) -> Tensor:
         """dz (M, N) for the range guard: computed where anything is flagged, else never filled."""
         only = Wanted(True, False, False, False, False, tuple(False for _ in want.operands))
-        dz = norm_backward(self.problem, inputs, kept, dy, only, if_wanted=written.any_flag).dz
+        dz = self.norm(inputs, kept, dy, only, if_wanted=written.any_flag).dz
         assert dz is not None
         return dz
 

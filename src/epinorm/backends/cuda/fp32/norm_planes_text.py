@@ -6,8 +6,6 @@ row is (`fp32/norm_backward_planes.cu`).
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from epinorm.backends.cuda.fp32.planes import TOLERANCE
 from epinorm.backends.cuda.norm.backward_text import output_text
 from epinorm.backends.cuda.norm.text import norm_text
@@ -15,6 +13,7 @@ from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_planes import RowsPlan, rows_plans
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.memo import memo
 from epinorm.problem import Problem
 
 __all__ = [
@@ -25,7 +24,7 @@ __all__ = [
 ]
 
 
-@lru_cache(maxsize=1024)
+@memo()
 def rows_plan(
     problem: Problem, vector: int, outputs: Outputs, planes: int, arch: str
 ) -> RowsPlan | None:

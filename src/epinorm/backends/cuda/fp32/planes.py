@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -20,6 +19,7 @@ from epinorm.backends.cuda.runtime.driver import relaxed_capture
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.memo import memo
 
 __all__ = ["Planes", "Splitter", "split", "split_source", "splitter"]
 
@@ -173,7 +173,7 @@ class Splitter(PlaneLayout):
         return launch
 
 
-@lru_cache(maxsize=1024)
+@memo()
 def splitter(
     planes: int, columns: int, rows: int, more_rows: int, device: torch.device
 ) -> Splitter:

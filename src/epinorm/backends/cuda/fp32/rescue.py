@@ -20,9 +20,10 @@ from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.launch import Kernel
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, starts_early
+from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments, chain_text, constant_list
 from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.memo import memo
 from epinorm.problem import Forward, Inputs, Problem
 
 __all__ = [
@@ -254,38 +255,19 @@ def rescue(
     )
 
 
+@memo()
 def rescue_launch(problem: Problem, aligned: bool, flags_late: bool = False) -> Callable[..., None]:
     """What ``rescue`` launches, for who keeps it: a function of the arguments of ``SIGNATURE``.
 
     aligned: each row of x and of weight begins at a multiple of 16 bytes. flags_late: the kernel
     before it in the stream writes flags.
     """
-    return _prepared(problem)(aligned, flags_late)
-
-
-class _Prepared:
-    """The launches for one problem, by whether x and weight are aligned and flags are late."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.launches: dict[tuple[bool, bool], Callable[..., None]] = {}
-
-    def __call__(self, aligned: bool, flags_late: bool) -> Callable[..., None]:
-        return self.launches.get((aligned, flags_late)) or self._prepare(aligned, flags_late)
-
-    def _prepare(self, aligned: bool, flags_late: bool) -> Callable[..., None]:
-        problem, device = self.problem, self.problem.device
-        limit = max_shared_bytes(device)
-        tile = rescue_tile(_group_of(problem), limit)
-        m, n = problem.m, problem.n
-        # Clusters came with sm_90, as early starts did.
-        clusters = starts_early(device)
-        splits = splits_of(tile, m, n, problem.k, sm_count(device)) if clusters else 1
-        source = rescue_source(problem, aligned, arch_of(device), limit, flags_late, splits)
-        signature = SIGNATURE + chain_signature(problem)
-        launch = prepare_guard(load(source, device), device, signature, tile, splits, (m, n))
-        self.launches[aligned, flags_late] = launch
-        return launch
-
-
-_prepared = PreparedByProblem(_Prepared)
+    device, limit = problem.device, max_shared_bytes(problem.device)
+    tile = rescue_tile(_group_of(problem), limit)
+    m, n = problem.m, problem.n
+    # Clusters came with sm_90, as early starts did.
+    clusters = starts_early(device)
+    splits = splits_of(tile, m, n, problem.k, sm_count(device)) if clusters else 1
+    source = rescue_source(problem, aligned, arch_of(device), limit, flags_late, splits)
+    signature = SIGNATURE + chain_signature(problem)
+    return prepare_guard(load(source, device), device, signature, tile, splits, (m, n))

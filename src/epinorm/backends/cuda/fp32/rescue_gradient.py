@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_c
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.memo import memo
 
 __all__ = [
     "TILE",
@@ -123,7 +124,7 @@ def prepare_rescue(
     )
 
 
-@lru_cache(maxsize=1024)
+@memo()
 def _launcher(
     rows: int,
     columns: int,

@@ -22,11 +22,11 @@ from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_tile import LARGEST_ACCESS_BYTES, WARP, ceil_div, vector_width
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.jit import load
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, new_tensor, starts_early
+from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
-__all__ = ["Factors", "Largest", "NormGradients", "RowSums", "Vectors", "norm_backward"]
+__all__ = ["Factors", "Largest", "NormBackward", "NormGradients", "RowSums", "Vectors"]
 
 SIGNATURE = "plpl" + "pppppppp" + "li"
 """dy and z with their row strides; mean, rstd, row sums, bias, gamma, beta, dz, partial sums; M,
@@ -83,27 +83,6 @@ class NormGradients(NamedTuple):
     norm_bias: Tensor | None
     operands: tuple[Tensor | None, ...]
     largest: Largest | None
-
-
-def norm_backward(
-    problem: Problem,
-    inputs: Inputs,
-    kept: Forward,
-    dy: Tensor,
-    want: Wanted,
-    factors: Factors | None = None,
-    if_wanted: int = 0,
-) -> NormGradients:
-    """dz and the wanted gradients but those of x and weight, from dy (M, N) in ``out_dtype``.
-
-    dy and z may have a row stride, their last dimension is contiguous. dz is computed where x's or
-    the weight's gradient is wanted. The sums over rows are added up in a fixed order: the same
-    inputs give the same bits on the same GPU. ``factors``: dz, fp32, will be split into planes;
-    what their scales are made from is computed as well. Where nothing but a bias follows the linear
-    layer, dz is dy itself, which is contiguous then. ``if_wanted``: the address of a 4-byte word
-    on the GPU; where that is 0 by then, nothing is computed.
-    """
-    return _prepared(problem)(inputs, kept, dy, want, factors, if_wanted)
 
 
 class Vectors:
@@ -164,8 +143,8 @@ class RowSums:
         return NormGradients(dz, bias, gamma, beta, operands, largest)
 
 
-class _PreparedBackward:
-    """Everything about a problem's launches that does not change from call to call."""
+class NormBackward:
+    """dz and the wanted gradients but those of x and weight, from dy (M, N) in ``out_dtype``."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.vectors = problem, Vectors(problem)
@@ -178,9 +157,15 @@ class _PreparedBackward:
         kept: Forward,
         dy: Tensor,
         want: Wanted,
-        factors: Factors | None,
-        if_wanted: int,
+        factors: Factors | None = None,
+        if_wanted: int = 0,
     ) -> NormGradients:
+        """dy and z may have a row stride, their last dimension is contiguous. dz is computed where
+        x's or the weight's gradient is wanted. The sums over rows are added up in a fixed order:
+        the same inputs give the same bits on the same GPU. ``factors``: dz, fp32, will be split
+        into planes; what their scales are made from is computed as well. Where nothing but a bias
+        follows the linear layer, dz is dy itself, which is contiguous then. ``if_wanted``: the
+        address of a 4-byte word on the GPU; where that is 0 by then, nothing is computed."""
         vector, matrices, parameters = self.vectors(inputs, kept, dy)
         largest = (False, False) if factors is None else (factors.columns != 0, factors.rows != 0)
         key = (vector, want, *largest, if_wanted != 0)
@@ -332,6 +317,3 @@ class _Scratch:
             *(storage, at + self.rows, self.row_parts, at + self.columns, self.parts),
             *(at + self.row_flags, at + self.column_flags),
         )
-
-
-_prepared = PreparedByProblem(_PreparedBackward)

@@ -17,16 +17,15 @@ from epinorm.backends.cuda.plan.norm_forward import ForwardPlan, forward_plans
 from epinorm.backends.cuda.plan.norm_tile import LARGEST_ACCESS_BYTES, ceil_div, vector_width
 from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled, load
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, new_tensor, starts_early
+from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.chain import RMSNorm
 from epinorm.problem import Forward, Inputs, Problem
 
 __all__ = [
-    "bind",
+    "NormForward",
     "forward_plan",
     "forward_source",
-    "norm_forward",
 ]
 
 SIGNATURE = "pl" + "pppppp" + "li"
@@ -54,24 +53,8 @@ def forward_source(problem: Problem, plan: ForwardPlan, arch: str) -> KernelSour
     return KernelSource(plan.kernel, text, arch)
 
 
-def norm_forward(problem: Problem, z: Tensor, inputs: Inputs) -> Forward:
-    """y, z, mean and rstd from z (M, N) in ``dtype``, the linear's output without its bias.
-
-    z may have a row stride; of ``inputs``, bias, the norm's parameters and operands are read. The
-    result is described at ``epinorm.problem.Forward``.
-    """
-    run = _prepared(problem).bind(z.stride(0), tuple(z.shape))
-    return run(z, *inputs[2:])
-
-
-def bind(problem: Problem, z_size: tuple[int, ...]) -> Callable[..., Forward]:
-    """``norm_forward`` as a function of z, which is contiguous and of ``z_size``, bias, the norm's
-    parameters, the operands and the constants."""
-    return _prepared(problem).bind(problem.n, z_size)
-
-
-class _PreparedForward:
-    """Everything about a problem's launch that does not change from call to call."""
+class NormForward:
+    """y, z, mean and rstd from z (M, N) in ``dtype``, the linear's output without its bias."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -82,6 +65,11 @@ class _PreparedForward:
         self.widest = vector_width(self.channels, self.itemsize, ())
         self.launches: dict[int, Callable[..., None]] = {}
         self.bound: dict[tuple[int, tuple[int, ...]], Callable[..., Forward]] = {}
+
+    def __call__(self, z: Tensor, inputs: Inputs) -> Forward:
+        """z may have a row stride; of ``inputs``, all behind the weight is read. The result is
+        described at ``epinorm.problem.Forward``."""
+        return self.bind(z.stride(0), tuple(z.shape))(z, *inputs[2:])
 
     def bind(self, z_stride: int, z_size: tuple[int, ...]) -> Callable[..., Forward]:
         """The function of z and of ``Inputs`` from bias on; y has z's size."""
@@ -164,6 +152,3 @@ class _PreparedForward:
         )
         self.launches[vector] = launch
         return launch
-
-
-_prepared = PreparedByProblem(_PreparedForward)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
 
 import torch
 
 from epinorm.backends.cuda.plan import costs, hopper_product, portable_product
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
+from epinorm.backends.cuda.plan.norm_planes import beside_dx, rows_plans, worthwhile
+from epinorm.backends.cuda.plan.norm_tile import vector_width
 from epinorm.backends.cuda.runtime.device import capability, gpu_of, sm_count
-from epinorm.problem import Core, Problem
+from epinorm.backends.memo import memo
+from epinorm.problem import Core, Plan, Problem, Wanted
 
-__all__ = ["planes_taken", "product_in_16_bit", "products"]
+__all__ = [
+    "BackwardChoice",
+    "backward_choice",
+    "planes_taken",
+    "product_in_16_bit",
+    "products",
+]
 
 HOPPER = (9, 0)
 _BYTES = 3.5e6
@@ -24,7 +33,7 @@ _PRODUCT_LAUNCHES, _SPLIT_LAUNCH = 8.0, 4.0
 """Microseconds of a product with its guard, and of a conversion."""
 
 
-@lru_cache(maxsize=1024)
+@memo()
 def planes_taken(
     problem: Problem, want_x: bool, want_weight: bool, core: Core = "hopper"
 ) -> tuple[bool, bool]:
@@ -97,3 +106,42 @@ def product_in_16_bit(
     if choice.microseconds > WORTH * hopper_product.library_like(shape, sms):
         return None
     return shape, choice
+
+
+@dataclass(frozen=True)
+class BackwardChoice:
+    """How the gradients are computed.
+
+    core: what multiplies planes. x, weight: dX and dW are computed from planes. writes_planes: dz
+    is written once, as the planes of both; beside_dx: when its scales for dW are. dx, dw: our
+    product of 16-bit matrices; None: the library's, or planes.
+    """
+
+    core: Core | None
+    x: bool
+    weight: bool
+    writes_planes: bool
+    beside_dx: bool
+    dx: tuple[ProductShape, Choice] | None
+    dw: tuple[ProductShape, Choice] | None
+
+
+@memo()
+def backward_choice(problem: Problem, plan: Plan, want: Wanted) -> BackwardChoice:
+    """The choice for a set of gradients."""
+    # A core that nobody named is Hopper's.
+    core = plan.core or "hopper" if plan.strategy in ("single", "planes") else None
+    x = weight = writes_planes = False
+    dx = dw = None
+    if core is not None:
+        x, weight = planes_taken(problem, want.x, want.weight, core)
+    planes = 2 if problem.precision == "highest" else 1
+    if x and weight and core == "hopper" and worthwhile(problem, planes):
+        vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
+        writes_planes = next(rows_plans(problem, vector), None) is not None
+    if want.x and not x:
+        dx = product_in_16_bit(problem, core, problem.m, problem.n)
+    if want.weight and not weight:
+        dw = product_in_16_bit(problem, core, problem.n, problem.m)
+    beside = writes_planes and beside_dx(problem, planes)
+    return BackwardChoice(core, x, weight, writes_planes, beside, dx, dw)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 
@@ -21,6 +20,7 @@ from epinorm.backends.cuda.plan.hopper_tile import (
     largest_stages,
 )
 from epinorm.backends.cuda.text.instance import Instance, columns_of, instance_of, rows_aligned
+from epinorm.backends.memo import memo
 from epinorm.problem import Problem
 
 __all__ = [
@@ -311,7 +311,7 @@ def cycles(problem: Problem, tile: Tile, sms: int, prepacked: bool = False) -> f
     return kernel + _split_cycles(problem, tile, prepacked)
 
 
-@lru_cache(maxsize=4096)
+@memo(4096)
 def choose_tile(
     problem: Problem, sms: int, prepacked: bool = False, fp32_weight: bool = True
 ) -> Tile | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 from epinorm.backends.cuda.plan.hopper import fold_steps
 from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile
+from epinorm.backends.memo import memo
 
 __all__ = ["TILES", "Choice", "ProductShape", "choose", "library_like"]
 
@@ -100,7 +100,7 @@ def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
             yield Choice(tile, parts, microseconds)
 
 
-@lru_cache(maxsize=1024)
+@memo()
 def choose(shape: ProductShape, sms: int) -> Choice:
     """The tile and the parts of least estimated time."""
     return min(_choices(shape, sms), key=lambda choice: choice.microseconds)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 
 from epinorm.backends.cuda.plan.portable_tile import PortableTile, largest_stages, with_stages
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.text.instance import Instance, columns_of, instance_of
+from epinorm.backends.memo import memo
 from epinorm.problem import Problem
 
 __all__ = [
@@ -221,7 +221,7 @@ def _split_cycles(problem: Problem, gpu: Gpu) -> float:
     return launches + moved / _memory_bytes(gpu)
 
 
-@lru_cache(maxsize=4096)
+@memo(4096)
 def choose_tile(problem: Problem, gpu: Gpu) -> PortableTile | None:
     """The tile of the least estimated time; None if none fits."""
     tiles = list(candidates(problem, gpu))

@@ -10,12 +10,12 @@ import dataclasses
 import torch
 
 from epinorm.backends.cuda.plan import hopper, hopper_product, portable, portable_product, tuned
-from epinorm.backends.cuda.plan.gradients import planes_taken, product_in_16_bit
+from epinorm.backends.cuda.plan.gradients import backward_choice, planes_taken
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.plan.norm_backward import Outputs, backward_plans
 from epinorm.backends.cuda.plan.norm_forward import forward_plans
-from epinorm.backends.cuda.plan.norm_planes import beside_dx, rows_plans, worthwhile
+from epinorm.backends.cuda.plan.norm_planes import rows_plans
 from epinorm.backends.cuda.plan.norm_tile import vector_width
 from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
@@ -194,22 +194,18 @@ class _Backward:
 
     def __init__(self, problem: Problem, plan: Plan, want: Wanted) -> None:
         self.problem, self.want = problem, want
-        by_planes = plan.strategy in ("single", "planes")
-        self.core = plan.core or "hopper" if by_planes else None
+        self.choice = choice = backward_choice(problem, plan, want)
         self.left = any(buffer.name == "x's planes" for buffer in plan.saved)
         self.steps: list[Step] = []
         self.scratch: list[Buffer] = []
-        x = weight = False
-        if self.core is not None:
-            x, weight = planes_taken(problem, want.x, want.weight, self.core)
-        if not (x or weight):
+        if not (choice.x or choice.weight):
             self._norm(Outputs.of(problem, want))
         else:
-            self._by_planes(x, weight)
-        if want.x and not x:
-            self._direct("dX", problem.m, problem.n)
-        if want.weight and not weight:
-            self._direct("dW", problem.n, problem.m)
+            self._by_planes(choice.x, choice.weight)
+        if want.x and not choice.x:
+            self._direct("dX", choice.dx)
+        if want.weight and not choice.weight:
+            self._direct("dW", choice.dw)
 
     def _norm(self, outputs: Outputs, if_wanted: bool = False) -> None:
         """norm_backward, and what surrounds it."""
@@ -241,13 +237,12 @@ class _Backward:
     def _take(self, name: str, nbytes: int, since: str, until: str, each: bool = False) -> None:
         self.scratch.append(Buffer(name, nbytes, since, until, each))
 
-    def _direct(self, name: str, rows: int, length: int) -> None:
+    def _direct(self, name: str, found: tuple[ProductShape, Choice] | None) -> None:
         """A product of dz as it is."""
-        found = product_in_16_bit(self.problem, self.core, rows, length)
         if found is None:
-            fp32 = self.problem.dtype == torch.float32
-            reason = "conversions to planes cost more than they save" if fp32 and self.core else ""
-            reason = reason or "the library's product is as fast as any here"
+            planes = self.problem.dtype == torch.float32 and self.choice.core is not None
+            reason = "the library's product is as fast as any here"
+            reason = "conversions to planes cost more than they save" if planes else reason
             self.steps.append(Step("aten::mm", name, reason))
             return
         shape, choice = found
@@ -271,10 +266,7 @@ class _Backward:
                 self.steps.append(Step("split", f"{name}'s planes", reason))
                 nbytes = PlaneLayout(planes, k, rows, 0).nbytes
                 self._take(f"{name}'s planes", nbytes, "split", until)
-        vector = vector_width(n // problem.groups, problem.dtype.itemsize, ())
-        both = x and weight and self.core == "hopper" and worthwhile(problem, planes)
-        rows_plan = next(rows_plans(problem, vector), None) if both else None
-        if rows_plan is None:
+        if not self.choice.writes_planes:
             self._norm(Outputs.of(problem, self.want, x, weight))
             makes = "dz's planes for " + " and ".join(["dX"] * x + ["dW"] * weight)
             self.steps.append(Step("split_gradient", makes, "with the scales of W and x"))
@@ -285,13 +277,15 @@ class _Backward:
             if weight:
                 self._guarded("dW", n, m)
             return
+        vector = vector_width(n // problem.groups, problem.dtype.itemsize, ())
+        rows_plan = next(rows_plans(problem, vector))
         reason = "a cluster holds whole rows: dz is written once"
         otherwise = f"{_SPILLS}; norm_backward and split_gradient, where all tiles do"
         makes = "dz's planes, partial sums over rows"
         self.steps.append(Step("norm_backward_planes", makes, reason, rows_plan, otherwise))
         self._take("dz's planes", 2 * planes * m * n + 4 * (m + n), "norm_backward_planes", "dW")
         dz = Outputs.of(problem, _dz_alone(problem), if_wanted=True)
-        beside = beside_dx(problem, planes)
+        beside = self.choice.beside_dx
         if beside:
             self._product_of_planes("dX", m, n)
         reason = "beside dX's last tiles" if beside else "before dX: its memory is the peak"
@@ -311,7 +305,7 @@ class _Backward:
     def _product_of_planes(self, name: str, rows: int, length: int) -> None:
         problem = self.problem
         shape = ProductShape(rows, problem.k, length, hopper.planes_of(problem), 4)
-        if self.core == "hopper":
+        if self.choice.core == "hopper":
             self._product(name, shape, hopper_product.choose(shape, sm_count(problem.device)))
             return
         gpu = gpu_of(problem.device)

@@ -24,6 +24,7 @@ import torch
 from epinorm.backends import cache
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.runtime.device import device_index
+from epinorm.backends.memo import cleared_with
 from epinorm.problem import Problem
 
 __all__ = ["Choice", "choice", "clear", "forget", "gpu_name", "key_of", "remember"]
@@ -34,6 +35,7 @@ _SUFFIX = ".json"
 _FIELD_TYPES = typing.get_type_hints(Tile)
 
 _tables: dict[str, dict[str, Choice]] = {}
+cleared_with(_tables.clear)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def remember(problem: Problem, found: Choice) -> str | None:
     """Keep what was measured, for this process and for later ones.
 
     None where it is on disk now, else one sentence that says why it is not. Whoever planned before
-    must plan anew: see ``tune.forget_plans``.
+    must plan anew: see ``memo.clear``.
     """
     name = gpu_name(problem.device)
     if name is None:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.runtime.device import capability
-from epinorm.problem import Problem
 
-__all__ = ["PreparedByProblem", "new_tensor", "starts_early"]
-
-T = TypeVar("T")
-
-MOST_KEPT = 4096
+__all__ = ["new_tensor", "starts_early"]
 
 
 def starts_early(device: torch.device) -> bool:
@@ -51,33 +45,3 @@ def new_tensor(
         return empty(size, strides, dtype) if current_device() == index else ordinary()
 
     return new
-
-
-class PreparedByProblem(Generic[T]):
-    """``make(problem)``, kept for equal problems.
-
-    A problem is looked for by identity first: hashing one costs more than a launch. The entry holds
-    the problem itself, so that its identity cannot be taken over by another.
-    """
-
-    def __init__(self, make: Callable[[Problem], T]) -> None:
-        self._make = make
-        self._by_identity: dict[int, tuple[Problem, T]] = {}
-        self._by_value: dict[Problem, T] = {}
-
-    def __call__(self, problem: Problem) -> T:
-        entry = self._by_identity.get(id(problem))
-        if entry is not None and entry[0] is problem:
-            return entry[1]
-        if max(len(self._by_identity), len(self._by_value)) >= MOST_KEPT:
-            self.clear()
-        value = self._by_value.get(problem)
-        if value is None:
-            value = self._by_value[problem] = self._make(problem)
-        self._by_identity[id(problem)] = (problem, value)
-        return value
-
-    def clear(self) -> None:
-        """Make each anew when next asked for."""
-        self._by_identity.clear()
-        self._by_value.clear()

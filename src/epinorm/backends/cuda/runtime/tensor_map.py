@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
 from epinorm.backends.cuda.runtime.driver import check, driver
+from epinorm.backends.memo import memo
 
 __all__ = ["TensorMap", "tensor_map"]
 
@@ -66,7 +66,7 @@ def tensor_map(
     )
 
 
-@lru_cache(maxsize=_KEPT)
+@memo(_KEPT)
 def _encode(
     address: int,
     shape: tuple[int, ...],

@@ -37,12 +37,12 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import cast
 
 import torch
 
 from epinorm.backends.cuda.text.source import read_kernel
+from epinorm.backends.memo import memo
 from epinorm.chain import Chain, GroupNorm, LayerNorm
 from epinorm.chain.pointwise import Pointwise, cpp_function
 
@@ -190,7 +190,7 @@ class ChainArguments:
         return self._rounded(given or cast("tuple[float, ...]", self._own))
 
 
-@lru_cache(maxsize=1024)
+@memo()
 def _rounded_to_float(values: tuple[float, ...]) -> tuple[float, ...]:
     return tuple([ctypes.c_float(value).value for value in values])  # too large: infinite
 

@@ -32,39 +32,32 @@ from epinorm.backends.cuda.plan.hopper_tile import Tile, shared_bytes
 from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import load
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, new_tensor
+from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.backends.prepack import marked
-from epinorm.problem import Forward, Inputs, Problem, Run, StepForward
+from epinorm.problem import Forward, Inputs, Layout, Problem, Run, StepForward
 
-__all__ = ["bind", "hopper_forward", "launch_with"]
+__all__ = ["HopperForward", "bind", "launch_with"]
 
 _SIGNATURE = "mmmm" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo; y, z, bias, gamma, beta, row and column scale, mean, rstd; m, n, k."""
 
 
-def hopper_forward(problem: Problem, inputs: Inputs, weight: Planes | None = None) -> Forward:
-    """y and what backward needs, by one kernel (fp32: and the conversion of x and W to planes).
-
-    ``weight``: the planes of ``inputs.weight`` where they are known already.
-    """
-    return _prepared(problem)(inputs, weight)
+def bind(problem: Problem, layout: Layout) -> Run:
+    """The forward pass of tensors of this layout."""
+    return HopperForward(problem).bind(*layout)
 
 
-def bind(problem: Problem, inputs: Inputs, y_size: tuple[int, ...]) -> Run:
-    """``hopper_forward`` bound to all but the tensors, which are like ``inputs``; y's size."""
-    return _prepared(problem).bind(inputs.x.stride(0), inputs.weight.stride(0), y_size)
-
-
-class _PreparedForward:
-    """How a problem is computed, with its weight as it is or prepacked."""
+class HopperForward:
+    """y and what backward needs, by one kernel (fp32: and the conversion of x and W to planes)."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.ordinary = _launch_of(problem, prepacked=False)
         self.prepacked: _Launch | None = None
 
-    def __call__(self, inputs: Inputs, weight: Planes | None) -> Forward:
+    def __call__(self, inputs: Inputs, weight: Planes | None = None) -> Forward:
+        """``weight``: the planes of ``inputs.weight`` where they are known already."""
         if (marked or weight is not None) and self.problem.dtype == torch.float32:
             found = self._with_kept_weight(inputs, weight)
             if found is not None:
@@ -379,5 +372,3 @@ def _readable(matrix: Tensor) -> Tensor:
 
 
 _Launch = _Direct | _Split | _Fp32Weight
-
-_prepared = PreparedByProblem(_PreparedForward)

@@ -7,7 +7,6 @@ and the sum is long, it is split over blocks, and `gemm/add_splits.cu` adds the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from epinorm.backends.cuda.runtime.launch import tensor_map
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.text.instance import TYPES
 from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.memo import memo
 
 __all__ = [
     "AddingProduct",
@@ -172,21 +172,21 @@ class AddingProduct:
         self.launch(*self.maps(key, operands), *addresses, *self.sizes)
 
 
-@lru_cache(maxsize=1024)
+@memo()
 def prepare_product(
     shape: ProductShape,
+    choice: Choice,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     scaled: bool,
     major_k_a: bool,
     device: torch.device,
 ) -> Product:
-    """The product of this shape by the tile that `choose` takes."""
-    choice = choose(shape, sm_count(device))
+    """The product of this shape, with this tile."""
     return Product(shape, choice, dtype, out_dtype, scaled, major_k_a, device)
 
 
-@lru_cache(maxsize=1024)
+@memo()
 def prepare_adding(
     shape: ProductShape, major_k_a: bool, device: torch.device
 ) -> AddingProduct | None:

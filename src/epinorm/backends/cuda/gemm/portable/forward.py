@@ -9,6 +9,7 @@ themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,30 +25,35 @@ from epinorm.backends.cuda.plan.portable_tile import PortableTile, shared_bytes
 from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import arch_of, gpu_of
 from epinorm.backends.cuda.runtime.jit import load
-from epinorm.backends.cuda.runtime.prepared import PreparedByProblem, starts_early
+from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.backends.prepack import marked
 from epinorm.chain import RMSNorm
-from epinorm.problem import Forward, Inputs, Problem, StepForward
+from epinorm.problem import Forward, Inputs, Layout, Problem, Run, StepForward
 
-__all__ = ["portable_forward"]
+__all__ = ["PortableForward", "bind"]
 
 _SIGNATURE = "ppppll" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo, their strides in numbers; y, z, bias, gamma, beta, row and column
 scale, mean, rstd; m, n, k."""
 
 
-def portable_forward(problem: Problem, inputs: Inputs, weight: Planes | None = None) -> Forward:
-    """y and what backward needs, by one kernel (fp32: and the conversion of x and W to planes).
+def bind(problem: Problem, layout: Layout) -> Run:
+    """The forward pass of tensors of this layout."""
+    forward, y_size = PortableForward(problem), layout.y_size
+    if len(y_size) == 2:
+        return lambda *tensors: forward(Inputs(*tensors))
 
-    ``weight``: the planes of ``inputs.weight`` where they are known already.
-    """
-    return _prepared(problem)(inputs, weight)
+    def folded(x: Tensor, *rest: Any) -> Forward:
+        found = forward(Inputs(x.view(problem.m, problem.k), *rest))
+        return found._replace(y=found.y.view(y_size))
+
+    return folded
 
 
-class _PreparedForward:
-    """Everything about a problem's launches that does not change from call to call."""
+class PortableForward:
+    """y and what backward needs, by one kernel (fp32: and the conversion of x and W to planes)."""
 
     def __init__(self, problem: Problem) -> None:
         tile = choose_tile(problem, gpu_of(problem.device))
@@ -57,6 +63,7 @@ class _PreparedForward:
         self.tile: PortableTile = tile
         self.nothing = torch.empty((0,), dtype=torch.float32, device=problem.device)
         self.launches: dict[int, Callable[..., None]] = {}
+        self.guards: dict[bool, Callable[..., None]] = {}
         self.by_planes = problem.dtype == torch.float32
         self.constants = ChainArguments(problem.chain, torch.float32)
         if self.by_planes:
@@ -74,9 +81,10 @@ class _PreparedForward:
                 for split in (self.split, self.split_x, self.split_weight):
                     split.launch(aligned=True)
             if self.guarded:
-                rescue_launch(problem, True)
+                self.guards[True] = rescue_launch(problem, True)
 
-    def __call__(self, inputs: Inputs, weight: Planes | None) -> Forward:
+    def __call__(self, inputs: Inputs, weight: Planes | None = None) -> Forward:
+        """``weight``: the planes of ``inputs.weight`` where they are known already."""
         out = self._outputs()
         if not self.problem.m:
             return out
@@ -166,7 +174,10 @@ class _PreparedForward:
         problem, x, weight = self.problem, inputs.x, inputs.weight
         at = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0))
         aligned = (at[0] | at[2] | (at[1] | at[3]) * 4) % VECTOR_BYTES == 0
-        rescue_launch(problem, aligned)(
+        guard = self.guards.get(aligned)
+        if guard is None:
+            guard = self.guards[aligned] = rescue_launch(problem, aligned)
+        guard(
             *at,
             *parameter_addresses(inputs),
             *flags,
@@ -210,6 +221,3 @@ class _Addresses:
         plane = 2 * first * split.padded
         self.hi, self.lo = buffer + plane, buffer + split.lo + plane
         self.scale, self.flags = buffer + split.scale + 4 * first, buffer + split.flags + first
-
-
-_prepared = PreparedByProblem(_PreparedForward)

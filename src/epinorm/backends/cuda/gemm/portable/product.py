@@ -6,7 +6,7 @@ Operands lie along the summed index or across it, as they come.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from epinorm.backends.cuda.plan.portable_tile import product_shared_bytes
 from epinorm.backends.cuda.runtime.device import arch_of, gpu_of
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import starts_early
+from epinorm.backends.memo import memo
 
 __all__ = ["Product", "prepare_product"]
 
@@ -84,7 +85,7 @@ class Product:
         return at
 
 
-@lru_cache(maxsize=1024)
+@memo()
 def prepare_product(
     shape: ProductShape,
     dtype: torch.dtype,

@@ -1,0 +1,187 @@
+"""A plan on a CUDA GPU, its kernels loaded and bound: the one place that follows its strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from epinorm.backends.cuda import planes_forward
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
+from epinorm.backends.cuda.gemm.hopper import forward as hopper
+from epinorm.backends.cuda.gemm.hopper.product import Product, prepare_product
+from epinorm.backends.cuda.gemm.portable import forward as portable
+from epinorm.backends.cuda.norm.backward import NormBackward
+from epinorm.backends.cuda.norm.forward import NormForward
+from epinorm.backends.cuda.plan.gradients import BackwardChoice, backward_choice
+from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
+from epinorm.backends.cuda.plane_products import PlaneProducts
+from epinorm.backends.memo import memo
+from epinorm.problem import (
+    CUDA_STRATEGIES,
+    Forward,
+    Gradients,
+    Inputs,
+    Layout,
+    Plan,
+    Problem,
+    Run,
+    Wanted,
+)
+
+__all__ = ["CudaExecutable"]
+
+ALIGNMENT = 16
+"""Bytes at which rows must begin for the copy engine."""
+
+MatrixProduct = Callable[[Tensor, Tensor], Tensor]
+"""dX from dz and W, or dW from dz and x."""
+
+
+class CudaExecutable:
+    """Both passes of a problem, on the inputs' GPU and its current stream.
+
+    Raises ``ValueError`` for a strategy that this backend does not have.
+    """
+
+    def __init__(self, problem: Problem, plan: Plan, layout: Layout) -> None:
+        if plan.strategy not in CUDA_STRATEGIES:
+            raise ValueError(
+                f"the CUDA backend has no strategy {plan.strategy!r}: expected one of "
+                f"{', '.join(map(repr, CUDA_STRATEGIES))}"
+            )
+        self.problem, self.plan = problem, plan
+        self.forward: Run = _forward(problem, plan, layout)
+        self._norm: NormBackward | None = None
+        self._products: dict[Wanted, _Products] = {}
+
+    def backward(
+        self,
+        inputs: Inputs,
+        kept: list[Forward],
+        dy: Tensor,
+        want: Wanted,
+        left: KeptPlanes | None = None,
+        into: Tensor | None = None,
+    ) -> Gradients:
+        """The norm kernel, then dX = dZ W and dW = dZᵀ X; by then, ``kept`` is empty.
+
+        left: planes of x and W, which are used up. into: contiguous; it is returned in dW's place
+        where adding there is as fast.
+        """
+        products = self._products.get(want)
+        if products is None:
+            products = self._products[want] = self._prepare(want)
+        # A gradient that autograd broadcast, as from y.sum(), has stride 0.
+        if dy.stride(1) != 1 and self.problem.n > 1:
+            dy = dy.contiguous()
+        if self.problem.chain.is_linear:
+            dy = dy.contiguous()  # it is dz itself
+        if not self.problem.keeps_z:
+            kept[0] = kept[0]._replace(z=dy)  # of its size and dtype; its values are not used
+        by_planes = products.by_planes
+        if by_planes is None:
+            assert self._norm is not None
+            norm = self._norm(inputs, kept[0], dy, want)
+            kept.clear()
+            dx = dw = None
+        else:
+            norm, dx, dw = by_planes(inputs, kept, dy, want, left, into)
+        if norm.dz is not None:
+            if products.dx is not None:
+                dx = products.dx(norm.dz, inputs.weight)
+            if products.dw is not None:
+                if into is not None and products.library_adds:
+                    dw = into.addmm_(norm.dz.t(), inputs.x)
+                else:
+                    dw = products.dw(norm.dz, inputs.x)
+        return Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
+
+    def _prepare(self, want: Wanted) -> _Products:
+        if self._norm is None:
+            self._norm = NormBackward(self.problem)
+        choice = backward_choice(self.problem, self.plan, want)
+        return _Products(self.problem, choice, want, self._norm)
+
+
+def _forward(problem: Problem, plan: Plan, layout: Layout) -> Run:
+    if plan.strategy == "single":
+        core = portable if plan.core == "portable" else hopper
+        return core.bind(problem, layout)
+    if plan.strategy == "planes":
+        return planes_forward.bind(problem, plan.core or "hopper", layout)
+    normalise = NormForward(problem).bind(problem.n, layout.y_size)
+    bias_in_z = problem.bias_in_z
+    # PyTorch takes other kernels where a bias is added in fp32: zeros, so that z's error is eager's
+    # (without: 1.85 times as large for 16 rows of 8192).
+    adds_zeros = problem.dtype == torch.float32 and problem.has_bias and not bias_in_z
+    # What is allocated during a capture belongs to the graph.
+    captured = problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    zeros = _zeros(problem.n, problem.device) if adds_zeros and not captured else None
+    new_zeros = adds_zeros and captured
+
+    def run(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: tuple[Tensor, ...],
+        constants: tuple[float, ...] = (),
+    ) -> Forward:
+        added = bias if bias_in_z else zeros
+        if new_zeros:
+            added = torch.zeros(problem.n, device=problem.device)
+        z = linear(x, weight, added)
+        return normalise(z, bias, norm_weight, norm_bias, operands, constants)
+
+    return run
+
+
+@memo()
+def _zeros(n: int, device: torch.device) -> Tensor:
+    return torch.zeros(n, device=device)
+
+
+class _Products:
+    """Who computes dX and dW: planes, or a function each; None for what is not wanted."""
+
+    def __init__(
+        self, problem: Problem, choice: BackwardChoice, want: Wanted, norm: NormBackward
+    ) -> None:
+        self.by_planes: PlaneProducts | None = None
+        if choice.x or choice.weight:
+            self.by_planes = PlaneProducts(problem, choice, norm)
+        self.dx: MatrixProduct | None = None
+        self.dw: MatrixProduct | None = None
+        self.library_adds = False
+        if want.x and not choice.x:
+            self.dx = _InSixteenBits(problem, choice.dx, True) if choice.dx else torch.mm
+        if want.weight and not choice.weight:
+            self.dw = _InSixteenBits(problem, choice.dw, False) if choice.dw else _transposed_mm
+            # It adds as fast as it stores; where sums are better split, dW is small, and so is what
+            # adding it costs.
+            self.library_adds = choice.dw is None or choice.dw[1].parts == 1
+
+
+def _transposed_mm(dz: Tensor, x: Tensor) -> Tensor:
+    return torch.mm(dz.t(), x)
+
+
+class _InSixteenBits:
+    """A product of 16-bit matrices on our own core."""
+
+    def __init__(
+        self, problem: Problem, chosen: tuple[ProductShape, Choice], major_k_a: bool
+    ) -> None:
+        dtype, device = problem.dtype, problem.device
+        self.product: Product = prepare_product(*chosen, dtype, dtype, False, major_k_a, device)
+        self.library: MatrixProduct = torch.mm if major_k_a else _transposed_mm
+
+    def __call__(self, dz: Tensor, other: Tensor) -> Tensor:
+        a, b, stride = dz.data_ptr(), other.data_ptr(), other.stride(0)
+        if (a | b | stride * 2) % ALIGNMENT:
+            return self.library(dz, other)
+        return self.product((a, b, stride), lambda: (dz, dz, other, other), 0)
