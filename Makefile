@@ -12,8 +12,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REQUIREMENTS := requirements.txt requirements-dev.txt constraints.txt pyproject.toml
 
-# The example at a size that a two-core CPU finishes within a minute: `make run SCALE=1` is full size.
-SCALE ?= 8
+# The example in full size shows what epinorm is for, and a two-core CPU finishes an eighth of it within a minute.
+SCALE ?= $(if $(shell command -v nvidia-smi),1,8)
 EXAMPLE := examples/matmul_groupnorm_leakyrelu_sum.py
 
 # Two workers: test files spend much of their time compiling and importing, which one process serialises.
@@ -39,7 +39,7 @@ $(READY): $(REQUIREMENTS) scripts/setup.sh
 run: $(READY)  ## fuse, verify and time the example: table, JSON, picture and page
 	@$(BIN)/epinorm bench $(EXAMPLE) --scale $(SCALE) $(ARGS)
 
-record: $(READY)  ## as run, and keep the result as benchmarks/results/make-run.json for README
+record: $(READY)  ## as run, and keep the result as benchmarks/results/make-run.json for docs/results.md
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
 	  $(BIN)/epinorm bench $(EXAMPLE) --scale $(SCALE) --out "$$folder" $(ARGS) && \
 	  mkdir -p benchmarks/results && cp "$$folder"/*.json benchmarks/results/make-run.json
@@ -84,7 +84,7 @@ fuzz: $(READY)  ## random chains against float64 for FUZZ_SECONDS, on a GPU if t
 bench-gpu:  ## time every named shape with the Python that is there (nothing is installed)
 	@$(PYTHON_HERE) benchmarks/run.py $(ARGS)
 
-report: $(READY)  ## rewrite the generated tables of README and docs from benchmarks/results
+report: $(READY)  ## rewrite README's picture and the generated tables from benchmarks/results
 	@$(BIN)/python -m epinorm.tools.report --readme $(ARGS)
 
 build: $(READY)  ## build the wheel into dist/

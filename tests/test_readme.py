@@ -1,16 +1,14 @@
-"""README's Python examples run as they stand."""
+"""README is short, its Python runs as it stands, and what it shows and links to is there."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parent.parent / "README.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-
-
-def test_readme_has_python_examples() -> None:
-    assert len(EXAMPLES) >= 2
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+TEXT = README.read_text("utf-8")
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
@@ -18,3 +16,25 @@ def test_readme_example_runs(example: str) -> None:
     names: dict[str, object] = {}
     exec(compile(example, str(README), "exec"), names)
     assert names["y"].isfinite().all()
+
+
+def test_readme_opens_with_a_sentence_a_picture_and_six_lines_of_code() -> None:
+    assert len(TEXT.splitlines()) <= 150
+    opening = TEXT.split("\n\n")
+    assert opening[0] == "# epinorm"
+    assert opening[1].count(". ") == 0
+    assert opening[2].startswith("<picture>")
+    assert len([line for line in EXAMPLES[0].splitlines() if line]) == 6
+
+
+def test_readme_has_no_wide_table() -> None:
+    rows = [line for line in TEXT.splitlines() if line.startswith("|")]
+    assert len(rows) > 10
+    assert max(line.count("|") - 1 for line in rows) <= 6
+
+
+def test_what_readme_links_to_is_there() -> None:
+    links = re.findall(r"""\]\(([^)#:]+)\)|(?:src|srcset)="([^"]+)\"""", TEXT)
+    named = [name for pair in links for name in pair if name]
+    assert {"docs/speedups-light.svg", "docs/speedups-dark.svg", "docs/results.md"} <= set(named)
+    assert [name for name in named if not (ROOT / name).exists()] == []

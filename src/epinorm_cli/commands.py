@@ -35,8 +35,8 @@ from epinorm_cli.options import (
 __all__ = ["main"]
 
 ON_A_CPU = (
-    "On a CPU the gain is small, since most of the time is the matrix product's, which is "
-    "PyTorch's own: epinorm is for GPUs."
+    "On a CPU the gain is small, since most of the time goes into PyTorch's own matrix product: "
+    "epinorm is for GPUs."
 )
 
 cache_app = typer.Typer(no_args_is_help=False, help="The compiled kernels kept on disk.")
