@@ -65,7 +65,9 @@ def host_library(chain: Chain, folder: Path) -> ctypes.CDLL:
     text = chain_text(chain)
     device_header = read_kernel("common/chain.cuh")
     assert text.startswith(device_header)
-    (folder / "chain.cpp").write_text(HOST + text.removeprefix(device_header) + EXPORTS)
+    text = text.removeprefix(device_header)
+    text = text.replace(read_kernel("common/chain_functions.cuh"), "")  # HOST has the host's
+    (folder / "chain.cpp").write_text(HOST + text + EXPORTS)
     library = folder / "chain.so"
     command = ["g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-o", library, folder / "chain.cpp"]
     subprocess.run([str(part) for part in command], check=True)

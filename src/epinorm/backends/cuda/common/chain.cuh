@@ -6,40 +6,8 @@
 #define EPINORM_FUNCTION __device__ __forceinline__
 #define EPINORM_INFINITY (__longlong_as_double(0x7ff0000000000000LL))
 
-// x rounded to a type by the name that vector.cuh has for it. A pair of bf16 whose lower half is zero is
-// the float.
+// x rounded to a type by the name that vector.cuh has for it.
 #define EPINORM_ROUNDED(type, x) EPINORM_ROUNDED_TO(type, x)
 #define EPINORM_ROUNDED_TO(type, x) rounded_##type(x)
-EPINORM_FUNCTION float rounded_float(float x) { return x; }
-EPINORM_FUNCTION double rounded_double(double x) { return x; }
-EPINORM_FUNCTION float rounded_bf16(float x) {
-  unsigned pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(0.0f));
-  return __uint_as_float(pair);
-}
-EPINORM_FUNCTION float rounded_fp16(float x) {
-  asm("{ .reg .b16 h; cvt.rn.f16.f32 h, %0; cvt.f32.f16 %0, h; }" : "+f"(x));
-  return x;
-}
-
-// x, but the bound where it is beyond that; NaN where x is.
-template <typename T>
-EPINORM_FUNCTION T at_least(T x, T low) {
-  return x < low ? low : x;
-}
-template <typename T>
-EPINORM_FUNCTION T at_most(T x, T high) {
-  return x > high ? high : x;
-}
-#ifndef EPINORM_BACKWARD  // there the compiler keeps what follows for its second use, but not behind asm
-EPINORM_FUNCTION float at_least(float x, float low) {
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low));
-  return x;
-}
-EPINORM_FUNCTION float at_most(float x, float high) {
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(high));
-  return x;
-}
-#endif
 
 #endif

@@ -72,6 +72,7 @@ def chain_text(chain: Chain) -> str:
         post_types = [*["EPINORM_Y"] * len(chain.post), None]
     lines = [
         read_kernel("common/chain.cuh") + "namespace chain {",
+        read_kernel("common/chain_functions.cuh"),
         f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
         f"constexpr bool kCentred = {_bool(isinstance(chain.norm, GroupNorm | LayerNorm))};",
         _epsilon(chain),

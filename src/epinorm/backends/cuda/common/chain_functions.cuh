@@ -1,0 +1,33 @@
+// What operations are made of besides CUDA's own functions; in the namespace of each chain.
+EPINORM_FUNCTION float rounded_float(float x) { return x; }
+EPINORM_FUNCTION double rounded_double(double x) { return x; }
+// A pair of bf16 whose lower half is zero is the float.
+EPINORM_FUNCTION float rounded_bf16(float x) {
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(0.0f));
+  return __uint_as_float(pair);
+}
+EPINORM_FUNCTION float rounded_fp16(float x) {
+  asm("{ .reg .b16 h; cvt.rn.f16.f32 h, %0; cvt.f32.f16 %0, h; }" : "+f"(x));
+  return x;
+}
+
+// x, but the bound where it is beyond that; NaN where x is.
+template <typename T>
+EPINORM_FUNCTION T at_least(T x, T low) {
+  return x < low ? low : x;
+}
+template <typename T>
+EPINORM_FUNCTION T at_most(T x, T high) {
+  return x > high ? high : x;
+}
+#ifndef EPINORM_BACKWARD  // there the compiler keeps what follows for its second use, but not behind asm
+EPINORM_FUNCTION float at_least(float x, float low) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low));
+  return x;
+}
+EPINORM_FUNCTION float at_most(float x, float high) {
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(high));
+  return x;
+}
+#endif
