@@ -58,7 +58,7 @@ def step(model, x, dy, **options):
 
 def gradients(model, batches, inside):
     """After a step outside, and then one for each further batch, within or not."""
-    model.zero_grad(set_to_none=True)
+    epinorm.fuse(model).zero_grad(set_to_none=True)  # a copy is not fused
     step(model, *batches[0])
     for given in batches[1:]:
         with epinorm.accumulate_in_place() if inside else contextlib.nullcontext():

@@ -60,9 +60,9 @@ def test_a_constant_changed_after_fusing_takes_effect(cls: Any, name: str, befor
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 10)
     fused = epinorm.fuse(copy.deepcopy(model))
-    assert epinorm.explain(fused).fused == 1
     x = torch.randn(9, K, dtype=torch.float64)
     found = [fused(x)]
+    assert epinorm.explain(fused).fused == 1
     for one in (model, fused):
         act = next(m for m in one if type(m) is cls)
         setattr(act, name, other_value(name, getattr(act, name)))
@@ -217,9 +217,9 @@ NEW_ACTIVATION = """
     # Powers of two: PyTorch's own derivative takes alpha's reciprocal in single precision.
     def compare(model, text, change=None):
         fused = epinorm.fuse(copy.deepcopy(model), strategy="cpu")
-        (row,) = epinorm.explain(fused).rows
-        assert row.fused and row.chain.endswith(text), row
         x = torch.randn(40, 12, dtype=torch.float64)
+        (row,) = epinorm.explain(fused, x).rows
+        assert row.fused and row.chain.endswith(text), row
         for step in range(2 if change else 1):
             results = []
             for one in (model, fused):

@@ -25,6 +25,11 @@ K, N, ROWS = 12, 16, 5
 OPERATOR = "linear_norm"
 
 
+def seen_as(ours: nn.Module) -> str:
+    """What modes and tracers see: for who looks on, a fused model runs its own layers."""
+    return OPERATOR if isinstance(ours, epinorm.LinearNorm) else "group_norm"
+
+
 @pytest.fixture(params=["fused", "block"])
 def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
     """A model and what computes the same as one operation, after two calls."""
@@ -127,7 +132,7 @@ def test_modes_see_the_operator(pair: Any, mode: Any) -> None:
     x = inputs()
     with torch.no_grad(), mode() as seen:
         y = ours(x)
-    assert any(OPERATOR in name for name in seen.seen)
+    assert any(seen_as(ours) in name for name in seen.seen)
     same(y, model(x))
 
 
@@ -194,10 +199,10 @@ def test_tracers(pair: Any) -> None:
     x, other = inputs(), torch.randn(ROWS, K, dtype=torch.float64)
     with torch.no_grad():
         traced = torch.jit.trace(ours, x)
-        assert OPERATOR in str(traced.graph)
+        assert seen_as(ours) in str(traced.inlined_graph)
         same(traced(other), model(other))
         graph = make_fx(ours)(x)
-        assert OPERATOR in graph.code
+        assert seen_as(ours) in graph.code
         same(graph(other), model(other))
 
 

@@ -17,15 +17,15 @@ __all__ += ["accumulate_in_place", "explain", "fuse", "linear", "linear_norm", "
 __all__ += ["prepack", "prepacked", "unprepack"]
 
 if TYPE_CHECKING:
-    from epinorm.rewrite import explain, fuse, unfuse
+    from epinorm.capture import explain, fuse, unfuse
 else:
 
     def __getattr__(name: str) -> Any:
-        """Load what rewrites models when first used: torch.fx is not needed to import epinorm."""
+        """Load what captures models when first used: epinorm is imported without TorchDynamo."""
         if name in ("explain", "fuse", "unfuse"):
-            from epinorm import rewrite
+            from epinorm import capture
 
-            return getattr(rewrite, name)
+            return getattr(capture, name)
         raise AttributeError(f"module 'epinorm' has no attribute {name!r}")
 
 

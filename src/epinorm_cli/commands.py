@@ -223,7 +223,7 @@ def explain(
 ) -> None:
     """Say which chains FILE's model holds, what is fused and how, and why the rest is not."""
     with one_sentence():
-        from epinorm.rewrite import explain as explain_model
+        from epinorm.capture import explain as explain_model
         from epinorm.tools.bench import fp32_precision_set
         from epinorm.tools.console import out, progress
         from epinorm.tools.kernelbench.problem import load_problem

@@ -54,7 +54,7 @@ def check(fused: nn.Module, *inputs: Tensor) -> Tensor:
     """A fused model's output is what its layers compute one by one, in double precision."""
     y = fused(*inputs)
     assert torch.isfinite(y).all()
-    model = epinorm.rewrite.unfuse(copy.deepcopy(fused)).double()
+    model = epinorm.unfuse(copy.deepcopy(fused)).double()
     expected = model(*(t.double() for t in inputs))
     tolerance = 2e-2 if inputs[0].dtype != FP32 else 1e-5
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)

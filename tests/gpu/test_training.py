@@ -228,7 +228,7 @@ def test_a_whole_step_as_a_cuda_graph(kind):
     """Replays equal steps without a graph, bit for bit, momentum included."""
     dtype = dtype_of(kind)
     captured_model = epinorm.fuse(network(dtype))
-    plain_model = copy.deepcopy(captured_model)
+    plain_model = epinorm.fuse(copy.deepcopy(captured_model))
     x, target = batch(dtype)
 
     def optimizer_of(model):

@@ -97,7 +97,7 @@ _TANH_INNER = (
     "const T u = T(0.7978845608028654) * (x + T(0.044715) * x * x * x); const T h = tanh(u); "
 )
 _ARITHMETIC: Any = {"modules": {}, "functions": (), "kinks": _smooth, "homogeneous": False}
-"""What users write with operators, whose other side decides what is meant: rewrite/spelling.py."""
+"""What users write with operators, whose other side decides what is meant: capture/spelling.py."""
 
 ACTIVATIONS = (
     Definition(

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from epinorm.backends.engine import plan_for
+from epinorm.capture import fuse
 from epinorm.problem import Plan, Problem
-from epinorm.rewrite import fuse
 from epinorm.tools.tune import recorded
 
 __all__ = ["plans_of"]

@@ -6,20 +6,18 @@ other constructor arguments too. ``Recipe`` holds Python expressions for them.
 
 from __future__ import annotations
 
-import re
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
+from epinorm.capture.chains import Found, Place, find
+from epinorm.capture.dynamo import run_without_values
+from epinorm.capture.purity import value_of
 from epinorm.chain import Chain, GroupNorm
 from epinorm.chain.pointwise import Pointwise, of_module
-from epinorm.rewrite.match import Candidate
-from epinorm.rewrite.program import Analysis
-from epinorm.rewrite.replace import analyse_modes
-from epinorm.rewrite.spelling import arguments, read
-from epinorm.rewrite.trace import Untraceable
 from epinorm.tools.kernelbench.protocol import NoChainError
 
 __all__ = ["Constant", "Recipe", "read_recipe"]
@@ -66,73 +64,147 @@ class Recipe:
         return (*flat, *(c for _, constants in self.operations[before:] for c in constants))
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """One captured graph: its chain, and where the tensors and modules of its nodes come from.
+
+    paths: of each placeholder that is a tensor of the model; names: of each that is an input.
+    """
+
+    model: nn.Module
+    places: tuple[Place, ...]
+    output: Any
+    paths: Mapping[fx.Node, str]
+    names: Mapping[fx.Node, str]
+    modules: Mapping[str, str]
+
+    def module_of(self, node: fx.Node) -> str | None:
+        """The path of the PyTorch layer that a node comes from."""
+        key = next(reversed(node.meta.get("nn_module_stack") or {}), None)
+        path = self.modules.get(str(key))
+        leaf = path is not None and type(self.model.get_submodule(path)).__module__
+        return path if leaf and leaf.startswith("torch.nn.modules") else None
+
+    def expression(self, node: fx.Node | None) -> str | None:
+        """What reads a node's tensor from self or the arguments; None: it is computed."""
+        if node is None:
+            return "None"
+        if node in self.names:
+            return self.names[node]
+        return path_expression(self.model, self.paths[node]) if node in self.paths else None
+
+
 def read_recipe(name: str, model: nn.Module, inputs: Sequence[Any]) -> Recipe:
     """Read the model; raises NoChainError with the reason where it cannot be exported."""
 
     def refuse(reason: str) -> NoChainError:
         return NoChainError(f"{name} cannot be exported: {reason}")
 
+    readings = [_read_mode(model, inputs, training, refuse) for training in (True, False)]
+    chains = [_whole_chain(reading, refuse) for reading in readings]
+    if len({str(found.chain) for found in chains}) > 1:
+        raise refuse("its chain in train() is not that in eval()")
+    return _recipe(readings[0], chains[0], inputs, refuse)
+
+
+def _read_mode(model: nn.Module, inputs: Sequence[Any], training: bool, refuse: Any) -> _Reading:
+    """Capture the model's call in one mode, which has to be one graph."""
+    readings: list[_Reading] = []
+    before = model.training
+    parameters = list(inspect.signature(model.forward).parameters)
+
+    def backend_for(twin: nn.Module) -> Any:
+        tensors = dict(twin.named_parameters()) | dict(twin.named_buffers())
+        of_model = {id(tensor): path for path, tensor in tensors.items()}
+        modules = {str(id(module)): path for path, module in twin.named_modules()}
+
+        def backend(gm: fx.GraphModule, given: Sequence[Any]) -> Any:
+            nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+            paths = {
+                n: of_model[id(t)] for n, t in zip(nodes, given, strict=True) if id(t) in of_model
+            }
+            rest = [n for n in nodes if n not in paths and value_of(n) is not None]
+            names = dict(zip(rest, parameters, strict=False))
+            output = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+            places = tuple(find(gm.graph))
+            readings.append(_Reading(model, places, output, paths, names, modules))
+            return gm.forward
+
+        return backend
+
     try:
-        analyses = analyse_modes(model)
-    except Untraceable as error:
-        raise refuse(f"its forward cannot be traced: {error}") from error
-    analysis, candidate = analyses[0], None
-    for one in analyses:
-        obstacles = [c.obstacle for c in one.candidates if c.obstacle]
-        if not one.fusable:
-            found = obstacles[0] if obstacles else "there is no Linear → pointwise* → norm in it"
-            raise refuse(f"Model holds no chain that can be fused: {found}")
-        if len(one.fusable) > 1 or obstacles:
-            raise refuse("Model holds several chains, and an exported file holds one")
-        if candidate is not None and str(candidate.chain) != str(one.fusable[0].chain):
-            raise refuse("its chain in train() is not that in eval()")
-        candidate = one.fusable[0]
-    assert candidate is not None
-    candidate = analysis.fusable[0]
-    _check_whole(candidate, refuse)
-    return _read(analysis, candidate, inputs, refuse)
+        run_without_values(model.train(training), backend_for, tuple(inputs), {})
+    except Exception as error:
+        raise refuse(f"its forward cannot be captured: {error}") from error
+    finally:
+        model.train(before)
+    if len(readings) != 1:
+        found = "no graph" if not readings else f"{len(readings)} graphs"
+        raise refuse(f"Model holds no chain that can be fused: its forward is {found}")
+    return readings[0]
 
 
-def _check_whole(candidate: Candidate, refuse: Any) -> None:
-    first = arguments(candidate.linear, "input", "weight", "bias")["input"]
-    if first.op != "placeholder":
-        raise refuse(f"{first} is computed before the linear layer, outside the chain")
-    users = list(candidate.nodes[-1].users)
-    whole = len(users) == 1 and users[0].op == "output" and users[0].args[0] is candidate.nodes[-1]
-    if not whole:
-        after = candidate.stopped_by or f"the result is used by {', '.join(map(str, users))}"
-        raise refuse(f"its forward goes on after the chain {candidate.chain}: {after}")
+def _whole_chain(reading: _Reading, refuse: Any) -> Found:
+    """The chain that is all of ``forward``."""
+    chains = [place.found for place in reading.places if place.found]
+    obstacles = [place.obstacle for place in reading.places if not place.found]
+    if not chains:
+        reason = obstacles[0] if obstacles else "there is no Linear → pointwise* → norm in it"
+        raise refuse(f"Model holds no chain that can be fused: {reason}")
+    if len(reading.places) > 1:
+        raise refuse("Model holds several chains, and an exported file holds one")
+    (found,) = chains
+    if found.linear.x not in reading.names:
+        raise refuse(f"{found.linear.x} is computed before the linear layer, outside the chain")
+    last = found.nodes[-1]
+    if list(reading.output) != [last] or len(last.users) != 1:
+        after = ", ".join(str(user) for user in last.users)
+        raise refuse(
+            f"its forward goes on after the chain {found.chain}: the result is used by {after}"
+        )
+    if found.views:
+        raise refuse("its rows are reshaped within the chain")
+    return found
 
 
-def _read(analysis: Analysis, candidate: Candidate, inputs: Sequence[Any], refuse: Any) -> Recipe:
-    x_node = arguments(candidate.linear, "input", "weight", "bias")["input"]
-    placeholders = [n for n in analysis.trace.graph.nodes if n.op == "placeholder"]
-    x = inputs[placeholders.index(x_node)]
-    weight, bias = _parameters(analysis, candidate.linear, None, None)
-    norm = candidate.norm
-    norm_weight, norm_bias = _parameters(analysis, candidate.norm_node, norm.weight, norm.bias)
-    groups, eps = _norm(analysis, candidate)
-    if isinstance(candidate.chain.norm, GroupNorm) and x.dim() != 2:
-        raise refuse(f"GroupNorm needs a matrix, and the input has {x.dim()} dimensions")
-    bias_there, *norm_there = (
-        eval(text, {"self": analysis.module}) is not None for text in (bias, norm_weight, norm_bias)
-    )
-    value = eval(weight, {"self": analysis.module})
+def _recipe(reading: _Reading, found: Found, inputs: Sequence[Any], refuse: Any) -> Recipe:
+    def text(node: fx.Node | None) -> str:
+        expression = reading.expression(node)
+        if expression is None:
+            raise refuse(f"{node}, which takes part in the chain, is computed outside it")
+        return expression
+
+    x, weight = value_of(found.linear.x), value_of(found.linear.weight)
+    assert x is not None
+    assert weight is not None
+    groups, eps = _norm(reading, found)
+    norm = found.norm
     return Recipe(
-        chain=candidate.chain,
-        operations=_operations(analysis, candidate),
+        chain=found.chain,
+        operations=_operations(reading, found),
         eps=eps,
-        m_k_n=(x.shape[:-1].numel(), x.shape[-1], value.shape[0]),
-        has=(bias_there, norm_there[0], norm_there[1]),
-        x=str(x_node.target),
-        weight=weight,
-        bias=bias,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
+        m_k_n=(x.shape[:-1].numel(), x.shape[-1], weight.shape[0]),
+        has=(found.bias is not None, norm.weight is not None, norm.bias is not None),
+        x=text(found.linear.x),
+        weight=text(found.linear.weight),
+        bias=_tensor(reading, found.linear.nodes[-1], found.bias, "bias", text),
+        norm_weight=_tensor(reading, found.norm_node, norm.weight, "weight", text),
+        norm_bias=_tensor(reading, found.norm_node, norm.bias, "bias", text),
         groups=groups,
-        operands=tuple(_value(analysis, node, refuse) for node in candidate.operands),
-        checks=_checks(analysis),
+        operands=tuple(text(node) for node in found.operands),
+        checks=_checks(reading, found),
     )
+
+
+def _tensor(
+    reading: _Reading, layer: fx.Node | None, tensor: fx.Node | None, name: str, text: Any
+) -> str:
+    """What reads a layer's tensor: of its module also where this one has none, as others may."""
+    path = None if layer is None else reading.module_of(layer)
+    if tensor is not None or path is None:
+        return text(tensor)
+    module = reading.model.get_submodule(path)
+    return f"{path_expression(reading.model, path)}.{name}" if hasattr(module, name) else "None"
 
 
 def path_expression(root: nn.Module, path: str) -> str:
@@ -149,60 +221,32 @@ def path_expression(root: nn.Module, path: str) -> str:
     return expression
 
 
-def _parameters(
-    analysis: Analysis, node: fx.Node, weight: fx.Node | None, bias: fx.Node | None
-) -> tuple[str, str]:
-    """Expressions for weight and bias of a linear or norm node; "None" for what is not there."""
-    if node.op == "call_module":
-        path = path_expression(analysis.module, str(node.target))
-        has_bias = hasattr(analysis.modules[str(node.target)], "bias")
-        return f"{path}.weight", f"{path}.bias" if has_bias else "None"
-    if node is not None and weight is None and bias is None:
-        given = arguments(node, "input", "weight", "bias")
-        weight, bias = given.get("weight"), given.get("bias")
-    texts = [
-        path_expression(analysis.module, str(t.target)) if isinstance(t, fx.Node) else "None"
-        for t in (weight, bias)
-    ]
-    return texts[0], texts[1]
-
-
-def _norm(analysis: Analysis, candidate: Candidate) -> tuple[str, Constant | None]:
-    node, norm = candidate.norm_node, candidate.chain.norm
-    assert norm is not None  # it is what a candidate was found by
-    path = None
-    if node.op == "call_module":
-        path = path_expression(analysis.module, str(node.target))
+def _norm(reading: _Reading, found: Found) -> tuple[str, Constant | None]:
+    norm = found.norm.norm
+    assert found.norm_node is not None
+    path = reading.module_of(found.norm_node)
+    owner = None if path is None else path_expression(reading.model, path)
     eps = None
     if norm.eps is not None:
-        eps = Constant(norm.eps, None if path is None else f"{path}.eps")
+        eps = Constant(norm.eps, None if owner is None else f"{owner}.eps")
     if not isinstance(norm, GroupNorm):
         return "1", eps
-    return (str(norm.num_groups) if path is None else f"{path}.num_groups"), eps
+    return (str(norm.num_groups) if owner is None else f"{owner}.num_groups"), eps
 
 
 def _operations(
-    analysis: Analysis, candidate: Candidate
+    reading: _Reading, found: Found
 ) -> tuple[tuple[Pointwise, tuple[Constant, ...]], ...]:
     """Each operation with where its constants come from, in the chain's order."""
-    found = []
-    for before, node in zip(candidate.nodes, candidate.nodes[1:], strict=False):
-        if node is candidate.norm_node:
-            continue
-        applied = read(node, before, analysis.modules, analysis.training)
-        if applied is None or applied.operation is None:
-            continue
-        found.append((node, applied.operation))
-    chain = (*candidate.chain.pre, *candidate.chain.post)
     paired = []
-    for (node, _), operation in zip(found, chain, strict=True):
+    for node, operation in zip(found.spelt, (*found.pre, *found.post), strict=True):
+        path = reading.module_of(node)
         names: Sequence[str] = ()
-        path = ""
-        if node.op == "call_module":
-            module = analysis.modules[str(node.target)]
+        if path is not None:
+            module = reading.model.get_submodule(path)
             names = operation.definition.modules.get(type(module), ())
-            path = path_expression(analysis.module, str(node.target))
-        expressions: list[str | None] = [f"{path}.{name}" for name in names]
+        owner = "" if path is None else path_expression(reading.model, path)
+        expressions: list[str | None] = [f"{owner}.{name}" for name in names]
         expressions = expressions or [None] * len(operation.constants)
         constants = tuple(
             Constant(value, text)
@@ -213,23 +257,19 @@ def _operations(
     return tuple(paired)
 
 
-def _value(analysis: Analysis, node: fx.Node, refuse: Any) -> str:
-    if node.op == "placeholder":
-        return str(node.target)
-    if node.op == "get_attr":
-        return path_expression(analysis.module, str(node.target))
-    raise refuse(f"{node}, which takes part in the chain, is computed outside it")
-
-
-def _checks(analysis: Analysis) -> dict[str, Any]:
-    """Plain attributes that the trace read and that the text therefore depends on."""
+def _checks(reading: _Reading, found: Found) -> dict[str, Any]:
+    """Plain attributes that ``forward`` reads and that the text therefore depends on."""
     kept: dict[str, Any] = {}
-    for path, module in analysis.modules.items():
-        operation = of_module(module)
+    for node in found.spelt:
+        path = reading.module_of(node)
+        if path is None:
+            continue
+        operation = of_module(reading.model.get_submodule(path))
         for name, value in operation.definition.where.items() if operation else ():
-            kept[f"{path_expression(analysis.module, path)}.{name}"] = value
-    for name, value in analysis.trace.attributes.items():
-        plain = isinstance(value, (bool, int, float, str, type(None)))
-        if plain and re.fullmatch(r"[A-Za-z]\w*", name) and name != "training":
+            kept[f"{path_expression(reading.model, path)}.{name}"] = value
+    code: Any = type(reading.model).forward
+    for name in code.__code__.co_names:
+        value = vars(reading.model).get(name, reading)
+        if isinstance(value, (bool, int, float, str, type(None))) and name != "training":
             kept[f"self.{name}"] = value
     return kept

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from epinorm.capture import Explanation, explain, fuse
 from epinorm.chain import Chain, GroupNorm, LayerNorm
 from epinorm.problem import Strategy
-from epinorm.rewrite import Explanation, explain, fuse
 from epinorm.tools.bench import Case, fp32_precision_set, linear_calls
 from epinorm.tools.kernelbench.problem import ProblemFile
 
@@ -51,7 +51,7 @@ def make_case(
     strategy: Strategy = "auto",
 ) -> Case:
     """What one row measures: the model and its fused copy; raises NoChainError."""
-    with fp32_precision_set(precision):
+    with fp32_precision_set(precision), torch.set_grad_enabled(training):
         candidate, explanation = fused_copy(name, model, inputs, strategy)
     return Case(
         name=name,

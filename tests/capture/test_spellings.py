@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +76,84 @@ SPELLINGS: dict[str, Callable[..., Tensor]] = {
     "no grad tens": lambda s, x: s.gn(s.fc(x)).detach() * 2,
 }
 
+SPELLINGS |= {
+    "einsum": lambda s, x: s.gn(torch.einsum("bi,oi->bo", x, s.fc.weight) + s.fc.bias),
+    "addmm": lambda s, x: s.gn(torch.addmm(s.fc.bias, x, s.fc.weight.t())),
+    "addmm method": lambda s, x: s.gn(s.fc.bias.addmm(x, s.fc.weight.transpose(0, 1))).relu(),
+    "addmm scaled": lambda s, x: s.gn(torch.addmm(s.fc.bias, x, s.fc.weight.t(), beta=2)),
+    "silu by hand": lambda s, x: (lambda h: h * torch.sigmoid(h))(s.gn(s.fc(x))),
+    "swish of two": lambda s, x: (lambda h: h * torch.sigmoid(2 * h))(s.gn(s.fc(x))),
+    "gelu by hand": lambda s, x: (lambda h: h * 0.5 * (1 + torch.erf(h / math.sqrt(2))))(
+        s.ln(s.fc(x))
+    ),
+    "gelu_tanh by hand": lambda s, x: (
+        lambda h: 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h.pow(3))))
+    )(s.ln(s.fc(x))),
+    "mish by hand": lambda s, x: s.gn((lambda h: h * torch.tanh(F.softplus(h)))(s.fc(x))),
+    "llama": lambda s, x: s.g * rms(s.fc(x), 1e-6),
+    "gemma": lambda s, x: rms(s.fc(x), 1e-6) * (1.0 + s.g.double()),
+    "t5": lambda s, x: (
+        lambda h: s.g * (h * torch.rsqrt(h.to(torch.float64).pow(2).mean(-1, keepdim=True) + 1e-6))
+    )(s.fc(x)),
+    "olmo": lambda s, x: (lambda h: h / torch.sqrt((h * h).sum(-1, keepdim=True) / N + 1e-6) * s.g)(
+        s.fc(x)
+    ),
+    "rms of something else": lambda s, x: (
+        lambda h: h * torch.rsqrt(h.abs().mean(-1, keepdim=True) + 1e-6)
+    )(s.fc(x)),
+    "rms of the batch": lambda s, x: (
+        lambda h: h * torch.rsqrt(h.pow(2).mean(0, keepdim=True) + 1e-6)
+    )(s.fc(x)),
+    "layer norm by hand": lambda s, x: (
+        lambda h, m: (
+            s.g * ((h - m) / torch.sqrt((h - m).pow(2).mean(-1, keepdim=True) + 1e-6)) + s.fc2.bias
+        )
+    )(*(lambda h: (h, h.mean(-1, keepdim=True)))(s.fc(x))),
+    "layer norm by var_mean": lambda s, x: (
+        lambda h, vm: (h - vm[1]) * torch.rsqrt(vm[0] + 1e-5) * s.g
+    )(*(lambda h: (h, torch.var_mean(h, -1, correction=0, keepdim=True)))(s.fc(x))),
+    "unbiased variance": lambda s, x: (
+        lambda h: (h - h.mean(-1, keepdim=True)) / (h.std(-1, keepdim=True) + 1e-6)
+    )(s.fc(x)),
+    "batch and heads": lambda s, x: s.ln(s.fc(x).view(1, 5, N)) + x.view(1, 5, N),
+    "heads": lambda s, x: F.layer_norm(s.fc(x).view(5, 4, 4), (4,)),
+    "transposed rows": lambda s, x: s.ln(s.fc(x).t().reshape(5, N)),
+    "conv1d": lambda s, x: s.ln(torch.addmm(s.fc.bias, x, s.fc.weight)),
+    "two outputs": lambda s, x: (lambda h: s.ln(h) + h)(s.fc(x) + x),
+}
+
+
+def rms(h: Tensor, eps: float) -> Tensor:
+    """As Llama writes it."""
+    wide = h.to(torch.float64)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide.to(h.dtype)
+
+
+UNFUSED = {
+    "heads": "divides its rows",
+    "transposed rows": "not a pointwise operation|divides",
+    "conv1d": r"kept as \(in, out\)",
+    "two outputs": "used more than once, by layer_norm, ",
+}
+
 FUSED_WHOLE = {
+    "matmul": "group_norm(4,1e-05)",
+    "einsum": "group_norm(4,1e-05)",
+    "addmm": "group_norm(4,1e-05)",
+    "addmm method": "group_norm(4,1e-05)|relu",
+    "silu by hand": "group_norm(4,1e-05)|silu",
+    "gelu by hand": "layer_norm(1e-05)|gelu",
+    "gelu_tanh by hand": "layer_norm(1e-05)|gelu_tanh",
+    "mish by hand": "mish|group_norm(4,1e-05)",
+    "col": "group_norm(4,1e-05)|mul_channel|add_channel",
+    "llama": "rms_norm(1e-06)",
+    "gemma": "rms_norm(1e-06)",
+    "t5": "rms_norm(1e-06)",
+    "olmo": "rms_norm(1e-06)",
+    "layer norm by hand": "layer_norm(1e-06)",
+    "layer norm by var_mean": "layer_norm(1e-05)",
+    "batch and heads": "layer_norm(1e-05)|add_residual",
     "div3": "group_norm(4,1e-05)|scale(0.3333333333333333)",
     "alpha": "group_norm(4,1e-05)|add(6)",
     "clamp none": "group_norm(4,1e-05)|clamp(-inf,0.5)",
@@ -143,6 +222,18 @@ def test_same_result(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUSED_WHOLE)
 def test_chain_text(name: str) -> None:
-    (row,) = epinorm.explain(make(SPELLINGS[name])).rows
+    (row,) = epinorm.explain(make(SPELLINGS[name]), torch.randn(5, N).double()).rows
     assert row.fused
     assert row.chain == FUSED_WHOLE[name]
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+def test_why_not(name: str) -> None:
+    (row,) = epinorm.explain(make(SPELLINGS[name]), torch.randn(5, N).double()).rows
+    assert not row.fused
+    assert re.search(UNFUSED[name], row.reason), row.reason
+
+
+@pytest.mark.parametrize("name", ["rms of something else", "rms of the batch", "unbiased variance"])
+def test_what_is_no_norm_is_not_taken_for_one(name: str) -> None:
+    assert epinorm.explain(make(SPELLINGS[name]), torch.randn(5, N).double()).rows == ()

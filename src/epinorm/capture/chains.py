@@ -1,0 +1,412 @@
+"""Find Linear → pointwise* → norm → pointwise* in a captured graph, or say what is in its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from epinorm.capture.norms import NormRead, read_norm_function
+from epinorm.capture.purity import changed_argument, changes, is_pure, storage_of, value_of
+from epinorm.capture.regions import exits, read_activation, read_norm
+from epinorm.capture.spelling import (
+    Linear,
+    is_cast,
+    is_dropout,
+    is_view_of_rows,
+    name_of,
+    read_binary,
+    read_linear,
+    read_pointwise,
+    same_shape,
+)
+from epinorm.chain import Chain, GroupNorm, RMSNorm, Rounding
+from epinorm.chain.pointwise import Pointwise
+
+__all__ = ["Found", "Place", "find"]
+
+_MOST_STEPS = 64
+_DEPTH_OF_SEARCH = 8
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """From one value of a chain to the next: ``nodes``, of which the last one is that value."""
+
+    kind: Literal["view", "cast", "pointwise", "operand", "norm"]
+    nodes: tuple[fx.Node, ...]
+    operation: Pointwise | None = None
+    operand: fx.Node | None = None
+    norm: NormRead | None = None
+
+    @property
+    def end(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+@dataclass
+class Found:
+    """A chain that can be fused, by the nodes that it replaces and those that it reads.
+
+    spelt: the node of each operation, pre before post, and ``norm_node`` that of the norm.
+    """
+
+    linear: Linear
+    bias: fx.Node | None
+    norm: NormRead
+    pre: list[Pointwise] = field(default_factory=list)
+    post: list[Pointwise] = field(default_factory=list)
+    operands: list[fx.Node] = field(default_factory=list)
+    views: list[fx.Node] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
+    spelt: list[fx.Node] = field(default_factory=list)
+    rounding: Rounding = "once"
+    norm_node: fx.Node | None = None
+
+    @property
+    def chain(self) -> Chain:
+        return Chain(self.norm.norm, tuple(self.pre), tuple(self.post), rounding=self.rounding)
+
+    @property
+    def reads(self) -> list[fx.Node]:
+        """Every tensor that the chain reads."""
+        given = (self.linear.x, self.linear.weight, self.bias, self.norm.weight, self.norm.bias)
+        return [*(node for node in given if node is not None), *self.operands]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a Linear's result reaches a norm: with ``found``, or the obstacle and the path."""
+
+    linear: fx.Node
+    norm: fx.Node
+    path: tuple[fx.Node, ...]
+    found: Found | None = None
+    obstacle: str = ""
+    ends: str = ""
+
+
+def find(graph: fx.Graph, rounding: Rounding = "once") -> list[Place]:
+    """Every place of the graph in order; no node is in two chains.
+
+    rounding "eager": what is taken for one operation is one in the graph too, so that it is rounded
+    where eager rounds.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    taken: set[fx.Node] = set()
+    places: list[Place] = []
+    for node in graph.nodes:
+        linear = None if node in taken else read_linear(node)
+        if linear is None:
+            continue
+        place = _Walk(node, linear, order, taken, rounding).place()
+        if place is not None:
+            taken.update(place.found.nodes if place.found else ())
+            places.append(place)
+    return places
+
+
+class _Walk:
+    """From one Linear along its result, as far as a chain goes."""
+
+    def __init__(
+        self,
+        start: fx.Node,
+        linear: Linear | str,
+        order: dict[fx.Node, int],
+        taken: set[fx.Node],
+        rounding: Rounding,
+    ) -> None:
+        self.start, self.linear, self.rounding = start, linear, rounding
+        self.order, self.taken = order, taken
+        self.steps: list[_Step] = []
+        self.norm_at = -1
+        self.stopped = ""
+
+    def place(self) -> Place | None:
+        current = self.start
+        if isinstance(self.linear, str):
+            return self._beyond(current, self.linear)
+        while len(self.steps) < _MOST_STEPS:
+            step = self._step(current)
+            if step is None:
+                break
+            self.steps.append(step)
+            if step.kind == "norm":
+                self.norm_at = len(self.steps) - 1
+            current = step.end
+        if self.norm_at < 0:
+            return self._beyond(current, self.stopped)
+        found, why = self._found(len(self.steps))
+        norm, path = self.steps[self.norm_at].end, tuple(step.end for step in self.steps)
+        return Place(self.start, norm, path, found, "" if found else why, why if found else "")
+
+    def _step(self, x: fx.Node) -> _Step | None:
+        """The next step of a chain whose value so far is x; None: ``stopped`` says why."""
+        users = list(x.users)
+        if len(users) != 1:
+            return self._region(x, users) if users else None
+        (node,) = users
+        if node in self.taken:
+            self.stopped = f"{name_of(node)} belongs to another chain"
+            return None
+        changed = changed_argument(node)
+        if node.op == "output" or (changed is not None and changed is not x):
+            self.stopped = "" if node.op == "output" else f"{name_of(node)} changes another tensor"
+            return None
+        norm = read_norm_function(node, x)
+        if norm is not None:
+            if self.norm_at >= 0:
+                return None
+            if isinstance(norm, str):
+                self.stopped = norm
+                return None
+            return _Step("norm", (node,), norm=norm)
+        if is_view_of_rows(node, x):
+            return _Step("view", (node,))
+        if is_cast(node, x):
+            return _Step("cast", (node,))
+        dropout = is_dropout(node)
+        if dropout is False and node.args and node.args[0] is x:
+            return _Step("cast", (node,))
+        operation = read_pointwise(node, x)
+        if operation is not None:
+            return _Step("pointwise", (node,), operation)
+        binary = read_binary(node, x)
+        if binary is not None:
+            return self._with_operand(node, x, *binary)
+        self.stopped = _why_no_step(node, x, dropout)
+        return None
+
+    def _region(self, x: fx.Node, users: Sequence[fx.Node]) -> _Step | None:
+        for nodes in exits(x):
+            if self.rounding == "eager" or self.taken.intersection(nodes):
+                break
+            operation = read_activation(nodes, x)
+            if operation is not None:
+                return _Step("pointwise", tuple(nodes), operation)
+            norm = read_norm(nodes, x) if self.norm_at < 0 else None
+            if norm is not None:
+                return _Step("norm", tuple(nodes), norm=NormRead(norm))
+        names = list(dict.fromkeys(_user_name(user) for user in users))
+        self.stopped = (
+            f"the result of {name_of(x)} is used more than once, by {', '.join(names)}: "
+            "a chain with two outputs is not served yet"
+        )
+        return None
+
+    def _with_operand(self, node: fx.Node, x: fx.Node, kind: str, other: fx.Node) -> _Step | None:
+        value, given = value_of(x), value_of(other)
+        assert value is not None
+        assert given is not None
+        shape = list(given.shape)
+        if given.dim() <= value.dim() and _is_row(given, value):
+            name = "mul_channel" if kind == "mul" else "add_channel"
+            return _Step("operand", (node,), Pointwise(name), other)
+        if kind == "mul":
+            self.stopped = f"it multiplies by a tensor of shape {shape}, not one value per channel"
+            return None
+        if not same_shape(given.shape, value.shape):
+            self.stopped = (
+                f"it adds a tensor of shape {shape} to one of shape {list(value.shape)}: "
+                "residuals are not broadcast (expand it before)"
+            )
+            return None
+        return _Step("operand", (node,), Pointwise("add_residual"), other)
+
+    def _found(self, count: int) -> tuple[Found | None, str]:
+        """The longest chain of the first steps that is safe to fuse, and why it is no longer."""
+        why = ""
+        for end in range(count, self.norm_at, -1):
+            found = _gather(self.linear, self.steps[:end], self.rounding)  # type: ignore[arg-type]
+            unfit = self._disturbed(found) or _unfit(found, self.steps[:end])
+            if unfit is None:
+                return found, why
+            why = unfit
+        return None, why
+
+    def _disturbed(self, found: Found) -> str | None:
+        """What may change a tensor or a mode between the chain's first and last operation, or what
+        changes a tensor later that only the fused operation's gradient needs as it was."""
+        inside = set(found.nodes)
+        first, last = self.order[found.linear.nodes[0]], self.order[found.nodes[-1]]
+        read = {storage_of(node) for node in found.reads} - {None}
+        for node, at in self.order.items():
+            if at <= first or node in inside:
+                continue
+            changed = changes(node)
+            memory = {storage_of(tensor) for tensor in changed}
+            if read & memory or (None in memory and at < last):
+                return f"{name_of(node)} changes a tensor in place that takes part in it"
+            if at < last and not changed and not is_pure(node):
+                return f"{name_of(node)} in between may change tensors or modes"
+        return None
+
+    def _beyond(self, current: fx.Node, obstacle: str) -> Place | None:
+        """The place that a chain would have, were it not for the obstacle at ``current``."""
+        path = _path_to_norm(current, self.taken, _DEPTH_OF_SEARCH)
+        if path is None:
+            return None
+        nodes = tuple(step.end for step in self.steps)
+        return Place(self.start, path[-1], (*nodes, *path), None, obstacle)
+
+
+def _why_no_step(node: fx.Node, x: fx.Node, dropout: bool | None) -> str:
+    if dropout:
+        return "dropout drops values in training; eval mode is fused"
+    before, after = value_of(x), value_of(node)
+    if before is not None and after is not None and before.dim() and after.dim():
+        divides = name_of(node) in ("view", "reshape", "unflatten")
+        if divides and not same_shape(before.shape[-1:], after.shape[-1:]):
+            return (
+                f"{name_of(node)} divides its rows of {before.shape[-1]} into {after.shape[-1]} "
+                "each, as heads do: a norm of each part is not served"
+            )
+    return f"{name_of(node)} is not a pointwise operation of a chain"
+
+
+def _user_name(node: fx.Node) -> str:
+    return "the output" if node.op == "output" else name_of(node)
+
+
+def _is_row(given: Tensor, value: Tensor) -> bool:
+    """Whether ``given`` holds one value for each of the last dimension of ``value``."""
+    if not given.dim() or not same_shape(given.shape[-1:], value.shape[-1:]):
+        return False
+    alone = all(isinstance(n, int) and n == 1 for n in given.shape[:-1])
+    return alone and not (value.dim() > 1 and same_shape(given.shape, value.shape))
+
+
+def _gather(linear: Linear, steps: Iterable[_Step], rounding: Rounding) -> Found:
+    norm = NormRead(RMSNorm())
+    found = Found(linear, linear.bias, norm, nodes=[*linear.nodes], rounding=rounding)
+    seen_norm = False
+    for step in steps:
+        found.nodes += step.nodes
+        if step.norm is not None:
+            found.norm, found.norm_node, seen_norm = step.norm, step.end, True
+        elif step.kind == "view":
+            found.views.append(step.end)
+        elif step.operation is not None and not _absorb(found, step, seen_norm):
+            (found.post if seen_norm else found.pre).append(step.operation)
+            found.operands += [] if step.operand is None else [step.operand]
+            found.spelt.append(step.end)
+    return found
+
+
+def _absorb(found: Found, step: _Step, seen_norm: bool) -> bool:
+    """Take a multiplication or sum per channel for the weight or bias that is not there."""
+    norm, operand = found.norm, step.operand
+    value = value_of(operand)
+    if found.rounding == "eager" or value is None or value.dim() != 1 or step.operation is None:
+        return False
+    name = step.operation.name
+    if not seen_norm:
+        if name == "add_channel" and found.bias is None and not found.pre:
+            found.bias = operand
+            return True
+        return False
+    if found.post:
+        return False
+    if name == "mul_channel" and norm.weight is None and norm.bias is None:
+        found.norm = NormRead(norm.norm, operand, None)
+        return True
+    if name == "add_channel" and norm.bias is None:
+        found.norm = NormRead(norm.norm, norm.weight, operand)
+        return True
+    return False
+
+
+def _unfit(found: Found, steps: Sequence[_Step]) -> str | None:
+    """Why the operator would not compute what these nodes compute, in shapes and dtypes."""
+    values = [value_of(node) for node in found.reads]
+    if any(value is None for value in values):
+        return "something other than a tensor takes part in it"
+    for value in values:
+        assert value is not None
+        strided = value.layout is torch.strided and not value.is_nested
+        if is_traceable_wrapper_subclass(value) or not strided:
+            return f"a {type(value).__name__} of layout {value.layout} takes part in it"
+    linear, end = value_of(found.linear.nodes[-1]), value_of(found.nodes[-1])
+    assert linear is not None
+    assert end is not None
+    if linear.dtype not in _DTYPES:
+        return f"a linear layer in {linear.dtype} is not served"
+    if len({value.device for value in values if value is not None}) > 1:
+        return "its tensors are on several devices"
+    return _unfit_dtypes(found, steps, linear, end)
+
+
+def _unfit_dtypes(found: Found, steps: Sequence[_Step], linear: Tensor, end: Tensor) -> str | None:
+    values: list[Any] = [value_of(node) for node in found.reads]
+    several = "its tensors are of several dtypes: " + ", ".join(
+        sorted({str(v.dtype).removeprefix("torch.") for v in values})
+    )
+    changes_dtype = [
+        s for s in steps if s.kind == "norm" and len(s.nodes) == 1
+        and value_of(s.end).dtype != value_of(s.end.args[0]).dtype  # type: ignore[union-attr]
+    ]  # fmt: skip
+    inputs = {v.dtype for v in values[:2]}
+    if inputs != {linear.dtype} or changes_dtype:  # autocast
+        if linear.device.type != "cuda":
+            return f"under autocast PyTorch's layers mix dtypes on {linear.device.type}"
+        return None if end.dtype == torch.float32 else "autocast gives it another dtype"
+    if any(v.dtype != linear.dtype for v in values):
+        return several
+    if end.dtype != linear.dtype:
+        return f"its result is {end.dtype}, the linear layer's is {linear.dtype}"
+    wide = linear.dtype.itemsize
+    for step in steps:
+        value = value_of(step.end)
+        assert value is not None
+        if value.dtype != linear.dtype and (
+            value.dtype.itemsize <= wide or found.rounding == "eager"
+        ):
+            return f"it rounds to {value.dtype} on its way"
+    if isinstance(found.norm.norm, GroupNorm) and value_of(found.linear.x).dim() != 2:  # type: ignore[union-attr]
+        return "GroupNorm after a reshape to rows is not served"
+    return None
+
+
+def _path_to_norm(start: fx.Node, taken: set[fx.Node], depth: int) -> list[fx.Node] | None:
+    """Nodes from after ``start`` to a norm, through what a chain might one day hold."""
+    for user in start.users:
+        norm = read_norm_function(user, start)
+        if norm is not None:
+            return [user]
+    if depth == 0:
+        return None
+    for nodes in exits(start):
+        if read_norm(nodes, start) is not None:
+            return [nodes[-1]]
+    for user in start.users:
+        if user in taken or not _may_pass(user, start):
+            continue
+        rest = _path_to_norm(user, taken, depth - 1)
+        if rest is not None:
+            return [user, *rest]
+    return None
+
+
+_PASSING = frozenset(
+    (
+        *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous"),
+        *("squeeze", "unsqueeze", "movedim", "swapaxes", "mul", "imul", "add", "iadd", "sub"),
+        *("t", "T", "dropout", "to", "float", "expand", "chunk", "split", "getitem"),
+    )
+)
+
+
+def _may_pass(node: fx.Node, x: fx.Node) -> bool:
+    if node.op == "output" or read_linear(node) is not None:
+        return False
+    if read_pointwise(node, x) is not None or is_dropout(node) is not None:
+        return True
+    if read_binary(node, x) is not None or is_cast(node, x):
+        return True
+    return name_of(node).strip("_") in _PASSING and node.args[:1] == (x,)

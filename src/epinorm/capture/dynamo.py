@@ -1,0 +1,195 @@
+"""TorchDynamo with settings of our own: a call as graphs, and Python where there is none."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import random
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch._dynamo as dynamo
+from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo.types import ConvertFrameReturn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+__all__ = ["Backend", "Callback", "capture", "run_without_values", "say_once"]
+
+log = logging.getLogger("epinorm")
+
+Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
+"""From a captured graph and its example inputs to what runs in its place."""
+
+
+@runtime_checkable
+class Sees(Protocol):
+    """A backend that is told of each frame that is captured, whether it has a graph or not."""
+
+    def see(self, frame: Any) -> None:
+        """frame: as Dynamo has it, with ``f_code`` and ``f_globals``."""
+        ...
+
+
+# Dynamo's settings while it captures a fused model, whatever the user has set for others. First
+# those that trade correctness for time: hooks added later, tensors that change in place inside a
+# module, functions' defaults that are bound anew, numpy's own numbers and random stream, the type
+# of a failed assert, the roundings of addcmul and its like.
+_DYNAMO = {
+    "skip_nnmodule_hook_guards": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    "skip_guards_on_constant_func_defaults": False,
+    "assume_dunder_attributes_remain_unchanged": False,
+    "use_recursive_dict_tags_for_guards": False,
+    "guard_nn_modules": True,
+    "trace_numpy": False,
+    "use_numpy_random_stream": True,
+    "rewrite_assert_with_torch_assert": False,
+    "enable_dynamo_decompositions": False,
+    "capture_func_transforms": False,
+    "capture_profiler_record_function": True,
+    # Then those that belong to whoever compiles.
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": True,
+    "specialize_int": False,
+    "specialize_float": False,
+    "optimize_ddp": False,
+    "recompile_limit": 32,
+    "accumulated_recompile_limit": 512,
+    "error_on_recompile": False,
+    "fail_on_recompile_limit_hit": False,
+    "suppress_errors": False,
+    "repro_after": None,
+    "nested_graph_breaks": False,
+}
+_ATTEMPTS = 3
+
+_numbers = itertools.count()
+
+
+def _known_settings() -> dict[str, Any]:
+    return {key: value for key, value in _DYNAMO.items() if hasattr(dynamo.config, key)}
+
+
+class Callback:
+    """What Dynamo calls for a frame that it has not captured yet, under settings of our own.
+
+    A failure to capture leaves the frame to Python: an error of the model's own is raised there as
+    without us. A frame that failed is tried again a few times.
+    """
+
+    def __init__(self, inner: Any, name: str, see: Callable[[Any], None]) -> None:
+        self._torchdynamo_orig_backend = inner
+        self._inner, self._name, self._see = inner, name, see
+        self._failures: Counter[Any] = Counter()
+
+    def __call__(self, frame: Any, *arguments: Any) -> Any:
+        code = frame.f_code
+        try:
+            with dynamo.config.patch(_known_settings()):
+                result = self._inner(frame, *arguments)
+        except Exception as error:
+            result = ConvertFrameReturn()
+            cause = getattr(error, "inner_exception", error)
+            said = str(cause).strip().splitlines() or [""]
+            self._say(code, f"{type(cause).__name__}: {said[0]}")
+        self._see(frame)
+        action = result.frame_exec_strategy.cur_action
+        if result.guarded_code is None and action == _FrameAction.SKIP:
+            self._failures[code] += 1
+            if self._failures[code] < _ATTEMPTS:
+                result = ConvertFrameReturn(
+                    frame_exec_strategy=_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT),
+                    apply_to_code=False,
+                )
+        elif action == _FrameAction.RUN_ONLY:
+            self._say(code, "it was captured too often, at each time under other conditions")
+        return result
+
+    def forgive(self) -> None:
+        """Do not count what failed so far: the model's own code failed too."""
+        self._failures.clear()
+
+    def _say(self, code: Any, reason: str) -> None:
+        say_once(f"{self._name}: {code.co_qualname} runs its own code here, unfused ({reason})")
+
+
+_said: set[str] = set()
+_saying = threading.Lock()
+
+
+def say_once(message: str) -> None:
+    """Log a warning if it was not logged before."""
+    with _saying:
+        new = message not in _said
+        if len(_said) < 10_000:
+            _said.add(message)
+    if new:
+        log.warning("epinorm: %s", message)
+
+
+def capture(model: nn.Module, backend: Backend) -> tuple[Callable[..., Any], Callback]:
+    """``model._call_impl`` as Dynamo captures it for the backend, a function of (model, args,
+    kwargs) whose code, and so what Dynamo keeps with it, is this model's own.
+
+    The backend is not kept alive.
+    """
+
+    def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    # Dynamo keeps what it captured with the code, and what it learnt of sizes under its name.
+    name = f"{type(model).__name__}_{next(_numbers)}"
+    forward.__code__ = forward.__code__.replace(co_name=name, co_qualname=name)
+    known = weakref.ref(backend)  # Dynamo keeps every backend that it has seen
+
+    def call_backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        alive = known()
+        return gm.forward if alive is None else alive(gm, example_inputs)
+
+    def see(frame: Any) -> None:
+        if isinstance(alive := known(), Sees):
+            alive.see(frame)
+
+    context: Any = dynamo.optimize(backend=call_backend)
+    inner = getattr(context, "callback", None)  # TORCHDYNAMO_DISABLE leaves none
+    callback = Callback(inner, type(model).__name__, see)
+    if inner is not None:
+        context.callback = callback
+    return context(forward), callback
+
+
+def run_without_values(
+    model: nn.Module,
+    backend_for: Callable[[nn.Module], Backend],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Capture a call on copies of the model's tensors and of the inputs that hold no values, for
+    the backend that ``backend_for`` gives for the copy.
+
+    No kernel runs, and nothing of the model changes. Raises what copying the model raises, and what
+    a model raises that needs a value.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        twin = copy.deepcopy(model)
+
+    def without_values(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, Tensor) else value
+
+    args, kwargs = pytree.tree_map(without_values, (args, kwargs))
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            backend = backend_for(twin)
+            captured, _ = capture(twin, backend)
+            captured(twin, args, kwargs)
+    finally:
+        random.setstate(state)

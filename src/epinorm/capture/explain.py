@@ -1,0 +1,174 @@
+"""Say, in one table, where a model's Linears reach norms, what is fused, how, and why not."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import shutil
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from epinorm.backends.engine import plan_for
+from epinorm.backends.prepack import keeps
+from epinorm.capture.dynamo import run_without_values
+from epinorm.capture.fuse import checked_settings, fused_of
+from epinorm.capture.rewriting import Captured, Recorder, Settings, Site
+
+__all__ = ["Explanation", "Row", "explain"]
+
+_COLUMNS = ("chain", "where", "fused", "strategy", "why")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One place of a model. ``reason``: why it is not fused, or why this strategy."""
+
+    chain: str
+    where: str
+    fused: bool
+    strategy: str
+    reason: str
+    shape: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """What the table shows, in the order of its columns."""
+        place = f"{self.where}\n{self.shape}" if self.shape else self.where
+        return self.chain, place, "yes" if self.fused else "no", self.strategy, self.reason
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found. ``rows``: in the order in which the model computes; ``notes``: where
+    the graph breaks, and what else limits what was seen."""
+
+    model: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fused(self) -> int:
+        """The number of chains that are, or would be, fused."""
+        return sum(row.fused for row in self.rows)
+
+    def to_json(self) -> str:
+        """The rows as JSON text: {"model": ..., "rows": [...], "notes": [...]}."""
+        rows = [asdict(row) for row in self.rows]
+        return json.dumps({"model": self.model, "rows": rows, "notes": self.notes}, indent=2)
+
+    @property
+    def _title(self) -> str:
+        if not self.rows:
+            return f"{self.model}: no chain was found: no Linear's result reaches a norm"
+        return f"{self.model}: {self.fused} of {len(self.rows)} chains fused"
+
+    def table(self) -> Table:
+        """The rows as a rich table."""
+        table = Table(title=self._title, caption="\n".join(self.notes), caption_justify="left")
+        for name in _COLUMNS:
+            table.add_column(name, overflow="fold")
+        for row in self.rows:
+            table.add_row(*row.cells())
+        return table
+
+    def __rich__(self) -> Table | str:
+        return self.table() if self.rows else str(self)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "\n".join((self._title, *self.notes))
+        width = shutil.get_terminal_size((120, 24)).columns
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        console.print(self.table())
+        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+    def _repr_html_(self) -> str:
+        def line(cells: tuple[str, ...], tag: str) -> str:
+            inner = (html.escape(cell).replace("\n", "<br>") for cell in cells)
+            return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in inner) + "</tr>"
+
+        body = "".join(line(row.cells(), "td") for row in self.rows)
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        table = f"<table>{line(_COLUMNS, 'th')}{body}</table>" if self.rows else ""
+        return f"<p><b>{html.escape(self._title)}</b></p>{table}{notes}"
+
+
+def explain(model: nn.Module, *example_inputs: Any, **example_arguments: Any) -> Explanation:
+    """Say where the model's Linears reach norms, what is fused of that, how, and why not the rest.
+
+    With ``example_inputs`` the model is captured as it stands, fused or not, on copies of its
+    tensors and of the inputs that hold no values: no kernel runs and the model is not changed.
+    Without, it tells of the calls that a fused model was captured at so far. Raises TypeError for
+    anything but an nn.Module, and what copying the model raises.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    fused = fused_of(model)
+    name = type(model).__name__
+    if example_inputs or example_arguments:
+        settings = fused.settings if fused is not None else checked_settings("auto", False, "once")
+        return _without_values(name, model, settings, example_inputs, example_arguments)
+    if fused is None:
+        note = "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
+        return Explanation(name, (), (note,))
+    if not fused.recorder.graphs:
+        note = "It was not called since it was fused: call it, or explain(model, *inputs)."
+        return Explanation(name, (), (note,))
+    return _explanation(name, fused.recorder, ())
+
+
+def _without_values(
+    name: str, model: nn.Module, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Explanation:
+    recorders: list[Recorder] = []
+
+    def recorder_for(twin: nn.Module) -> Recorder:
+        recorders.append(Recorder(settings, twin))
+        return recorders[0]
+
+    stopped: tuple[str, ...] = ()
+    try:
+        run_without_values(model, recorder_for, args, kwargs)
+    except Exception as error:
+        if not recorders:
+            raise
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        stopped = (f"What follows was not seen: without values the model stops ({said[0]}).",)
+    return _explanation(name, recorders[0], stopped)
+
+
+def _explanation(name: str, recorder: Recorder, stopped: tuple[str, ...]) -> Explanation:
+    rows: dict[tuple[str, ...], Row] = {}
+    for graph in recorder.graphs:
+        for site in graph.sites:  # what was captured last stands for a place's other captures
+            rows[(site.where, site.chain, site.obstacle)] = _row(site, recorder)
+    breaks = dict.fromkeys(_break(graph) for graph in recorder.graphs if graph.broken_by)
+    return Explanation(name, tuple(rows.values()), (*breaks, *stopped))
+
+
+def _break(graph: Captured) -> str:
+    reason = graph.broken_by.splitlines()[0]
+    return f"The graph breaks at {graph.broken_at}: {reason}" if graph.broken_at else reason
+
+
+def _row(site: Site, recorder: Recorder) -> Row:
+    if site.problem is None:
+        return Row(site.chain, site.where, False, "layers", site.obstacle, site.shape)
+    settings, problem = recorder.settings, site.problem
+    weight = None if site.weight is None else site.weight()
+    if weight is not None and keeps(weight) and not problem.training:
+        problem = replace(problem, prepacked=True)
+    try:
+        plan = plan_for(problem, settings.strategy)
+    except (RuntimeError, ValueError) as error:
+        return Row(site.chain, site.where, True, settings.strategy, str(error), site.shape)
+    reason = plan.reason
+    if problem.prepacked and plan.strategy == "single":
+        reason += "; its weight is prepacked"
+    if site.ends:
+        reason += f"; it ends early: {site.ends}"
+    return Row(site.chain, site.where, True, plan.strategy, reason, site.shape)

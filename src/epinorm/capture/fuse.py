@@ -1,0 +1,174 @@
+"""``fuse``: TorchDynamo captures what a model computes, our pass replaces its chains, in place.
+
+Only ``_compiled_call_impl`` of the model changes, which nn.Module asks for at each call and leaves
+out of copies and pickles. What Dynamo cannot capture runs the model's own code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from epinorm.capture.dynamo import Callback, capture, say_once
+from epinorm.capture.rewriting import Recorder, Settings
+from epinorm.chain import Rounding
+from epinorm.chain.chain import check_rounding
+from epinorm.problem import Strategy, check_strategy
+
+__all__ = ["Fused", "checked_settings", "fuse", "fused_of", "unfuse"]
+
+_MOST_CAPTURES = 16
+
+_waiting_transforms = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_script_trace = torch._C._get_tracing_state
+_is_compiling = torch.compiler.is_compiling
+_symbolic_trace: Any = torch.fx._symbolic_trace
+_is_symbolic_tracing = getattr(
+    _symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing
+)
+_callback_of_thread = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+class Fused:
+    """The state of one fused model: its settings, and what was captured of it."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.settings = settings
+        self.replaced = model.__dict__.get("_compiled_call_impl")
+        self.times = 0
+        self.capture(model)
+        self.call = _calling(model, self)
+        self.call.__dict__["_epinorm"] = self
+
+    def capture_again(self, model: nn.Module) -> bool:
+        """Begin anew for classes that changed; False if they keep changing."""
+        self.times += 1
+        if self.times > _MOST_CAPTURES:
+            say_once(
+                f"{type(model).__name__} runs its own code, unfused: its classes keep changing"
+            )
+            return False
+        self.capture(model)
+        return True
+
+    def capture(self, model: nn.Module) -> None:
+        """Forget what was captured; the next call begins anew."""
+        self.recorder = Recorder(self.settings, model)
+        self.captured, self.callback = capture(model, self.recorder)
+
+
+def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
+    """What nn.Module calls in the place of ``_call_impl``."""
+    own = model._call_impl
+    name = type(model).__name__
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # DataParallel's replicas share this function, but not what it is for.
+        caller = sys._getframe(1).f_locals.get("self", model)
+        if caller is not model and isinstance(caller, nn.Module):
+            say_once(f"{name}: a replica runs its own code, unfused")
+            return caller._call_impl(*args, **kwargs)
+        if (
+            _waiting_transforms() is not None
+            or _dispatch_modes()
+            or _script_trace() is not None
+            or _is_compiling()
+            or _callback_of_thread() is not None
+            or _is_symbolic_tracing()
+            or _has_any_global_hook()
+        ):
+            return _as_written(own, name, args, kwargs)
+        for owner, attribute, value in fused.recorder.watched:
+            if owner.__dict__.get(attribute) is not value:
+                if not fused.capture_again(model):
+                    return own(*args, **kwargs)
+                break
+        try:
+            return fused.captured(model, args, kwargs)
+        except Exception:
+            fused.callback.forgive()
+            raise
+
+    call._torchdynamo_inline = own  # type: ignore[attr-defined]  # for another's capture
+    for function in (call, _as_written, say_once):
+        dynamo.eval_frame.skip_code(function.__code__)
+    return call
+
+
+def _as_written(
+    own: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the model's own code for a transform, a mode or a tracer that wants to see it."""
+    callback = _callback_of_thread()
+    if callback is not None and not isinstance(callback, Callback):
+        reason = "within torch.compile, whose backend may be 'epinorm'"
+    elif _waiting_transforms() is not None:
+        reason = "under torch.func"
+    elif _script_trace() is not None or _is_compiling():
+        reason = "while it is traced or exported"
+    else:
+        reason = "" if callback is not None else "under a dispatch mode"
+    if reason:
+        say_once(f"{name} runs its own code {reason}, unfused")
+    return own(*args, **kwargs)
+
+
+def checked_settings(strategy: Any, strict: Any, rounding: Any) -> Settings:
+    """The settings; raises ValueError for a strategy or rounding that does not exist."""
+    check_strategy(strategy)
+    return Settings(strategy, bool(strict), check_rounding(rounding))
+
+
+def fused_of(model: nn.Module) -> Fused | None:
+    """What ``fuse`` made of the model; None for one that is not fused."""
+    return getattr(model.__dict__.get("_compiled_call_impl"), "_epinorm", None)
+
+
+def fuse(
+    model: nn.Module,
+    *,
+    rounding: Rounding = "once",
+    strategy: Strategy = "auto",
+    strict: bool = False,
+) -> nn.Module:
+    """Compute every Linear → pointwise* → norm → pointwise* of the model as one operation.
+
+    Works on the model itself and returns it. TorchDynamo captures what a call computes, at the
+    first call and at calls that differ in more than a tensor's size; the rest of it runs as
+    without. Class, parameters, state_dict, hooks, modes and attributes stay as they are and are
+    read at each call. Copies and pickles of the model are not fused. ``explain`` says what is
+    fused and what is not.
+
+    ``rounding``, ``strategy`` and ``strict`` are those of ``linear_norm``; under ``strict`` a chain
+    that is found and cannot be fused is a RuntimeError at the call too. Raises TypeError for
+    anything but an nn.Module and ValueError for an unknown strategy or rounding.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    settings = checked_settings(strategy, strict, rounding)
+    unfuse(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        say_once(f"{type(model).__name__} is TorchScript: it runs as it is, unfused")
+        return model
+    model.__dict__["_compiled_call_impl"] = Fused(model, settings).call
+    return model
+
+
+def unfuse(model: nn.Module) -> nn.Module:
+    """Undo ``fuse`` on the model and on all modules within it, and return it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        fused = fused_of(module)
+        if fused is not None:
+            del module.__dict__["_compiled_call_impl"]
+            if fused.replaced is not None:
+                module.__dict__["_compiled_call_impl"] = fused.replaced
+    return model

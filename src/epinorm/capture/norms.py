@@ -1,0 +1,90 @@
+"""Norms as PyTorch's functions, read from one node of a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from epinorm.capture.purity import value_of
+from epinorm.capture.spelling import arguments, same_shape
+from epinorm.chain import GroupNorm, LayerNorm, Norm, RMSNorm
+
+__all__ = ["NormRead", "read_norm_function"]
+
+_ROWS = ("input", "normalized_shape", "weight", "bias", "eps")
+_NORMS: Mapping[Any, tuple[type[Norm], tuple[str, ...]]] = {
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), (LayerNorm, _ROWS)),
+    **dict.fromkeys(
+        (F.rms_norm, torch.rms_norm), (RMSNorm, ("input", "normalized_shape", "weight", "eps"))
+    ),
+    **dict.fromkeys(
+        (F.group_norm, torch.group_norm),
+        (GroupNorm, ("input", "num_groups", "weight", "bias", "eps")),
+    ),
+}
+_OTHER_NORMS = {
+    F.batch_norm: "BatchNorm, whose statistics are over the batch",
+    torch.batch_norm: "BatchNorm, whose statistics are over the batch",
+    F.instance_norm: "InstanceNorm",
+    F.local_response_norm: "local response norm",
+}
+
+
+@dataclass(frozen=True)
+class NormRead:
+    """A norm and the nodes of its weight and bias."""
+
+    norm: Norm
+    weight: fx.Node | None = None
+    bias: fx.Node | None = None
+
+
+def read_norm_function(node: fx.Node, x: fx.Node) -> NormRead | str | None:
+    """The norm of x that the node computes; a str says why it fits no chain; None: it is none."""
+    if node.op != "call_function" or x not in node.all_input_nodes:
+        return None
+    if node.target in _OTHER_NORMS:
+        return f"its norm is {_OTHER_NORMS[node.target]}; chains have Layer-, RMS- or GroupNorm"
+    if node.target not in _NORMS:
+        return None
+    kind, names = _NORMS[node.target]
+    given = arguments(node, *names)
+    if given.get("input") is not x or node.all_input_nodes.count(x) != 1:
+        return None
+    eps: Any = given.get("eps", None if kind is RMSNorm else 1e-5)
+    if not (isinstance(eps, (int, float)) or (eps is None and kind is RMSNorm)):
+        return "its eps changes from call to call"
+    if eps is not None and not eps >= 0:
+        return f"its eps is {eps}"
+    weight, bias = given.get("weight"), given.get("bias")
+    try:
+        norm = _norm(kind, given, eps, value_of(x))
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return norm if isinstance(norm, str) else NormRead(norm, weight, bias)
+
+
+def _norm(kind: type[Norm], given: dict[str, Any], eps: Any, x: Any) -> Norm | str:
+    if x is None:
+        return "its input is no tensor"
+    if kind is GroupNorm:
+        if not isinstance(given["num_groups"], int):
+            return "its num_groups changes from call to call"
+        if x.dim() != 2:
+            return (
+                f"GroupNorm of {x.dim()}-dimensional input normalises dimension 1, which is not "
+                "the linear layer's output; LayerNorm, or a flatten before, would"
+            )
+        return GroupNorm(given["num_groups"], eps=eps)
+    shape = given["normalized_shape"]
+    shape = [shape] if isinstance(shape, int) else list(shape)
+    if len(shape) != 1:
+        return f"its norm spans {len(shape)} dimensions; a chain's norm spans the last one"
+    if not same_shape(shape, x.shape[-1:]):
+        return f"its norm is over {shape[0]} features, its input has {x.shape[-1]}"
+    return LayerNorm(eps=eps) if kind is LayerNorm else RMSNorm(eps=eps)

@@ -1,0 +1,153 @@
+"""What nodes of a graph may change: other tensors, and modes. Nothing is moved across these."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+__all__ = ["changed_argument", "changes", "is_pure", "storage_of", "value_of"]
+
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, "i" + name)
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "concat"),
+        *("and", "or", "xor", "lshift", "rshift"),
+    )
+)
+_EFFECTS = ("set_", "manual_seed", "seed", "batch_norm", "instance_norm", "embedding")
+_METHODS_WITH_EFFECTS = frozenset(
+    (
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "backward",
+        "__setitem__",
+    )
+)
+
+
+def _public(namespace: Any) -> set[Any]:
+    named = ((name, getattr(namespace, name)) for name in dir(namespace))
+    return {
+        value
+        for name, value in named
+        if callable(value)
+        and not isinstance(value, type)
+        and not name.startswith("_")
+        and not name.startswith(_EFFECTS)
+        and not name.endswith("_")
+    }
+
+
+@cache
+def _functions() -> frozenset[Any]:
+    """PyTorch's and Python's functions that return a result and do nothing else."""
+    spaces = (torch, F, torch._C._nn, torch.special, torch.linalg, torch.fft, math, operator)
+    hidden = {getattr, torch.sym_float, torch.sym_int}
+    known: set[Any] = set().union(hidden, *map(_public, spaces))
+    known -= {operator.setitem, operator.delitem, *_IN_PLACE_OPERATORS}
+    return frozenset(known)
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _asks_in_place(node: fx.Node) -> bool:
+    """Whether the call's ``inplace`` or ``out`` is given."""
+    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+        return True
+    if True not in node.args or not callable(node.target):
+        return False
+    signature = _signature(node.target)
+    if signature is None or "inplace" not in signature.parameters:
+        return False
+    given = dict(zip(signature.parameters, node.args, strict=False))
+    return bool(given.get("inplace"))
+
+
+def value_of(node: Any) -> Tensor | None:
+    """The tensor without values that Dynamo has for a node; None for what is no tensor."""
+    if not isinstance(node, fx.Node):
+        return None
+    value = node.meta.get("example_value")
+    return value if isinstance(value, Tensor) else None
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether running the node leaves all tensors, modes and settings as they were."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    name = str(node.target)
+    if node.op == "call_method":
+        return not (
+            name in _METHODS_WITH_EFFECTS
+            or (name.endswith("_") and not name.endswith("__"))
+            or _asks_in_place(node)
+        )
+    if node.op != "call_function":
+        return False
+    target: Any = node.target
+    if target in _IN_PLACE_OPERATORS:  # of numbers they make new ones
+        return value_of(node) is None and value_of(node.args[0]) is None
+    if isinstance(target, torch._ops.OpOverload):
+        return not target._schema.is_mutable
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return not any(overload._schema.is_mutable for overload in overloads)
+    return target in _functions() and not _asks_in_place(node)
+
+
+def changed_argument(node: fx.Node) -> fx.Node | None:
+    """The tensor that the node changes in place and returns; None where there is none such."""
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    if value_of(first) is None or value_of(node) is None or node.kwargs.get("out") is not None:
+        return None
+    assert isinstance(first, fx.Node)
+    name = str(node.target)
+    if node.op == "call_method":
+        in_place = name.endswith("_") and not name.endswith("__")
+    elif node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        in_place = (
+            node.target in _IN_PLACE_OPERATORS
+            or _asks_in_place(node)
+            or (name.endswith("_") and not name.startswith("_"))
+        )
+    else:
+        return None
+    return first if in_place else None
+
+
+def changes(node: fx.Node) -> list[fx.Node]:
+    """The tensors that the node is known to change in place."""
+    first = changed_argument(node)
+    found: list[Any] = [] if first is None else [first]
+    if node.op == "call_function" and node.target is operator.setitem:
+        found.append(node.args[0])
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema.arguments
+        given = {a.name: v for a, v in zip(schema, node.args, strict=False)} | node.kwargs
+        found += [given.get(a.name) for a in schema if a.alias_info and a.alias_info.is_write]
+    found.append(node.kwargs.get("out"))
+    return [given for given in found if isinstance(given, fx.Node)]
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """What tells whether two nodes' tensors share memory; None for what has none."""
+    value = value_of(node)
+    if value is None or value.layout is not torch.strided:
+        return None
+    return value.untyped_storage()._cdata

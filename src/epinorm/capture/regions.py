@@ -1,0 +1,187 @@
+"""Norms and activations written out by hand, recognised by what they compute.
+
+A value that several operations use, and all of them towards one result, is the one entrance of a
+region with one exit. The region is run in float64 on chosen values; where the result is a norm's or
+an activation's to the last digits, it is that one, however it was spelt. Only operations of the
+table below may take part, so the function is one of few kinds, and each constant that appears in it
+is among the values that are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from epinorm.capture.purity import value_of
+from epinorm.chain import LayerNorm, Norm, RMSNorm
+from epinorm.chain.pointwise import DEFINITIONS, Pointwise
+
+__all__ = ["exits", "read_activation", "read_norm"]
+
+_MOST_NODES = 24
+_WIDEST_NORM = 65536
+
+_CASTS = frozenset(("to", "float", "double", "half", "bfloat16", "type_as", "contiguous"))
+_ELEMENTWISE = frozenset(
+    (
+        *("add", "iadd", "sub", "isub", "subtract", "rsub", "mul", "imul", "multiply", "neg"),
+        *("truediv", "itruediv", "div", "divide", "true_divide", "reciprocal", "negative"),
+        *("pow", "square", "sqrt", "rsqrt", "exp", "expm1", "log1p", "erf", "tanh", "sigmoid"),
+        *("softplus", "relu", "relu6", "clamp", "clip", "hardtanh", "hardsigmoid", "silu", "gelu"),
+        *("clamp_min", "clamp_max", "maximum", "minimum", "expit"),
+    )
+)
+_REDUCTIONS = frozenset(("mean", "sum", "var", "var_mean", "norm", "linalg_vector_norm"))
+
+
+def _name(node: fx.Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name.strip("_") if node.op == "call_function" else name.rstrip("_")
+    return "pow" if name == "ipow" else name
+
+
+def _takes_part(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether the node computes from the region's values and constants alone, by the table."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = _name(node)
+    if name in _CASTS:
+        value = value_of(node)
+        return value is not None and value.dtype.is_floating_point and node.args[0] in inside
+    if any(given not in inside for given in node.all_input_nodes):
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[1], int)
+    return name in _ELEMENTWISE or (name in _REDUCTIONS and _over_rows(node))
+
+
+def _over_rows(node: fx.Node) -> bool:
+    """Whether a reduction is over the last dimension, which it keeps as one of size 1."""
+    value = value_of(node.args[0])
+    if value is None or node.kwargs.get("dtype") is not None:
+        return False
+    place = 2 if _name(node) in ("norm", "linalg_vector_norm") else 1
+    dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else None)
+    last = (-1, value.dim() - 1)
+    if isinstance(dim, (tuple, list)):
+        dim = dim[0] if len(dim) == 1 else None
+    return dim in last and (node.kwargs.get("keepdim") is True or True in node.args[2:])
+
+
+def exits(entrance: fx.Node) -> Iterator[list[fx.Node]]:
+    """Regions of growing size that only ``entrance`` leads into and only their last node out of."""
+    inside, nodes = {entrance}, list[fx.Node]()
+    node = entrance.next
+    while node.op != "root" and len(nodes) < _MOST_NODES:
+        if any(given in inside for given in node.all_input_nodes):
+            if not _takes_part(node, inside):
+                return
+            inside.add(node)
+            nodes.append(node)
+            open_ones = [n for n in inside if any(user not in inside for user in n.users)]
+            if open_ones == [node]:
+                yield list(nodes)
+        node = node.next
+
+
+def _constants(nodes: Sequence[fx.Node]) -> list[float]:
+    found: list[float] = []
+    for node in nodes:
+        given = (*node.args, *node.kwargs.values())
+        found += [float(c) for c in given if isinstance(c, (int, float)) and c == c]
+    return sorted(set(found))
+
+
+def _run(nodes: Sequence[fx.Node], entrance: fx.Node, x: Tensor) -> Tensor | None:
+    """The region's result for x in float64, its casts left out; None where it fails."""
+    values: dict[fx.Node, Any] = {entrance: x}
+    try:
+        for node in nodes:
+            if _name(node) in _CASTS:
+                values[node] = values[node.args[0]]  # type: ignore[index]
+                continue
+            args = fx.node.map_arg(node.args, values.__getitem__)
+            kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
+            if node.op == "call_method":
+                name = str(node.target)
+                name = name if name.startswith("__") else name.rstrip("_")
+                values[node] = getattr(args[0], name)(*args[1:], **kwargs)
+            else:
+                values[node] = node.target(*_apart(args), **kwargs)  # type: ignore[operator]
+    except (RuntimeError, TypeError, AttributeError, KeyError):
+        return None
+    result = values[nodes[-1]]
+    return result if isinstance(result, Tensor) and result.dtype == torch.float64 else None
+
+
+def _apart(args: Any) -> Any:
+    """Arguments whose tensors an operation in place may change."""
+    return tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+
+
+def read_activation(nodes: Sequence[fx.Node], entrance: fx.Node) -> Pointwise | None:
+    """The operation without tensors that the region computes; None for none of ours."""
+    if any(_name(n) in _REDUCTIONS or n.target is operator.getitem for n in nodes):
+        return None
+    constants = _constants(nodes)
+    kinks = [s * c + d for c in constants for s in (1, -1) for d in (-0.01, 0.0, 0.01)]
+    grid = torch.linspace(-12, 12, 241, dtype=torch.float64)
+    x = torch.cat([grid, torch.tensor([*kinks, 1e-6, -1e-6, 30.0, 300.0], dtype=torch.float64)])
+    y = _run(nodes, entrance, x)
+    if y is None or not y.isfinite().all():
+        return None
+    # Written out, a function loses digits where it cancels: gelu's left tail.
+    scale = x.abs().clamp_min(1)
+    for name, definition in DEFINITIONS.items():
+        if definition.operand is None and all(
+            v is not None for v in definition.parameters.values()
+        ):
+            expected = Pointwise(name)(x)
+            if bool(((y - expected).abs() <= 1e-13 * scale).all()):
+                return Pointwise(name)
+    return None
+
+
+def read_norm(nodes: Sequence[fx.Node], entrance: fx.Node) -> Norm | None:
+    """The norm over rows, without weight and bias, that the region computes; None for none."""
+    value = value_of(entrance)
+    if value is None or not any(_name(n) in _REDUCTIONS for n in nodes):
+        return None
+    n = value.shape[-1] if value.dim() else 0
+    if not isinstance(n, int) or not 1 < n <= _WIDEST_NORM or value.dim() < 1:
+        return None
+    x = _rows(n).view(*[1] * (value.dim() - 2), -1, n) if value.dim() > 1 else _rows(n)[3]
+    y = _run(nodes, entrance, x)
+    if y is None:
+        return None
+    for eps, (norm, expected) in itertools.product(
+        [c for c in _constants(nodes) if 0 < c < 1] or [0.0], _norms().items()
+    ):
+        if _same_norm(y, expected(x, (n,), eps=eps)):
+            return norm(eps=eps)
+    return None
+
+
+def _norms() -> Mapping[Any, Any]:
+    return {RMSNorm: F.rms_norm, LayerNorm: F.layer_norm}
+
+
+def _rows(n: int) -> Tensor:
+    """Rows of sizes from where eps is all to where it is nothing, with means of their own."""
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(8, n, generator=generator, dtype=torch.float64)
+    size = torch.tensor([1e-9, 1e-6, 1e-4, 1e-3, 1e-2, 1.0, 10.0, 1e3], dtype=torch.float64)
+    return (x + torch.tensor([0.5, -0.3, 1, 0, 2, -1, 0.1, 0.7]).double()[:, None]) * size[:, None]
+
+
+def _same_norm(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    size = b.abs().amax(-1, keepdim=True)
+    return bool(((a - b).abs() <= 1e-10 * size + 1e-300).all())

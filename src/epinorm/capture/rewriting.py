@@ -1,0 +1,328 @@
+"""Replace the chains of a captured graph by calls of the operation, and record what was found."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import TracingContext
+from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
+
+from epinorm.capture.chains import Found, Place, find
+from epinorm.capture.purity import changed_argument, value_of
+from epinorm.capture.spelling import name_of
+from epinorm.chain import Rounding
+from epinorm.operator.dispatch import Caller
+from epinorm.precision import product_precision
+from epinorm.problem import Problem, Strategy
+
+_GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
+
+__all__ = ["Captured", "Recorder", "Settings", "Site", "rewrite"]
+
+Apply = Callable[..., Tensor]
+"""(x, weight, bias, norm_weight, norm_bias, operands) → y, for one chain."""
+
+ApplyFor = Callable[[Place, str], Apply]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How fused chains are to be computed; see ``epinorm.linear_norm``."""
+
+    strategy: Strategy = "auto"
+    strict: bool = False
+    rounding: Rounding = "once"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place of a captured graph, without its nodes. ``problem``: None where it is not fused.
+
+    weight: the tensor that the Linear had, which may be prepacked since.
+    """
+
+    chain: str
+    where: str
+    obstacle: str = ""
+    ends: str = ""
+    shape: str = ""
+    problem: Problem | None = None
+    weight: weakref.ref[Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph: its places, and why Dynamo ended it (empty: it did not have to)."""
+
+    sites: tuple[Site, ...]
+    broken_by: str = ""
+    broken_at: str = ""
+
+
+class Recorder:
+    """Rewrites each graph that is captured of a model, to run as eager does but for its chains, and
+    notes what it saw.
+
+    watched: attributes of classes with their values: the functions that were captured, as Dynamo
+    does not look whether a class gets another one; and before PyTorch 2.13 what these read of
+    classes in their globals.
+    """
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        self.settings = settings
+        self.graphs: list[Captured] = []
+        self.watched: list[tuple[type, str, Any]] = []
+        self._model = weakref.ref(model)
+        self._callers: dict[tuple[str, str], Caller] = {}
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        model = self._model()
+        names = {} if model is None else {str(id(m)): name for name, m in model.named_modules()}
+
+        def caller(place: Place, chain: str) -> Apply:
+            return self._caller(layer_of(place.linear, names), chain)
+
+        places = rewrite(gm, caller, self.settings.rounding)
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        captured = record(gm, places, names, dict(zip(placeholders, example_inputs, strict=True)))
+        self.graphs.append(captured)
+        self._watch(() if model is None else {type(m) for m in model.modules()})
+        unfused = [site for site in captured.sites if site.obstacle]
+        if self.settings.strict and unfused:
+            return _refusing(unfused[0])
+        return gm.forward
+
+    def _caller(self, where: str, chain: str) -> Apply:
+        """One for each place, whichever graph it is in: what it has learnt of a size stays."""
+        caller = self._callers.get((where, chain))
+        if caller is None:
+            caller = Caller(chain, self.settings.strategy, self.settings.strict)
+            caller.__dict__.update(__name__="linear_norm", __module__="epinorm")
+            self._callers[where, chain] = caller
+        return caller
+
+    def _watch(self, classes: Iterable[type]) -> None:
+        captured = set(TracingContext.get_traced_code() or ())
+        owners = dict.fromkeys(base for cls in classes for base in cls.__mro__)
+        for owner in owners:
+            if _is_pytorchs(owner):
+                continue
+            for name, function in vars(owner).items():
+                inner = getattr(function, "fget", getattr(function, "__func__", function))
+                if getattr(inner, "__code__", None) in captured:
+                    self._add(owner, name, function)
+                    self._watch_globals(inner.__code__, getattr(inner, "__globals__", {}))
+
+    def _add(self, owner: type, name: str, value: Any) -> None:
+        if not any(o is owner and n == name and v is value for o, n, v in self.watched):
+            self.watched.append((owner, name, value))
+
+    def see(self, frame: Any) -> None:
+        """Watch what a captured frame reads, also where it had no graph."""
+        self._watch_globals(frame.f_code, frame.f_globals)
+
+    def _watch_globals(self, code: CodeType, known: dict[str, Any]) -> None:
+        if not _GLOBAL_CLASSES_UNGUARDED:
+            return
+        names = code.co_names
+        for found in map(known.get, names):
+            if isinstance(found, type) and not _is_pytorchs(found):
+                for name in names:
+                    if name in vars(found):
+                        self._add(found, name, vars(found)[name])
+
+
+def _is_pytorchs(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("torch", "builtins")
+
+
+def _refusing(site: Site) -> Callable[..., Any]:
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError(f"strict=True, but {site.where} is not fused: {site.obstacle}")
+
+    return refuse
+
+
+def rewrite(
+    gm: fx.GraphModule, apply: ApplyFor, rounding: Rounding = "once", runs_eagerly: bool = True
+) -> list[Place]:
+    """Put one call of ``apply(place, chain)`` in the place of each chain; returns all places.
+
+    runs_eagerly: nothing compiles the graph, so what only compilers act on is done here.
+    """
+    _enter_checkpoints(gm, apply, rounding, runs_eagerly)
+    _follow_changes(gm.graph)
+    places = find(gm.graph, rounding)
+    fused: dict[fx.Node, fx.Node] = {}
+    for place in places:
+        if place.found is not None:
+            last = place.found.nodes[-1]
+            made = apply(place, str(place.found.chain))
+            fused[last] = _replace(gm.graph, place.found, made, fused)
+    if fused:
+        gm.graph.lint()
+    gm.recompile()
+    return places
+
+
+def _follow_changes(graph: fx.Graph) -> None:
+    """Where an operation changes a tensor in place, let what comes later read its result.
+
+    It is the same tensor; but now each user says which state of it is meant.
+    """
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        changed = changed_argument(node)
+        if changed is not None:
+            for user in list(changed.users):
+                if order[user] > order[node]:
+                    user.replace_input_with(changed, node)
+
+
+def _replace(graph: fx.Graph, found: Found, apply: Apply, fused: dict[fx.Node, fx.Node]) -> fx.Node:
+    def now(node: fx.Node | None) -> fx.Node | None:
+        return None if node is None else fused.get(node, node)
+
+    last = found.nodes[-1]
+    value = last.meta.get("example_value")
+    z = value_of(found.linear.nodes[-1])
+    assert z is not None
+    with graph.inserting_before(last):
+        operands = []
+        for node, kind in zip(found.operands, found.chain.operand_kinds, strict=True):
+            operand, given = now(node), value_of(node)
+            assert given is not None
+            if kind == "channel" and given.dim() != 1:
+                operand = graph.call_method("reshape", (operand, -1))
+            elif kind == "element" and found.views:
+                operand = graph.call_function(rows_like, (operand, now(found.linear.x)))
+            operands.append(operand)
+        norm = found.norm
+        vectors = (found.linear.weight, found.bias, norm.weight, norm.bias)
+        given_all = (now(found.linear.x), *map(now, vectors), tuple(operands))
+        new = graph.call_function(apply, given_all)
+        new.meta = {**found.linear.nodes[-1].meta, "example_value": z}
+        for view in found.views:
+            before = new
+            new = graph.create_node(view.op, view.target, (before, *view.args[1:]), view.kwargs)
+            new.meta = dict(view.meta)
+        new.meta["example_value"] = value
+    last.replace_all_uses_with(new)
+    for node in reversed(found.nodes):
+        graph.erase_node(node)
+    return new
+
+
+def rows_like(operand: Tensor, x: Tensor) -> Tensor:
+    """An operand whose rows are those of x (..., K), with x's leading dimensions."""
+    return operand.reshape(*x.shape[:-1], operand.shape[-1])
+
+
+def _enter_checkpoints(
+    gm: fx.GraphModule, apply: ApplyFor, rounding: Rounding, runs_eagerly: bool
+) -> None:
+    """Fuse what the model checkpoints; Dynamo's own operator leaves checkpointing to a compiler."""
+    for node in gm.graph.nodes:
+        if name_of(node) != "tag_activation_checkpoint" or node.op != "call_function":
+            continue
+        inner = getattr(gm, str(node.args[0].target))
+        rewrite(inner, apply, rounding, runs_eagerly)
+        if runs_eagerly:
+            node.target = run_checkpointed
+
+
+def run_checkpointed(inner: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """``checkpoint`` on a captured function, with the settings of the model's call."""
+    context = inner.meta.get("_checkpoint_context_fn")
+    if context is not None:
+        kwargs["context_fn"] = context
+    kwargs["use_reentrant"] = False  # parameters are arguments here, which both ways serve
+    return checkpoint(inner.forward, *args, **kwargs)
+
+
+def record(
+    gm: fx.GraphModule,
+    places: Sequence[Place],
+    names: dict[str, str],
+    inputs: dict[fx.Node, Any],
+) -> Captured:
+    """What is told of a graph after its nodes are gone. names: of modules, by the text of their id;
+    inputs: what the graph was captured with."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    sites = tuple(_site(place, names, inputs) for place in places)
+    if reason is None or not reason.graph_break:
+        return Captured(sites)
+    stack = list(reason.user_stack or ())
+    at = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+    return Captured(sites, str(reason.reason).strip(), at)
+
+
+def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Site:
+    where = f"{layer_of(place.linear, names)} → {layer_of(place.norm, names)}"
+    found = place.found
+    if found is None:
+        text = " → ".join(name_of(node) for node in (place.linear, *place.path))
+        return Site(text, where, place.obstacle)
+    problem, shape = _problem(found)
+    weight = inputs.get(found.linear.weight)
+    known = weakref.ref(weight) if isinstance(weight, Tensor) else None
+    return Site(str(found.chain), where, "", place.ends, shape, problem, known)
+
+
+def layer_of(node: fx.Node, names: dict[str, str]) -> str:
+    """The path of the module that a node comes from; a function's name with that of its module."""
+    stack = node.meta.get("nn_module_stack") or {}
+    key = next(reversed(stack), None)
+    if key is None:
+        return name_of(node)
+    path, cls = stack[key]
+    known = names.get(str(key))
+    path = known if known is not None else str(path).partition(".")[2] or str(path)
+    leaf = getattr(cls, "__module__", "").startswith("torch.nn.modules")
+    return path if leaf and path else f"{path}.{name_of(node)}".strip(".")
+
+
+def _number(size: Any) -> int:
+    """A size, or what it was at the call that was captured."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 1
+
+
+def _problem(found: Found) -> tuple[Problem, str]:
+    x, weight = value_of(found.linear.x), value_of(found.linear.weight)
+    assert x is not None
+    assert weight is not None
+    z = value_of(found.linear.nodes[-1])
+    m, leading = 1, [_number(size) for size in x.shape[:-1]]
+    for size in leading:
+        m *= size
+    n, k = (_number(size) for size in weight.shape)
+    dtype = z.dtype if z is not None else x.dtype
+    mixed = x.dtype != dtype or weight.dtype != dtype
+    wide = torch.float32 if mixed else dtype
+    reads = [value_of(node) for node in found.reads]
+    problem = Problem(
+        chain=found.chain,
+        m=m,
+        k=k,
+        n=n,
+        dtype=dtype,
+        norm_dtype=wide,
+        out_dtype=wide,
+        has_bias=found.bias is not None,
+        has_norm_weight=found.norm.weight is not None,
+        has_norm_bias=found.norm.bias is not None,
+        training=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in reads),
+        device=weight.device,
+        precision=product_precision(dtype, weight.device.type, (m, k, n)),
+    )
+    return problem, f"{[*leading, k]} → {[*leading, n]}"

@@ -1,0 +1,290 @@
+"""How a captured graph spells what a chain is made of: tables, and functions that read one node.
+
+Dynamo has looked through modules and Python already: what is left are PyTorch's functions, Python's
+operators and methods of tensors, in each of their spellings.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from epinorm.capture.purity import changed_argument, value_of
+from epinorm.chain.pointwise import Pointwise, of_call
+
+__all__ = [
+    "Linear",
+    "arguments",
+    "is_cast",
+    "is_dropout",
+    "is_view_of_rows",
+    "name_of",
+    "read_binary",
+    "read_linear",
+    "read_pointwise",
+    "same_shape",
+]
+
+_nn: Any = torch._C._nn
+
+_NEGATIONS = (operator.neg, torch.neg, torch.negative)
+_NAMES_OF = {
+    "add": ("add", "iadd"),
+    "sub": ("sub", "isub", "subtract"),
+    "mul": ("mul", "imul", "multiply"),
+    "div": ("truediv", "itruediv", "div", "divide", "true_divide"),
+}
+_BINARY: Mapping[Any, str] = {
+    target: kind
+    for kind, names in _NAMES_OF.items()
+    for name in names
+    for target in (name, getattr(operator, name, None), getattr(torch, name, None))
+    if target is not None
+}
+_DROPOUTS = (F.dropout, torch.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d)
+_VIEWS: Mapping[Any, Any] = dict.fromkeys(
+    (
+        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"),
+        *("view_as", "reshape_as"),
+        *(torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze),
+    )
+)
+_CASTS = ("to", "type_as", "float", "double", "half", "bfloat16", "type")
+_LINEARS = (F.linear, _nn.linear)
+_PRODUCTS = (operator.matmul, torch.matmul, torch.mm, "matmul", "mm", "__matmul__")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x (..., K) times weight (N, K), plus bias; ``nodes``: what of the graph that is."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    nodes: tuple[fx.Node, ...]
+
+
+def name_of(node: fx.Node) -> str:
+    """What a reader calls the node's operation."""
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
+    """The node's positional and keyword arguments by name; positional ones beyond are left out."""
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False))
+    return given | dict(node.kwargs)
+
+
+def same_shape(a: Any, b: Any) -> bool:
+    """Whether two shapes are known to be equal, without adding a guard."""
+    return len(a) == len(b) and all(
+        i is j or (statically_known_true(i == j)) for i, j in zip(a, b, strict=True)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _base_name(node: fx.Node) -> Any:
+    """The node's function, or its method's name as it is without changing in place."""
+    if node.op != "call_method":
+        return node.target
+    name = str(node.target)
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def read_linear(node: fx.Node) -> Linear | str | None:
+    """The linear layer that the node computes; a str: it is one that we do not serve."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    target = node.target
+    if target in _LINEARS:
+        given = arguments(node, "input", "weight", "bias")
+        return _linear(given["input"], given["weight"], given.get("bias"), (node,))
+    if target in (torch.addmm, "addmm"):
+        return _addmm(node)
+    if target in _PRODUCTS:
+        left, right = (*node.args, *node.kwargs.values())[:2]
+        return _product(left, right, None, node)
+    if target is torch.einsum or target is torch.functional.einsum:
+        return _einsum(node)
+    return None
+
+
+def _linear(x: Any, weight: Any, bias: Any, nodes: tuple[fx.Node, ...]) -> Linear | None:
+    if value_of(x) is None or value_of(weight) is None or value_of(weight).dim() != 2:  # type: ignore[union-attr]
+        return None
+    if bias is not None and value_of(bias) is None:
+        return None
+    return Linear(x, weight, bias, nodes)
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """W of a node that is W transposed."""
+    if not isinstance(node, fx.Node) or not node.args:
+        return None
+    swapped = node.args[1:] in ((0, 1), (1, 0), (-1, -2), (-2, -1)) and not node.kwargs
+    turned = (
+        (node.op == "call_method" and node.target == "t")
+        or node.target is torch.t
+        or (node.target is getattr and node.args[1] in ("T", "mT"))
+        or (node.target in ("transpose", torch.transpose, "swapaxes", "permute") and swapped)
+    )
+    inner = node.args[0]
+    is_matrix = value_of(inner) is not None and value_of(inner).dim() == 2  # type: ignore[union-attr]
+    return inner if turned and is_matrix and isinstance(inner, fx.Node) else None
+
+
+def _product(x: Any, right: Any, bias: Any, node: fx.Node) -> Linear | str | None:
+    weight = _transposed(right)
+    if weight is not None:
+        return _linear(x, weight, bias, (node,))
+    value, given = value_of(right), value_of(x)
+    if value is None or given is None or value.dim() != 2 or not _is_parameter(right):
+        return None
+    return (
+        "its weight is kept as (in, out), as Conv1D does; kernels read (out, in): "
+        "an nn.Linear with the transposed weight is served"
+    )
+
+
+def _is_parameter(node: Any) -> bool:
+    value = value_of(node)
+    return isinstance(value, torch.nn.Parameter) and isinstance(node, fx.Node)
+
+
+def _addmm(node: fx.Node) -> Linear | str | None:
+    given = arguments(node, "input", "mat1", "mat2")
+    bias, x, right = given.get("input"), given.get("mat1"), given.get("mat2")
+    if any(given.get(scale, 1) != 1 for scale in ("beta", "alpha")) or "out" in given:
+        return None
+    if value_of(bias) is None or value_of(bias).dim() != 1:  # type: ignore[union-attr]
+        return None
+    return _product(x, right, bias, node)
+
+
+def _einsum(node: fx.Node) -> Linear | None:
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
+        return None
+    inputs, output = equation.replace(" ", "").split("->")
+    if inputs.count(",") != 1:
+        return None
+    x, weight = inputs.split(",")
+    rows = x[:-1]
+    if len(weight) != 2 or not x or x[-1] != weight[1] or output != rows + weight[0]:
+        return None
+    letters = rows.replace("...", "") + weight
+    if len(set(letters)) != len(letters):
+        return None
+    return _linear(operands[0], operands[1], None, (node,))
+
+
+def is_view_of_rows(node: fx.Node, x: fx.Node) -> bool:
+    """Whether the node is x with other leading dimensions, in the same order, and whole rows."""
+    if _base_name(node) not in _VIEWS or not node.args or node.args[0] is not x:
+        return False
+    before, after = value_of(x), value_of(node)
+    if before is None or after is None or x in node.all_input_nodes[1:]:
+        return False
+    if not before.dim() or not after.dim() or before.dtype != after.dtype:
+        return False
+    return same_shape(before.shape[-1:], after.shape[-1:])
+
+
+def is_cast(node: fx.Node, x: fx.Node) -> bool:
+    """Whether the node is x in another floating dtype or in its own, on the same device."""
+    if node.op != "call_method" or node.target not in _CASTS or node.args[0] is not x:
+        return False
+    before, after = value_of(x), value_of(node)
+    return (
+        before is not None
+        and after is not None
+        and after.dtype.is_floating_point
+        and after.dtype.itemsize > 1
+        and before.device == after.device
+        and "memory_format" not in node.kwargs
+    )
+
+
+def is_dropout(node: fx.Node) -> bool | None:
+    """True for dropout that drops, False for one that does nothing, None for anything else."""
+    if node.op != "call_function" or node.target not in _DROPOUTS:
+        return None
+    given = arguments(node, "input", "p", "training", "inplace")
+    p = given.get("p", 0.5)
+    default = node.target not in (F.alpha_dropout, F.feature_alpha_dropout)
+    return not (given.get("training", default) is False or (_is_number(p) and p == 0))
+
+
+def read_pointwise(node: fx.Node, x: fx.Node) -> Pointwise | None:
+    """The operation that the node applies to x and to constants; None where it is none of ours."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    target = _base_name(node)
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    if first is not x or node.all_input_nodes != [x]:
+        return None
+    if target in _NEGATIONS or target in ("neg", "negative"):
+        return Pointwise("scale", (-1.0,))
+    if target in _BINARY:
+        return _with_constant(node, x, _BINARY[target])
+    return of_call(target, node.args, node.kwargs)
+
+
+def _operands_of(node: fx.Node) -> tuple[Any, Any, Any] | None:
+    """The two operands of a sum, difference, product or quotient, and ``alpha``."""
+    alpha = node.kwargs.get("alpha", 1)
+    if set(node.kwargs) - {"alpha", "other", "input"} or not _is_number(alpha):
+        return None
+    both = (*node.args, *(node.kwargs[k] for k in ("input", "other") if k in node.kwargs))
+    return (*both, alpha) if len(both) == 2 else None
+
+
+def _with_constant(node: fx.Node, x: fx.Node, kind: str) -> Pointwise | None:
+    """x and a number, or x and itself."""
+    operands = _operands_of(node)
+    if operands is None:
+        return None
+    left, right, alpha = operands
+    if left is x and right is x:
+        return Pointwise("scale", (2.0,)) if kind == "add" and alpha == 1 else None
+    other, x_is_left = (right, True) if left is x else (left, False)
+    if not _is_number(other):
+        return None
+    c = float(other) * (alpha if x_is_left else 1)
+    if c != c:
+        return None
+    if kind == "mul":
+        return Pointwise("scale", (c,))
+    if kind == "div":
+        # PyTorch's CUDA kernel multiplies by the reciprocal too. c / x is another function.
+        return Pointwise("scale", (1.0 / c,)) if x_is_left and c != 0 else None
+    if not x_is_left and (alpha != 1 or kind == "sub"):
+        return None
+    return Pointwise("add", (c if kind == "add" else -c,))
+
+
+def read_binary(node: fx.Node, x: fx.Node) -> tuple[str, fx.Node] | None:
+    """ "add" or "mul" and the tensor that x is added to or multiplied with."""
+    kind = _BINARY.get(_base_name(node)) if node.op in ("call_function", "call_method") else None
+    operands = _operands_of(node) if kind in ("add", "mul") else None
+    if kind is None or operands is None or operands[2] != 1:
+        return None
+    left, right, _ = operands
+    if (left is x) == (right is x) or changed_argument(node) not in (None, x):
+        return None
+    other = right if left is x else left
+    return (kind, other) if isinstance(value_of(other), Tensor) else None

@@ -1,0 +1,152 @@
+"""torch.compile(model, backend="epinorm"): the same chains, and Inductor for the rest."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.compile_fx
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from epinorm.capture.backend import compile_graph
+
+K, N, ROWS = 12, 16, 6
+HERE = Path(__file__).resolve()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(N, N), nn.LayerNorm(N)
+        self.up = nn.Linear(N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.norm(self.fc(x) + x)) * torch.sigmoid(self.up(x))
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What AOTAutograd hands to Inductor, which it does not compile here: that takes a minute."""
+    seen: list[str] = []
+    compile_fx = torch._inductor.compile_fx.compile_fx
+
+    def inner(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        seen.append(gm.code)
+        return gm
+
+    def without_code(gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        seen.append(str(kwargs["config_patches"]))
+        return compile_fx(gm, inputs, inner_compile=inner)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", without_code)
+    return seen
+
+
+def gradients(model: Any, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize("shape", [(ROWS, N), (2, 3, N)])
+@pytest.mark.parametrize("make", [Block, Checkpointed])
+def test_forward_and_backward(make: Any, shape: Any, graphs: list[str]) -> None:
+    model = make().double()
+    compiled = torch.compile(model, backend=compile_graph, fullgraph=True)
+    for rows in (shape, (shape[0] + 3, *shape[1:])):
+        x = torch.randn(rows, dtype=torch.float64)
+        for a, b in zip(gradients(compiled, x), gradients(model, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    text = "\n".join(graphs)
+    assert "torch.ops.epinorm.linear_norm_forward" in text
+    assert "torch.ops.epinorm.linear_norm_backward" in text
+    assert "native_layer_norm" not in text
+
+
+def test_inference(graphs: list[str]) -> None:
+    model = Block().double().eval()
+    x = torch.randn(ROWS, N, dtype=torch.float64)
+    with torch.no_grad():
+        y = torch.compile(model, backend=compile_graph)(x)
+        torch.testing.assert_close(y, model(x))
+    assert "torch.ops.epinorm.linear_norm.default" in graphs[-1]
+
+
+def test_mode_and_options_are_inductors(graphs: list[str]) -> None:
+    x = torch.randn(ROWS, N)
+    torch.compile(Block(), backend=compile_graph, mode="max-autotune-no-cudagraphs")(x)
+    assert "'max_autotune': True" in graphs[0]
+    options = {"epilogue-fusion": False, "strategy": "reference"}
+    torch.compile(Block(), backend=compile_graph, options=options)(x)
+    assert "{'epilogue_fusion': False}" in graphs
+    assert "'reference'" in graphs[-1]
+    with pytest.raises(Exception, match="unknown strategy 'fast'"):
+        torch.compile(Block(), backend=compile_graph, options={"strategy": "fast"})(x)
+
+
+def test_strict_says_what_is_not_fused(graphs: list[str]) -> None:
+    class Twice(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x)
+            return self.norm(h) + h
+
+    with pytest.raises(Exception, match=r"strict=True, .* used more than once"):
+        torch.compile(Twice(), backend=compile_graph, options={"strict": True})(torch.ones(2, N))
+
+
+@pytest.mark.slow
+def test_the_entry_point_and_inductor_itself(tmp_path: Path) -> None:
+    """No import of epinorm: the name alone, as an installed package brings it."""
+    root = HERE.parents[2]
+    entry = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
+    ((group, named),) = entry.items()
+    (tmp_path / "epinorm-0.dist-info").mkdir()
+    (tmp_path / "epinorm-0.dist-info" / "METADATA").write_text("Name: epinorm\nVersion: 0\n")
+    (tmp_path / "epinorm-0.dist-info" / "entry_points.txt").write_text(
+        f"[{group}]\n" + "".join(f"{key} = {value}\n" for key, value in named.items())
+    )
+    code = """
+import torch
+from torch import nn
+m = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)).double()
+x = torch.randn(6, 8, dtype=torch.float64)
+c = torch.compile(m, backend="epinorm")
+c(x).sum().backward()
+got = [c(x), *(p.grad for p in m.parameters())]
+m.zero_grad(); m(x).sum().backward()
+for a, b in zip(got, [m(x), *(p.grad for p in m.parameters())]):
+    torch.testing.assert_close(a, b)
+"""
+    paths = os.pathsep.join([str(tmp_path), str(root / "src")])
+    environment = os.environ | {"PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "c")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=280)
+
+
+def test_copies_compile_too(graphs: list[str]) -> None:
+    model = Block()
+    x = torch.randn(ROWS, N)
+    expected = torch.compile(model, backend=compile_graph)(x)
+    again = torch.compile(copy.deepcopy(model), backend=compile_graph)(x)
+    torch.testing.assert_close(again, expected)

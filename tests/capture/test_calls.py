@@ -1,0 +1,533 @@
+"""Ways to call a fused model: sizes, modes, transforms, threads, errors, other compilers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import epinorm
+
+K, N, GROUPS, ROWS = 12, 16, 4, 5
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(K, N)
+        self.norm = nn.GroupNorm(GROUPS, N)
+        self.act = nn.LeakyReLU(0.1)
+        self.gain = 2.0
+
+    def forward(self, x):
+        return self.act(self.norm(self.fc(x))) * self.gain
+
+
+class Adds(Model):
+    def forward(self, x, other):
+        return self.norm(self.fc(x)) + other
+
+
+def randomised(model: nn.Module) -> Any:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p))
+    return model.double()
+
+
+def fused_copy(model: nn.Module, **settings: Any) -> Any:
+    return epinorm.fuse(copy.deepcopy(model), **{"strategy": "reference", **settings})
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def pair() -> tuple[Any, Any]:
+    model = randomised(Model())
+    return model, fused_copy(model)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(ROWS, K, dtype=torch.float64)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def captures() -> int:
+    """How often a graph was captured in this test."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_other_sizes_are_captured_once_more_and_no_more(pair: Any) -> None:
+    model, fused = pair
+    for rows in (5, 7, 9, 11, 200, 2, 33):
+        x = torch.randn(rows, K, dtype=torch.float64)
+        assert_same(fused(x), model(x))
+    assert captures() == 2
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_and_one_row(pair: Any, rows: int) -> None:
+    model, fused = pair
+    x = torch.randn(rows, K, dtype=torch.float64)
+    assert_same(fused(x), model(x))
+
+
+def test_models_of_one_class_do_not_share_what_is_captured() -> None:
+    for rows in range(2, 14):  # more than Dynamo captures of one function
+        model = randomised(Model())
+        fused = fused_copy(model)
+        x = torch.randn(rows, K, dtype=torch.float64)
+        assert_same(fused(x), model(x))
+        assert epinorm.explain(fused).fused == 1
+
+
+def test_a_model_that_differs_at_every_call_is_right(pair: Any, x: Any) -> None:
+    model, fused = pair
+    for step in range(40):
+        model.gain = fused.gain = step / 7
+        assert_same(fused(x), model(x))
+    assert captures() <= 4
+
+
+class Chooses(Model):
+    def forward(self, x, which):
+        return self.norm(self.fc(x)) if which == "plain" else -self.norm(self.fc(x))
+
+
+def test_past_the_limit_the_models_own_code_runs_and_says_so(
+    x: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = randomised(Chooses())
+    fused = fused_copy(model)
+    with caplog.at_level(logging.WARNING, logger="epinorm"):
+        for step in range(40):
+            assert_same(fused(x, str(step)), model(x, str(step)))
+    assert "captured too often" in caplog.text
+
+
+def test_the_users_settings_of_dynamo_do_not_matter(pair: Any, x: Any) -> None:
+    model, fused = pair
+    users = {
+        "recompile_limit": 1,
+        "fail_on_recompile_limit_hit": True,
+        "automatic_dynamic_shapes": False,
+        "error_on_recompile": True,
+    }
+    with torch._dynamo.config.patch(users):
+        for rows in (2, 3, 4, 5):
+            assert_same(fused(x[:rows]), model(x[:rows]))
+        for name, value in users.items():
+            assert getattr(torch._dynamo.config, name) == value
+    assert epinorm.explain(fused).fused == 1
+
+
+@pytest.mark.parametrize(
+    "other", [torch.randn(ROWS, 1), torch.randn(N), torch.randn(2, ROWS, N), 2.5, 1]
+)
+def test_a_sum_with_anything_is_right(x: Any, other: Any) -> None:
+    model = randomised(Adds())
+    fused = fused_copy(model)
+    if isinstance(other, Tensor):
+        other = other.double()
+    assert_same(fused(x, other), model(x, other))
+    assert_same(fused(x, other=other), model(x, other))
+
+
+def test_a_residual_of_another_dtype_promotes_as_in_eager(x: Any) -> None:
+    model = randomised(Adds()).float()
+    fused = fused_copy(model)
+    other = torch.randn(ROWS, N, dtype=torch.float64)
+    y = fused(x.float(), other)
+    assert y.dtype == torch.float64
+    torch.testing.assert_close(y, model(x.float(), other), rtol=1e-5, atol=1e-5)
+
+
+def test_mistakes_raise_what_the_model_raises_and_do_not_end_fusing(pair: Any, x: Any) -> None:
+    model, fused = pair
+    for mistake in (
+        lambda m: m(),
+        lambda m: m(x, x),
+        lambda m: m(y=x),
+        lambda m: m(x, x=x),
+        lambda m: m("text"),
+        lambda m: m(x[:, 1:]),
+        lambda m: m(x.float()),
+    ):
+        with pytest.raises(Exception) as expected:  # noqa: PT011
+            mistake(model)
+        with pytest.raises(expected.type) as got:
+            mistake(fused)
+        assert str(got.value) == str(expected.value)
+    before = captures()
+    assert_same(fused(x), model(x))
+    assert before in (captures(), captures() - 1)
+    assert epinorm.explain(fused).fused == 1
+
+
+class Raises(Model):
+    def forward(self, x):
+        if x.shape[0] > 6:
+            raise KeyError(x.shape[0])
+        return super().forward(x)
+
+
+def test_an_error_of_the_models_own_comes_through(x: Any) -> None:
+    model = randomised(Raises())
+    fused = fused_copy(model)
+    for _ in range(2):
+        assert_same(fused(x), model(x))
+        for m in (model, fused):
+            with pytest.raises(KeyError, match="10"):
+                m(torch.cat([x, x]))
+    assert epinorm.explain(fused).fused == 1
+
+
+@pytest.mark.parametrize("shape", [(2, N, K), (2, 3, N, K)])
+def test_group_norm_of_more_dimensions_is_another_function(
+    pair: Any, shape: tuple[int, ...]
+) -> None:
+    model, x = pair[0], torch.randn(*shape, dtype=torch.float64)
+    if len(shape) == 4:
+        model.norm = nn.GroupNorm(3, 3).double()
+    fused = fused_copy(model)
+    assert_same(fused(x), model(x))
+    (row,) = epinorm.explain(fused).rows
+    assert not row.fused
+    assert f"{len(shape)}-dimensional input normalises dimension 1" in row.reason
+
+
+def test_strict_raises_instead() -> None:
+    fused = fused_copy(randomised(Model()), strict=True)
+    with pytest.raises(RuntimeError, match=r"strict=True, but fc → norm .*normalises dimension 1"):
+        fused(torch.randn(2, N, K, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("wrong", ["fast", "", None])
+def test_an_unknown_strategy_is_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="unknown strategy"):
+        epinorm.fuse(Model(), strategy=wrong)
+
+
+def test_train_and_eval_switch_dropout(x: Any) -> None:
+    model = randomised(nn.Sequential(nn.Linear(K, N), nn.Dropout(0.5), nn.LayerNorm(N), nn.ReLU()))
+    fused = fused_copy(model)
+    for training in (True, False, True, False):
+        results = []
+        for m in (model, fused):
+            torch.manual_seed(7)
+            results.append(m.train(training)(x))
+        assert_same(*results)
+    rows = epinorm.explain(fused).rows
+    assert [row.fused for row in rows] == [False, True]
+    assert "dropout drops values in training" in rows[0].reason
+
+
+def test_inference_mode_then_training(pair: Any, x: Any) -> None:
+    model, fused = pair
+    with torch.inference_mode():
+        y = fused(x)
+        assert y.is_inference()
+    assert_same(y.clone(), model(x).detach())
+    with torch.no_grad():
+        assert not fused(x).requires_grad
+    for m in pair:
+        m(x).square().sum().backward()
+    for a, b in zip(fused.parameters(), model.parameters(), strict=True):
+        assert_same(a.grad, b.grad)
+
+
+def test_training_steps(pair: Any) -> None:
+    results = []
+    for m in pair:
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+        torch.manual_seed(0)
+        for rows in (5, 6, 7, 5):
+            optimizer.zero_grad()
+            m(torch.randn(rows, K, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+        results.append([p.detach() for p in m.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_around_the_model(pair: Any, x: Any, reentrant: bool) -> None:
+    results = []
+    for m in pair:
+        given = x.clone().requires_grad_()
+        y = checkpoint(m, given, use_reentrant=reentrant)
+        m.zero_grad()
+        y.square().sum().backward()
+        results.append([y, given.grad, *(p.grad for p in m.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert_same(a, b)
+
+
+def test_functional_call_and_grad(pair: Any, x: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model, fused = pair
+    parameters = {k: v.detach() * 2 for k, v in model.named_parameters()}
+
+    def loss(p: Any, m: nn.Module) -> Tensor:
+        return torch.func.functional_call(m, p, (x,)).square().sum()
+
+    assert_same(loss(parameters, fused), loss(parameters, model))
+    assert_same(fused(x), model(x))
+    expected = torch.func.grad(loss)(parameters, model)
+    got = torch.func.grad(loss)(parameters, fused)
+    for name in expected:
+        assert_same(got[name], expected[name])
+
+
+def test_vmap_over_samples_and_over_models(pair: Any, x: Any) -> None:
+    model, fused = pair
+    many = torch.stack([x, x * 2, -x])
+    assert_same(torch.func.vmap(fused)(many), torch.func.vmap(model)(many))
+    models = [randomised(Model()) for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)
+
+    def run(m: nn.Module) -> Any:
+        def one(p: Any, b: Any, x: Tensor) -> Tensor:
+            return torch.func.functional_call(m, (p, b), (x,))
+
+        return torch.func.vmap(one, in_dims=(0, 0, None))(parameters, buffers, x)
+
+    assert_same(run(fused), run(model))
+
+
+def test_forward_mode(pair: Any, x: Any) -> None:
+    tangent = torch.randn_like(x)
+    for a, b in zip(*(torch.func.jvp(m, (x,), (tangent,)) for m in pair), strict=True):
+        assert_same(a, b)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        results = [torch.autograd.forward_ad.unpack_dual(m(dual)).tangent for m in pair]
+    assert_same(*results)
+
+
+def test_second_derivatives(pair: Any, x: Any) -> None:
+    results = []
+    for m in pair:
+        given = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(m(given).square().sum(), given, create_graph=True)
+        results.append(torch.autograd.grad(g.square().sum(), [given, *m.parameters()]))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_two_threads(x: Any) -> None:
+    model = randomised(nn.Sequential(nn.Linear(K, N), nn.LayerNorm(N), nn.Linear(N, K), nn.Tanh()))
+    fused = fused_copy(model)
+    expected = {rows: model(x[:rows]) for rows in (1, 2, 3, 4, 5)}
+    wrong: list[Any] = []
+
+    def work(rows: int) -> None:
+        try:
+            for i in range(10):
+                n = (rows + i) % 5 + 1
+                assert_same(fused(x[:n]), expected[n])
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_autocast_gives_what_eager_gives(pair: Any, x: Any) -> None:
+    model, fused = pair[0].float(), pair[1].float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, got = model(x.float()), fused(x.float())
+    assert torch.equal(got, expected)
+    torch.testing.assert_close(fused(x.float()), model(x.float()), rtol=1e-5, atol=1e-5)
+
+
+def test_a_fused_child_of_a_fused_model(x: Any) -> None:
+    model = randomised(nn.Sequential(Model(), nn.Linear(N, K), nn.LayerNorm(K)))
+    fused = copy.deepcopy(model)
+    epinorm.fuse(fused[0], strategy="reference")
+    assert_same(fused(x), model(x))
+    epinorm.fuse(fused, strategy="reference")
+    assert_same(fused(x), model(x))
+    assert epinorm.explain(fused).fused == 2
+    assert_same(fused[0](x), model[0](x))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_fused_child_within_torch_compile(x: Any, hooked: bool) -> None:
+    model = randomised(nn.Sequential(Model(), nn.Linear(N, K)))
+    fused = copy.deepcopy(model)
+    epinorm.fuse(fused[0], strategy="reference")
+    fused[0](x)
+    if hooked:
+        for m in (model, fused):
+            m[0].register_forward_hook(lambda module, given, y: y * 2)
+    compiled = torch.compile(fused, backend="eager", fullgraph=True)
+    assert_same(compiled(x), model(x))
+
+
+def test_torch_compile_of_a_fused_model_compiles_its_own_code(
+    pair: Any, x: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, fused = pair
+    seen: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.append(graph)
+        return graph
+
+    with caplog.at_level(logging.WARNING, logger="epinorm"):
+        assert_same(torch.compile(fused, backend=backend)(x), model(x))
+    assert len(seen) == 1
+    assert_same(fused(x), model(x))
+    assert epinorm.explain(fused).fused == 1
+
+
+def test_script_traces_and_symbolic_traces_see_the_layers(pair: Any, x: Any) -> None:
+    model, fused = pair
+    fused(x)
+    assert_same(torch.jit.trace(fused, x)(x), model(x))
+    assert_same(torch.fx.symbolic_trace(nn.Sequential(fused))(x), model(x))
+    assert_same(torch.jit.script(Chain())(x), x)
+
+
+class Chain(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def test_a_torchscript_model_stays_as_it_is(x: Any) -> None:
+    script = torch.jit.trace(randomised(Model()), x)
+    expected = script(x)
+    assert_same(epinorm.fuse(script)(x), expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_sees_the_layers(pair: Any, x: Any, strict: bool) -> None:
+    model, fused = pair
+    fused(x)
+    program = torch.export.export(fused, (x,), strict=strict)
+    assert "group_norm" in str(program.graph)
+    assert_same(program.module()(x), model(x))
+
+
+def test_a_mode_that_counts_sees_the_layers(pair: Any, x: Any) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counts = []
+    for m in pair:
+        with FlopCounterMode(display=False) as counter:
+            m(x)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_data_parallel_replicas_run_their_own_code(pair: Any, x: Any) -> None:
+    _, fused = pair
+    fused(x)
+    replica = fused._replicate_for_data_parallel()
+    for name, child in fused.named_children():
+        replica._modules[name] = copy.deepcopy(child)
+    replica.gain = -1.0
+    with torch.no_grad():
+        replica.fc.weight.mul_(3)
+    assert not torch.allclose(replica(x), fused(x))
+    assert_same(replica(x), replica._call_impl(x))
+
+
+def test_a_fused_model_can_be_freed(x: Any) -> None:
+    alive = []
+    for _ in range(3):
+        model = fused_copy(randomised(Model()))
+        model(x).sum().backward()
+        alive.append(weakref.ref(model))
+    del model
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3
+
+
+def test_what_compile_had_set_comes_back(x: Any) -> None:
+    model = randomised(Model())
+    model.compile(backend="eager")
+    before = vars(model)["_compiled_call_impl"]
+    epinorm.unfuse(epinorm.fuse(epinorm.fuse(model)))
+    assert vars(model)["_compiled_call_impl"] is before
+
+
+def test_the_graph_breaks_and_each_part_is_fused(x: Any) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(K, N), nn.Linear(N, N)
+            self.na, self.nb = nn.LayerNorm(N), nn.RMSNorm(N)
+
+        def forward(self, x):
+            h = F.relu(self.na(self.a(x)))
+            torch._dynamo.graph_break()
+            return self.nb(self.b(h))
+
+    model = randomised(Two())
+    fused = fused_copy(model)
+    assert_same(fused(x), model(x))
+    explained = epinorm.explain(fused)
+    assert [row.where for row in explained.rows] == ["a → na", "b → nb"]
+    assert explained.fused == 2
+    (note,) = explained.notes
+    assert "breaks" in note
+    assert "test_calls.py:" in note
+
+
+def test_classes_are_freed(x: Any) -> None:
+    def local_class() -> weakref.ref[type]:
+        class Local(Model):
+            pass
+
+        fused_copy(Local().double())(x)
+        return weakref.ref(Local)
+
+    classes = [local_class() for _ in range(5)]
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any(cls() for cls in classes)
+
+
+def test_eagers_roundings_are_asked_for_by_name() -> None:
+    """In 16 bit, layer by layer: what is written out by hand rounds more often, and stays."""
+
+    class ByHand(Model):
+        def forward(self, x):
+            h = self.fc(x)
+            h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return F.relu(self.norm(self.fc(x))) + h
+
+    x = torch.randn(ROWS, K).bfloat16()
+    for make, chains in ((Model, 1), (ByHand, 1)):
+        model = randomised(make()).bfloat16()
+        fused = fused_copy(model, rounding="eager")
+        assert torch.equal(fused(x), model(x))
+        rows = epinorm.explain(fused).rows
+        assert sum(row.fused for row in rows) == chains
+    with pytest.raises(ValueError, match="rounding"):
+        epinorm.fuse(Model(), rounding="twice")  # type: ignore[arg-type]

@@ -1,0 +1,233 @@
+"""explain() names every place where a Linear's result reaches a norm, and why it is not fused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import epinorm
+
+K, N, ROWS = 12, 16, 5
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(K, N)
+        self.norm = nn.LayerNorm(N)
+        self.act = nn.ReLU()
+        self.drop = nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, x):
+        return self.act(self.norm(self.fc(x)))
+
+
+def model(forward: Callable[..., Any], **attributes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        made = type("Probe", (Model,), {"forward": forward})()
+        for name, value in attributes.items():
+            setattr(made, name, value)
+        return made
+
+    return make
+
+
+def hooked() -> nn.Module:
+    made = Model()
+    made.fc.register_forward_hook(lambda module, given, y: y * y)
+    return made
+
+
+def used_elsewhere(self, x):
+    h = self.fc(x)
+    return self.norm(h).relu() + h
+
+
+def returned_too(self, x):
+    h = self.fc(x)
+    return self.norm(h), h
+
+
+def squares(self, x):
+    h = self.fc(x)
+    return self.norm(h * h)
+
+
+def two_dimensions(self, x):
+    return F.layer_norm(self.fc(x), (ROWS, N))
+
+
+def changes_its_bias(self, x):
+    h = self.fc(x)
+    self.norm.bias.data.add_(1)
+    return self.norm(h)
+
+
+def without_gradients_between(self, x):
+    with torch.no_grad():
+        h = self.fc(x)
+    return self.norm(h)
+
+
+def other_dtype(self, x):
+    return F.layer_norm(self.fc(x).double(), (N,))
+
+
+REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "used elsewhere": (model(used_elsewhere), "used more than once, by layer_norm, add"),
+    "returned too": (model(returned_too), "used more than once, by layer_norm, the output"),
+    "square": (model(squares), "mul is not a pointwise"),
+    "hook": (hooked, "mul is not a pointwise"),
+    "dropout": (
+        model(lambda s, x: s.norm(s.drop(s.fc(x)))),
+        "dropout drops values in training; eval mode is fused",
+    ),
+    "heads": (
+        model(lambda s, x: F.layer_norm(s.fc(x).view(ROWS, 4, 4), (4,))),
+        "view divides its rows of 16 into 4 each, as heads do",
+    ),
+    "transposed": (
+        model(lambda s, x: F.layer_norm(s.fc(x).transpose(0, 1), (ROWS,))),
+        "transpose is not a pointwise operation",
+    ),
+    "two dimensions": (model(two_dimensions), "its norm spans 2 dimensions"),
+    "batch norm": (model(Model.forward, norm=nn.BatchNorm1d(N)), "its norm is BatchNorm"),
+    "group norm of rows": (
+        model(lambda s, x: s.norm(s.fc(x.view(1, ROWS, K))), norm=nn.GroupNorm(1, ROWS)),
+        "GroupNorm of 3-dimensional input normalises dimension 1",
+    ),
+    "multiplied": (
+        model(lambda s, x: s.norm(s.fc(x) * x.sum(1, keepdim=True))),
+        r"multiplies by a tensor of shape \[5, 1\]",
+    ),
+    "broadcast": (
+        model(lambda s, x: s.norm(s.fc(x) + x[:, :1])), r"adds a tensor of shape \[5, 1\]"
+    ),
+    "changed in place": (model(changes_its_bias), "in between may change tensors"),
+    "no_grad between": (model(without_gradients_between), "in between may change tensors or modes"),
+    "other dtype": (model(other_dtype), "its result is torch.float64"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_is_not_fused_says_why_and_stays_right(name: str) -> None:
+    make, reason = REASONS[name]
+    plain = make()
+    x = torch.randn(ROWS, K)
+    explained = epinorm.explain(plain, x)
+    (row,) = explained.rows
+    assert not row.fused
+    assert row.strategy == "layers"
+    assert re.search(reason, row.reason), row.reason
+    results = []
+    for m in (copy.deepcopy(plain), epinorm.fuse(copy.deepcopy(plain), strategy="reference")):
+        torch.manual_seed(2)
+        y = m(x)
+        results.append(y if isinstance(y, tuple) else (y,))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+def test_looking_leaves_no_trace_and_runs_no_kernel() -> None:
+    class Counts(Model):
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * random.random() + torch.rand(N)
+
+    made = nn.Sequential(Counts(), nn.BatchNorm1d(N), nn.Dropout(0.5))
+    before, state = copy.deepcopy(made.state_dict()), torch.get_rng_state()
+    numbers = random.getstate()
+    x = torch.full((ROWS, K), float("nan"))
+    assert epinorm.explain(made, x).fused == 1
+    assert made[0].calls == 0
+    assert torch.equal(state, torch.get_rng_state())
+    assert numbers == random.getstate()
+    for name, value in made.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in made.parameters())
+
+
+def test_a_model_that_needs_values_is_told_as_far_as_it_goes() -> None:
+    def branches(self, x):
+        h = self.norm(self.fc(x))
+        return self.norm(self.fc(h[:, :K])) if h.sum() > 0 else -h
+
+    made = model(branches)()
+    explained = epinorm.explain(made, torch.randn(ROWS, K))
+    assert [row.where for row in explained.rows] == ["fc → norm"]
+    assert any("without values the model stops" in note for note in explained.notes)
+    fused = epinorm.fuse(made, strategy="reference")
+    fused(torch.randn(ROWS, K))
+    explained = epinorm.explain(fused)
+    assert explained.fused == 1
+    assert any(re.search(r"breaks at .*test_explain.py:\d+", note) for note in explained.notes)
+
+
+def test_rows_name_chain_place_and_plan() -> None:
+    made = nn.Sequential(Model(), nn.Linear(N, N, bias=False), nn.GroupNorm(4, N), nn.SiLU())
+    x = torch.randn(ROWS, K)
+    fused = epinorm.fuse(copy.deepcopy(made), strategy="reference")
+    assert epinorm.explain(fused).rows == ()
+    assert "was not called" in str(epinorm.explain(fused))
+    assert "epinorm.fuse" in str(epinorm.explain(made))
+    fused(x)
+    for explained in (epinorm.explain(made, x), epinorm.explain(fused), epinorm.explain(fused, x)):
+        assert [(r.chain, r.where, r.fused, r.shape) for r in explained.rows] == [
+            ("layer_norm(1e-05)|relu", "0.fc → 0.norm", True, f"[{ROWS}, {K}] → [{ROWS}, {N}]"),
+            ("group_norm(4,1e-05)|silu", "1 → 2", True, f"[{ROWS}, {N}] → [{ROWS}, {N}]"),
+        ]
+    assert {row.reason for row in epinorm.explain(fused).rows} == {"asked for by name"}
+    assert {row.strategy for row in epinorm.explain(fused).rows} == {"reference"}
+
+
+def test_a_missing_compiler_is_told() -> None:
+    code = (
+        "import epinorm, torch; from torch import nn;"
+        "m = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8));"
+        "(row,) = epinorm.explain(m, torch.ones(2, 8)).rows; print(row.strategy, row.reason)"
+    )
+    environment = {"PATH": "/nowhere", "HOME": "/nowhere", "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.startswith("reference there is no C++ compiler")
+
+
+def test_text_html_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    explained = epinorm.explain(model(used_elsewhere)(), torch.randn(ROWS, K))
+    monkeypatch.setenv("COLUMNS", "80")
+    text = str(explained)
+    assert "Probe: 0 of 1 chains fused" in text
+    assert "fc → norm" in text
+    assert max(map(len, text.splitlines())) <= 80
+    page = explained._repr_html_()
+    assert "<th>chain</th>" in page
+    assert "used more than once" in page
+    data = json.loads(explained.to_json())
+    assert data["model"] == "Probe"
+    assert data["rows"][0]["fused"] is False
+
+
+def test_keyword_arguments() -> None:
+    (row,) = epinorm.explain(Model(), x=torch.randn(2, 3, K)).rows
+    assert row.shape == f"[2, 3, {K}] → [2, 3, {N}]"
