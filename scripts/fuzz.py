@@ -37,6 +37,8 @@ CHUNK = 40
 """Cases between two looks at the clock."""
 DRAWS = 3
 """Of inputs, whose errors are pooled: that of a single small problem is luck, ours and eager's."""
+FEW = 64
+"""Values whose pooled error is luck still: a whole ulp of one of them is most of it."""
 LIMIT = 1.5
 """Times eager's pooled error, or the floor's. Small problems scatter: 1.1 is held by the tests over
 large ones (tools/accuracy.py); what this looks for is wrong by more."""
@@ -185,7 +187,8 @@ def check(case: Case, device: str) -> bool:
     pooled: dict[str, list[list[Tensor]]] = {"ours": [], "eager": [], "truth": []}
     for draw in range(DRAWS):
         tensors = tensors_of(case, device, draw)
-        exact = [None if t is None else t.detach().double() for t in tensors]
+        # On the CPU: PyTorch's hardswish on a GPU takes 1/6 as a float, in float64 too.
+        exact = [None if t is None else t.detach().cpu().double() for t in tensors]
 
         def eager(x: Any, w: Any, b: Any, gamma: Any, beta: Any, operands: Any) -> Tensor:
             return reference.linear_norm(x, w, b, chain, gamma, beta, operands)
@@ -207,7 +210,7 @@ def check(case: Case, device: str) -> bool:
     dtype = getattr(torch, case.kind.split()[0])
     for i in range(len(pooled["ours"][0])):
         made, theirs, truth = (
-            torch.cat([outputs[i].double().flatten() for outputs in pooled[who]])
+            torch.cat([outputs[i].cpu().double().flatten() for outputs in pooled[who]])
             for who in ("ours", "eager", "truth")
         )
         what = "y" if i == 0 else f"gradient {i - 1}"
@@ -221,6 +224,8 @@ def check(case: Case, device: str) -> bool:
             continue
         error, yardstick = relative_error(made, truth), relative_error(theirs, truth)
         floor = FLOOR_ULPS[dtype] * torch.finfo(dtype).eps
+        if made.numel() < FEW:
+            floor *= 4
         if case.kind.endswith("high"):
             floor = 2.0**-11
         if not error <= LIMIT * max(yardstick, 2 * floor):

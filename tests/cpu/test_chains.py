@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from epinorm.backends import reference as reference_backend
-from epinorm.backends.cpu import backend
 from epinorm.backends.cpu.blocks import choose_blocks
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.problem import Wanted
 from epinorm.tools.accuracy import relative_error
+
+sys.path.insert(0, str(Path(__file__).parent))
+import kernels as backend
 
 pytestmark = pytest.mark.usefixtures("needs_kernels")
 

@@ -125,7 +125,7 @@ def problem(m: int, k: int, n: int, precision: str) -> Problem:
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu((9, 0), SMS, SHARED_LIMIT, SHARED_LIMIT + 1024)
-    monkeypatch.setattr("epinorm.backends.cuda.plan.gradients.gpu_of", lambda device: gpu)
+    monkeypatch.setattr("epinorm.backends.cuda.runtime.device.gpu_at", lambda index: gpu)
 
 
 @pytest.mark.usefixtures("h200")
