@@ -29,11 +29,11 @@ M, K, N, GROUPS = 2048, 4096, 4096, 256
 pytestmark = pytest.mark.gpu
 
 
-def block(dtype=torch.float32, k=K, n=N, groups=GROUPS):
+def block(dtype=torch.float32, k=K, n=N, groups=GROUPS, strategy="auto"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(k, n), nn.GroupNorm(groups, n), nn.SiLU())
     nn.init.normal_(model[1].weight, 1.0, 0.2)
-    return epinorm.fuse(model.to("cuda", dtype), strict=True)
+    return epinorm.fuse(model.to("cuda", dtype), strict=True, strategy=strategy)
 
 
 def batch(dtype=torch.float32, seed=0, m=M, k=K, n=N):
@@ -122,7 +122,8 @@ def test_memory_for_one_gradient_is_saved(kind):
     dtype = dtype_of(kind)
     if not adds_itself(kind):
         pytest.skip("the portable core adds as autograd does")
-    model, given = block(dtype), batch(dtype, m=256)
+    # By name: auto leaves so few rows to PyTorch at `high`.
+    model, given = block(dtype, strategy="single"), batch(dtype, m=256)
     peaks = []
     for inside in (False, True):
         two_steps(model, [given, given], inside)  # compile
