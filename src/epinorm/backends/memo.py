@@ -30,9 +30,10 @@ def cleared_with(function: Callable[[], None]) -> None:
 
 
 def clear() -> None:
-    """Forget plans, executables, loaded kernels, tuned choices and all that was made for them.
+    """Forget plans, executables, tuned choices and all that was made for them.
 
-    What a caller holds stays valid; the next call is planned anew, kernels come from disk again.
+    What a caller holds stays valid; the next call is planned anew. Loaded kernels stay: they are
+    kept under their whole text, and CUDA never unloads them.
     """
     for function in _clearing:
         function()
