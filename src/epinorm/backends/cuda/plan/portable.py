@@ -25,7 +25,6 @@ __all__ = [
     "copy_bytes",
     "instance_for",
     "library_flops",
-    "library_microseconds",
     "microseconds",
     "planes_of",
     "product_microseconds",
@@ -250,15 +249,6 @@ def library_flops(problem: Problem, gpu: Gpu) -> float:
 def bytes_per_microsecond(gpu: Gpu) -> float:
     """What global memory moves."""
     return _memory_bytes(gpu) * _CYCLES_PER_MICROSECOND
-
-
-def library_microseconds(problem: Problem, gpu: Gpu) -> float:
-    """Estimated time of a library product on a GPU before or after Hopper, and the norm kernel."""
-    products = 2.0 * problem.m * problem.n * problem.k / library_flops(problem, gpu)
-    size, memory = problem.dtype.itemsize, bytes_per_microsecond(gpu)
-    product = max(products, (problem.m + problem.n) * problem.k * size / memory)
-    norm = problem.m * problem.n * (2 * size + problem.out_dtype.itemsize) / memory
-    return 2 * _LAUNCH_MICROSECONDS + product + norm
 
 
 def instance_for(problem: Problem, tile: PortableTile) -> Instance[PortableTile]:

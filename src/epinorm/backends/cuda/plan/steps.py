@@ -23,7 +23,7 @@ from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.device import gpu_of, max_shared_bytes, sm_count
 from epinorm.problem import Buffer, Core, Plan, Problem, Step, Wanted
 
-__all__ = ["all_gradients", "backward_steps", "completed"]
+__all__ = ["all_gradients", "completed"]
 
 _SPILLS = "the next tile, where ptxas spills registers"
 _NARROW = "narrower vectors, where a tensor is not aligned to 16 bytes"
@@ -47,11 +47,6 @@ def completed(problem: Problem, plan: Plan) -> Plan:
     return dataclasses.replace(
         plan, forward=tuple(forward.steps), backward=backward, saved=saved, scratch=tuple(scratch)
     )
-
-
-def backward_steps(problem: Problem, plan: Plan, want: Wanted) -> tuple[Step, ...]:
-    """The backward pass of fewer gradients than ``plan.backward`` has."""
-    return tuple(_Backward(problem, plan, want).steps)
 
 
 class _Forward:
