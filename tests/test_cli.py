@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import epinorm
 from epinorm.tools.console import interruptible, progress
 from epinorm.tools.kernelbench import protocol
-from epinorm_cli import app
+from epinorm_cli.commands import app
 from epinorm_cli.options import DTYPES
 
 ROOT = Path(__file__).parents[1]

@@ -24,7 +24,7 @@ from epinorm.tools.export.export import chosen_gemm, export, forbidden_words
 from epinorm.tools.judge.source import remarks
 from epinorm.tools.kernelbench import ProblemError
 from epinorm.tools.kernelbench.protocol import NoChainError
-from epinorm_cli import app
+from epinorm_cli.commands import app
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -18,7 +18,7 @@ from epinorm.tools.judge.facts import Check, JudgeOptions, Verdict
 from epinorm.tools.judge.judge import judge
 from epinorm.tools.judge.source import remarks
 from epinorm.tools.kernelbench import ProblemError
-from epinorm_cli import app
+from epinorm_cli.commands import app
 
 ZOO = Path(__file__).parent / "zoo"
 PROBLEM = ZOO / "problem.py"

@@ -81,3 +81,37 @@ def test_a_users_program_is_checked_against_our_types(tmp_path: Path) -> None:
     assert len(errors) == 2, done.stdout + done.stderr
     assert "expression has type" in errors[0]
     assert 'Module has no attribute "fused"' in errors[1]
+
+
+def test_the_library_needs_torch_alone() -> None:
+    """What the extras bring is imported by the command and by reports, never by the library."""
+    extras = ("rich", "typer", "matplotlib")
+    code = (
+        "import sys\n"
+        f"hidden = {extras!r}\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in hidden:\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "import torch, epinorm\n"
+        "model = epinorm.fuse(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))\n"
+        "model(torch.ones(4, 8)).sum().backward()\n"
+        "print(epinorm.explain(model))\n"
+        "import epinorm_cli\n"
+        "epinorm_cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert "1 of 1 chains fused" in done.stdout, done.stderr
+    assert "pip install 'epinorm[cli]'" in done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+
+
+def test_the_base_requirement_is_torch() -> None:
+    assert [text.partition(">")[0] for text in PROJECT["project"]["dependencies"]] == ["torch"]
+    assert {"cli", "bench", "cu12", "cu13", "docs"} <= set(
+        PROJECT["project"]["optional-dependencies"]
+    )

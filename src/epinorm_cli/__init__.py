@@ -3,8 +3,17 @@
 
 from __future__ import annotations
 
-from epinorm_cli import commands, kernelbench, tune
-from epinorm_cli.commands import main
-from epinorm_cli.options import app
+import sys
 
-__all__ = ["app", "commands", "kernelbench", "main", "tune"]
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line and exit; it needs the extra ``cli``, the library does not."""
+    try:
+        from epinorm_cli import commands
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich", "click"):
+            raise
+        sys.exit(f"the command needs {error.name}: pip install 'epinorm[cli]'")
+    commands.main()

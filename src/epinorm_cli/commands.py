@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from epinorm_cli import kernelbench, tune  # noqa: F401  (they add their commands to the app)
 from epinorm_cli.options import (
     INTERRUPTED,
     DeviceOption,
@@ -32,7 +33,7 @@ from epinorm_cli.options import (
     passes_of,
 )
 
-__all__ = ["main"]
+__all__ = ["app", "main"]
 
 ON_A_CPU = (
     "On a CPU the gain is small, since most of the time goes into PyTorch's own matrix product: "
@@ -238,7 +239,7 @@ def explain(
         if as_json:
             print(explained.to_json())
         else:
-            out.print(explained if out.is_terminal else str(explained), markup=False)
+            out.print(str(explained), markup=False)
         if plan and not as_json:
             with fp32_precision_set(products):
                 for problem, planned in plans_of(model, inputs):

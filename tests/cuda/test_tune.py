@@ -30,7 +30,7 @@ from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.chain import Chain
 from epinorm.problem import Inputs, Plan, Problem
 from epinorm.tools import tune
-from epinorm_cli import app
+from epinorm_cli.commands import app
 from imaginary import H200, believe_in
 
 GPU = "NVIDIA H200"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 import shutil
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from epinorm.backends.engine import plan_for
@@ -66,25 +66,10 @@ class Explanation:
             return f"{self.model}: no chain was found: no Linear's result reaches a norm"
         return f"{self.model}: {self.fused} of {len(self.rows)} chains fused"
 
-    def table(self) -> Table:
-        """The rows as a rich table."""
-        table = Table(title=self._title, caption="\n".join(self.notes), caption_justify="left")
-        for name in _COLUMNS:
-            table.add_column(name, overflow="fold")
-        for row in self.rows:
-            table.add_row(*row.cells())
-        return table
-
-    def __rich__(self) -> Table | str:
-        return self.table() if self.rows else str(self)
-
     def __str__(self) -> str:
-        if not self.rows:
-            return "\n".join((self._title, *self.notes))
         width = shutil.get_terminal_size((120, 24)).columns
-        console = Console(file=io.StringIO(), width=width, color_system=None)
-        console.print(self.table())
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        lines = [self._title, *_table([row.cells() for row in self.rows], width)]
+        return "\n".join((*lines, *(textwrap.fill(note, width) for note in self.notes)))
 
     def _repr_html_(self) -> str:
         def line(cells: tuple[str, ...], tag: str) -> str:
@@ -95,6 +80,29 @@ class Explanation:
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
         table = f"<table>{line(_COLUMNS, 'th')}{body}</table>" if self.rows else ""
         return f"<p><b>{html.escape(self._title)}</b></p>{table}{notes}"
+
+
+def _table(rows: Sequence[tuple[str, ...]], width: int) -> list[str]:
+    """Rows of cells as lines of at most ``width`` characters, the last column the widest."""
+    if not rows:
+        return []
+    cells = [_COLUMNS, *rows]
+    widths = [max(len(line) for row in cells for line in row[i].split("\n")) for i in range(5)]
+    room = max(width - 2 * (len(widths) - 1), 8 * len(widths))
+    while sum(widths) > room:  # the widest column gives way
+        widths[max(range(len(widths)), key=widths.__getitem__)] -= 1
+    lines = []
+    for i, row in enumerate(cells):
+        if i == 1:
+            lines.append("  ".join("─" * w for w in widths))
+        folded = [
+            [part for line in cell.split("\n") for part in textwrap.wrap(line, w) or [""]]
+            for cell, w in zip(row, widths, strict=True)
+        ]
+        for parts in zip_longest(*folded, fillvalue=""):
+            padded = (part.ljust(w) for part, w in zip(parts, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 def explain(model: nn.Module, *example_inputs: Any, **example_arguments: Any) -> Explanation:

@@ -107,7 +107,11 @@ def _supported(index: int) -> str | None:
             f"but {name} has {found[0]}.{found[1]}"
         )
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        return "the CUDA kernels are compiled with cuda-core, which is not installed"
+        extra = f"cu{(torch.version.cuda or '13').partition('.')[0]}"
+        return (
+            "the CUDA kernels are compiled with cuda-core, which is not installed: "
+            f"pip install 'epinorm[{extra}]'"
+        )
     from epinorm.backends.cuda.runtime.driver import driver
 
     try:
