@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from epinorm.capture.chains import Place
 from epinorm.capture.fuse import checked_settings
-from epinorm.capture.rewriting import Settings, rewrite
+from epinorm.capture.rewriting import rewrite
 from epinorm.operator.dispatch import call
+from epinorm.problem import Strategy
 
 __all__ = ["compile_graph"]
 
@@ -25,7 +27,8 @@ class _Operator:
     """One chain as a call of the operator, which Inductor takes as it is."""
 
     chain: str
-    settings: Settings
+    strategy: Strategy
+    strict: bool
     __name__ = "linear_norm"
 
     def __call__(
@@ -37,9 +40,8 @@ class _Operator:
         norm_bias: Tensor | None,
         operands: tuple[Tensor, ...],
     ) -> Tensor:
-        strategy, strict = self.settings.strategy, self.settings.strict
         tensors = (x, weight, bias, norm_weight, norm_bias, operands)
-        return call(*tensors, self.chain, strategy, strict)
+        return call(*tensors, self.chain, self.strategy, self.strict)
 
 
 def compile_graph(
@@ -64,10 +66,12 @@ def compile_graph(
     settings = checked_settings(
         *(patches.pop(name, default) for name, default in _OPTIONS.items())  # ours, in their order
     )
-    places = rewrite(
-        gm, lambda _, chain: _Operator(chain, settings), settings.rounding, runs_eagerly=False
-    )
-    unfused = [place for place in places if place.found is None]
+
+    def operator(place: Place, chain: str) -> _Operator:
+        return _Operator(chain, *settings.of(place.norm is not None))
+
+    found = rewrite(gm, operator, settings, runs_eagerly=False)
+    unfused = [place for place in found.places if place.found is None]
     if settings.strict and unfused:
         raise RuntimeError(f"strict=True, but a chain is not fused: {unfused[0].obstacle}")
     return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]

@@ -1,8 +1,9 @@
-"""Find Linear → pointwise* → norm → pointwise* in a captured graph, or say what is in its way."""
+"""Find Linear → pointwise* → norm → pointwise* in a captured graph, or say what is in its way; and
+Linear → pointwise* where there is no norm, or none that can be reached."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,10 +25,10 @@ from epinorm.capture.spelling import (
     read_pointwise,
     same_shape,
 )
-from epinorm.chain import Chain, GroupNorm, RMSNorm, Rounding
+from epinorm.chain import Chain, GroupNorm, Rounding
 from epinorm.chain.pointwise import Pointwise
 
-__all__ = ["Found", "Place", "find"]
+__all__ = ["Found", "Place", "Search"]
 
 _MOST_STEPS = 64
 _DEPTH_OF_SEARCH = 8
@@ -81,49 +82,58 @@ class Found:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a Linear's result reaches a norm: with ``found``, or the obstacle and the path."""
+    """Where a Linear's result reaches a norm: with ``found``, or the obstacle and the path.
+
+    norm: None for a Linear with what follows it, and no norm, as a chain of its own.
+    """
 
     linear: fx.Node
-    norm: fx.Node
+    norm: fx.Node | None
     path: tuple[fx.Node, ...]
     found: Found | None = None
     obstacle: str = ""
     ends: str = ""
 
 
-def find(graph: fx.Graph, rounding: Rounding = "once") -> list[Place]:
-    """Every place of the graph in order; no node is in two chains.
+class Search:
+    """What a graph holds; no node is in two chains.
 
     rounding "eager": what is taken for one operation is one in the graph too, so that it is rounded
     where eager rounds.
     """
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    taken: set[fx.Node] = set()
-    places: list[Place] = []
-    for node in graph.nodes:
-        linear = None if node in taken else read_linear(node)
-        if linear is None:
-            continue
-        place = _Walk(node, linear, order, taken, rounding).place()
-        if place is not None:
-            taken.update(place.found.nodes if place.found else ())
-            places.append(place)
-    return places
+
+    def __init__(self, graph: fx.Graph, rounding: Rounding = "once") -> None:
+        self.graph, self.rounding = graph, rounding
+        self.order = {node: index for index, node in enumerate(graph.nodes)}
+        touched = ((node, changes(node)) for node in graph.nodes)
+        self.effects = [(n, changed) for n, changed in touched if changed or not is_pure(n)]
+        self.taken: set[fx.Node] = set()
+
+    def places(self) -> list[Place]:
+        """Every place where a Linear's result reaches a norm, in order."""
+        return self._all(lambda walk: walk.place())
+
+    def linears(self) -> list[Place]:
+        """Every Linear that ``places``, which is asked first, left; in order."""
+        return self._all(lambda walk: walk.without_norm())
+
+    def _all(self, place_of: Callable[[_Walk], Place | None]) -> list[Place]:
+        places: list[Place] = []
+        for node in self.graph.nodes:
+            linear = None if node in self.taken else read_linear(node)
+            place = None if linear is None else place_of(_Walk(self, node, linear))
+            if place is not None:
+                self.taken.update(place.found.nodes if place.found else ())
+                places.append(place)
+        return places
 
 
 class _Walk:
     """From one Linear along its result, as far as a chain goes."""
 
-    def __init__(
-        self,
-        start: fx.Node,
-        linear: Linear | str,
-        order: dict[fx.Node, int],
-        taken: set[fx.Node],
-        rounding: Rounding,
-    ) -> None:
-        self.start, self.linear, self.rounding = start, linear, rounding
-        self.order, self.taken = order, taken
+    def __init__(self, search: Search, start: fx.Node, linear: Linear | str) -> None:
+        self.start, self.linear, self.rounding = start, linear, search.rounding
+        self.order, self.effects, self.taken = search.order, search.effects, search.taken
         self.steps: list[_Step] = []
         self.norm_at = -1
         self.stopped = ""
@@ -145,6 +155,20 @@ class _Walk:
         found, why = self._found(len(self.steps))
         norm, path = self.steps[self.norm_at].end, tuple(step.end for step in self.steps)
         return Place(self.start, norm, path, found, "" if found else why, why if found else "")
+
+    def without_norm(self) -> Place | None:
+        """The Linear with the operations behind it, as far as they are a chain without a norm."""
+        if isinstance(self.linear, str):
+            return None
+        step = self._step(self.start)
+        while step is not None and step.kind != "norm" and len(self.steps) < _MOST_STEPS:
+            self.steps.append(step)
+            step = self._step(step.end)
+        while self.steps and self.steps[-1].kind in ("view", "cast"):
+            self.steps.pop()
+        found, why = self._found(len(self.steps))
+        path = tuple(step.end for step in self.steps)
+        return Place(self.start, None, path, found, "" if found else why)
 
     def _step(self, x: fx.Node) -> _Step | None:
         """The next step of a chain whose value so far is x; None: ``stopped`` says why."""
@@ -208,16 +232,14 @@ class _Walk:
         if given.dim() <= value.dim() and _is_row(given, value):
             name = "mul_channel" if kind == "mul" else "add_channel"
             return _Step("operand", (node,), Pointwise(name), other)
-        if kind == "mul":
-            self.stopped = f"it multiplies by a tensor of shape {shape}, not one value per channel"
-            return None
         if not same_shape(given.shape, value.shape):
             self.stopped = (
-                f"it adds a tensor of shape {shape} to one of shape {list(value.shape)}: "
-                "residuals are not broadcast (expand it before)"
+                f"it {'adds' if kind == 'add' else 'multiplies by'} a tensor of shape {shape} to "
+                f"one of shape {list(value.shape)}: operands are not broadcast (expand it before)"
             )
             return None
-        return _Step("operand", (node,), Pointwise("add_residual"), other)
+        name = "mul_element" if kind == "mul" else "add_residual"
+        return _Step("operand", (node,), Pointwise(name), other)
 
     def _found(self, count: int) -> tuple[Found | None, str]:
         """The longest chain of the first steps that is safe to fuse, and why it is no longer."""
@@ -236,10 +258,10 @@ class _Walk:
         inside = set(found.nodes)
         first, last = self.order[found.linear.nodes[0]], self.order[found.nodes[-1]]
         read = {storage_of(node) for node in found.reads} - {None}
-        for node, at in self.order.items():
+        for node, changed in self.effects:
+            at = self.order[node]
             if at <= first or node in inside:
                 continue
-            changed = changes(node)
             memory = {storage_of(tensor) for tensor in changed}
             if read & memory or (None in memory and at < last):
                 return f"{name_of(node)} changes a tensor in place that takes part in it"
@@ -283,8 +305,7 @@ def _is_row(given: Tensor, value: Tensor) -> bool:
 
 
 def _gather(linear: Linear, steps: Iterable[_Step], rounding: Rounding) -> Found:
-    norm = NormRead(RMSNorm())
-    found = Found(linear, linear.bias, norm, nodes=[*linear.nodes], rounding=rounding)
+    found = Found(linear, linear.bias, NormRead(None), nodes=[*linear.nodes], rounding=rounding)
     seen_norm = False
     for step in steps:
         found.nodes += step.nodes

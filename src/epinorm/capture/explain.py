@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -21,12 +22,14 @@ from epinorm.capture.rewriting import Captured, Recorder, Settings, Site
 
 __all__ = ["Explanation", "Row", "explain"]
 
-_COLUMNS = ("chain", "where", "fused", "strategy", "why")
+_COLUMNS = ("chain", "where", "fused", "strategy", "gain", "why")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One place of a model. ``reason``: why it is not fused, or why this strategy."""
+    """One place of a model. ``reason``: why it is not fused, or why this strategy. gain: how many
+    times as fast as PyTorch's own layers the plan estimates it; None where nothing was estimated.
+    """
 
     chain: str
     where: str
@@ -34,21 +37,25 @@ class Row:
     strategy: str
     reason: str
     shape: str = ""
+    gain: float | None = None
 
     def cells(self) -> tuple[str, ...]:
         """What the table shows, in the order of its columns."""
         place = f"{self.where}\n{self.shape}" if self.shape else self.where
-        return self.chain, place, "yes" if self.fused else "no", self.strategy, self.reason
+        gain = "" if self.gain is None else f"{self.gain:.1f}×"
+        return self.chain, place, "yes" if self.fused else "no", self.strategy, gain, self.reason
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found. ``rows``: in the order in which the model computes; ``notes``: where
-    the graph breaks, and what else limits what was seen."""
+    """What ``explain`` found. ``rows``: in the order in which the model computes; ``linears``:
+    those without a norm, which the table counts by what computes them; ``notes``: where the graph
+    breaks, and what else limits what was seen."""
 
     model: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    linears: tuple[Row, ...] = ()
 
     @property
     def fused(self) -> int:
@@ -56,9 +63,8 @@ class Explanation:
         return sum(row.fused for row in self.rows)
 
     def to_json(self) -> str:
-        """The rows as JSON text: {"model": ..., "rows": [...], "notes": [...]}."""
-        rows = [asdict(row) for row in self.rows]
-        return json.dumps({"model": self.model, "rows": rows, "notes": self.notes}, indent=2)
+        """As JSON text: {"model": ..., "rows": [...], "linears": [...], "notes": [...]}."""
+        return json.dumps(asdict(self), indent=2)
 
     @property
     def _title(self) -> str:
@@ -66,10 +72,14 @@ class Explanation:
             return f"{self.model}: no chain was found: no Linear's result reaches a norm"
         return f"{self.model}: {self.fused} of {len(self.rows)} chains fused"
 
+    @property
+    def _below(self) -> tuple[str, ...]:
+        return (*_summary(self.linears), *self.notes)
+
     def __str__(self) -> str:
         width = shutil.get_terminal_size((120, 24)).columns
         lines = [self._title, *_table([row.cells() for row in self.rows], width)]
-        return "\n".join((*lines, *(textwrap.fill(note, width) for note in self.notes)))
+        return "\n".join((*lines, *(textwrap.fill(note, width) for note in self._below)))
 
     def _repr_html_(self) -> str:
         def line(cells: tuple[str, ...], tag: str) -> str:
@@ -77,7 +87,7 @@ class Explanation:
             return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in inner) + "</tr>"
 
         body = "".join(line(row.cells(), "td") for row in self.rows)
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._below)
         table = f"<table>{line(_COLUMNS, 'th')}{body}</table>" if self.rows else ""
         return f"<p><b>{html.escape(self._title)}</b></p>{table}{notes}"
 
@@ -87,7 +97,10 @@ def _table(rows: Sequence[tuple[str, ...]], width: int) -> list[str]:
     if not rows:
         return []
     cells = [_COLUMNS, *rows]
-    widths = [max(len(line) for row in cells for line in row[i].split("\n")) for i in range(5)]
+    widths = [
+        max(len(line) for cell in column for line in cell.split("\n"))
+        for column in zip(*cells, strict=True)
+    ]
     room = max(width - 2 * (len(widths) - 1), 8 * len(widths))
     while sum(widths) > room:  # the widest column gives way
         widths[max(range(len(widths)), key=widths.__getitem__)] -= 1
@@ -102,6 +115,23 @@ def _table(rows: Sequence[tuple[str, ...]], width: int) -> list[str]:
         for parts in zip_longest(*folded, fillvalue=""):
             padded = (part.ljust(w) for part, w in zip(parts, widths, strict=True))
             lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def _summary(linears: tuple[Row, ...]) -> list[str]:
+    """A line for each way in which Linears without a norm are computed."""
+    gains: dict[tuple[str, str], list[float]] = {}
+    for row in linears:
+        # What a plan computes by comes first in its reason, then what is of this shape alone.
+        reason = re.split(", tiles of|: estimated", row.reason)[0]
+        gains.setdefault((row.strategy, reason), []).append(row.gain or 1.0)
+    lines = []
+    for (strategy, reason), known in gains.items():
+        least, most = f"{min(known):.1f}", f"{max(known):.1f}"
+        span = least if least == most else f"{least} to {most}"
+        faster = f", {span} times as fast" if max(known) > 1.05 else ""
+        count = f"{len(known)} Linear{'s' * (len(known) > 1)}"
+        lines.append(f"{count} without a norm by {strategy}{faster}: {reason}")
     return lines
 
 
@@ -155,7 +185,9 @@ def _explanation(name: str, recorder: Recorder, stopped: tuple[str, ...]) -> Exp
         for site in graph.sites:  # what was captured last stands for a place's other captures
             rows[(site.where, site.chain, site.obstacle)] = _row(site, recorder)
     breaks = dict.fromkeys(_break(graph) for graph in recorder.graphs if graph.broken_by)
-    return Explanation(name, tuple(rows.values()), (*breaks, *stopped))
+    known = {(s.where, s.chain): s for graph in recorder.graphs for s in graph.linears}
+    linears = tuple(_row(site, recorder) for site in known.values())
+    return Explanation(name, tuple(rows.values()), (*breaks, *stopped), linears)
 
 
 def _break(graph: Captured) -> str:
@@ -167,16 +199,20 @@ def _row(site: Site, recorder: Recorder) -> Row:
     if site.problem is None:
         return Row(site.chain, site.where, False, "layers", site.obstacle, site.shape)
     settings, problem = recorder.settings, site.problem
+    strategy, _ = settings.of(problem.chain.norm is not None)
     weight = None if site.weight is None else site.weight()
     if weight is not None and keeps(weight) and not problem.training:
         problem = replace(problem, prepacked=True)
+    if not site.taken:
+        strategy = "auto"
     try:
-        plan = plan_for(problem, settings.strategy)
+        plan = plan_for(problem, strategy)
     except (RuntimeError, ValueError) as error:
-        return Row(site.chain, site.where, True, settings.strategy, str(error), site.shape)
+        return Row(site.chain, site.where, True, strategy, str(error), site.shape)
     reason = plan.reason
     if problem.prepacked and plan.strategy == "single":
         reason += "; its weight is prepacked"
     if site.ends:
         reason += f"; it ends early: {site.ends}"
-    return Row(site.chain, site.where, True, plan.strategy, reason, site.shape)
+    by = plan.strategy if site.taken else "layers"
+    return Row(site.chain, site.where, site.taken, by, reason, site.shape, plan.gain)

@@ -37,9 +37,9 @@ _OTHER_NORMS = {
 
 @dataclass(frozen=True)
 class NormRead:
-    """A norm and the nodes of its weight and bias."""
+    """A norm and the nodes of its weight and bias; None where a chain has no norm."""
 
-    norm: Norm
+    norm: Norm | None
     weight: fx.Node | None = None
     bias: fx.Node | None = None
 

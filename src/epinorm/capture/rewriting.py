@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,7 +14,8 @@ from torch._guards import TracingContext
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-from epinorm.capture.chains import Found, Place, find
+from epinorm.backends.engine import plan_for
+from epinorm.capture.chains import Found, Place, Search
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.capture.spelling import name_of
 from epinorm.chain import Rounding
@@ -40,12 +41,21 @@ class Settings:
     strict: bool = False
     rounding: Rounding = "once"
 
+    def of(self, normed: bool) -> tuple[Strategy, bool]:
+        """The strategy and strictness of a chain. Those without a norm follow their plans where a
+        strategy is asked for by name, as what serves a norm need not serve them, and are not what
+        ``strict`` is about; but for "reference", which serves everything."""
+        if normed or self.strategy == "reference":
+            return self.strategy, self.strict
+        return "auto", False
+
 
 @dataclass(frozen=True)
 class Site:
-    """One place of a captured graph, without its nodes. ``problem``: None where it is not fused.
+    """One place of a captured graph, without its nodes. ``problem``: None where it cannot be fused.
 
-    weight: the tensor that the Linear had, which may be prepacked since.
+    weight: the tensor that the Linear had, which may be prepacked since. taken: whether our
+    operation computes it.
     """
 
     chain: str
@@ -55,13 +65,16 @@ class Site:
     shape: str = ""
     problem: Problem | None = None
     weight: weakref.ref[Tensor] | None = None
+    taken: bool = True
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One graph: its places, and why Dynamo ended it (empty: it did not have to)."""
+    """One graph: its places, its Linears without a norm, and why Dynamo ended it (empty: it did not
+    have to)."""
 
     sites: tuple[Site, ...]
+    linears: tuple[Site, ...] = ()
     broken_by: str = ""
     broken_at: str = ""
 
@@ -87,11 +100,11 @@ class Recorder:
         names = {} if model is None else {str(id(m)): name for name, m in model.named_modules()}
 
         def caller(place: Place, chain: str) -> Apply:
-            return self._caller(layer_of(place.linear, names), chain)
+            return self._caller(layer_of(place.linear, names), chain, place.norm is not None)
 
-        places = rewrite(gm, caller, self.settings.rounding)
+        found = rewrite(gm, caller, self.settings)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        captured = record(gm, places, names, dict(zip(placeholders, example_inputs, strict=True)))
+        captured = record(gm, found, names, dict(zip(placeholders, example_inputs, strict=True)))
         self.graphs.append(captured)
         self._watch(() if model is None else {type(m) for m in model.modules()})
         unfused = [site for site in captured.sites if site.obstacle]
@@ -99,12 +112,14 @@ class Recorder:
             return _refusing(unfused[0])
         return gm.forward
 
-    def _caller(self, where: str, chain: str) -> Apply:
+    def _caller(self, where: str, chain: str, normed: bool) -> Apply:
         """One for each place, whichever graph it is in: what it has learnt of a size stays."""
         caller = self._callers.get((where, chain))
         if caller is None:
-            caller = Caller(chain, self.settings.strategy, self.settings.strict)
-            caller.__dict__.update(__name__="linear_norm", __module__="epinorm")
+            strategy, strict = self.settings.of(normed)
+            caller = Caller(chain, strategy, strict)
+            name = "linear_norm" if normed else "linear"
+            caller.__dict__.update(__name__=name, __module__="epinorm")
             self._callers[where, chain] = caller
         return caller
 
@@ -150,18 +165,29 @@ def _refusing(site: Site) -> Callable[..., Any]:
     return refuse
 
 
+class Rewritten(NamedTuple):
+    """What ``rewrite`` found: where Linears reach norms, and the other Linears, each with whether
+    it was replaced."""
+
+    places: list[Place]
+    linears: list[tuple[Place, bool]]
+
+
 def rewrite(
-    gm: fx.GraphModule, apply: ApplyFor, rounding: Rounding = "once", runs_eagerly: bool = True
-) -> list[Place]:
-    """Put one call of ``apply(place, chain)`` in the place of each chain; returns all places.
+    gm: fx.GraphModule, apply: ApplyFor, settings: Settings, runs_eagerly: bool = True
+) -> Rewritten:
+    """Put one call of ``apply(place, chain)`` in the place of each chain with a norm, and of each
+    without one that its plan does not leave to PyTorch.
 
     runs_eagerly: nothing compiles the graph, so what only compilers act on is done here.
     """
-    _enter_checkpoints(gm, apply, rounding, runs_eagerly)
+    inner = _enter_checkpoints(gm, apply, settings, runs_eagerly)
     _follow_changes(gm.graph)
-    places = find(gm.graph, rounding)
+    search = Search(gm.graph, settings.rounding)
+    places = search.places()
+    linears = [(p, _pays(p, settings)) for p in search.linears()]
     fused: dict[fx.Node, fx.Node] = {}
-    for place in places:
+    for place in (*places, *[place for place, pays in linears if pays]):
         if place.found is not None:
             last = place.found.nodes[-1]
             made = apply(place, str(place.found.chain))
@@ -169,7 +195,28 @@ def rewrite(
     if fused:
         gm.graph.lint()
     gm.recompile()
-    return places
+    return Rewritten(inner.places + places, inner.linears + linears)
+
+
+_MANY_ROWS = 8192
+"""For which a number of rows that changes from call to call is looked at too."""
+
+
+def _pays(place: Place, settings: Settings) -> bool:
+    """Whether a chain without a norm is faster in our operation than as it is, as its plan has it.
+
+    Dynamo captures again where a device, a dtype or PyTorch's setting for fp32 products changes.
+    """
+    if place.found is None:
+        return False
+    (strategy, _), (problem, _) = settings.of(False), _problem(place.found)
+    if strategy == "reference":
+        return True
+    x = value_of(place.found.linear.x)
+    assert x is not None
+    changing = not all(isinstance(size, int) for size in x.shape[:-1])
+    sizes = (problem, replace(problem, m=_MANY_ROWS)) if changing else (problem,)
+    return any(plan_for(each).strategy != "reference" for each in sizes)
 
 
 def _follow_changes(graph: fx.Graph) -> None:
@@ -226,16 +273,20 @@ def rows_like(operand: Tensor, x: Tensor) -> Tensor:
 
 
 def _enter_checkpoints(
-    gm: fx.GraphModule, apply: ApplyFor, rounding: Rounding, runs_eagerly: bool
-) -> None:
+    gm: fx.GraphModule, apply: ApplyFor, settings: Settings, runs_eagerly: bool
+) -> Rewritten:
     """Fuse what the model checkpoints; Dynamo's own operator leaves checkpointing to a compiler."""
+    found = Rewritten([], [])
     for node in gm.graph.nodes:
         if name_of(node) != "tag_activation_checkpoint" or node.op != "call_function":
             continue
         inner = getattr(gm, str(node.args[0].target))
-        rewrite(inner, apply, rounding, runs_eagerly)
+        places, linears = rewrite(inner, apply, settings, runs_eagerly)
+        found.places.extend(places)
+        found.linears.extend(linears)
         if runs_eagerly:
             node.target = run_checkpointed
+    return found
 
 
 def run_checkpointed(inner: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -249,31 +300,36 @@ def run_checkpointed(inner: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
 
 def record(
     gm: fx.GraphModule,
-    places: Sequence[Place],
+    found: Rewritten,
     names: dict[str, str],
     inputs: dict[fx.Node, Any],
 ) -> Captured:
     """What is told of a graph after its nodes are gone. names: of modules, by the text of their id;
     inputs: what the graph was captured with."""
     reason = getattr(gm, "compile_subgraph_reason", None)
-    sites = tuple(_site(place, names, inputs) for place in places)
+    sites = tuple(_site(place, names, inputs) for place in found.places)
+    linears = tuple(_site(place, names, inputs, taken) for place, taken in found.linears)
     if reason is None or not reason.graph_break:
-        return Captured(sites)
+        return Captured(sites, linears)
     stack = list(reason.user_stack or ())
     at = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
-    return Captured(sites, str(reason.reason).strip(), at)
+    return Captured(sites, linears, str(reason.reason).strip(), at)
 
 
-def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Site:
-    where = f"{layer_of(place.linear, names)} → {layer_of(place.norm, names)}"
+def _site(
+    place: Place, names: dict[str, str], inputs: dict[fx.Node, Any], taken: bool = True
+) -> Site:
+    where = layer_of(place.linear, names)
+    if place.norm is not None:
+        where += f" → {layer_of(place.norm, names)}"
     found = place.found
     if found is None:
         text = " → ".join(name_of(node) for node in (place.linear, *place.path))
-        return Site(text, where, place.obstacle)
+        return Site(text, where, place.obstacle, taken=False)
     problem, shape = _problem(found)
     weight = inputs.get(found.linear.weight)
     known = weakref.ref(weight) if isinstance(weight, Tensor) else None
-    return Site(str(found.chain), where, "", place.ends, shape, problem, known)
+    return Site(str(found.chain), where, "", place.ends, shape, problem, known, taken)
 
 
 def layer_of(node: fx.Node, names: dict[str, str]) -> str:

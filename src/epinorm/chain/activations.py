@@ -314,4 +314,13 @@ ACTIVATIONS = (
         operand_backward="return g;",
         **_ARITHMETIC,
     ),
+    Definition(
+        "mul_element",
+        lambda x, t: x * t,
+        "return x * t;",
+        "return g * t;",
+        operand="element",
+        operand_backward="return g * x;",
+        **_ARITHMETIC | {"homogeneous": True},
+    ),
 )

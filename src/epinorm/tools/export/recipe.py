@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from epinorm.capture.chains import Found, Place, find
+from epinorm.capture.chains import Found, Place, Search
 from epinorm.capture.dynamo import run_without_values
 from epinorm.capture.purity import value_of
 from epinorm.chain import Chain, GroupNorm
@@ -126,7 +126,7 @@ def _read_mode(model: nn.Module, inputs: Sequence[Any], training: bool, refuse: 
             rest = [n for n in nodes if n not in paths and value_of(n) is not None]
             names = dict(zip(rest, parameters, strict=False))
             output = next(node for node in gm.graph.nodes if node.op == "output").args[0]
-            places = tuple(find(gm.graph))
+            places = tuple(Search(gm.graph).places())
             readings.append(_Reading(model, places, output, paths, names, modules))
             return gm.forward
 
@@ -223,6 +223,7 @@ def path_expression(root: nn.Module, path: str) -> str:
 
 def _norm(reading: _Reading, found: Found) -> tuple[str, Constant | None]:
     norm = found.norm.norm
+    assert norm is not None
     assert found.norm_node is not None
     path = reading.module_of(found.norm_node)
     owner = None if path is None else path_expression(reading.model, path)

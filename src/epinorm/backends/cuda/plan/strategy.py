@@ -120,7 +120,8 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
     reason += "".join(f"; {other}: {slower:.0f}" for slower, other, *_ in ways[1:])
     if why_not_single:
         reason += f"; {why_not_single}"
-    return Plan(strategy, reason, core, chosen=True)
+    eager = next((way[0] for way in ways if way[2] == "reference"), None)
+    return Plan(strategy, reason, core, chosen=True, gain=eager and eager / time)
 
 
 def _planes_core(problem: Problem) -> tuple[Core | None, str]:
