@@ -24,7 +24,7 @@ PYTEST := -n $(WORKERS) --timeout $(TEST_SECONDS) --durations 10 -m "not gpu"
 # For the targets that run on a GPU machine as it is, with nothing installed.
 PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}
 
-.PHONY: help setup run record test lint format test-gpu sanitize-gpu fuzz bench-gpu report build clean
+.PHONY: help setup run record test lint format docs test-gpu sanitize-gpu fuzz bench-gpu report build clean
 
 help:  ## say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1|/' | \
@@ -57,6 +57,9 @@ format: $(READY)  ## format and mend what ruff can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+docs: $(READY)  ## build the documentation into site/, strictly; `make docs ARGS=serve` shows it
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(ARGS),$(ARGS),build --quiet)
+
 # Side by side where pytest-xdist is there; then, one by one, those that measure time.
 GPU_WORKERS ?= 12
 test-gpu:  ## run tests/gpu with the Python that is there (nothing is installed)
@@ -87,10 +90,10 @@ bench-gpu:  ## time every named shape with the Python that is there (nothing is 
 report: $(READY)  ## rewrite README's picture and the generated tables from benchmarks/results
 	@$(BIN)/python -m epinorm.tools.report --readme $(ARGS)
 
-build: $(READY)  ## build the wheel into dist/
-	@$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
+build: $(READY)  ## build wheel and sdist into dist/
+	@$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:  ## remove the environment, builds and caches
-	rm -rf $(VENV) build dist epinorm-results .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site epinorm-results .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf src/*.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

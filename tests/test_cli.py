@@ -81,7 +81,9 @@ def test_bench_as_make_run_calls_it(here: Path) -> None:
         assert text in done.stdout
     assert "timing" in done.stderr
     written = {p.name for p in (here / "epinorm-results").iterdir()}
-    assert written == {f"{STEM}{suffix}" for suffix in (".json", ".png", ".svg", ".html")}
+    assert written == {
+        f"{STEM}{suffix}" for suffix in (".json", ".runs.json", ".png", ".svg", ".html")
+    }
     rows = json.loads((here / "epinorm-results" / f"{STEM}.json").read_text())
     assert [row["pass"] for row in rows] == ["forward", "training"]
     assert all(row["verified"] and row["ours_us"] > 0 for row in rows)

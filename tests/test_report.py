@@ -159,8 +159,10 @@ def test_a_failed_row_shows_no_speed() -> None:
 
 
 def test_the_page_needs_nothing_from_outside() -> None:
-    page = html_page("kb62", [ROW, TRAINING, FAILED])
-    assert "<svg" in page
+    page = html_page("kb62", [ROW, TRAINING, FAILED], [replace(ROW, date="2025-12-31")])
+    assert page.count('class="bars"') == 2
+    assert "1 earlier run" in page
+    assert "2025-12-31" in page
     assert "Not verified" in page
     assert "&lt;NaN&gt;" in page
     links = re.findall(r"""(?:src|href)=["'](?!#)([^"']*)""", page)

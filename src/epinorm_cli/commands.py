@@ -139,17 +139,19 @@ def _show_bench(rows: list[Any]) -> None:
 
 
 def _write_results(folder: Path, name: str, rows: list[Any], show: bool) -> None:
-    """Write NAME.json, .png, .svg and .html; where that cannot be, print and say so."""
+    """Write NAME.json, with the rows of all runs in NAME.runs.json, NAME.png, .svg and .html; where
+    that cannot be, print and say so."""
     from epinorm.tools.console import err, out, progress
     from epinorm.tools.report import write_report
-    from epinorm.tools.results import merge_rows
+    from epinorm.tools.results import add_run, merge_rows
 
     try:
         with progress("results") as notify:
             notify("writing JSON, picture and page", 0.5)
             path = folder / f"{name}.json"
             merge_rows(path, rows)
-            written = [path, *write_report(folder, name, rows, name)]
+            earlier = add_run(folder / f"{name}.runs.json", rows)
+            written = [path, *write_report(folder, name, rows, name, earlier)]
     except (OSError, ValueError) as error:  # ValueError: the file there holds something else
         reason = error.strerror if isinstance(error, OSError) else str(error)
         err.print(

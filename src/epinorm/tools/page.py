@@ -1,4 +1,4 @@
-"""Rows as a self-contained HTML page: verdict, picture, table, and what did not run."""
+"""Rows as a self-contained HTML page: verdict, bars, tables, earlier runs, and what did not run."""
 
 from __future__ import annotations
 
@@ -6,31 +6,52 @@ import html
 import re
 from collections.abc import Sequence
 
-from epinorm.tools.plots import svg_text
-from epinorm.tools.results import Row
-from epinorm.tools.tables import provenance, table
-from epinorm.tools.verdict import verdict as in_words
+from epinorm.tools.results import KEY, Row
+from epinorm.tools.tables import microseconds, over_text, provenance, setting, size, table
+from epinorm.tools.verdict import PASSES, verdict
 
 __all__ = ["html_page"]
 
+# One column on a phone. Colours by names that the dark scheme gives other values.
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem;
-  color: #1a1a1a; background: #fff; }
+:root { color-scheme: light dark; --text: #1a1a1a; --page: #fff; --line: #ddd; --quiet: #595959;
+  --ours: #1a6e3c; --other: #9aa5b1; --bad: #a00; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6e6e6; --page: #15181c; --line: #3a3f45;
+  --quiet: #a9b1ba; --ours: #4cc27f; --other: #667079; --bad: #ff8a80; } }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem;
+  color: var(--text); background: var(--page); overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-.scroll { overflow-x: auto; }
+.verdict { font-size: 1.1rem; font-weight: 600; }
+.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: .35rem .8rem;
+  align-items: center; }
+.track { min-width: 0; } .bar { height: 1.1rem; background: var(--other); }
+.ours .bar { background: var(--ours); } .ours { font-weight: 600; }
+.bars > div { display: contents; } .bar { display: block; }
+.time { font-variant-numeric: tabular-nums; text-align: right; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid #ddd; text-align: left;
-  white-space: nowrap; }
-th { border-bottom: 2px solid #888; }
-.bad { color: #a00; font-weight: 600; } .note { color: #555; }
-svg { max-width: 100%; height: auto; }
+th, td { padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left;
+  vertical-align: top; overflow-wrap: normal; }
+.bad { color: var(--bad); font-weight: 600; } .note { color: var(--quiet); }
+@media (max-width: 40rem) {
+  h1 { font-size: 1.2rem; } .bars { grid-template-columns: 1fr max-content; }
+  .bars > div { display: grid; grid-template-columns: subgrid; grid-column: 1 / -1; }
+  .track { grid-column: 1 / -1; } .name, .time { grid-row: 1; } }
 """
 
+_BARS = (
+    ("ours", "epinorm"),
+    ("ours_prepacked", "epinorm, prepacked"),
+    ("eager", "eager"),
+    ("compile", "torch.compile"),
+    ("compile_autotune", "torch.compile max-autotune"),
+    ("linear", "linear alone"),
+)
 
-def html_page(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
-    """A page that needs nothing from outside itself: verdict, drawing, tables, reasons."""
+
+def html_page(title: str, rows: Sequence[Row], earlier: Sequence[Row] = ()) -> str:
+    """A page that needs nothing from outside itself. earlier: rows of runs before, oldest first."""
     verified = bool(rows) and all(row.verified for row in rows)
-    verdict = (
+    said = (
         "Verified: every error is within what eager's own error allows, before and after timing."
         if verified
         else "Not verified: a row without times failed; the reason stands below."
@@ -41,13 +62,13 @@ def html_page(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
-        f'<p class="{"good" if verified else "bad"}">{verdict}</p>',
+        *(f'<p class="verdict">{html.escape(verdict(row))}</p>' for row in rows),
+        f'<p class="{"good" if verified else "bad"}">{said}</p>',
     ]
-    parts += [f"<p>{html.escape(note)}</p>" for note in [*map(in_words, rows), *notes]]
-    if any(row.ours_us for row in rows):
-        parts += ["<h2>Picture</h2>", svg_text(rows)]
-    parts += ["<h2>Table</h2>", _html_table(*table(rows))]
-    parts += [f'<p class="note">{html.escape(provenance(rows))}</p>']
+    for row in rows:
+        parts += [f"<h2>{html.escape(_heading(row))}</h2>", *_bars(row), _facts(row)]
+        parts += _history([old for old in earlier if _same(old, row)], row)
+    parts += [f'<p class="note">{html.escape(provenance(rows))}</p>'] if rows else []
     parts += _html_reasons(rows)
     chains = sorted({row.chain for row in rows if row.chain})
     if chains:
@@ -67,13 +88,69 @@ HOW_TO_READ = (
 )
 
 
-def _html_table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+def _heading(row: Row) -> str:
+    passed = PASSES.get(row.pass_, row.pass_)
+    return f"{row.shape}, {passed.lower()}, {setting(row).replace('`', '')}"
+
+
+def _bars(row: Row) -> list[str]:
+    """One bar a competitor, as long as its time."""
+    found = [(key, name, getattr(row, f"{key}_us")) for key, name in _BARS]
+    timed = [(key, name, us) for key, name, us in found if us is not None]
+    if row.ours_us is None or not timed:
+        return []
+    longest = max(us for _, _, us in timed)
+    lines = []
+    for key, name, us in timed:
+        ratio = "" if key.startswith("ours") else f" ({over_text(row, key)})"
+        text = f"{microseconds(us, row.eager_us)}{ratio}"
+        lines.append(
+            f"<div{' class=ours' if key.startswith('ours') else ''}>"
+            f'<span class="name">{html.escape(name)}</span><span class="track">'
+            f'<span class="bar" style="width:{100 * us / longest:.1f}%"></span></span>'
+            f'<span class="time">{html.escape(text)}</span></div>'
+        )
+    return ['<div class="bars">', *lines, "</div>"]
+
+
+def _facts(row: Row) -> str:
+    """All that was measured of a row, a line each: it fits any width."""
+    heads, (cells,) = table([row])
+    lines = "".join(
+        f"<tr><th>{html.escape(head)}</th><td>{_html_cell(cell)}</td></tr>"
+        for head, cell in zip(heads, cells, strict=True)
+        if head not in ("shape", "dtype", "m, k → n")
+    )
+    numbers = f"<details><summary>Numbers</summary><table>{lines}</table></details>"
+    return f"<p>{html.escape(size(row))}</p>{numbers}"
+
+
+def _same(one: Row, other: Row) -> bool:
+    first, second = one.as_json(), other.as_json()
+    return all(first[name] == second[name] for name in KEY if name != "strategy")
+
+
+def _history(earlier: Sequence[Row], row: Row) -> list[str]:
+    """Earlier runs of the same on the same machine, newest first."""
+    if not earlier:
+        return []
+    heads = ("run", "epinorm", "eager", "over eager")
+    lines = [
+        (
+            *(f"{old.date} {(old.commit or '')[:7]}", microseconds(old.ours_us, row.eager_us)),
+            *(microseconds(old.eager_us, row.eager_us), over_text(old, "eager")),
+        )
+        for old in reversed(earlier)
+    ]
     head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
     body = "".join(
-        "<tr>" + "".join(f"<td>{_html_cell(text)}</td>" for text in line) + "</tr>"
-        for line in cells
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
+        for line in lines
     )
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    said = f"{len(lines)} earlier run{'s' if len(lines) > 1 else ''}"
+    return [
+        f"<details open><summary>{said}</summary><table><tr>{head}</tr>{body}</table></details>"
+    ]
 
 
 def _html_cell(text: str) -> str:

@@ -30,8 +30,11 @@ ROOT = Path(__file__).resolve().parents[3]
 PICTURED_RESULTS = "nvidia-h200"
 
 
-def write_report(folder: Path, name: str, rows: Sequence[Row], title: str) -> list[Path]:
-    """Write NAME.png, NAME.svg (if there are times) and NAME.html; returns what was written."""
+def write_report(
+    folder: Path, name: str, rows: Sequence[Row], title: str, earlier: Sequence[Row] = ()
+) -> list[Path]:
+    """Write NAME.png, NAME.svg (if there are times) and NAME.html, with the rows of earlier runs;
+    returns what was written."""
     written = []
     if any(row.ours_us for row in rows):
         for kind in ("png", "svg"):
@@ -39,7 +42,7 @@ def write_report(folder: Path, name: str, rows: Sequence[Row], title: str) -> li
             write_atomic(path, draw(rows, kind))
             written.append(path)
     page = folder / f"{name}.html"
-    write_atomic(page, html_page(title, rows))
+    write_atomic(page, html_page(title, rows, earlier))
     return [*written, page]
 
 

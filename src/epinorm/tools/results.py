@@ -18,6 +18,7 @@ import torch
 
 __all__ = [
     "Row",
+    "add_run",
     "commit",
     "device_name",
     "device_slug",
@@ -222,6 +223,17 @@ def merge_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
     text = json.dumps([row.as_json() for row in everything], indent=1, allow_nan=False)
     write_atomic(path, text + "\n")
     return everything
+
+
+def add_run(path: Path, rows: Iterable[Row]) -> list[Row]:
+    """Append rows to a file that keeps those of every run, oldest first; returns the earlier ones.
+
+    A file there that holds something else is a ValueError.
+    """
+    earlier = read_rows(path) if path.exists() else []
+    values = [row.as_json() for row in (*earlier, *rows)]
+    write_atomic(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+    return earlier
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:

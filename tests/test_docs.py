@@ -1,0 +1,61 @@
+"""The documentation's Python runs as it stands, and its commands exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from epinorm_cli.commands import app
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(page for page in DOCS.rglob("*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NOT_RUN = {"prepack.md", "training.md"}
+"""Pages for those who change the code, with an excerpt that does not stand alone."""
+RUN = [page for page in PAGES if page.name not in NOT_RUN and BLOCK.search(page.read_text("utf-8"))]
+COMMANDS = typer.main.get_command(app)
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", RUN, ids=named)
+def test_blocks_of_a_page_run_one_after_another(page: Path) -> None:
+    names: dict[str, object] = {"__name__": "docs"}
+    for block in BLOCK.findall(page.read_text("utf-8")):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_every_page_is_in_the_sites_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert [named(page) for page in PAGES if f": {named(page)}\n" not in menu] == []
+
+
+def commands() -> list[str]:
+    lines = (line for page in (*PAGES, ROOT / "README.md") for line in page.read_text().split("\n"))
+    shown = (line.strip().partition(" #")[0].strip() for line in lines if line[:4] == "    ")
+    return sorted({line for line in shown if line.startswith("epinorm ") and "[" not in line})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_and_its_options_exist(line: str) -> None:
+    name, *arguments = shlex.split(line)[1:]
+    if name == "--version":
+        return
+    command = COMMANDS.commands[name]  # type: ignore[attr-defined]
+    options = {text for option in command.params for text in (*option.opts, *option.secondary_opts)}
+    assert {text for text in arguments if text.startswith("-")} <= options
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    broken = []
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+            target = link.partition("#")[0]
+            if "://" not in link and target and not (page.parent / target).exists():
+                broken.append(f"{named(page)}: {link}")
+    assert broken == []
