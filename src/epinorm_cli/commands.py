@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from epinorm_cli import kernelbench, tune  # noqa: F401  (they add their commands to the app)
+from epinorm_cli.models import bench_models, is_whole_model
 from epinorm_cli.options import (
     INTERRUPTED,
     DeviceOption,
@@ -46,7 +47,15 @@ app.add_typer(cache_app, name="cache")
 
 @app.command()
 def bench(
-    file: FileArgument,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A problem FILE.py with one chain; or a whole model: FILE.py:Model, "
+            "package.module:factory (which returns a model and its inputs), or a name: bert_base, "
+            "bert_base_dropout, vit_b, llama_4, mlp_2048, tdmpc2, dreamer.",
+        ),
+    ],
     dtype: DtypeOption = "float32",
     precision: PrecisionOption = None,
     device: DeviceOption = None,
@@ -62,14 +71,33 @@ def bench(
     autotune: Annotated[
         bool, typer.Option(help="Time torch.compile's max-autotune as well (slow to compile).")
     ] = False,
+    settings: Annotated[
+        str,
+        typer.Option(
+            help="A whole model's, in place of --dtype and --precision: of highest, high, bf16 "
+            "and bf16-autocast, with commas between."
+        ),
+    ] = "highest",
+    small: Annotated[
+        bool, typer.Option("--small", help="A named model at a small size, as a CPU can do.")
+    ] = False,
+    runs: Annotated[
+        int | None, typer.Option(min=2, help="How often each way of a whole model is timed.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fuse the model of FILE, verify it, time it against PyTorch; write JSON, picture and page."""
+    """Fuse MODEL, verify it, time it against PyTorch; write JSON, of one chain picture and page."""
+    if is_whole_model(model):
+        verified = bench_models(
+            *(model, settings, device, training, small, compile_, runs, out_folder, as_json)
+        )
+        raise typer.Exit(0 if verified else 1)
     with one_sentence():
         from epinorm.tools.bench import Competitors
         from epinorm.tools.bench import bench as run_case
         from epinorm.tools.console import progress
 
+        file = Path(model)
         cases = _cases(file, dtype, precision, device, training, scale, strategy)
         rows, verifications = [], []
         for case in cases:

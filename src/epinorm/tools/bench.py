@@ -197,7 +197,7 @@ def _compiled_runner(case: Case, mode: str | None) -> Runner | str:
     """The model under torch.compile, run once; or, in one line, why it does not run."""
     try:
         compiled = torch.compile(case.model, mode=mode, dynamic=False)
-        runner = model_runner(compiled, case.inputs, case.training)
+        runner = model_runner(case.model, case.inputs, case.training, call=compiled)
         runner.prepare()
         runner.run()
         runner.prepare()
@@ -225,18 +225,24 @@ def _prepacked(case: Case) -> nn.Module | None:
 
 
 def model_runner(
-    model: Callable[..., Any], inputs: Sequence[Any], training: bool, dy_seed: int = 0
+    model: nn.Module,
+    inputs: Sequence[Any],
+    training: bool,
+    dy_seed: int = 0,
+    call: Callable[..., Any] | None = None,
 ) -> Runner:
     """Forward under no_grad, or forward and backward to every input and parameter.
 
-    In training, ``prepare`` sets all gradients to None, so that none is accumulated into.
+    ``call``: what runs in the model's place, on its parameters. In training, ``prepare`` sets all
+    gradients to None, so that none is accumulated into.
     """
+    call = model if call is None else call
     if not training:
         values = tuple(inputs)
 
         def forward() -> Any:
             with torch.no_grad():
-                return model(*values)
+                return call(*values)
 
         return Runner(forward)
 
@@ -246,8 +252,7 @@ def model_runner(
         else v
         for v in inputs
     )
-    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-    leaves = [*parameters, *(v for v in fresh if isinstance(v, Tensor))]
+    leaves = [*model.parameters(), *(v for v in fresh if isinstance(v, Tensor))]
     dys: list[Tensor] = []
 
     def clear() -> None:
@@ -255,7 +260,9 @@ def model_runner(
             leaf.grad = None
 
     def step() -> Any:
-        outputs = [v for v in tree_leaves(model(*fresh)) if isinstance(v, Tensor)]
+        outputs = [
+            v for v in tree_leaves(call(*fresh)) if isinstance(v, Tensor) and v.requires_grad
+        ]
         if not dys:
             dys.extend(draw_dy(outputs, dy_seed))
         torch.autograd.backward(outputs, dys)

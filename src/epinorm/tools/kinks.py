@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from epinorm.chain.pointwise import of_call
 
-__all__ = ["away_from_kinks"]
+__all__ = ["away_from_kinks", "rows_away_from_kinks"]
 
 MARGIN = 8.0
 """Elements closer to a kink than this many times eager's typical error there are left out."""
@@ -65,4 +65,25 @@ def away_from_kinks(
     for shape in shapes:
         near = [d < MARGIN * error for d in recorder.distances if d.shape == shape]
         kept.append(~torch.stack(near).any(0) if near else None)
+    return kept
+
+
+MOST_LEFT_OUT = 0.5
+"""Of an output's rows; with more of them near a kink eager's error is no matter of luck."""
+
+
+def rows_away_from_kinks(
+    exact_model: nn.Module, inputs: Sequence[Any], shapes: Sequence[torch.Size], error: float
+) -> list[Tensor | None]:
+    """As ``away_from_kinks`` for a model of many layers, whose rows do not mix: for each output
+    shape (..., C), False in rows where any operation of as many rows comes near a kink."""
+    with torch.no_grad(), _Recorder() as recorder:
+        exact_model(*inputs)
+    kept: list[Tensor | None] = []
+    for shape in shapes:
+        rows = [d for d in recorder.distances if d.shape[:-1] == shape[:-1]]
+        near = [(d < MARGIN * error).any(-1, keepdim=True) for d in rows]
+        away = ~torch.stack(near).any(0) if near else None
+        few = away is not None and away.double().mean() < MOST_LEFT_OUT
+        kept.append(None if away is None or few else away.expand(shape))
     return kept

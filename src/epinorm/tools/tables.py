@@ -13,6 +13,7 @@ from epinorm.tools.results import Row, newest
 __all__ = [
     "accumulation_table",
     "judged_table",
+    "markdown_lines",
     "markdown_table",
     "microseconds",
     "over",
@@ -143,7 +144,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, with the machine, torch and commit below it."""
     if not rows:
         return "Not measured yet."
-    return "\n".join([*_markdown(*table(rows)), "", provenance(rows)])
+    return "\n".join([*markdown_lines(*table(rows)), "", provenance(rows)])
 
 
 SHORT = ("shape", "dtype", "epinorm", "eager", "compile", "over eager")
@@ -160,15 +161,16 @@ def short_table(rows: Sequence[Row]) -> str:
     chosen.sort(key=lambda r: (SHORT_SHAPES.index(r.shape), _SETTINGS.index(r.precision)))
     columns = dict(COLUMNS)
     cells = [[columns[head](row) for head in SHORT] for row in chosen]
-    return "\n".join([*_markdown(SHORT, cells), "", provenance(chosen)])
+    return "\n".join([*markdown_lines(SHORT, cells), "", provenance(chosen)])
 
 
-def _markdown(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+def markdown_lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return [*lines, *("| " + " | ".join(line) + " |" for line in cells)]
 
 
-def provenance(rows: Sequence[Row]) -> str:
+def provenance(rows: Sequence[Any]) -> str:
     """Where, with what and when the rows were measured, in a line."""
     return _provenance_of([vars(row) for row in rows])
 

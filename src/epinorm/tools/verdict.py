@@ -14,19 +14,20 @@ PASSES = {"forward": "Forward", "training": "Forward and backward"}
 NAMES = {"eager": "eager", "compile": "torch.compile"}
 
 
-def spreads(samples: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """For every competitor [low, high]: in eight of ten rounds its time over ours lies between.
+def spreads(samples: Mapping[str, Sequence[float]], over: str = "ours") -> dict[str, list[float]]:
+    """For every other [low, high]: in eight of ten rounds its time over that of ``over`` lies
+    between.
 
-    ``samples`` are the times of each, round by round, ours under "ours". Compared within a round,
-    so that what drifts meets both.
+    ``samples`` are the times of each, round by round. Compared within a round, so that what drifts
+    meets both.
     """
-    ours = samples["ours"]
-    if len(ours) < 2:
+    base = samples[over]
+    if len(base) < 2:
         return {}
     found = {}
     for name, times in samples.items():
-        if name != "ours":
-            ratios = [time / our for time, our in zip(times, ours, strict=True)]
+        if name != over:
+            ratios = [time / own for time, own in zip(times, base, strict=True)]
             tenths = statistics.quantiles(ratios, n=10, method="inclusive")
             found[name] = [float(f"{tenths[i]:.4g}") for i in (0, -1)]
     return found

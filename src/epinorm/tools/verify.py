@@ -120,16 +120,19 @@ def run_model(
     training: bool,
     dy_seed: int = 0,
     kept: Sequence[Tensor | None] = (),
+    call: Callable[..., Any] | None = None,
 ) -> Outcome:
     """Run forward, and in training also backward with a random dy drawn from ``dy_seed``.
 
     ``kept`` says for each output where dy stays (elsewhere it is zero); None: everywhere.
-    Without training, the run is under ``torch.no_grad``. Gradients come by name: "gradient of
-    input 0", "gradient of fc.weight", ...; None where backward gave none.
+    ``call``: what runs in the model's place, on its parameters. Without training, the run is under
+    ``torch.no_grad``. Gradients come by name: "gradient of input 0", "gradient of fc.weight", ...;
+    None where backward gave none.
     """
+    call = model if call is None else call
     if not training:
         with torch.no_grad():
-            return Outcome(_floating_leaves(model(*inputs)), {})
+            return Outcome(_floating_leaves(call(*inputs)), {})
     inputs = tuple(
         value.detach().clone().requires_grad_()
         if isinstance(value, Tensor) and value.is_floating_point()
@@ -137,7 +140,7 @@ def run_model(
         for value in inputs
     )
     model.zero_grad(set_to_none=True)
-    outputs = _floating_leaves(model(*inputs))
+    outputs = [output for output in _floating_leaves(call(*inputs)) if output.requires_grad]
     dys = draw_dy(outputs, dy_seed)
     for dy, keep in zip(dys, kept, strict=False):
         if keep is not None and keep.shape == dy.shape:

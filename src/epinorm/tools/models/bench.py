@@ -1,0 +1,204 @@
+"""Verify a whole model's four ways to run, time them interleaved, and say where the time went."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import epinorm
+from epinorm.capture.backend import compile_graph
+from epinorm.tools.bench import fp32_precision_set, model_runner
+from epinorm.tools.models.families import families_of
+from epinorm.tools.models.rows import OURS, ModelRow
+from epinorm.tools.models.subject import Setting, Subject, dropout_off, most_dropout
+from epinorm.tools.models.verify import Judged, judge_candidate, truth_of
+from epinorm.tools.results import commit, device_name, today
+from epinorm.tools.timing import (
+    Settings,
+    peak_memory_mb,
+    sample_interleaved,
+    wall_times,
+)
+from epinorm.tools.verdict import spreads
+
+__all__ = ["FEW_RUNS", "bench_model"]
+
+Notify = Callable[[str, float], None]
+
+FEW_RUNS = Settings(runs=12, warmup=3, cpu_runs=3, cpu_seconds=4.0, wall_calls=30, wall_blocks=3)
+LONGEST_WALL_MS = 10.0
+"""Longer calls' time does not depend on the host: events say it."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to run the model: ``call`` takes the inputs, ``model`` has the parameters."""
+
+    model: nn.Module
+    call: Callable[..., Any]
+
+
+def _silent(stage: str, share: float) -> None:
+    pass
+
+
+def bench_model(
+    subject: Subject,
+    setting: Setting,
+    training: bool,
+    device: torch.device,
+    competitors: Sequence[str] = ("compile", "backend"),
+    timing: Settings = FEW_RUNS,
+    notify: Notify = _silent,
+) -> ModelRow:
+    """Make, verify and time the model in one setting and pass.
+
+    ``competitors``: of "compile" and "backend", those to run beside eager and fused. Forward is in
+    eval mode without gradients, training in train mode with all gradients. A way that does not run,
+    or whose verification fails, has no times and a reason.
+    """
+    with fp32_precision_set(setting.precision):
+        notify("making the model", 0.0)
+        model, inputs = subject.make(setting, device)
+        model.train(training)
+        torch._dynamo.reset()  # earlier rows' compilations count towards its limits
+        ways = _ways(model, setting, competitors)
+        judged, reasons = _verify(ways, inputs, setting, training, notify)
+        explained = _explained(ways["fused"].model, inputs, setting, training)
+        row = _row(subject, setting, training, device, judged.get("fused"), most_dropout(model))
+        row = replace(
+            row,
+            verified=all(
+                name in judged and judged[name].reason is None for name in OURS if name in ways
+            ),
+            places=len(explained.rows),
+            fused_places=explained.fused,
+            reasons=reasons or None,
+        )
+        good = {name: way for name, way in ways.items() if name not in reasons}
+        measured = _measure(good, inputs, training, device, timing, notify)
+        return replace(row, **measured)
+
+
+def _ways(model: nn.Module, setting: Setting, competitors: Sequence[str]) -> dict[str, _Way]:
+    fused = epinorm.fuse(copy.deepcopy(model))
+    functions: dict[str, tuple[nn.Module, Any]] = {"eager": (model, model)}
+    if "compile" in competitors:
+        functions["compile"] = (model, torch.compile(model, dynamic=False))
+    functions["fused"] = (fused, fused)
+    if "backend" in competitors:
+        functions["backend"] = (model, torch.compile(model, backend=compile_graph, dynamic=False))
+    return {
+        name: _Way(owner, partial(setting.call, function))
+        for name, (owner, function) in functions.items()
+    }
+
+
+def _explained(fused: nn.Module, inputs: tuple[Any, ...], setting: Setting, training: bool) -> Any:
+    with torch.set_grad_enabled(training):
+        return setting.call(partial(epinorm.explain, fused), *inputs)
+
+
+def _verify(
+    ways: Mapping[str, _Way],
+    inputs: tuple[Any, ...],
+    setting: Setting,
+    training: bool,
+    notify: Notify,
+) -> tuple[dict[str, Judged], dict[str, str]]:
+    """How exact each way is, and for those that are wrong or do not run the reason."""
+    model = ways["eager"].model
+    judged: dict[str, Judged] = {}
+    reasons: dict[str, str] = {}
+    with dropout_off(model, ways["fused"].model):
+        notify("running it in float64", 0.05)
+        truth = truth_of(model, inputs, setting, training)
+        ways["fused"].model.load_state_dict(model.state_dict())
+        for index, (name, way) in enumerate(ways.items()):
+            if name == "eager":
+                continue
+            notify(f"verifying {name}", 0.1 + 0.1 * index)
+            try:
+                judged[name] = judge_candidate(
+                    truth, way.model, way.call, inputs, setting, training
+                )
+            except (
+                Exception
+            ) as error:  # a compiler's failure costs its column alone; the row says it
+                text = next((line for line in str(error).splitlines() if line.strip()), "")
+                reasons[name] = f"{type(error).__name__}: {text.strip()}"[:300]
+                continue
+            # torch.compile's exactness is its own matter; ours has to be eager's.
+            if name in OURS and (reason := judged[name].reason):
+                reasons[name] = reason
+    return judged, reasons
+
+
+def _row(
+    subject: Subject,
+    setting: Setting,
+    training: bool,
+    device: torch.device,
+    judged: Judged | None,
+    dropout: float,
+) -> ModelRow:
+    row = ModelRow(
+        model=subject.name,
+        setting=setting.name,
+        dtype=str(setting.dtype).removeprefix("torch."),
+        precision=setting.precision,
+        pass_="training" if training else "forward",
+        verified=False,
+        places=0,
+        fused_places=0,
+        gpu=device_name(device),
+        torch=torch.__version__,
+        commit=commit(),
+        date=today(),
+        dropout=dropout if training else 0.0,
+    )
+    if judged is None:
+        return row
+    row = replace(row, ours_error=judged.output.ours, eager_error=judged.output.eager)
+    if judged.pooled is None:
+        return row
+    ours, eager = judged.pooled
+    return replace(row, ours_gradient_error=ours, eager_gradient_error=eager)
+
+
+def _measure(
+    ways: Mapping[str, _Way],
+    inputs: tuple[Any, ...],
+    training: bool,
+    device: torch.device,
+    timing: Settings,
+    notify: Notify,
+) -> dict[str, Any]:
+    runners = {
+        name: model_runner(way.model, inputs, training, call=way.call) for name, way in ways.items()
+    }
+    gc.collect()  # what the verification left behind would be collected during a timed run
+    notify("timing", 0.5)
+    samples = sample_interleaved(
+        runners, device, timing, lambda share: notify("timing", 0.5 + 0.3 * share)
+    )
+    medians = {name: statistics.median(times) / 1000 for name, times in samples.items()}
+    values: dict[str, Any] = {f"{name}_ms": time for name, time in medians.items()}
+    values |= {"runs": len(samples["eager"]), "spreads": spreads(samples, "eager") or None}
+    notify("measuring the host's time and memory", 0.85)
+    if max(medians.values()) < LONGEST_WALL_MS:
+        for name, wall in wall_times(runners, device, timing).items():
+            values[f"{name}_wall_ms"] = None if wall is None else wall / 1000
+    for name, runner in runners.items():
+        values[f"{name}_peak_mb"] = peak_memory_mb(runner, device)
+    shown = {name: runners[name] for name in ("eager", *OURS) if name in runners}
+    values["families"] = families_of(shown, device)
+    return values

@@ -1,0 +1,110 @@
+"""One measured model, and the files ``benchmarks/results/models/<gpu>.json`` that hold them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from epinorm.tools.results import put_values
+
+__all__ = ["COMPETITORS", "ModelRow", "merge_model_rows", "read_model_rows"]
+
+COMPETITORS = ("eager", "compile", "fused", "backend")
+"""Eager, torch.compile, ``epinorm.fuse`` and ``torch.compile(backend="epinorm")``."""
+OURS = ("fused", "backend")
+
+KEY = ("model", "setting", "pass", "gpu")
+"""Two rows with the same values here measure the same thing: the newer one replaces the older."""
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One model, setting and pass. Times in ms: by CUDA's events, and ``wall`` from call to call in
+    a loop; memory in 10^6 bytes; None: not there.
+
+    ``ours_error`` and ``eager_error`` are relative to float64's output, the ``gradient`` ones those
+    of all gradients together; ours is that of ``fused``. What is not verified has no times.
+    ``places``: where a chain could be, ``fused_places`` of them run as ours. ``dropout``: the
+    largest p while timed; verification is without. ``families``: GPU ms of each kind of kernel, of
+    eager and of fused. ``reasons``: why a competitor has no times. ``spreads``: for each, eight of
+    ten rounds' times over eager's.
+    """
+
+    model: str
+    setting: str
+    dtype: str
+    precision: str
+    pass_: str
+    verified: bool
+    places: int
+    fused_places: int
+    gpu: str
+    torch: str
+    commit: str | None
+    date: str
+    eager_ms: float | None = None
+    compile_ms: float | None = None
+    fused_ms: float | None = None
+    backend_ms: float | None = None
+    eager_wall_ms: float | None = None
+    compile_wall_ms: float | None = None
+    fused_wall_ms: float | None = None
+    backend_wall_ms: float | None = None
+    eager_peak_mb: float | None = None
+    compile_peak_mb: float | None = None
+    fused_peak_mb: float | None = None
+    backend_peak_mb: float | None = None
+    ours_error: float | None = None
+    eager_error: float | None = None
+    ours_gradient_error: float | None = None
+    eager_gradient_error: float | None = None
+    dropout: float = 0.0
+    runs: int | None = None
+    spreads: dict[str, list[float]] | None = None
+    families: dict[str, dict[str, float]] | None = None
+    reasons: dict[str, str] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as it stands in a results file: numbers to four digits."""
+        return {("pass" if k == "pass_" else k): _rounded(v) for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> ModelRow:
+        """Read a row back; keys that this version does not know are left out."""
+        known = {f.name for f in fields(ModelRow)}
+        renamed = {("pass_" if k == "pass" else k): v for k, v in values.items()}
+        return ModelRow(**{k: v for k, v in renamed.items() if k in known})
+
+    def over(self, name: str, other: str = "eager") -> float | None:
+        """The time of ``other`` over that of ``name``; None where one is missing."""
+        ours, theirs = getattr(self, f"{name}_ms"), getattr(self, f"{other}_ms")
+        return theirs / ours if ours and theirs else None
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else None
+    return value
+
+
+def read_model_rows(path: Path) -> list[ModelRow]:
+    """The rows of a results file; raises ValueError if the file is not one."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return [ModelRow.from_json(value) for value in values]
+    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no results file of models: {error}") from None
+
+
+def merge_model_rows(path: Path, rows: Iterable[ModelRow]) -> None:
+    """Put rows into a results file, each in place of the one with the same key."""
+    for row in rows:
+        put_values(path, row.as_json(), KEY)

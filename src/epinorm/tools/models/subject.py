@@ -1,0 +1,135 @@
+"""What is to be measured: a model by its name, file or import path, in a setting."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from epinorm.tools.kernelbench.problem import load_problem
+from epinorm.tools.models.named import NAMED, Made
+
+__all__ = ["SETTINGS", "Setting", "Subject", "dropout_off", "load_subject", "most_dropout"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """dtype of parameters and inputs, precision of fp32 products, and whether calls are under
+    autocast to bfloat16."""
+
+    name: str
+    dtype: torch.dtype
+    precision: Literal["highest", "high", "native"]
+    autocast: bool = False
+
+    def call(self, model: Callable[..., Any], *inputs: Any) -> Any:
+        """The model's result in this setting."""
+        if not self.autocast:
+            return model(*inputs)
+        with torch.autocast(_device_of(inputs).type, torch.bfloat16):
+            return model(*inputs)
+
+    @property
+    def products(self) -> torch.dtype:
+        """The dtype of the matrix products' operands."""
+        return torch.bfloat16 if self.autocast else self.dtype
+
+
+def _device_of(inputs: tuple[Any, ...]) -> torch.device:
+    return next(value.device for value in inputs if isinstance(value, Tensor))
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "highest": Setting("highest", torch.float32, "highest"),
+    "high": Setting("high", torch.float32, "high"),
+    "bf16": Setting("bf16", torch.bfloat16, "native"),
+    "bf16-autocast": Setting("bf16-autocast", torch.float32, "highest", True),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that can be made anew."""
+
+    name: str
+    factory: Callable[[], Made]
+
+    def make(self, setting: Setting, device: torch.device, seed: int = 0) -> Made:
+        """The model and its inputs in a setting, the same at each call."""
+        torch.manual_seed(seed)
+        model, inputs = self.factory()
+        model = model.to(device=device, dtype=setting.dtype)
+
+        def place(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device, setting.dtype if value.is_floating_point() else None)
+
+        return model, tuple(map(place, inputs))
+
+
+def load_subject(text: str, small: bool = False) -> Subject:
+    """What ``text`` names: one of NAMED, ``FILE.py:Model`` or ``package.module:factory``.
+
+    A factory takes nothing and returns a model and the tuple of its inputs. Raises ValueError for
+    a name that is none of these, ProblemError for what is wrong with a file.
+    """
+    if text in NAMED:
+        return Subject(f"{text}_small" if small else text, lambda: NAMED[text](small))
+    module, colon, name = text.rpartition(":")
+    if not colon:
+        raise ValueError(
+            f"{text!r} is no model: expected one of {', '.join(NAMED)}, FILE.py:Model or "
+            "package.module:factory"
+        )
+    if module.endswith(".py"):
+        if name != "Model":
+            raise ValueError(f"a problem file's model is Model, got {text!r}")
+        problem = load_problem(module)
+        return Subject(Path(module).stem, lambda: problem.make(torch.float32, "cpu"))
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{text!r} cannot be imported: {error}") from error
+    return Subject(name, lambda: _made(text, factory()))
+
+
+def _made(text: str, made: Any) -> Made:
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        model, inputs = made
+        inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        if any(isinstance(value, Tensor) for value in inputs):
+            return model, tuple(inputs)
+    raise ValueError(f"{text}() must return a model and the tuple of its inputs")
+
+
+def most_dropout(model: nn.Module) -> float:
+    """The largest share that a dropout module of the model drops in training."""
+    return max(
+        (m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)), default=0.0
+    )
+
+
+@contextlib.contextmanager
+def dropout_off(*models: nn.Module) -> Iterator[None]:
+    """Within, dropout modules drop nothing, in training too: eager's mask is not ours."""
+    modules = [
+        m
+        for model in models
+        for m in model.modules()
+        if isinstance(m, nn.modules.dropout._DropoutNd)
+    ]
+    were = [m.p for m in modules]
+    for module in modules:
+        module.p = 0.0
+    try:
+        yield
+    finally:
+        for module, p in zip(modules, were, strict=True):
+            module.p = p

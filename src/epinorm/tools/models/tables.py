@@ -1,0 +1,66 @@
+"""Whole models as tables for README, docs and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from epinorm.tools.models.rows import COMPETITORS, ModelRow
+from epinorm.tools.tables import markdown_lines, provenance, times
+
+__all__ = ["NAMES", "details_table", "milliseconds", "models_table"]
+
+NAMES = {
+    "eager": "eager",
+    "compile": "`torch.compile`",
+    "fused": "`epinorm.fuse`",
+    "backend": '`backend="epinorm"`',
+}
+
+
+def milliseconds(value: float | None) -> str:
+    """Three digits, with the unit; a dash for None."""
+    if value is None:
+        return "–"
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def _cell(row: ModelRow, name: str) -> str:
+    value = getattr(row, f"{name}_ms")
+    if value is None:
+        return "not verified" if name in (row.reasons or {}) and name != "compile" else "–"
+    ratio = "" if name == "eager" else f" ({times(row.over(name))})"
+    return milliseconds(value) + ratio
+
+
+def models_table(rows: Sequence[ModelRow]) -> str:
+    """Six columns: each way's time and how many times as fast as eager it is."""
+    if not rows:
+        return "Not measured yet."
+    heads = ("model", "setting", *(NAMES[name] for name in COMPETITORS))
+    cells = [[row.model, row.setting, *(_cell(row, name) for name in COMPETITORS)] for row in rows]
+    return "\n".join([*markdown_lines(heads, cells), "", provenance(rows)])
+
+
+def details_table(rows: Sequence[ModelRow]) -> str:
+    """What verification, memory and coverage were."""
+    if not rows:
+        return "Not measured yet."
+    heads = (
+        *("model", "setting", "error, ours / eager", "gradients' error, ours / eager"),
+        *("peak MB, fused / eager", "places fused"),
+    )
+    cells = [
+        [
+            *(row.model, row.setting),
+            _pair(row.ours_error, row.eager_error, ".1e"),
+            _pair(row.ours_gradient_error, row.eager_gradient_error, ".1e"),
+            _pair(row.fused_peak_mb, row.eager_peak_mb, ".0f"),
+            f"{row.fused_places} of {row.places}",
+        ]
+        for row in rows
+    ]
+    return "\n".join([*markdown_lines(heads, cells), "", provenance(rows)])
+
+
+def _pair(ours: float | None, eager: float | None, form: str) -> str:
+    return "–" if ours is None or eager is None else f"{ours:{form}} / {eager:{form}}"

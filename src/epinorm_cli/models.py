@@ -1,0 +1,104 @@
+"""``epinorm bench`` for whole models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from epinorm_cli.options import UsageError, device_of, one_of, one_sentence, passes_of
+
+if TYPE_CHECKING:
+    from epinorm.tools.models.rows import ModelRow
+
+__all__ = ["bench_models", "is_whole_model"]
+
+
+def is_whole_model(text: str) -> bool:
+    """Whether the text is a name or an import path, not a problem file."""
+    return not text.endswith(".py") and not Path(text).exists()
+
+
+def bench_models(
+    text: str,
+    settings: str,
+    device: str | None,
+    training: bool | None,
+    small: bool,
+    compile_: bool,
+    runs: int | None,
+    out_folder: Path,
+    as_json: bool,
+) -> bool:
+    """Measure a model in each setting and pass; whether all of it was verified."""
+    with one_sentence():
+        from dataclasses import replace
+
+        from epinorm.tools.console import err, progress
+        from epinorm.tools.models import SETTINGS, bench_model, load_subject, merge_model_rows
+        from epinorm.tools.models.bench import FEW_RUNS
+        from epinorm.tools.results import device_slug
+
+        where = device_of(device)
+        chosen = [SETTINGS[one_of("--settings", s, tuple(SETTINGS))] for s in settings.split(",")]
+        if where.type != "cuda" and any(s.precision == "high" for s in chosen):
+            raise UsageError(f"setting high (TF32) exists on CUDA alone, the device is {where}")
+        subject = load_subject(text, small)
+        timing = FEW_RUNS if runs is None else replace(FEW_RUNS, runs=runs)
+        rows = []
+        for setting in chosen:
+            for is_training in passes_of(training):
+                pass_ = "forward + backward" if is_training else "forward"
+                with progress(f"{subject.name}, {setting.name}, {pass_}") as notify:
+                    competitors = ("compile", "backend") if compile_ else ()
+                    row = bench_model(
+                        subject, setting, is_training, where, competitors, timing, notify
+                    )
+                rows.append(row)
+                path = out_folder / "models" / f"{device_slug(row.gpu)}.json"
+                try:
+                    merge_model_rows(path, [row])
+                except (OSError, ValueError) as error:
+                    err.print(f"results were not written to {path}: {error}", markup=False)
+                if not as_json:
+                    _show(row)
+        if as_json:
+            print(json.dumps([row.as_json() for row in rows], indent=1))
+        return all(row.verified for row in rows)
+
+
+def _show(row: ModelRow) -> None:
+    from rich.table import Table
+
+    from epinorm.tools.console import out
+    from epinorm.tools.models.rows import COMPETITORS
+    from epinorm.tools.models.tables import NAMES, milliseconds
+    from epinorm.tools.tables import times
+
+    pass_ = "forward + backward" if row.pass_ == "training" else "forward"
+    out.print(
+        f"{row.model}, {row.setting}, {pass_}: {row.fused_places} of {row.places} places fused",
+        style="bold", markup=False,
+    )  # fmt: skip
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("", "time", "over eager", "in a loop", "peak MB"):
+        table.add_column(head, justify="right" if head else "left")
+    for name in COMPETITORS:
+        values: Any = [getattr(row, f"{name}_{key}") for key in ("ms", "wall_ms", "peak_mb")]
+        if values[0] is None and name not in (row.reasons or {}):
+            continue
+        peak = "–" if values[2] is None else f"{values[2]:.0f}"
+        cells = [milliseconds(values[0]), times(row.over(name)), milliseconds(values[1]), peak]
+        table.add_row(NAMES[name], *cells)
+    out.print(table)
+    if row.ours_error is not None and row.eager_error is not None:
+        out.print(f"error {row.ours_error:.1e}, eager's {row.eager_error:.1e}", markup=False)
+    if row.ours_gradient_error is not None and row.eager_gradient_error is not None:
+        both = f"{row.ours_gradient_error:.1e}, eager's {row.eager_gradient_error:.1e}"
+        out.print(f"gradients' error {both}", markup=False)
+    for name, reason in (row.reasons or {}).items():
+        out.print(f"{NAMES[name]}: {reason}", style="red", markup=False)
+    for name, of in (row.families or {}).items():
+        said = ", ".join(f"{family} {ms:.3g} ms" for family, ms in of.items())
+        out.print(f"{NAMES[name]}: {said}", markup=False)
+    out.print()

@@ -1,0 +1,180 @@
+"""``epinorm bench MODEL``: which models, how exact, and what of it stands in files and tables."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from epinorm.tools.kinks import rows_away_from_kinks
+from epinorm.tools.models import SETTINGS, bench_model, load_subject, read_model_rows
+from epinorm.tools.models.families import family
+from epinorm.tools.models.rows import ModelRow, merge_model_rows
+from epinorm.tools.models.subject import dropout_off
+from epinorm.tools.models.tables import details_table, models_table
+from epinorm.tools.models.verify import judge_candidate, truth_of
+from epinorm.tools.timing import Settings
+from epinorm_cli import app
+
+CPU = torch.device("cpu")
+FAST = Settings(runs=2, cpu_runs=2, cpu_seconds=0.1)
+
+
+class Net(nn.Module):
+    def __init__(self, wrong: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 32)
+        self.fc = nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(32)
+        self.drop = nn.Dropout(0.5)
+        self.out = nn.Linear(32, 8)
+        self.wrong = wrong
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.drop(torch.relu(self.norm(self.fc(self.embed(ids)))))
+        return self.out(h + self.wrong * h.detach())
+
+
+def net() -> tuple[nn.Module, tuple[Tensor]]:
+    return Net(), (torch.randint(0, 20, (4, 16)),)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[ModelRow]:
+    """One model from an import path, in two settings, dropout active while it is timed."""
+    subject = load_subject(f"{__name__}:net")
+    return [
+        bench_model(subject, SETTINGS[setting], training, CPU, (), FAST)
+        for setting, training in (("highest", False), ("bf16-autocast", True))
+    ]
+
+
+def test_each_row_says_what_was_measured(rows: list[ModelRow]) -> None:
+    forward, training = rows
+    assert forward.verified
+    assert training.verified
+    assert (forward.model, forward.setting, forward.pass_) == ("net", "highest", "forward")
+    assert (training.setting, training.dtype, training.pass_) == (
+        "bf16-autocast", "float32", "training",
+    )  # fmt: skip
+    assert (forward.dropout, training.dropout) == (0.0, 0.5)
+    assert forward.fused_places == 1
+    for row in rows:
+        assert row.eager_ms > 0
+        assert row.fused_ms > 0
+        assert row.compile_ms is row.backend_ms is row.fused_peak_mb is None
+        assert set(row.spreads) == {"fused"}
+        assert row.reasons is None
+    assert 1e-9 < forward.ours_error <= 1.1 * forward.eager_error < 1e-5
+    assert 1e-4 < training.ours_gradient_error <= 1.1 * training.eager_gradient_error < 1e-1
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_wrong_model_is_found(training: bool) -> None:
+    model, inputs = net()
+    model.drop.p = 0.0
+    truth = truth_of(model, inputs, SETTINGS["highest"], training)
+    right = copy.deepcopy(model)
+    assert (
+        judge_candidate(truth, right, right, inputs, SETTINGS["highest"], training).reason is None
+    )
+    right.wrong = 1e-4
+    reason = judge_candidate(truth, right, right, inputs, SETTINGS["highest"], training).reason
+    assert "allowed" in reason
+
+
+def test_one_wrong_gradient_is_found() -> None:
+    model, inputs = net()
+    model.drop.p = 0.0
+    truth = truth_of(model, inputs, SETTINGS["highest"], True)
+    model.norm.bias.register_hook(lambda grad: grad * (1 + 1e-4))
+    reason = judge_candidate(truth, model, model, inputs, SETTINGS["highest"], True).reason
+    assert reason.startswith("gradient of norm.bias")
+
+
+def test_rows_near_a_kink_of_any_layer_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    nn.init.eye_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    x = torch.ones(6, 4, dtype=torch.float64)
+    x[1, 2] = -1e-9
+    (kept,) = rows_away_from_kinks(model, (x,), [torch.Size((6, 2))], 1e-8)
+    assert kept[:, 0].tolist() == kept[:, 1].tolist() == [True, False, *[True] * 4]
+    assert rows_away_from_kinks(model, (x * 1e-3,), [torch.Size((6, 2))], 1.0) == [None]
+
+
+def test_dropout_is_off_within_alone() -> None:
+    model, inputs = net()
+    with dropout_off(model):
+        assert torch.equal(model(*inputs), model(*inputs))
+    assert not torch.equal(model(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bert", "expected one of bert_base"),
+        ("no.such:thing", "cannot be imported"),
+        ("tests.py:Net", "a problem file's model is Model"),
+    ],
+)
+def test_a_name_that_is_none_is_one_sentence(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load_subject(text)
+    result = CliRunner().invoke(app, ["bench", text])
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_the_command_writes_rows_and_says_what_it_found(tmp_path: Path) -> None:
+    arguments = ["bench", "tdmpc2", "--small", "--forward", "--no-compile", "--runs", "2"]
+    arguments += ["--device", "cpu", "--out", str(tmp_path)]
+    for _ in range(2):  # the second run's row replaces the first's
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    assert "tdmpc2_small, highest, forward: 4 of 4 places fused" in result.stdout
+    (path,) = (tmp_path / "models").iterdir()
+    (row,) = read_model_rows(path)
+    assert row.model == "tdmpc2_small"
+    assert row.verified
+    assert json.loads(path.read_text())[0]["pass"] == "forward"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        ("linear_norm", "epinorm product"),
+        ("split_and_sample", "epinorm planes and guards"),
+        ("norm_backward_planes", "epinorm norm"),
+        ("void cublasLt::splitKreduce_kernel<32, 16>", "library product"),
+        ("sm90_xmma_gemm_f32f32_tf32f32", "library product"),
+        ("void at::native::vectorized_layer_norm_kernel<float>", "norm"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "pointwise, copies"),
+        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80", "attention"),
+        ("triton_poi_fused_add_0", "Triton"),
+    ],
+)
+def test_kernels_have_families(kernel: str, name: str) -> None:
+    assert family(kernel) == name
+
+
+def test_tables_show_times_ratios_and_what_is_not_verified(
+    rows: list[ModelRow], tmp_path: Path
+) -> None:
+    good = replace(rows[0], eager_ms=10.0, compile_ms=8.0, fused_ms=4.0, backend_ms=2.5)
+    bad = replace(good, setting="bf16", fused_ms=None, reasons={"fused": "output: error 1"})
+    table = models_table([good, bad])
+    assert "| net | highest | 10 ms | 8 ms (1.25×) | 4 ms (2.50×) | 2.5 ms (4.00×) |" in table
+    assert "| net | bf16 | 10 ms | 8 ms (1.25×) | not verified | 2.5 ms (4.00×) |" in table
+    assert f"| {good.fused_places} of {good.places} |" in details_table([good])
+    assert models_table([]) == "Not measured yet."
+    path = tmp_path / "gpu.json"
+    merge_model_rows(path, [good, bad, good])
+    assert [row.setting for row in read_model_rows(path)] == ["bf16", "highest"]
+    (tmp_path / "none.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match="no results file"):
+        read_model_rows(tmp_path / "none.json")
