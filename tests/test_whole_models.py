@@ -18,7 +18,7 @@ from epinorm.tools.models.subject import dropout_off
 from epinorm.tools.models.tables import details_table, models_table
 from epinorm.tools.models.verify import judge_candidate, truth_of
 from epinorm.tools.timing import Settings
-from epinorm_cli import app
+from epinorm_cli.commands import app
 
 CPU = torch.device("cpu")
 FAST = Settings(runs=2, cpu_runs=2, cpu_seconds=0.1)
@@ -136,7 +136,9 @@ def test_the_command_writes_rows_and_says_what_it_found(tmp_path: Path) -> None:
     for _ in range(2):  # the second run's row replaces the first's
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
-    assert "tdmpc2_small, highest, forward: 4 of 4 places fused" in result.stdout
+    assert (
+        "tdmpc2_small, highest, forward: 4 of 4 chains, 0 of 0 other Linears fused" in result.stdout
+    )
     (path,) = (tmp_path / "models").iterdir()
     (row,) = read_model_rows(path)
     assert row.model == "tdmpc2_small"
@@ -170,7 +172,7 @@ def test_tables_show_times_ratios_and_what_is_not_verified(
     table = models_table([good, bad])
     assert "| net | highest | 10 ms | 8 ms (1.25×) | 4 ms (2.50×) | 2.5 ms (4.00×) |" in table
     assert "| net | bf16 | 10 ms | 8 ms (1.25×) | not verified | 2.5 ms (4.00×) |" in table
-    assert f"| {good.fused_places} of {good.places} |" in details_table([good])
+    assert "| 1 of 1, 0 of 1 |" in details_table([good])
     assert models_table([]) == "Not measured yet."
     path = tmp_path / "gpu.json"
     merge_model_rows(path, [good, bad, good])

@@ -81,6 +81,8 @@ def bench_model(
             ),
             places=len(explained.rows),
             fused_places=explained.fused,
+            linears=len(explained.linears),
+            fused_linears=sum(row.fused for row in explained.linears),
             reasons=reasons or None,
         )
         good = {name: way for name, way in ways.items() if name not in reasons}
@@ -159,6 +161,8 @@ def _row(
         verified=False,
         places=0,
         fused_places=0,
+        linears=0,
+        fused_linears=0,
         gpu=device_name(device),
         torch=torch.__version__,
         commit=commit(),

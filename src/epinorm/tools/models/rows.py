@@ -28,8 +28,9 @@ class ModelRow:
 
     ``ours_error`` and ``eager_error`` are relative to float64's output, the ``gradient`` ones those
     of all gradients together; ours is that of ``fused``. What is not verified has no times.
-    ``places``: where a chain could be, ``fused_places`` of them run as ours. ``dropout``: the
-    largest p while timed; verification is without. ``families``: GPU ms of each kind of kernel, of
+    ``places``: where a Linear's result reaches a norm, ``fused_places`` of them run as ours;
+    ``linears`` and ``fused_linears`` are those without a norm. ``dropout``: the largest p while
+    timed; verification is without. ``families``: GPU ms of each kind of kernel, of
     eager and of fused. ``reasons``: why a competitor has no times. ``spreads``: for each, eight of
     ten rounds' times over eager's.
     """
@@ -42,6 +43,8 @@ class ModelRow:
     verified: bool
     places: int
     fused_places: int
+    linears: int
+    fused_linears: int
     gpu: str
     torch: str
     commit: str | None

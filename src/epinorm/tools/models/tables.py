@@ -47,7 +47,7 @@ def details_table(rows: Sequence[ModelRow]) -> str:
         return "Not measured yet."
     heads = (
         *("model", "setting", "error, ours / eager", "gradients' error, ours / eager"),
-        *("peak MB, fused / eager", "places fused"),
+        *("peak MB, fused / eager", "chains and other Linears fused"),
     )
     cells = [
         [
@@ -55,7 +55,7 @@ def details_table(rows: Sequence[ModelRow]) -> str:
             _pair(row.ours_error, row.eager_error, ".1e"),
             _pair(row.ours_gradient_error, row.eager_gradient_error, ".1e"),
             _pair(row.fused_peak_mb, row.eager_peak_mb, ".0f"),
-            f"{row.fused_places} of {row.places}",
+            f"{row.fused_places} of {row.places}, {row.fused_linears} of {row.linears}",
         ]
         for row in rows
     ]
