@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -94,6 +95,44 @@ def test_gradients_through_leading_dimensions(shape: tuple[int, ...], short: lis
         same(ours(x), y)
         same(*(torch.autograd.grad(m(x), [x, *m.parameters()], dy) for m in (model, ours)))
     assert short == [False, *[True] * 5]
+
+
+@pytest.mark.parametrize("shape", [(K,), (2, 3, K)])
+@pytest.mark.parametrize("norm", [epinorm.LayerNorm(), None])
+def test_residuals_through_leading_dimensions(
+    shape: tuple[int, ...], norm: Any, short: list[bool]
+) -> None:
+    caller = Caller(str(epinorm.Chain.build(norm, "add_residual|mul_channel")))
+    weight, gain = torch.randn(N, K), torch.randn(N)
+    for training in (False, True):
+        for _ in range(2):
+            x, residual = torch.randn(shape), torch.randn(*shape[:-1], N)
+            tensors = [t.requires_grad_(training) for t in (x, weight, residual, gain)]
+            y = caller(x, weight, None, None, None, (residual, gain))
+            expected = (F.linear(x, weight) + residual) * gain
+            expected = expected if norm is None else F.layer_norm(expected, (N,))
+            torch.testing.assert_close(y, expected)
+            if training:
+                dy = torch.randn_like(y)
+                pairs = (torch.autograd.grad(t, tensors, dy) for t in (y, expected))
+                torch.testing.assert_close(*pairs)
+    assert short == [False, True] * 2
+
+
+def test_a_weight_that_is_a_view_takes_the_short_way(short: list[bool]) -> None:
+    caller = Caller("layer_norm(1e-05)|relu", "auto")
+    turned = torch.randn(K, N)
+    for training in (False, True):
+        for _ in range(2):
+            x = torch.randn(ROWS, K, requires_grad=training)
+            y = caller(x, turned.requires_grad_(training).t(), None, None, None, ())
+            expected = F.layer_norm(x @ turned, (N,)).relu()
+            torch.testing.assert_close(y, expected)
+            if training:
+                dy = torch.randn_like(y)
+                ours, eagers = (torch.autograd.grad(t, [x, turned], dy) for t in (y, expected))
+                torch.testing.assert_close(ours, eagers)
+    assert short == [False, True] * 2
 
 
 def test_second_derivatives(pair: Any) -> None:

@@ -39,10 +39,9 @@ __all__ = [
     "callers",
     "constants_of",
     "eager_for",
-    "executable_for_step",
+    "executable_for_call",
     "executable_of",
     "forget_plans",
-    "is_dense",
     "planned",
     "run_backward",
     "run_forward",
@@ -201,11 +200,6 @@ def _inputs(
     )
 
 
-def is_dense(inputs: Inputs) -> bool:
-    """Whether the tensors are computed as they are, without copies."""
-    return _are_same(inputs, _inputs(*inputs))
-
-
 def _are_same(inputs: Inputs, dense: Inputs) -> bool:
     pairs = zip((*inputs[:5], *inputs.operands), (*dense[:5], *dense.operands), strict=True)
     return all(a is b for a, b in pairs)
@@ -247,11 +241,14 @@ def eager_for(executable: Executable) -> Eager | None:
     return Eager(executable.problem) if executable.plan.strategy == "reference" else None
 
 
-def executable_for_step(tensors: Sequence[Any], facts: Facts) -> Executable:
-    """What computes a training step of tensors in the order of ``Inputs``, dense or not."""
+def executable_for_call(
+    tensors: Sequence[Any], facts: Facts, training: bool, y_size: tuple[int, ...] | None = None
+) -> Executable:
+    """What computes tensors in the order of ``Inputs``, dense or not; training: a whole step.
+    y_size: see ``executable_of``."""
     given = Inputs(*(*tensors, constants_of(facts)))
     dense = _inputs(*given)
-    executable = executable_of(dense, facts, True, whole_step=True)
+    executable = executable_of(dense, facts, training, training, y_size)
     return executable if _are_same(given, dense) else _Copying(executable)
 
 

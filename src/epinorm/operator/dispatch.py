@@ -9,7 +9,6 @@ not promise that guard; where it is missing every call goes the long way, with t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -52,6 +51,7 @@ class Caller:
         check_strategy(strategy)
         self.facts: calls.Facts = (chain, strategy, strict, None)
         self._constants = calls.constants_of(self.facts)
+        self._kinds_of_operands = Chain.parse(chain).operand_kinds
         self._kinds = {} if like is None else like  # by number of tensors
         calls.callers.add(self)
 
@@ -97,12 +97,20 @@ class Caller:
                     return executable.y(self._constants, *tensors)
                 if training and kind.is_matrix:
                     return differentiable(executable, self.facts, tensors)
+                if operands and not kind.is_matrix:
+                    operands = self._folded(operands)
                 if training:  # autograd has to know of the folding
-                    y = differentiable(executable, self.facts, (_fold(x), *tensors[1:]))
+                    matrices = (_fold(x), *tensors[1:FIRST_OPERAND], *operands)
+                    y = differentiable(executable, self.facts, matrices)
                     return y.view(*x.shape[:-1], y.shape[1])
                 given = (x, weight, bias, norm_weight, norm_bias, operands, self._constants)
                 return executable.forward(*given).y
         return None
+
+    def _folded(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Those of one value an element as matrices."""
+        pairs = zip(operands, self._kinds_of_operands, strict=True)
+        return tuple([_fold(t) if kind == "element" else t for t, kind in pairs])
 
     def first(
         self,
@@ -129,16 +137,13 @@ class Caller:
         operands: tuple[Tensor, ...],
     ) -> None:
         tensors = (x, weight, bias, norm_weight, norm_bias, *operands)
-        if not _is_strided(tensors):
+        if not _is_strided(tensors) or not is_plain(tensors):
             return
-        if x.dim() != 2 and (operands or not x.is_contiguous()):
-            return
-        if not is_plain(tensors):
-            return
-        matrix = x if x.dim() == 2 else x.view(math.prod(x.shape[:-1]), x.shape[-1])
-        inputs = Inputs(matrix, weight, bias, norm_weight, norm_bias, operands, self._constants)
-        if not calls.is_dense(inputs):
-            return
+        matrix, folded = x, operands
+        if x.dim() != 2:
+            if not all(t.is_contiguous() for t in (x, *operands)):
+                return
+            matrix, folded = _fold(x), self._folded(operands)
         kinds = self._kinds.setdefault(len(tensors), [])
         kind = next((kind for kind in kinds if kind.fits(*tensors)), None)
         if kind is None:
@@ -151,7 +156,8 @@ class Caller:
             kind.executables.clear()
         y_size = None if x is matrix or training else (*x.shape[:-1], weight.shape[0])
         key = kind.key(tensors, training)
-        made = calls.executable_of(inputs, self.facts, training, training, y_size)
+        given = (matrix, weight, bias, norm_weight, norm_bias, folded)
+        made = calls.executable_for_call(given, self.facts, training, y_size)
         if key == kind.key(tensors, training):  # no other thread changed the setting meanwhile
             kind.executables[key] = calls.eager_for(made) or made
 
@@ -198,11 +204,12 @@ def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
     sizes: list[list[int | None]] = [list(tensors[i].shape) for i in places]
     strides: list[list[int | None]] = [list(tensors[i].stride()) for i in places]
     for i, size in zip(places, sizes, strict=True):
-        if i == 0 or (i >= FIRST_OPERAND and len(size) == 2):  # the key holds them
+        if i == 0 or (i >= FIRST_OPERAND and len(size) > 1):  # the key holds them
             size[:-1] = [None] * (len(size) - 1)
     is_matrix = len(sizes[0]) == 2
-    if not is_matrix:  # contiguous, so that its strides follow from its sizes
-        strides[0] = [None] * len(sizes[0])
+    dense = [] if is_matrix else [i for i in places if i == 0 or i >= FIRST_OPERAND]
+    for i in dense:  # contiguous, so that its strides follow from its sizes
+        strides[places.index(i)] = [None] * len(strides[places.index(i)])
     assert _tensor_guards is not None
     given = [tensors[i] for i in places]
     guards = _tensor_guards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
@@ -214,7 +221,7 @@ def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
         return (
             all([others[i] is None for i in absent])
             and check(*[others[i] for i in places])
-            and (is_matrix or others[0].is_contiguous())
+            and all([others[i].is_contiguous() for i in dense])
         )
 
     return fits

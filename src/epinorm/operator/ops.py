@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epinorm.operator import transforms
 from epinorm.operator.autograd import differentiable, is_plain
-from epinorm.operator.calls import constants_of, eager_for, executable_for_step, run_inference
+from epinorm.operator.calls import constants_of, eager_for, executable_for_call, run_inference
 from epinorm.operator.schema import linear_norm, linear_norm_backward, linear_norm_forward
 from epinorm.problem import Strategy
 
@@ -40,7 +40,7 @@ def call(
     facts = (chain, strategy, strict, None)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         inputs = (x, weight, bias, norm_weight, norm_bias, operands)
-        executable = executable_for_step(inputs, facts)
+        executable = executable_for_call(inputs, facts, True)
         eager = eager_for(executable)
         if eager is not None:
             return eager.y(constants_of(facts), *tensors)
