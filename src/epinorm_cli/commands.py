@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from epinorm_cli import kernelbench, tune  # noqa: F401  (they add their commands to the app)
-from epinorm_cli.models import bench_models, is_whole_model
+from epinorm_cli.models import bench_models, bench_suite, is_whole_model
 from epinorm_cli.options import (
     INTERRUPTED,
     DeviceOption,
@@ -28,6 +28,7 @@ from epinorm_cli.options import (
     ScaleOption,
     StrategyOption,
     TrainingOption,
+    UsageError,
     app,
     one_sentence,
     options_of,
@@ -48,14 +49,26 @@ app.add_typer(cache_app, name="cache")
 @app.command()
 def bench(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="MODEL",
             help="A problem FILE.py with one chain; or a whole model: FILE.py:Model, "
             "package.module:factory (which returns a model and its inputs), or a name: bert_base, "
             "bert_base_dropout, vit_b, llama_4, mlp_2048, tdmpc2, dreamer.",
         ),
-    ],
+    ] = None,
+    suite: Annotated[
+        Path | None,
+        typer.Option(
+            "--kernelbench",
+            metavar="FOLDER",
+            help="In place of MODEL: all problems of KernelBench's level 2 that begin with a "
+            "product, from your copy of it, by its rules, forward in fp32.",
+        ),
+    ] = None,
+    problems: Annotated[
+        str | None, typer.Option(help="With --kernelbench: these alone, such as 12,62.")
+    ] = None,
     dtype: DtypeOption = "float32",
     precision: PrecisionOption = None,
     device: DeviceOption = None,
@@ -87,6 +100,13 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Fuse MODEL, verify it, time it against PyTorch; write JSON, of one chain picture and page."""
+    if (model is None) == (suite is None):
+        with one_sentence():
+            raise UsageError("expected either MODEL or --kernelbench FOLDER")
+    if suite is not None:
+        right = bench_suite(*(suite, problems, device, compile_, runs, scale, out_folder, as_json))
+        raise typer.Exit(0 if right else 1)
+    assert model is not None
     if is_whole_model(model):
         verified = bench_models(
             *(model, settings, device, training, small, compile_, runs, out_folder, as_json)

@@ -11,7 +11,7 @@ from epinorm_cli.options import UsageError, device_of, one_of, one_sentence, pas
 if TYPE_CHECKING:
     from epinorm.tools.models.rows import ModelRow
 
-__all__ = ["bench_models", "is_whole_model"]
+__all__ = ["bench_models", "bench_suite", "is_whole_model"]
 
 
 def is_whole_model(text: str) -> bool:
@@ -103,3 +103,63 @@ def _show(row: ModelRow) -> None:
         said = ", ".join(f"{family} {ms:.3g} ms" for family, ms in of.items())
         out.print(f"{NAMES[name]}: {said}", markup=False)
     out.print()
+
+
+def bench_suite(
+    folder: Path,
+    problems: str | None,
+    device: str | None,
+    compile_: bool,
+    runs: int | None,
+    scale: int,
+    out_folder: Path,
+    as_json: bool,
+) -> bool:
+    """Run KernelBench's problems that begin with a product; whether all of them are right."""
+    with one_sentence():
+        from dataclasses import replace
+
+        from rich.table import Table
+
+        from epinorm.tools.console import err, out, progress
+        from epinorm.tools.models import suite
+        from epinorm.tools.models.bench import FEW_RUNS
+        from epinorm.tools.models.tables import SUITE, suite_cells, suite_sentence
+        from epinorm.tools.results import device_slug
+        from epinorm.tools.tables import times
+
+        where = device_of(device)
+        files = suite.problem_files(folder)
+        if problems is not None:
+            chosen = [one_of("--problems", p, tuple(map(str, files))) for p in problems.split(",")]
+            files = {int(p): files[int(p)] for p in chosen}
+        timing = FEW_RUNS if runs is None else replace(FEW_RUNS, runs=runs)
+        rows: list[suite.SuiteRow] = []
+        for done, (number, path) in enumerate(files.items(), 1):
+            with progress(f"{done} of {len(files)}, {path.stem}") as notify:
+                row = suite.bench_problem(
+                    *(number, path, where),
+                    compile=compile_, scale=scale, timing=timing, notify=notify,
+                )  # fmt: skip
+            rows.append(row)
+            results = out_folder / "kernelbench" / f"{device_slug(row.gpu)}.json"
+            try:
+                suite.merge_suite_rows(results, [row])
+            except (OSError, ValueError) as error:
+                err.print(f"results were not written to {results}: {error}", markup=False)
+            said = times(row.over("eager")) if row.right else f"not right: {row.reason}"
+            err.print(f"{done} of {len(files)}, {row.name}: {said}", markup=False)
+        if as_json:
+            print(json.dumps([row.as_json() for row in rows], indent=1))
+        else:
+            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            for head in SUITE:
+                table.add_column(head, no_wrap=True)
+            for row in rows:
+                table.add_row(*suite_cells(row))
+            out.print(table)
+            for row in rows:
+                if row.reason:
+                    out.print(f"{row.name}: {row.reason}", style="red", markup=False)
+            out.print(suite_sentence(rows), markup=False)
+        return all(row.right for row in rows)

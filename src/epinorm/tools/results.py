@@ -26,6 +26,7 @@ __all__ = [
     "newest",
     "put_values",
     "read_rows",
+    "rounded",
     "write_atomic",
 ]
 
@@ -89,7 +90,7 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         """The row as it stands in a results file: errors and times to four digits."""
         values = {("pass" if k == "pass_" else k): v for k, v in asdict(self).items()}
-        return {k: _rounded(v) for k, v in values.items()}
+        return {k: rounded(v) for k, v in values.items()}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Row:
@@ -116,7 +117,12 @@ class Row:
         return self.ours_error / self.eager_error
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Floats to four digits, in lists and dicts too."""
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
     if not isinstance(value, float):
         return value
     # JSON has no Inf and NaN; `reason` says what went wrong with such an error.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from epinorm.tools.results import put_values
+from epinorm.tools.results import put_values, rounded
 
 __all__ = ["COMPETITORS", "ModelRow", "merge_model_rows", "read_model_rows"]
 
@@ -73,7 +72,7 @@ class ModelRow:
 
     def as_json(self) -> dict[str, Any]:
         """The row as it stands in a results file: numbers to four digits."""
-        return {("pass" if k == "pass_" else k): _rounded(v) for k, v in asdict(self).items()}
+        return {("pass" if k == "pass_" else k): rounded(v) for k, v in asdict(self).items()}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> ModelRow:
@@ -86,16 +85,6 @@ class ModelRow:
         """The time of ``other`` over that of ``name``; None where one is missing."""
         ours, theirs = getattr(self, f"{name}_ms"), getattr(self, f"{other}_ms")
         return theirs / ours if ours and theirs else None
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_rounded(v) for v in value]
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else None
-    return value
 
 
 def read_model_rows(path: Path) -> list[ModelRow]:

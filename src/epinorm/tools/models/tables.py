@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from epinorm.tools.models.rows import COMPETITORS, ModelRow
-from epinorm.tools.tables import markdown_lines, provenance, times
+from epinorm.tools.models.suite import SuiteRow, geometric_mean
+from epinorm.tools.tables import markdown_lines, microseconds, provenance, times
 
-__all__ = ["NAMES", "details_table", "milliseconds", "models_table"]
+__all__ = ["NAMES", "SUITE", "details_table", "milliseconds", "models_table", "suite_cells"]
+__all__ += ["suite_sentence", "suite_table"]
 
 NAMES = {
     "eager": "eager",
@@ -64,3 +66,35 @@ def details_table(rows: Sequence[ModelRow]) -> str:
 
 def _pair(ours: float | None, eager: float | None, form: str) -> str:
     return "–" if ours is None or eager is None else f"{ours:{form}} / {eager:{form}}"
+
+
+SUITE = ("problem", "epinorm", "eager", "compile", "over eager", "error, ours / eager")
+
+
+def suite_cells(row: SuiteRow) -> list[str]:
+    """One problem of KernelBench in the columns of SUITE."""
+    ours = microseconds(row.ours_us, row.eager_us) if row.right else "not right"
+    both = _pair(row.ours_error, row.eager_error, ".1e")
+    others = [microseconds(t, row.eager_us) for t in (row.eager_us, row.compile_us)]
+    return [row.name.replace("_", " ", 1), ours, *others, times(row.over("eager")), both]
+
+
+def suite_sentence(rows: Sequence[SuiteRow]) -> str:
+    """How many are right, the geometric mean, and the slowest."""
+    right = [row for row in rows if row.right]
+    said = f"{len(right)} of {len(rows)} problems are right"
+    mean, to_compile = geometric_mean(right), geometric_mean(right, "compile")
+    if mean is None:
+        return f"{said}."
+    said += f"; {mean:.2f} times as fast as eager in the geometric mean"
+    said += f", {to_compile:.2f} times as fast as torch.compile" if to_compile else ""
+    slowest = min(right, key=lambda row: row.over("eager") or 0.0)
+    return f"{said}; the least is {slowest.over('eager'):.2f} ({slowest.name})."
+
+
+def suite_table(rows: Sequence[SuiteRow]) -> str:
+    """KernelBench's problems in six columns, and the sentence over all of them."""
+    if not rows:
+        return "Not measured yet."
+    lines = markdown_lines(SUITE, [suite_cells(row) for row in rows])
+    return "\n".join([*lines, "", suite_sentence(rows), "", provenance(rows)])
