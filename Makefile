@@ -46,6 +46,8 @@ record: $(READY)  ## as run, and keep the result as benchmarks/results/make-run.
 
 test: $(READY)  ## run the tests that need no GPU
 	@$(BIN)/python -m pytest $(PYTEST) $(ARGS)
+	@echo "Covered: everything a CPU can show, CUDA kernels compiled and their launches read." \
+	  "Left to a GPU: what kernels compute and how fast (make test-gpu, make sanitize-gpu)."
 
 lint: $(READY)  ## check format, lint, types and which way imports run
 	@$(BIN)/ruff format --check .

@@ -160,11 +160,6 @@ def _show_bench(rows: list[Any]) -> None:
     from epinorm.tools.console import bench_table, headline, out
     from epinorm.tools.verdict import verdict
 
-    for row in rows:
-        out.print(verdict(row), style="bold", markup=False)
-    if rows[0].gpu.startswith("CPU"):
-        out.print(ON_A_CPU, markup=False)
-    out.print()
     out.print(headline(rows[0]), markup=False)
     out.print()
     out.print(bench_table(rows))
@@ -184,6 +179,11 @@ def _show_bench(rows: list[Any]) -> None:
         else:
             out.print(f"[red]not verified[/] {row.pass_}, so no times: ", end="")
             out.print(row.reason, markup=False)
+    out.print()
+    for row in rows:
+        out.print(verdict(row), style="bold", markup=False)
+    if rows[0].gpu.startswith("CPU"):
+        out.print(ON_A_CPU, markup=False)
 
 
 def _write_results(folder: Path, name: str, rows: list[Any], show: bool) -> None:
@@ -210,8 +210,8 @@ def _write_results(folder: Path, name: str, rows: list[Any], show: bool) -> None
             print(json.dumps([row.as_json() for row in rows], indent=1))
         return
     if show:
-        kinds = ", ".join(p.suffix for p in written)
-        out.print(f"wrote {folder / name} ({kinds})", markup=False)
+        others = ", ".join(p.suffix for p in written[:-1])
+        out.print(f"page: {written[-1]} (beside it {others})", markup=False)
 
 
 @app.command()
