@@ -69,8 +69,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     ways: list[bool] = []
     again = Caller.again
 
-    def noted(caller: Caller, *tensors: Any) -> torch.Tensor | None:
-        y = again(caller, *tensors)
+    def noted(caller: Caller, *given: Any) -> torch.Tensor | None:
+        y = again(caller, *given)
         ways.append(y is not None)
         return y
 

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epinorm
 from epinorm.backends.prepack import marked
 from epinorm.operator import calls
-from epinorm.operator.dispatch import MOST_KINDS, Caller, caller_of
+from epinorm.operator.dispatch import Caller, caller_of
+from epinorm.operator.kinds import MOST_KINDS
 
 K, N, ROWS = 12, 16, 5
 OPERATOR = "linear_norm"
@@ -297,7 +298,7 @@ def test_kinds_and_sizes_are_bounded(short: list[bool]) -> None:
             y = caller(x, w, None, None, None, ())
             torch.testing.assert_close(y, torch.nn.functional.layer_norm(x @ w.t(), (N,)))
     assert short.count(True) == MOST_KINDS
-    assert sum(len(kinds) for kinds in caller._kinds.values()) == MOST_KINDS
+    assert sum(len(kinds) for kinds in caller._kinds.by_count.values()) == MOST_KINDS
 
 
 def test_a_fact_of_the_caller_is_no_fact_of_another(short: list[bool]) -> None:
@@ -312,7 +313,7 @@ def test_a_fact_of_the_caller_is_no_fact_of_another(short: list[bool]) -> None:
 def test_a_weight_is_planned_anew_where_it_is_prepacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this were a GPU: prepack changes which strategy is fastest, for that weight alone."""
     monkeypatch.setattr("epinorm.operator.calls.keeps", lambda weight: id(weight) in marked)
-    monkeypatch.setattr("epinorm.operator.dispatch.follows_setting", lambda *_: True)
+    monkeypatch.setattr("epinorm.operator.kinds.follows_setting", lambda *_: True)
     planned: list[bool] = []
     monkeypatch.setattr(calls, "planned", [lambda problem, _: planned.append(problem.prepacked)])
     calls.forget_plans()

@@ -29,8 +29,7 @@ from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.runtime import device, driver, launch, tensor_map
 from epinorm.chain import Chain, RMSNorm
 from epinorm.chain.reference import epilogue
-from epinorm.operator import calls
-from epinorm.operator import dispatch as caller
+from epinorm.operator import calls, kinds
 from epinorm.precision import product_precision
 
 SMS = 132
@@ -264,7 +263,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     set_(cuda_plan, "supported", lambda device: None)
     set_(tuned, "choice", lambda *_: None)
     set_(calls, "plan_for", _plan_for)
-    set_(caller, "follows_setting", lambda dtype, _: dtype == torch.float32)
+    set_(kinds, "follows_setting", lambda dtype, _: dtype == torch.float32)
     set_(
         calls, "product_precision", lambda dtype, _, *size: product_precision(dtype, "cuda", *size)
     )

@@ -1,10 +1,14 @@
 """What the operators promise on a GPU whichever strategy computes: autocast, graphs, streams."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from epinorm import Chain, GroupNorm, LayerNorm, LinearNorm, RMSNorm, linear_norm
+from epinorm.capture.backend import compile_graph
 from epinorm.chain import reference
 from epinorm.operator import ops
 
@@ -123,3 +127,33 @@ def test_empty_batch():
     assert y.shape == (0, 512)
     (gradient,) = torch.autograd.grad(y.sum(), w)
     assert torch.equal(gradient, torch.zeros_like(w))
+
+
+@pytest.mark.parametrize(
+    "dtype, precision", [("bfloat16", "highest"), ("float32", "highest"), ("float32", "high")]
+)
+def test_cuda_graphs_of_compiled_code_hold_the_operators(dtype: str, precision: str) -> None:
+
+    torch.set_float32_matmul_precision(precision)
+    torch._dynamo.reset()
+    layers = [(nn.Linear(512, 512), nn.GroupNorm(32, 512), nn.SiLU()) for _ in range(2)]
+    model = nn.Sequential(*(layer for block in layers for layer in block))
+    model = model.to("cuda", getattr(torch, dtype))
+    compiled = torch.compile(model, backend=compile_graph, mode="reduce-overhead")
+    exact = copy.deepcopy(model).double()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for _ in range(5):
+        x = torch.randn(256, 512, device="cuda", dtype=getattr(torch, dtype))
+        dy = torch.randn_like(x)
+        found = []
+        for run, of in ((compiled, model), (model, model), (exact, exact)):
+            of.zero_grad()
+            y = run(x.to(next(of.parameters()).dtype))
+            y.backward(dy.to(y.dtype))
+            found.append(
+                [t.detach().double().clone() for t in (y, *(p.grad for p in of.parameters()))]
+            )
+        for ours, eager, truth in zip(*found, strict=True):
+            assert (ours - truth).norm() <= 1.5 * (eager - truth).norm() + 1e-12 * truth.norm()
+    assert not counters["inductor"]["cudagraph_skips"]

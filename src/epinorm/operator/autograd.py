@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
@@ -17,43 +17,17 @@ from torch.autograd.function import _SingleLevelFunction
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue
 from epinorm.operator.accumulation import added, existing_gradient
-from epinorm.operator.calls import Facts, constants_of, run_backward
+from epinorm.operator.calls import Facts, constants_of, fold, fold_operands, run_backward
 from epinorm.operator.schema import library, linear_norm, linear_norm_backward, linear_norm_forward
+from epinorm.operator.undisturbed import is_plain
 from epinorm.problem import Executable, Forward, Inputs, StepForward
 
-__all__ = ["differentiable", "is_plain", "is_undisturbed"]
+__all__ = ["differentiable"]
 
 WEIGHT = Inputs._fields.index("weight")
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
-_PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
-
-
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_transform = torch._C._functorch.peek_interpreter_stack
-_autocast = torch._C._is_any_autocast_enabled
-_profiler = torch._C._autograd._profiler_enabled
-_trace = torch._C._get_tracing_state
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-def is_undisturbed() -> bool:
-    """Whether there is no mode, transform, autocast, profile or trace that may want a call."""
-    return (
-        not _dispatch_modes()
-        and not _function_modes()
-        and _transform() is None
-        and forward_ad._current_level < 0
-        and not _autocast()
-        and not _profiler()
-        and _trace() is None
-    )
-
-
-def is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether only autograd may want this call: undisturbed, and its tensors of no subclass."""
-    return is_undisturbed() and _PLAIN_TYPES.issuperset(map(type, tensors))
 
 
 def _has_tangent(tensors: Sequence[Tensor | None]) -> bool:
@@ -109,8 +83,13 @@ class _LinearNorm(_SingleLevel):
         ctx: Any, executable: Executable | None, facts: Facts, tensors: Sequence[Any]
     ) -> Forward:
         """Run forward and save what backward reads."""
-        inputs = (*tensors[:5], tensors[5:])
-        if executable is not None:
+        x, inputs = tensors[0], (*tensors[:5], tensors[5:])
+        if executable is not None and x.dim() != 2:
+            # In here: autograd need not record it. y is no view, which could not change in place.
+            inputs = (fold(x), *tensors[1:5], fold_operands(tensors[5:], facts))
+            kept = executable.forward(*(*inputs, constants_of(facts)))
+            kept.y.resize_(*x.shape[:-1], kept.y.shape[1])
+        elif executable is not None:
             kept = executable.forward(*(*inputs, constants_of(facts)))
         else:
             with _next_level():
@@ -132,6 +111,10 @@ class _LinearNorm(_SingleLevel):
         saved = ctx.saved_tensors
         kept, tensors, plain = list(saved[:3]), saved[3:], is_plain((dy, *saved))
         del saved
+        given = tensors
+        if given[0].dim() != 2:
+            dy, operands = fold(dy), fold_operands(given[5:], ctx.facts)
+            tensors = (fold(given[0]), *given[1:5], *operands)
         inputs = (*tensors[:5], tensors[5:])
         wanted = ctx.needs_input_grad[2:]
         found: Sequence[Tensor | None]
@@ -153,7 +136,12 @@ class _LinearNorm(_SingleLevel):
                 found = [None if gradient is into else gradient for gradient in found]
         else:
             found = linear_norm_backward(dy, *inputs, *kept, *ctx.facts, wanted)
-        return None, None, *_scatter(found, wanted)
+        gradients = _scatter(found, wanted)
+        if given is not tensors:
+            for i in (0, *range(5, len(given))):
+                if (gradient := gradients[i]) is not None:
+                    gradients[i] = gradient.reshape(given[i].shape)
+        return None, None, *gradients
 
 
 class _LinearNormForward(_LinearNorm):
@@ -222,7 +210,8 @@ def _first_order(
 
 
 def differentiable(executable: Executable, facts: Facts, tensors: Sequence[Any]) -> Tensor:
-    """Compute ``linear_norm`` by ``executable`` for plain tensors of which one wants a gradient."""
+    """Compute ``linear_norm`` by ``executable`` for plain tensors of which one wants a gradient;
+    those with rows may have any leading dimensions, which are folded for the executable."""
     return _LinearNorm.apply(executable, facts, *tensors)
 
 

@@ -36,17 +36,22 @@ from epinorm.problem import (
 __all__ = [
     "Eager",
     "Facts",
-    "callers",
+    "as_dense",
     "constants_of",
     "eager_for",
     "executable_for_call",
     "executable_of",
+    "fold",
+    "fold_operands",
     "forget_plans",
+    "in_order",
     "planned",
+    "remembering",
     "run_backward",
     "run_forward",
     "run_inference",
     "structure_of",
+    "wanted_of",
 ]
 
 Facts = tuple[str, Any, bool, torch.dtype | None]
@@ -54,18 +59,22 @@ Facts = tuple[str, Any, bool, torch.dtype | None]
 
 
 class _Structure(NamedTuple):
-    """A chain's text taken apart: what its kernels depend on, also as text, and its numbers."""
+    """A chain's text taken apart: what its kernels depend on, also as text, its numbers, and
+    which of its operands have one value an element."""
 
     chain: Chain
     text: str
     constants: tuple[float, ...]
+    elements: tuple[bool, ...]
 
 
 @lru_cache(maxsize=4096)
 def _structure_of(text: str) -> _Structure:
     chain = Chain.parse(text)
     structure = chain.structure
-    return _Structure(structure, str(structure), cast("tuple[float, ...]", chain.arguments))
+    elements = tuple(kind == "element" for kind in chain.operand_kinds)
+    numbers = cast("tuple[float, ...]", chain.arguments)
+    return _Structure(structure, str(structure), numbers, elements)
 
 
 def structure_of(text: str) -> str:
@@ -90,15 +99,15 @@ class _Remembers(Protocol):
     def forget(self) -> None: ...
 
 
-callers: weakref.WeakSet[_Remembers] = weakref.WeakSet()
+remembering: weakref.WeakSet[_Remembers] = weakref.WeakSet()
 """All that keep what calls were found to be."""
 
 
 def forget_plans() -> None:
     """Plan each call anew."""
     _executables.clear()
-    for caller in list(callers):
-        caller.forget()
+    for kinds in list(remembering):
+        kinds.forget()
 
 
 cleared_with(forget_plans)
@@ -115,7 +124,7 @@ def executable_of(
     dimensions are not folded. whole_step: see ``Problem``."""
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     device = x.device
-    chain, text, _ = _structure_of(facts[0])
+    chain, text, *_ = _structure_of(facts[0])
     precision = _precision(x, weight)
     prepacked = bool(marked) and keeps(weight)
     key = (
@@ -170,7 +179,7 @@ def _problem(
     )
 
 
-def _dense(t: Tensor) -> Tensor:
+def as_dense(t: Tensor) -> Tensor:
     """Make the last dimension contiguous, rows disjoint and memory what the values are; most
     tensors pass as they are."""
     if t.is_neg() or t._is_zerotensor():  # their sign or their zeros stand beside the memory
@@ -181,7 +190,7 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def _vector(t: Tensor | None) -> Tensor | None:
-    return None if t is None else _dense(t).contiguous()
+    return None if t is None else as_dense(t).contiguous()
 
 
 def _inputs(
@@ -194,8 +203,8 @@ def _inputs(
     constants: tuple[float, ...],
 ) -> Inputs:
     return Inputs(
-        *(_dense(x), _dense(weight), _vector(bias), _vector(norm_weight), _vector(norm_bias)),
-        tuple(_dense(t) for t in operands) if operands else (),
+        *(as_dense(x), as_dense(weight), _vector(bias), _vector(norm_weight), _vector(norm_bias)),
+        tuple(as_dense(t) for t in operands) if operands else (),
         constants,
     )
 
@@ -203,6 +212,19 @@ def _inputs(
 def _are_same(inputs: Inputs, dense: Inputs) -> bool:
     pairs = zip((*inputs[:5], *inputs.operands), (*dense[:5], *dense.operands), strict=True)
     return all(a is b for a, b in pairs)
+
+
+def fold(t: Tensor) -> Tensor:
+    """(..., C) → (M, C)."""
+    return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
+
+
+def fold_operands(operands: Sequence[Tensor], facts: Facts) -> tuple[Tensor, ...]:
+    """Those of one value an element as matrices."""
+    if not operands:
+        return ()
+    pairs = zip(operands, _structure_of(facts[0]).elements, strict=True)
+    return tuple([fold(t) if is_element else t for t, is_element in pairs])
 
 
 class Eager:
@@ -242,13 +264,17 @@ def eager_for(executable: Executable) -> Eager | None:
 
 
 def executable_for_call(
-    tensors: Sequence[Any], facts: Facts, training: bool, y_size: tuple[int, ...] | None = None
+    tensors: Sequence[Any],
+    facts: Facts,
+    training: bool,
+    whole_step: bool = False,
+    y_size: tuple[int, ...] | None = None,
 ) -> Executable:
-    """What computes tensors in the order of ``Inputs``, dense or not; training: a whole step.
-    y_size: see ``executable_of``."""
+    """What computes tensors in the order of ``Inputs``, dense or not; y_size: see
+    ``executable_of``."""
     given = Inputs(*(*tensors, constants_of(facts)))
     dense = _inputs(*given)
-    executable = executable_of(dense, facts, training, training, y_size)
+    executable = executable_of(dense, facts, training, whole_step, y_size)
     return executable if _are_same(given, dense) else _Copying(executable)
 
 
@@ -287,13 +313,22 @@ def run_backward(
         executable, left = executable_of(inputs, facts, True), None
         problem = executable.problem
         check_backward(dy, inputs, kept, problem.chain, problem.out_dtype, wanted)
-        dense = [_dense(t).contiguous() for t in kept]  # a hook may have handed back anything
-    want = Wanted(wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], tuple(wanted[5:]))
+        dense = [as_dense(t).contiguous() for t in kept]  # a hook may have handed back anything
+    want = wanted_of(wanted)
     forward = [Forward(dense[0], *dense)]  # backward never reads y
     del dense
     if isinstance(kept, list):
         kept.clear()
-    found = executable.backward(inputs, forward, _dense(dy), want, left, into)
+    return in_order(executable.backward(inputs, forward, as_dense(dy), want, left, into))
+
+
+def wanted_of(flags: Sequence[bool]) -> Wanted:
+    """Flags in the order of ``Inputs``, the operands' one by one, as a backend takes them."""
+    return Wanted(flags[0], flags[1], flags[2], flags[3], flags[4], tuple(flags[5:]))
+
+
+def in_order(found: Gradients) -> list[Tensor]:
+    """The gradients that there are, in the order of ``Inputs``."""
     return [g for g in (*found[:5], *found.operands) if g is not None]
 
 

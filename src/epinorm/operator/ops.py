@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from epinorm.operator import transforms
-from epinorm.operator.autograd import differentiable, is_plain
+from epinorm.operator.autograd import differentiable
 from epinorm.operator.calls import constants_of, eager_for, executable_for_call, run_inference
 from epinorm.operator.schema import linear_norm, linear_norm_backward, linear_norm_forward
+from epinorm.operator.undisturbed import is_plain
 from epinorm.problem import Strategy
 
 __all__ = ["call", "linear_norm", "linear_norm_backward", "linear_norm_forward", "transforms"]
@@ -40,7 +41,7 @@ def call(
     facts = (chain, strategy, strict, None)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
         inputs = (x, weight, bias, norm_weight, norm_bias, operands)
-        executable = executable_for_call(inputs, facts, True)
+        executable = executable_for_call(inputs, facts, True, True)
         eager = eager_for(executable)
         if eager is not None:
             return eager.y(constants_of(facts), *tensors)

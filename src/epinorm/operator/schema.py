@@ -16,6 +16,7 @@ from torch import Tensor
 from epinorm.chain import Chain, GroupNorm, RMSNorm
 from epinorm.operator.calls import run_backward, run_forward, run_inference
 from epinorm.operator.checks import check_backward, check_call
+from epinorm.operator.shortcuts import distinct, shorten_backward, shorten_forward
 from epinorm.problem import Forward, Inputs
 
 __all__ = ["library", "linear_norm", "linear_norm_backward", "linear_norm_forward"]
@@ -41,6 +42,9 @@ for _name, _schema in _SCHEMAS.items():
 linear_norm = torch.ops.epinorm.linear_norm.default
 linear_norm_forward = torch.ops.epinorm.linear_norm_forward.default
 linear_norm_backward = torch.ops.epinorm.linear_norm_backward.default
+shorten_forward(linear_norm, "linear_norm", training=False)
+shorten_forward(linear_norm_forward, "linear_norm_forward", training=True)
+shorten_backward(linear_norm_backward)
 
 # Where an operator's arguments split: six of Inputs, then four facts; backward has dy first, then
 # z, mean and rstd between the two, and ``wanted`` last.
@@ -51,9 +55,7 @@ def _kernel(*arguments: Any) -> Tensor:
 
 
 def _forward_kernel(*arguments: Any) -> Forward:
-    found = run_forward(arguments[:6], arguments[6:])
-    # What is not there is one empty tensor for all, and an operator's outputs are distinct.
-    return Forward._make(t if t.numel() else t.new_empty(t.shape) for t in found)
+    return distinct(run_forward(arguments[:6], arguments[6:]))
 
 
 def _backward_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:

@@ -1,0 +1,136 @@
+"""The operators as a compiled graph calls them: past the dispatcher, where nothing waits there.
+
+TorchInductor's code calls ``torch.ops.epinorm.linear_norm.default(...)`` and its like, and each
+such call goes by way of the dispatcher to Python twice, for autograd and for the kernel, and passes
+every check. A call like an earlier one needs none of that (``kinds.py``). PyTorch does not promise
+where an overload keeps what it calls; where that is elsewhere, every call goes the long way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from epinorm.backends.memo import memo
+from epinorm.operator import calls
+from epinorm.operator.kinds import Kinds
+from epinorm.operator.undisturbed import is_undisturbed
+from epinorm.problem import Executable, Forward, Inputs, Run, Wanted
+
+__all__ = ["shorten_backward", "shorten_forward"]
+
+_FORWARD, _BACKWARD = 10, 15
+"""The numbers of arguments; see schema.py."""
+
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class _FoundForward(NamedTuple):
+    """complete: no tensor among the results is empty."""
+
+    run: Run
+    complete: bool
+
+
+class _FoundBackward(NamedTuple):
+    executable: Executable
+    want: Wanted
+    copies_dy: bool
+
+
+@memo()
+def _known(
+    operator: str, chain: str, strategy: Any, strict: bool, out_dtype: Any, weight_size: Any
+) -> tuple[Kinds[Any], tuple[float, ...]]:
+    """What calls of these facts have in common with those of the chain's structure, and the
+    chain's own numbers; weight_size: so that a model's many layers do not share one list."""
+    structure = calls.structure_of(chain)
+    facts = chain, strategy, strict, out_dtype
+    return _kinds(operator, structure, *facts[1:], weight_size), calls.constants_of(facts)
+
+
+@memo()
+def _kinds(*_: Any) -> Kinds[Any]:
+    return Kinds()
+
+
+def _wants_gradient(tensors: tuple[Any, ...]) -> bool:
+    return _is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+
+
+def shorten_forward(operator: Any, name: str, training: bool) -> None:
+    """Let ``linear_norm``, or ``linear_norm_forward`` if training, be called without dispatch."""
+    long: Callable[..., Any] | None = getattr(operator, "_op", None)
+    if long is None:
+        return
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if len(arguments) != _FORWARD or not is_undisturbed():
+            return long(*arguments, **named)
+        x, weight, bias, norm_weight, norm_bias, operands, *facts = arguments
+        kinds, constants = _known(name, *facts, getattr(weight, "shape", None))
+        tensors = (x, weight, bias, norm_weight, norm_bias, *operands)
+        found = kinds.find(tensors, _is_grad_enabled())
+        if found is not None:
+            run, complete = found
+            made = run(x, weight, bias, norm_weight, norm_bias, tensors[5:], constants)
+            if not training:
+                return made.y
+            return made if complete else distinct(made)
+        result = long(*arguments)
+
+        def make() -> _FoundForward | None:
+            if _wants_gradient(tensors):
+                return None
+            executable = calls.executable_for_call(arguments[:6], arguments[6:], training)
+            return _FoundForward(executable.forward, all(t.numel() for t in result))
+
+        kinds.keep(tensors, _is_grad_enabled(), make)
+        return result
+
+    operator._op = call
+
+
+def shorten_backward(operator: Any) -> None:
+    """Let ``linear_norm_backward`` be called without dispatch."""
+    long: Callable[..., Any] | None = getattr(operator, "_op", None)
+    if long is None:
+        return
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if len(arguments) != _BACKWARD or not is_undisturbed():
+            return long(*arguments, **named)
+        dy, x, weight, bias, norm_weight, norm_bias, operands, z, mean, rstd, *facts = arguments
+        wanted = facts.pop()
+        kinds, constants = _known("backward", *facts, getattr(weight, "shape", None))
+        tensors = (x, weight, bias, norm_weight, norm_bias, *operands, dy, z, mean, rstd)
+        fact = (_is_grad_enabled(), *wanted)
+        found = kinds.find(tensors, fact)
+        if found is not None:
+            inputs = Inputs(x, weight, bias, norm_weight, norm_bias, tuple(operands), constants)
+            if found.copies_dy:
+                dy = calls.as_dense(dy)
+            kept = [Forward(z, z, mean, rstd)]
+            return calls.in_order(found.executable.backward(inputs, kept, dy, found.want))
+        result = long(*arguments)
+
+        def make() -> _FoundBackward | None:
+            kept = (z, mean, rstd)
+            if _wants_gradient(tensors) or not all(
+                calls.as_dense(t) is t and t.is_contiguous() for t in kept
+            ):
+                return None
+            executable = calls.executable_for_call(arguments[1:7], tuple(facts), True)
+            return _FoundBackward(executable, calls.wanted_of(wanted), calls.as_dense(dy) is not dy)
+
+        kinds.keep(tensors, fact, make)
+        return result
+
+    operator._op = call
+
+
+def distinct(found: Forward) -> Forward:
+    """As an operator's outputs have to be: what is not there is one empty tensor for all else."""
+    return Forward._make(t if t.numel() else t.new_empty(t.shape) for t in found)

@@ -1,0 +1,38 @@
+"""Whether anything of PyTorch's waits for a call, so that it must go by way of the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+__all__ = ["is_plain", "is_undisturbed"]
+
+_PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_autocast = torch._C._is_any_autocast_enabled
+_profiler = torch._C._autograd._profiler_enabled
+_trace = torch._C._get_tracing_state
+
+
+def is_undisturbed() -> bool:
+    """Whether there is no mode, transform, autocast, profile or trace that may want a call."""
+    return (
+        not _dispatch_modes()
+        and not _function_modes()
+        and _transform() is None
+        and forward_ad._current_level < 0
+        and not _autocast()
+        and not _profiler()
+        and _trace() is None
+    )
+
+
+def is_plain(tensors: Sequence[Any]) -> bool:
+    """Whether only autograd may want this call: undisturbed, and its tensors of no subclass."""
+    return is_undisturbed() and _PLAIN_TYPES.issuperset(map(type, tensors))
