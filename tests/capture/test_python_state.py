@@ -99,6 +99,7 @@ class Mode(enum.Enum):
     DOUBLE = 2
 
 
+COMPILING = (torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling)
 SCALE = 3.0
 COUNTER: list[Any] = []
 STATE = types.SimpleNamespace(gain=1.5, seen=0)
@@ -163,6 +164,13 @@ def noop(m: nn.Module) -> None:
 
 
 # The probes of FINDINGS A2, first those of children's attributes.
+
+
+@forward("asks whether it is compiled")
+def _(self, x):
+    if any(f() for f in COMPILING) or torch._dynamo.is_compiling() or torch.jit.is_tracing():
+        x = x * 2
+    return self.chain(x)
 
 
 @forward("attribute of a child", assign("sub.value", 5.0))

@@ -6,17 +6,22 @@ import copy
 import itertools
 import logging
 import random
+import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
+from unittest import mock
 
 import torch
 import torch._dynamo as dynamo
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.variables import torch as dynamo_functions
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -73,6 +78,36 @@ _ATTEMPTS = 3
 _numbers = itertools.count()
 
 
+class _Answers(dict[Any, Any]):
+    """What Dynamo answers to code that asks whether it is compiled: PyTorch's own hears the truth,
+    the model's hears what it hears in eager, as it is to do what it does there (transformers makes
+    masks for a compiler that it leaves out in eager, and attention with masks is slower)."""
+
+    def __getitem__(self, function: Any) -> Any:
+        answer = super().__getitem__(function)
+        asking = getattr(sys._getframe(1).f_locals.get("tx"), "f_globals", {})
+        return answer and str(asking.get("__name__")).partition(".")[0] == "torch"
+
+
+_RAISING_WITHOUT_CUDA = (torch.cuda.is_current_stream_capturing,)
+"""Which transformers asks and takes for False where it raises, as Dynamo does not."""
+
+
+@contextmanager
+def _answers_as_in_eager() -> Iterator[None]:
+    functions: Any = dynamo_functions
+    known = functions.tracing_state_functions
+    more = {} if torch.backends.cuda.is_built() else dict.fromkeys(_RAISING_WITHOUT_CUDA, False)
+    handlers = functions.TorchInGraphFunctionVariable._get_handlers()
+    handling = dict.fromkeys(more, handlers.get(torch._C._get_tracing_state))
+    with compile_lock, mock.patch.dict(handlers, handling):  # no other thread compiles meanwhile
+        functions.tracing_state_functions = lambda: _Answers(known() | more)
+        try:
+            yield
+        finally:
+            functions.tracing_state_functions = known
+
+
 def _known_settings() -> dict[str, Any]:
     return {key: value for key, value in _DYNAMO.items() if hasattr(dynamo.config, key)}
 
@@ -92,7 +127,7 @@ class Callback:
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         code = frame.f_code
         try:
-            with dynamo.config.patch(_known_settings()):
+            with dynamo.config.patch(_known_settings()), _answers_as_in_eager():
                 result = self._inner(frame, *arguments)
         except Exception as error:
             result = ConvertFrameReturn()
