@@ -96,6 +96,28 @@ def test_one_wrong_gradient_is_found() -> None:
     assert reason.startswith("gradient of norm.bias")
 
 
+class KeyBias(nn.Module):
+    """A softmax does not change where the same is added to all of its row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 8)
+        self.bias = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.fc(x) + self.bias, -1)
+
+
+def test_a_gradient_that_is_zero_but_for_roundings_is_no_yardstick() -> None:
+    model, inputs = KeyBias(), (torch.randn(64, 16),)
+    truth = truth_of(model, inputs, SETTINGS["highest"], True)
+    model.bias.register_hook(lambda grad: grad * 3)
+    judged = judge_candidate(truth, model, model, inputs, SETTINGS["highest"], True)
+    (of_bias,) = [c for c in judged.comparisons if c.what == "gradient of bias"]
+    assert of_bias.eager > 0.5
+    assert judged.reason is None
+
+
 def test_rows_near_a_kink_of_any_layer_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
     nn.init.eye_(model[0].weight)

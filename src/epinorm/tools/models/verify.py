@@ -26,6 +26,9 @@ __all__ = ["Judged", "Truth", "judge_candidate", "truth_of"]
 
 SINGLE_LIMIT = 2.0
 """How many times eager's error that of a single gradient may be."""
+NO_DIGIT = 0.5
+"""A gradient of which eager has a larger error is zero but for roundings, as that of the bias of an
+attention's keys: it counts among all gradients together alone."""
 POOLED_LIMIT = 1.1
 """How many times eager's error that of all gradients together may be."""
 
@@ -106,7 +109,8 @@ def judge_candidate(
 
 
 def _single(c: Comparison, dtype: torch.dtype) -> Comparison:
-    return replace(c, allowed=max(SINGLE_LIMIT * c.eager, allowed_error(c.eager, dtype)))
+    limit = SINGLE_LIMIT * c.eager if c.eager < NO_DIGIT else math.inf
+    return replace(c, allowed=max(limit, allowed_error(c.eager, dtype)))
 
 
 def _floor(dtype: torch.dtype) -> float:
@@ -118,7 +122,6 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _together(errors: Sequence[float], norms: Sequence[float]) -> float:
-    """The relative error of vectors as one, from that and the norm of each. Some gradients are zero
-    but for roundings, as that of the bias of an attention's keys, and count for nothing so."""
+    """The relative error of vectors as one, from that and the norm of each."""
     differences = [error * (norm or 1.0) for error, norm in zip(errors, norms, strict=True)]
     return math.hypot(*differences) / (math.hypot(*norms) or 1.0)
