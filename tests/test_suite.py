@@ -35,6 +35,7 @@ class Model(nn.Module):
         self.fc = nn.Linear(width, width)
         self.bn = nn.BatchNorm1d(width)
         self.gn = nn.GroupNorm(4, width)
+        self.first = id(self)
 
     def forward(self, x):
         assert self.training
@@ -70,7 +71,11 @@ def test_a_problem_is_right_and_timed(tmp_path: Path) -> None:
     ("before", "said"),
     [
         ("raise ValueError('no such thing')", "ProblemError: 9_Odd.py: Model.forward"),
-        ("x = x * torch.rand_like(x)", "KernelBench's rule passes"),
+        ("x = x * torch.rand_like(x)", "it is no yardstick"),
+        (
+            "x = x + (x.dtype == torch.float32) * (id(self) != self.first) * x.flip(0)",
+            "KernelBench's rule passes 0 of 5 seeds, of float64's 5",
+        ),
     ],
 )
 def test_what_is_wrong_is_the_rows_reason(tmp_path: Path, before: str, said: str) -> None:
@@ -100,7 +105,7 @@ def test_the_folder_may_be_the_whole_repository(tmp_path: Path) -> None:
 
 
 ROW = SuiteRow(
-    12, "12_Gemm_Multiply", True, 5, 1, 1, "H200", "2.11", "abc", "2026-01-01",
+    12, "12_Gemm_Multiply", True, 5, 5, 1, 1, "H200", "2.11", "abc", "2026-01-01",
     ours_us=100.0, eager_us=400.0, compile_us=200.0, ours_error=1e-7, eager_error=2e-7,
 )  # fmt: skip
 
@@ -110,6 +115,8 @@ def test_tables_and_means(tmp_path: Path) -> None:
     slow = replace(ROW, problem=14, name="14_Slow", ours_us=400.0, compile_us=None)
     assert geometric_mean([ROW, slow, wrong]) == pytest.approx(2.0)
     assert geometric_mean([wrong]) is None
+    assert "in float64 too, and so ours, in 12;" in suite_sentence([replace(ROW, seeds=4)])
+    assert "float64" not in suite_sentence([ROW])
     assert "2 of 3 problems are right; 2.00 times" in suite_sentence([ROW, slow, wrong])
     assert "the least is 1.00 (14_Slow)" in suite_sentence([ROW, slow, wrong])
     table = suite_table([ROW, wrong])

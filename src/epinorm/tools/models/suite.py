@@ -1,8 +1,10 @@
 """All of KernelBench's level 2 that begins with a matrix product, from a folder the user fetched.
 
 Each problem as KernelBench runs it: fp32 at ``highest``, in train mode as Model is constructed,
-forward without gradients. Right is what KernelBench's rule says on five seeds, and nearer to
-float64 than eager is, or as near.
+forward without gradients. Right is what is at least as near to float64 as eager is and passes
+KernelBench's rule, allclose to eager, on each of five seeds on which Model itself in float64 passes
+it: where a sum of millions of products ends near zero (14, 18) eager's own error is beyond the
+rule's tolerance, and where dropout draws (66) the rule compares two different masks.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ LEVEL_2 = (
 SEEDS = (42, 43, 44, 45, 46)
 TOLERANCE = 1e-4
 """KernelBench's for float32, absolute and relative."""
+NO_YARDSTICK = 1e-3
+"""An error of eager's that roundings do not explain: a Model that draws random numbers itself."""
 
 Notify = Callable[[str, float], None]
 
@@ -57,7 +61,8 @@ Notify = Callable[[str, float], None]
 class SuiteRow:
     """One problem. Times in µs, by KernelBench's measure: forward, without gradients.
 
-    ``seeds``: how many of SEEDS KernelBench's rule passes. Errors are relative to float64.
+    ``seeds``: how many of SEEDS KernelBench's rule passes; ``exact_seeds``: how many it would of
+    Model in float64. Errors are relative to float64.
     ``fused``: chains and other Linears that run as ours, of ``places``. What is not ``right`` has
     no times, and ``reason`` says why.
     """
@@ -66,6 +71,7 @@ class SuiteRow:
     name: str
     right: bool
     seeds: int
+    exact_seeds: int
     fused: int
     places: int
     gpu: str
@@ -109,7 +115,7 @@ def within_tolerance(ours: Any, eager: Any) -> bool:
     """Whether KernelBench takes an output for that of its Model: allclose, of one shape."""
     if not isinstance(ours, Tensor) or not isinstance(eager, Tensor) or ours.shape != eager.shape:
         return False
-    return torch.allclose(eager, ours, atol=TOLERANCE, rtol=TOLERANCE)
+    return torch.allclose(eager, ours.to(eager.dtype), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def bench_problem(
@@ -124,7 +130,7 @@ def bench_problem(
 ) -> SuiteRow:
     """Fuse, verify and time one problem; whatever goes wrong with it is the row's reason."""
     row = SuiteRow(
-        number, path.stem, False, 0, 0, 0,
+        number, path.stem, False, 0, 0, 0, 0,
         device_name(device), torch.__version__, commit(), today(),
     )  # fmt: skip
     torch._dynamo.reset()
@@ -155,15 +161,14 @@ def _bench(
         model, inputs = problem.make(torch.float32, device)
     fused = epinorm.fuse(copy.deepcopy(model))
     notify("KernelBench's five seeds", 0.2)
-    seeds = _passed_seeds(problem, model, fused, device)
+    seeds, exact, reason = _by_the_rule(problem, model, fused, device)
     explained = epinorm.explain(fused)
     places = (*explained.rows, *explained.linears)
-    row = replace(row, seeds=seeds, fused=sum(p.fused for p in places), places=len(places))
+    row = replace(row, seeds=seeds, exact_seeds=exact)
+    row = replace(row, fused=sum(place.fused for place in places), places=len(places))
     notify("against float64", 0.4)
-    row, reason = _judged(row, model, fused, inputs)
-    if reason is None and seeds < len(SEEDS):
-        reason = f"KernelBench's rule passes {seeds} of {len(SEEDS)} seeds"
-    if reason is not None:
+    row, wrong = _judged(row, model, fused, inputs)
+    if reason := reason or wrong:
         return replace(row, reason=reason)
     notify("timing", 0.6)
     runners = {
@@ -177,17 +182,24 @@ def _bench(
     return replace(row, right=True, **times)
 
 
-def _passed_seeds(
+def _by_the_rule(
     problem: ProblemFile, model: nn.Module, fused: nn.Module, device: torch.device
-) -> int:
-    passed = 0
+) -> tuple[int, int, str | None]:
+    """How many seeds pass, how many would in float64, and on how many of these ours does not."""
+    exact_model = copy.deepcopy(model).double()
+    passed, exact, missed = 0, 0, 0
     for seed in SEEDS:
         torch.manual_seed(seed)
         with device:
             given = problem.get_inputs()
         given = [v.to(device) if isinstance(v, Tensor) else v for v in given]
-        passed += within_tolerance(fused(*given), model(*given))
-    return passed
+        wide = [v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in given]
+        eager = model(*given)
+        right = within_tolerance(fused(*given), eager)
+        could = within_tolerance(exact_model(*wide), eager)
+        passed, exact, missed = passed + right, exact + could, missed + (could and not right)
+    said = f"KernelBench's rule passes {passed} of {len(SEEDS)} seeds, of float64's {exact}"
+    return passed, exact, said if missed else None
 
 
 def _judged(
@@ -200,7 +212,10 @@ def _judged(
         fused.load_state_dict(model.state_dict())
         judged = judge_candidate(truth, fused, fused, inputs, setting, training=False)
     output = judged.output
-    return replace(row, ours_error=output.ours, eager_error=output.eager), judged.reason
+    row = replace(row, ours_error=output.ours, eager_error=output.eager)
+    if output.eager > NO_YARDSTICK:
+        return row, f"eager's own error is {output.eager:.1e}: it is no yardstick"
+    return row, judged.reason
 
 
 def geometric_mean(rows: Iterable[SuiteRow], key: str = "eager") -> float | None:
