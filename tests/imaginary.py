@@ -43,6 +43,10 @@ CASES: dict[str, tuple[int, int, int, Any, str, str]] = {
     "ln256": (65536, 256, 256, LayerNorm(), "", "relu"),
     "rms_1024": (1024, 1024, 1024, RMSNorm(), "", "silu"),
     "residual_768": (4096, 768, 768, LayerNorm(), "add_residual", ""),
+    "residual_sum": (4096, 768, 768, LayerNorm(), "add_residual", "returns(sum)"),
+    "wide_sum": (16384, 3072, 768, RMSNorm(), "add_residual", "returns(sum)"),
+    "relu_sum": (1024, 512, 256, GroupNorm(8), "relu", "returns(sum)"),
+    "layer_scale_sum": (4096, 768, 768, LayerNorm(), "mul_channel|add_residual", "returns(sum)"),
     "operands": (512, 256, 384, GroupNorm(48), "mul_channel", "silu|add_residual|mul_channel"),
     "odd": (100, 36, 60, GroupNorm(5), "", "gelu"),
     "groups_12": (16384, 768, 768, GroupNorm(64), "", "silu"),
@@ -195,7 +199,8 @@ def launches(
     def new(*size: int) -> Tensor:
         return torch.empty(size, dtype=dtype).requires_grad_(training)
 
-    chain = epinorm.Chain.build(norm, pre, post)
+    parts = (pre, "" if norm is None else str(norm), post)
+    chain = epinorm.Chain.parse("|".join(filter(None, parts)) or "identity")
     operands = [new(n) if kind == "channel" else new(m, n) for kind in chain.operand_kinds]
     vectors = [new(n), None, None] if norm is None else [new(n) for _ in range(3)]
     api.launches.clear()
@@ -217,5 +222,9 @@ def launches(
         wanted = [t is not None for t in (*tensors, *operands)]
         dy = torch.empty_like(y)
         with torch.no_grad():
-            calls.run_backward((*tensors, operands), facts, kept, dy, wanted, executable, left)
+            z, mean, rstd, total = kept
+            saved = [total if chain.saves_sum else z, mean, rstd]
+            dsum = None if total is None else torch.empty_like(total)
+            known = executable, left
+            calls.run_backward((*tensors, operands), facts, saved, dy, wanted, dsum, *known)
     return list(api.launches)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from epinorm.chain import Chain
+from epinorm.chain.reference import Results
 from epinorm.precision import Precision
 
 __all__ = [
@@ -89,14 +90,38 @@ class Problem:
         return self.training and self.chain.keeps_z
 
     @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of what enters the norm, where that is a result."""
+        return self.chain.sum_dtype(self.dtype, self.norm_dtype)
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """The dtype of the matrix that backward reads: z, or the sum in its place."""
+        return self.sum_dtype if self.chain.saves_sum else self.dtype
+
+    @property
+    def matrix_dtype(self) -> torch.dtype | None:
+        """Of what a product with the chain in its epilogue writes beside y: the sum, or z."""
+        if self.chain.returns_sum:
+            return self.sum_dtype
+        return self.dtype if self.keeps_z else None
+
+    @property
     def keeps_statistics(self) -> bool:
         """Whether forward keeps mean and rstd for a backward pass."""
         return self.training and self.chain.norm is not None
 
     @property
+    def made_by_forward(self) -> str:
+        """What the forward pass writes, in words."""
+        kept = ", z" * self.keeps_z + ", mean, rstd" * self.keeps_statistics
+        return "y" + ", sum" * self.chain.returns_sum + kept
+
+    @property
     def bias_in_z(self) -> bool:
-        """Whether z is kept with the bias: rounded as PyTorch's linear layer rounds its output."""
-        return self.has_bias and self.chain.rounding == "eager"
+        """Whether z has the bias, rounded as PyTorch's linear layer rounds its output: also where
+        the sum, which may be z itself, is a result."""
+        return self.has_bias and (self.chain.rounding == "eager" or self.chain.saves_sum)
 
     @property
     def stats_dtype(self) -> torch.dtype:
@@ -205,7 +230,8 @@ class Forward(NamedTuple):
     """y (M, N) in ``out_dtype``; and, where training, what backward needs: z (M, N), the linear's
     output without its bias (but see ``Problem.bias_in_z``), in ``dtype``, mean and rstd (M, groups)
     in ``stats_dtype``. Not training: three tensors of shape (0,). RMSNorm has no mean: shape (0,).
-    Without a norm there are no statistics, and z where its values decide the gradient.
+    Without a norm there are no statistics, and z where its values decide the gradient. Where the
+    chain ``returns_sum``: ``sum`` (M, N) in ``sum_dtype``; z of shape (0,) if it ``saves_sum``.
 
     Only the backward of the backend that made them reads z and the statistics, so their values may
     differ between backends (the reference's z includes the bias); shapes and dtypes may not."""
@@ -214,6 +240,24 @@ class Forward(NamedTuple):
     z: Tensor
     mean: Tensor
     rstd: Tensor
+    sum: Tensor | None = None
+
+    @property
+    def results(self) -> Results:
+        """What the operator returns."""
+        return self.y if self.sum is None else (self.y, self.sum)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """All that there is, as the operators of the forward pass return it."""
+        return tuple(t for t in self if t is not None)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Of y, of the matrix that a product writes beside it, and of mean and rstd."""
+        matrix = self.z if self.sum is None else self.sum
+        y, mean, rstd = self.y, self.mean, self.rstd
+        return y.data_ptr(), matrix.data_ptr(), mean.data_ptr(), rstd.data_ptr()
 
 
 class StepForward(Forward):
@@ -308,8 +352,10 @@ class Executable(Protocol):
         want: Wanted,
         left: Any = None,
         into: Tensor | None = None,
+        dsum: Tensor | None = None,
     ) -> Gradients:
         """The wanted gradients from dy (M, N) and from what forward kept, in a list of one: it is
-        taken out, so that z's memory can be used again. left: what forward left besides
-        (``StepForward``). into: a tensor that dW may be added to, which is then the gradient."""
+        taken out, so that z's memory can be used again; the sum stands in z's place where the chain
+        ``saves_sum``. left: what forward left besides (``StepForward``). into: a tensor that dW may
+        be added to, which is then the gradient. dsum: the gradient of the sum, as it is."""
         ...

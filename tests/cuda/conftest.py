@@ -159,13 +159,13 @@ class ImaginaryGPU:
         facts = SimpleNamespace(
             chain=instance.chain.filled(numbers), m=m, n=n, groups=instance.chain.groups(n),
             norm_dtype=instance.norm_dtype, out_dtype=instance.out_dtype,
-            dtype=instance.kept_dtype, stats_dtype=torch.float32,
-            has_bias=instance.has_bias, training=instance.keep,
+            dtype=instance.linear_dtype, stats_dtype=torch.float32,
+            has_bias=instance.has_bias, training=instance.matrix_dtype is not None,
         )  # fmt: skip
         pairs = [(address, n) for address in operands]
         self._normalise(facts, product, (bias, gamma, beta), pairs, (y, mean, rstd))
-        if instance.keep:
-            matrix_at(z, m, n, n, instance.kept_dtype).copy_(product)
+        if instance.matrix_dtype is not None:
+            matrix_at(z, m, n, n, instance.matrix_dtype).copy_(product)
         else:
             assert (z, mean, rstd) == (0, 0, 0)
 

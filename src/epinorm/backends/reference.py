@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,9 +37,16 @@ class ReferenceExecutable:
         return found._replace(y=found.y.view(self.y_size))
 
     def backward(
-        self, inputs: Inputs, kept: list[Forward], dy: Tensor, want: Wanted, *_: Any
+        self,
+        inputs: Inputs,
+        kept: list[Forward],
+        dy: Tensor,
+        want: Wanted,
+        left: Any = None,
+        into: Tensor | None = None,
+        dsum: Tensor | None = None,
     ) -> Gradients:
-        return backward(self.problem, self.plan, inputs, kept.pop(), dy, want)
+        return backward(self.problem, self.plan, inputs, kept.pop(), dy, want, dsum)
 
 
 def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
@@ -52,12 +60,14 @@ def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
         return Forward(u, z if problem.keeps_z else nothing, nothing, nothing)
     y, mean, rstd = _normalize(u, chain.norm, inputs.norm_weight, inputs.norm_bias)
     y = apply_pointwise(y, chain.post, remaining)
+    nothing = z.new_empty(0)
+    total = u.to(problem.sum_dtype) if chain.returns_sum else None
     if not problem.training:
-        nothing = z.new_empty(0)
-        return Forward(y, nothing, nothing, nothing)
+        return Forward(y, nothing, nothing, nothing, total)
     rstd = rstd.to(problem.stats_dtype).reshape(problem.m, problem.groups)
     mean = mean.to(problem.stats_dtype)
-    return Forward(y, z, mean if isinstance(chain.norm, RMSNorm) else mean.reshape_as(rstd), rstd)
+    mean = mean if isinstance(chain.norm, RMSNorm) else mean.reshape_as(rstd)
+    return Forward(y, z if problem.keeps_z else nothing, mean, rstd, total)
 
 
 def _normalize(
@@ -74,7 +84,13 @@ def _normalize(
 
 
 def backward(
-    problem: Problem, plan: Plan, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
+    problem: Problem,
+    plan: Plan,
+    inputs: Inputs,
+    kept: Forward,
+    dy: Tensor,
+    want: Wanted,
+    dsum: Tensor | None = None,
 ) -> Gradients:
     """Differentiate the epilogue from the kept z by PyTorch's autograd, then the linear by hand."""
     want_z = want.x or want.weight or want.bias
@@ -93,8 +109,16 @@ def backward(
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     with _autograd():
         chain = problem.chain.filled(inputs.constants)
-        y = epilogue(z, chain, norm_weight, norm_bias, [t for t in operands if t is not None])
-        found = iter(torch.autograd.grad(y, wanted, dy) if wanted else ())
+        given = iter([t for t in operands if t is not None])
+        u = apply_pointwise(z, chain.pre, given)
+        kept_u = _Kept.apply(u, kept.z.to(u.dtype)) if chain.saves_sum else u
+        tail = replace(chain, pre=(), returns_sum=False)
+        y: Any = epilogue(kept_u, tail, norm_weight, norm_bias, list(given))
+        pairs = [(y, dy)]
+        if dsum is not None and u.requires_grad:
+            pairs.append((u, dsum.to(u.dtype)))
+        outputs, gradients = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, gradients) if wanted else ())
     dz, d_norm_weight, d_norm_bias, *d_operands = (
         next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves
     )
@@ -107,6 +131,18 @@ def backward(
     return Gradients(
         dx, dweight, dbias, d_norm_weight, d_norm_bias, tuple(_own(g, dy) for g in d_operands)
     )
+
+
+class _Kept(torch.autograd.Function):
+    """The values that forward kept, with the gradient of what they were computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Tensor, kept: Tensor) -> Tensor:
+        return kept.view_as(kept)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return *gradients, None
 
 
 def _own(gradient: Tensor | None, dy: Tensor) -> Tensor | None:

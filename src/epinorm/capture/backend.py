@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from epinorm.capture.chains import Place
 from epinorm.capture.fuse import checked_settings
 from epinorm.capture.rewriting import rewrite
+from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import call
 from epinorm.problem import Strategy
 
@@ -39,7 +40,7 @@ class _Operator:
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         operands: tuple[Tensor, ...],
-    ) -> Tensor:
+    ) -> Results:
         tensors = (x, weight, bias, norm_weight, norm_bias, operands)
         return call(*tensors, self.chain, self.strategy, self.strict)
 

@@ -19,6 +19,7 @@ from epinorm.capture.chains import Found, Place, Search
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.capture.spelling import name_of
 from epinorm.chain import Rounding
+from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller
 from epinorm.precision import product_precision
 from epinorm.problem import Problem, Strategy
@@ -27,8 +28,8 @@ _GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
 
 __all__ = ["Captured", "Recorder", "Settings", "Site", "rewrite"]
 
-Apply = Callable[..., Tensor]
-"""(x, weight, bias, norm_weight, norm_bias, operands) → y, for one chain."""
+Apply = Callable[..., Results]
+"""(x, weight, bias, norm_weight, norm_bias, operands) → y, or y and the sum, for one chain."""
 
 ApplyFor = Callable[[Place, str], Apply]
 

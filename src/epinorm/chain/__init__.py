@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from epinorm.chain.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm, Rounding
+from epinorm.chain.chain import (
+    Chain,
+    GroupNorm,
+    LayerNorm,
+    Norm,
+    RMSNorm,
+    Rounding,
+    returns_sum,
+)
 
-__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "Rounding"]
+__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "Rounding", "returns_sum"]

@@ -29,7 +29,7 @@ from epinorm.chain.pointwise import (
     split_call,
 )
 
-__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "Rounding"]
+__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "Rounding", "returns_sum"]
 
 
 def _number(eps: object) -> float:
@@ -119,8 +119,9 @@ class RMSNorm:
 
 Norm = GroupNorm | LayerNorm | RMSNorm
 
-_AUTOCAST_TO_FP32 = ("softplus",)
+AUTOCAST_TO_FP32 = ("softplus",)
 _NORM_NAMES = ("group_norm", "layer_norm", "rms_norm")
+_RETURNS_SUM = "returns(sum)"
 
 
 Rounding = Literal["once", "eager"]
@@ -138,16 +139,20 @@ def check_rounding(rounding: Rounding) -> Rounding:
 class Chain:
     """The operations after the linear layer: pointwise ``pre``, ``norm``, pointwise ``post``.
 
-    Without a norm all operations are in ``pre``.
+    Without a norm all operations are in ``pre``. ``returns_sum``: what enters the norm is a result
+    too, the residual stream of a transformer.
     """
 
     norm: Norm | None
     pre: tuple[Pointwise, ...] = ()
     post: tuple[Pointwise, ...] = ()
     rounding: Rounding = "once"
+    returns_sum: bool = False
 
     def __post_init__(self) -> None:
         check_rounding(self.rounding)
+        if self.returns_sum and self.norm is None:
+            raise ValueError("return_sum gives what enters the norm, and this chain has no norm")
         if self.norm is None:
             together = (op for op in (*self.pre, *self.post) if op.name != "identity")
             object.__setattr__(self, "pre", tuple(together))
@@ -159,6 +164,7 @@ class Chain:
         pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
         post: str | PointwiseLike | Iterable[PointwiseLike] = (),
         rounding: Rounding = "once",
+        return_sum: bool = False,
     ) -> Chain:
         """Make a chain from operations given as texts, activation modules or Pointwise."""
         if norm is not None and not isinstance(norm, Norm):
@@ -166,7 +172,9 @@ class Chain:
                 "norm must be epinorm.GroupNorm, epinorm.LayerNorm, epinorm.RMSNorm or None, "
                 f"got {type(norm).__name__}"
             )
-        return Chain(norm, as_pointwise_list(pre), as_pointwise_list(post), rounding)
+        return Chain(
+            norm, as_pointwise_list(pre), as_pointwise_list(post), rounding, bool(return_sum)
+        )
 
     @staticmethod
     def parse(text: str) -> Chain:
@@ -176,6 +184,7 @@ class Chain:
 
     def __str__(self) -> str:
         parts = [str(part) for part in (*self.pre, self.norm, *self.post) if part is not None]
+        parts += [_RETURNS_SUM] * self.returns_sum
         return "|".join((parts or ["identity"]) + ["rounding(eager)"] * (self.rounding == "eager"))
 
     @property
@@ -205,7 +214,7 @@ class Chain:
         """Of each pre operation: does autocast make its result of the norm's dtype already, as a
         parameter of that dtype does, or an operation that it computes in fp32? Else it is of the
         linear layer's."""
-        widening = [op.operand is not None or op.name in _AUTOCAST_TO_FP32 for op in self.pre]
+        widening = [op.operand is not None or op.name in AUTOCAST_TO_FP32 for op in self.pre]
         return tuple(any(widening[: i + 1]) for i in range(len(widening)))
 
     @property
@@ -219,9 +228,20 @@ class Chain:
         return self.norm is None and not self.pre
 
     @property
+    def saves_sum(self) -> bool:
+        """Whether the sum, a result anyway, is kept for gradients instead of z."""
+        return self.returns_sum and not any(op.reads_input for op in self.pre)
+
+    @property
     def keeps_z(self) -> bool:
         """Whether gradients need the linear's output: not where sums alone follow it."""
-        return self.norm is not None or any(op.reads_input for op in self.pre)
+        if self.norm is not None:
+            return not self.saves_sum
+        return any(op.reads_input for op in self.pre)
+
+    def sum_dtype(self, dtype: torch.dtype, norm_dtype: torch.dtype) -> torch.dtype:
+        """What enters the norm has PyTorch's dtype, between those of the linear and the norm."""
+        return norm_dtype if any(self.pre_results_in_norm_dtype) else dtype
 
     def groups(self, out_features: int) -> int:
         """Groups per row of ``out_features`` channels; raises ValueError if they do not divide.
@@ -242,6 +262,11 @@ class Chain:
     def channels_per_group(self, out_features: int) -> int:
         """Channels that share one mean and variance; raises ValueError as ``groups`` does."""
         return out_features // max(self.groups(out_features), 1)
+
+
+def returns_sum(text: str) -> bool:
+    """``Chain.returns_sum`` of a canonical text, without reading the rest of it."""
+    return "|" + _RETURNS_SUM in text
 
 
 def _is_norm(text: str) -> bool:
@@ -274,10 +299,14 @@ def _parse(text: str) -> Chain:
     if parts and split_call(parts[-1]) == ("rounding", ("eager",)):
         rounding = "eager"
         del parts[-1]
+    returns_sum = bool(parts) and parts[-1].strip() == _RETURNS_SUM
+    if returns_sum:
+        del parts[-1]
     norms = [index for index, part in enumerate(parts) if _is_norm(part)]
     names = [split_call(part)[0] for part in parts]
     if parts and all(name in DEFINITIONS for name in names):
-        return Chain(None, tuple(parse_pointwise(part) for part in parts), (), rounding)
+        pre = tuple(parse_pointwise(part) for part in parts)
+        return Chain(None, pre, (), rounding, returns_sum)
     if len(norms) != 1:
         near = [
             m for name in names for m in difflib.get_close_matches(name, _NORM_NAMES, 1, cutoff=0.7)
@@ -293,4 +322,5 @@ def _parse(text: str) -> Chain:
         tuple(parse_pointwise(part) for part in parts[:at]),
         tuple(parse_pointwise(part) for part in parts[at + 1 :]),
         rounding,
+        returns_sum,
     )

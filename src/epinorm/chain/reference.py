@@ -10,7 +10,10 @@ from torch import Tensor
 from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm
 from epinorm.chain.pointwise import Pointwise
 
-__all__ = ["apply_pointwise", "epilogue", "linear_norm", "normalize"]
+__all__ = ["Results", "apply_pointwise", "epilogue", "linear_norm", "normalize"]
+
+Results = Tensor | tuple[Tensor, Tensor]
+"""y; or y and what enters the norm, where the chain ``returns_sum``."""
 
 
 def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -38,14 +41,14 @@ def epilogue(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     operands: Sequence[Tensor] = (),
-) -> Tensor:
+) -> Results:
     """Everything after the linear layer: z (..., N) with its bias added → y (..., N)."""
     remaining = iter(operands)
     z = apply_pointwise(z, chain.pre, remaining)
     if chain.norm is None:
         return z
-    z = normalize(z, chain.norm, norm_weight, norm_bias)
-    return apply_pointwise(z, chain.post, remaining)
+    y = apply_pointwise(normalize(z, chain.norm, norm_weight, norm_bias), chain.post, remaining)
+    return (y, z) if chain.returns_sum else y
 
 
 def linear_norm(
@@ -56,6 +59,6 @@ def linear_norm(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     operands: Sequence[Tensor] = (),
-) -> Tensor:
+) -> Results:
     """The whole chain: x (..., K), weight (N, K), bias (N,) → y (..., N)."""
     return epilogue(F.linear(x, weight, bias), chain, norm_weight, norm_bias, operands)

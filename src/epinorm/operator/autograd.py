@@ -14,11 +14,18 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from epinorm.chain import Chain
-from epinorm.chain.reference import epilogue
+from epinorm.chain import Chain, returns_sum
+from epinorm.chain.reference import Results, epilogue
 from epinorm.operator.accumulation import added, existing_gradient
 from epinorm.operator.calls import Facts, constants_of, fold, fold_operands, run_backward
-from epinorm.operator.schema import library, linear_norm, linear_norm_backward, linear_norm_forward
+from epinorm.operator.schema import (
+    library,
+    linear_norm,
+    linear_norm_backward,
+    linear_norm_forward,
+    linear_norm_sum,
+    linear_norm_sum_forward,
+)
 from epinorm.operator.undisturbed import is_plain
 from epinorm.problem import Executable, Forward, Inputs, StepForward
 
@@ -37,7 +44,7 @@ def _has_tangent(tensors: Sequence[Tensor | None]) -> bool:
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def _in_reference(tensors: Sequence[Any], facts: Facts) -> Tensor:
+def _in_reference(tensors: Sequence[Any], facts: Facts) -> Results:
     """The chain in PyTorch's own differentiable operations, rounding where the kernels do."""
     x, weight, bias, norm_weight, norm_bias, *operands = tensors
     z = F.linear(x, weight, bias).to(facts[3] or x.dtype)
@@ -76,7 +83,7 @@ class _LinearNorm(_SingleLevel):
 
     @staticmethod
     def forward(ctx: Any, executable: Executable | None, facts: Facts, *tensors: Any) -> Any:
-        return _LinearNorm.keep(ctx, executable, facts, tensors).y
+        return _LinearNorm.keep(ctx, executable, facts, tensors).results
 
     @staticmethod
     def keep(
@@ -88,13 +95,20 @@ class _LinearNorm(_SingleLevel):
             # In here: autograd need not record it. y is no view, which could not change in place.
             inputs = (fold(x), *tensors[1:5], fold_operands(tensors[5:], facts))
             kept = executable.forward(*(*inputs, constants_of(facts)))
-            kept.y.resize_(*x.shape[:-1], kept.y.shape[1])
+            for made in (kept.y, kept.sum):
+                if made is not None:
+                    made.resize_(*x.shape[:-1], made.shape[1])
         elif executable is not None:
             kept = executable.forward(*(*inputs, constants_of(facts)))
         else:
             with _next_level():
-                kept = Forward(*linear_norm_forward(*inputs, *facts))
-        ctx.save_for_backward(kept.z, kept.mean, kept.rstd, *tensors)
+                forward = linear_norm_sum_forward if returns_sum(facts[0]) else linear_norm_forward
+                kept = Forward(*forward(*inputs, *facts))
+        ctx.returns_sum = kept.sum is not None
+        if ctx.returns_sum:
+            ctx.set_materialize_grads(False)  # often one of the results has none
+        z = kept.sum if ctx.returns_sum and kept.z.dim() == 1 else kept.z
+        ctx.save_for_backward(z, kept.mean, kept.rstd, *tensors)
         ctx.facts, ctx.executable, ctx.left = facts, executable, None
         if _saving_hooks(False) is not None:
             # Hooks may hand back other strides; and who decides by them what is kept, as
@@ -106,36 +120,44 @@ class _LinearNorm(_SingleLevel):
         return kept
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *_not_differentiable: Any) -> Any:
+    def backward(ctx: Any, dy: Tensor | None, *more: Any) -> Any:
         left, ctx.left = ctx.left, None
         saved = ctx.saved_tensors
-        kept, tensors, plain = list(saved[:3]), saved[3:], is_plain((dy, *saved))
+        dsum = more[-1] if ctx.returns_sum else None
+        if dy is None:
+            x, weight = saved[3:5]
+            dy = x.new_zeros((*x.shape[:-1], weight.shape[0]), dtype=ctx.facts[3] or x.dtype)
+        kept, tensors, plain = list(saved[:3]), saved[3:], is_plain((dy, dsum, *saved))
         del saved
         given = tensors
         if given[0].dim() != 2:
             dy, operands = fold(dy), fold_operands(given[5:], ctx.facts)
+            kept[0] = kept[0] if kept[0].shape == (0,) else fold(kept[0])
+            dsum = None if dsum is None else fold(dsum)
             tensors = (fold(given[0]), *given[1:5], *operands)
         inputs = (*tensors[:5], tensors[5:])
         wanted = ctx.needs_input_grad[2:]
         found: Sequence[Tensor | None]
         create_graph = torch.is_grad_enabled()
-        if torch._C._functorch.is_legacy_batchedtensor(dy):
+        batched = torch._C._functorch.is_legacy_batchedtensor
+        if batched(dy) or (dsum is not None and batched(dsum)):
             # is_grads_batched vectorises over dy by an older vmap, which knows no rule of ours.
             with torch.enable_grad():
                 fresh = _fresh(tensors, wanted)
-                found = _first_order(dy, fresh, ctx.facts, wanted, create_graph)
+                found = _first_order(dy, dsum, fresh, ctx.facts, wanted, create_graph)
         elif not create_graph and plain:
             # Without a retained graph, z is free once the norm kernel has read it: before dW, whose
             # product is where memory peaks.
             ctx.maybe_clear_saved_tensors()
             x, weight = tensors[:2]
             into = existing_gradient(weight, x) if wanted[WEIGHT] else None
-            found = run_backward(inputs, ctx.facts, kept, dy, wanted, ctx.executable, left, into)
+            known = ctx.executable, left, into
+            found = run_backward(inputs, ctx.facts, kept, dy, wanted, dsum, *known)
             if into is not None and any(gradient is into for gradient in found):
                 added(weight, into)
                 found = [None if gradient is into else gradient for gradient in found]
         else:
-            found = linear_norm_backward(dy, *inputs, *kept, *ctx.facts, wanted)
+            found = linear_norm_backward(dy, *inputs, *kept, *ctx.facts, wanted, dsum)
         gradients = _scatter(found, wanted)
         if given is not tensors:
             for i in (0, *range(5, len(given))):
@@ -145,7 +167,8 @@ class _LinearNorm(_SingleLevel):
 
 
 class _LinearNormForward(_LinearNorm):
-    """``linear_norm_forward`` with y's gradient: torch.func differentiates it level by level.
+    """``linear_norm_forward``, or that with the sum, with the gradients of its results: torch.func
+    differentiates it level by level.
 
     Nothing flows back through z and the statistics: the gradient of ``linear_norm_backward``,
     their only reader, is taken with respect to what they were computed from.
@@ -155,7 +178,7 @@ class _LinearNormForward(_LinearNorm):
     def forward(ctx: Any, executable: Executable | None, facts: Facts, *tensors: Any) -> Any:
         kept = _LinearNorm.keep(ctx, executable, facts, tensors)
         ctx.mark_non_differentiable(kept.z, kept.mean, kept.rstd)
-        return tuple(kept)
+        return tuple(kept) if ctx.returns_sum else tuple(kept[:4])
 
 
 class _LinearNormBackward(_SingleLevel):
@@ -163,12 +186,18 @@ class _LinearNormBackward(_SingleLevel):
 
     @staticmethod
     def forward(
-        ctx: Any, facts: Facts, wanted: Sequence[bool], kept: Any, dy: Tensor, *tensors: Any
+        ctx: Any,
+        facts: Facts,
+        wanted: Sequence[bool],
+        kept: Any,
+        dy: Tensor,
+        dsum: Tensor | None,
+        *tensors: Any,
     ) -> Any:
         with _next_level():
             inputs = (*tensors[:5], tensors[5:])
-            found = linear_norm_backward(dy, *inputs, *kept, *facts, wanted)
-        ctx.save_for_backward(dy, *tensors)
+            found = linear_norm_backward(dy, *inputs, *kept, *facts, wanted, dsum)
+        ctx.save_for_backward(dy, dsum, *tensors)
         ctx.facts, ctx.wanted = facts, wanted
         return tuple(found)
 
@@ -177,9 +206,11 @@ class _LinearNormBackward(_SingleLevel):
         needed = ctx.needs_input_grad[3:]
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            dy, *tensors = _fresh(ctx.saved_tensors, [True, *ctx.wanted], needed)
-            first = _first_order(dy, tensors, ctx.facts, ctx.wanted)
-            leaves = [t for t, need in zip((dy, *tensors), needed, strict=True) if need]
+            has_sum = ctx.saved_tensors[1] is not None
+            differentiated = [True, has_sum, *ctx.wanted]
+            dy, dsum, *tensors = _fresh(ctx.saved_tensors, differentiated, needed)
+            first = _first_order(dy, dsum, tensors, ctx.facts, ctx.wanted)
+            leaves = [t for t, need in zip((dy, dsum, *tensors), needed, strict=True) if need]
             found = torch.autograd.grad(
                 first, leaves, second, create_graph=create_graph, allow_unused=True
             )
@@ -198,24 +229,29 @@ def _fresh(tensors: Sequence[Any], *leaves: Sequence[bool]) -> list[Any]:
 
 def _first_order(
     dy: Tensor,
+    dsum: Tensor | None,
     tensors: Sequence[Any],
     facts: Facts,
     wanted: Sequence[bool],
     create_graph: bool = True,
 ) -> list[Tensor]:
     """The wanted gradients through the reference, themselves differentiable."""
-    y = _in_reference(tensors, facts)
+    results, given = _in_reference(tensors, facts), [dy]
+    y, *more = results if isinstance(results, tuple) else (results,)
+    if dsum is not None and more[0].requires_grad:
+        given.append(dsum)
     leaves = [t for t, want in zip(tensors, wanted, strict=True) if want]
-    return list(torch.autograd.grad(y, leaves, dy, create_graph=create_graph))
+    outputs = [y, *more][: len(given)]
+    return list(torch.autograd.grad(outputs, leaves, given, create_graph=create_graph))
 
 
-def differentiable(executable: Executable, facts: Facts, tensors: Sequence[Any]) -> Tensor:
+def differentiable(executable: Executable, facts: Facts, tensors: Sequence[Any]) -> Results:
     """Compute ``linear_norm`` by ``executable`` for plain tensors of which one wants a gradient;
     those with rows may have any leading dimensions, which are folded for the executable."""
     return _LinearNorm.apply(executable, facts, *tensors)
 
 
-def _autograd(keyset: Any, *arguments: Any) -> Tensor:
+def _autograd(keyset: Any, *arguments: Any) -> Results:
     tensors, facts = (*arguments[:5], *arguments[5]), arguments[6:]
     if _has_tangent(tensors):
         return _in_reference(tensors, facts)
@@ -224,7 +260,8 @@ def _autograd(keyset: Any, *arguments: Any) -> Tensor:
         with enable_single_level_autograd_function():
             return _LinearNorm.apply(None, facts, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        return linear_norm.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
+        operator = linear_norm_sum if returns_sum(facts[0]) else linear_norm
+        return operator.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
 
 
 def _forward_autograd(keyset: Any, *arguments: Any) -> Any:
@@ -234,22 +271,29 @@ def _forward_autograd(keyset: Any, *arguments: Any) -> Any:
         with enable_single_level_autograd_function():
             return _LinearNormForward.apply(None, facts, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        kept = linear_norm_forward.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
-    return (_in_reference(tensors, facts), *kept[1:]) if tangent else kept
+        operator = linear_norm_sum_forward if returns_sum(facts[0]) else linear_norm_forward
+        kept = operator.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
+    if not tangent:
+        return kept
+    results = _in_reference(tensors, facts)
+    y, *total = results if isinstance(results, tuple) else (results,)
+    return (y, *kept[1:4], *total)
 
 
 def _backward_autograd(keyset: Any, dy: Tensor, *rest: Any) -> list[Tensor]:
     tensors, kept, facts, wanted = (*rest[:5], *rest[5]), rest[6:9], rest[9:13], rest[13]
-    if _has_tangent((dy, *tensors)):
+    dsum = rest[14] if len(rest) > 14 else None
+    if _has_tangent((dy, dsum, *tensors)):
         with torch.enable_grad():
-            return _first_order(dy, _fresh(tensors, wanted), facts, wanted)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(dy, *tensors):
+            return _first_order(dy, dsum, _fresh(tensors, wanted), facts, wanted)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(dy, dsum, *tensors):
         with enable_single_level_autograd_function():
-            return list(_LinearNormBackward.apply(facts, wanted, kept, dy, *tensors))
+            return list(_LinearNormBackward.apply(facts, wanted, kept, dy, dsum, *tensors))
     with torch._C._AutoDispatchBelowAutograd():
         return linear_norm_backward.redispatch(keyset & _AFTER_AUTOGRAD, dy, *rest)
 
 
-library.impl("linear_norm", _autograd, "Autograd", with_keyset=True)
-library.impl("linear_norm_forward", _forward_autograd, "Autograd", with_keyset=True)
+for _name in ("linear_norm", "linear_norm_sum"):
+    library.impl(_name, _autograd, "Autograd", with_keyset=True)
+    library.impl(f"{_name}_forward", _forward_autograd, "Autograd", with_keyset=True)
 library.impl("linear_norm_backward", _backward_autograd, "Autograd", with_keyset=True)

@@ -19,7 +19,7 @@ from epinorm.backends.engine import executable_for, plan_for
 from epinorm.backends.memo import cleared_with
 from epinorm.backends.prepack import keeps, marked
 from epinorm.chain import Chain
-from epinorm.chain.reference import epilogue
+from epinorm.chain.reference import Results, epilogue
 from epinorm.operator.checks import check_backward, check_call
 from epinorm.precision import Precision, product_precision
 from epinorm.problem import (
@@ -234,7 +234,7 @@ class Eager:
         self.structure = problem.chain
         self.chains: dict[tuple[float, ...], Chain] = {}
 
-    def y(self, constants: tuple[float, ...], *tensors: Any) -> Tensor:
+    def results(self, constants: tuple[float, ...], *tensors: Any) -> Results:
         """From the tensors in the order of ``Inputs``, the operands one by one; x is (..., K)."""
         x, weight, bias, norm_weight, norm_bias, *operands = tensors
         chain = self.chains.get(constants)
@@ -278,10 +278,10 @@ def executable_for_call(
     return executable if _are_same(given, dense) else _Copying(executable)
 
 
-def run_inference(tensors: Sequence[Any], facts: Facts) -> Tensor:
+def run_inference(tensors: Sequence[Any], facts: Facts) -> Results:
     """Compute y (M, N) for ``tensors`` in the order of ``Inputs``; keep nothing."""
     inputs = _inputs(*(*tensors, constants_of(facts)))
-    return executable_of(inputs, facts, False).forward(*inputs).y
+    return executable_of(inputs, facts, False).forward(*inputs).results
 
 
 def run_forward(tensors: Sequence[Any], facts: Facts) -> Forward:
@@ -296,12 +296,14 @@ def run_backward(
     kept: Sequence[Tensor],
     dy: Tensor,
     wanted: Sequence[bool],
+    dsum: Tensor | None = None,
     executable: Executable | None = None,
     left: StepLeftovers | None = None,
     into: Tensor | None = None,
 ) -> list[Tensor]:
-    """Compute the wanted gradients, in the order of ``Inputs``; kept: z, mean and rstd, which a
-    backend lets go of when it has read them if this is the only list of them.
+    """Compute the wanted gradients, in the order of ``Inputs``; kept: z, or the sum where the chain
+    ``saves_sum``, mean and rstd, which a backend lets go of when it has read them if this is the
+    only list of them. dsum: the sum's gradient, if it has one.
 
     executable: what the forward pass was computed by; left: what it left, see ``StepForward``.
     into: a tensor like the weight that dW may be added to; where it was, it stands in dW's place.
@@ -312,14 +314,15 @@ def run_backward(
         inputs = _inputs(*(*tensors, constants_of(facts)))
         executable, left = executable_of(inputs, facts, True), None
         problem = executable.problem
-        check_backward(dy, inputs, kept, problem.chain, problem.out_dtype, wanted)
+        check_backward(dy, inputs, kept, problem.chain, problem.out_dtype, wanted, dsum)
         dense = [as_dense(t).contiguous() for t in kept]  # a hook may have handed back anything
     want = wanted_of(wanted)
     forward = [Forward(dense[0], *dense)]  # backward never reads y
     del dense
     if isinstance(kept, list):
         kept.clear()
-    return in_order(executable.backward(inputs, forward, as_dense(dy), want, left, into))
+    dsum = None if dsum is None else as_dense(dsum)
+    return in_order(executable.backward(inputs, forward, as_dense(dy), want, left, into, dsum))
 
 
 def wanted_of(flags: Sequence[bool]) -> Wanted:

@@ -88,17 +88,23 @@ def check_backward(
     chain: Chain,
     out_dtype: torch.dtype,
     wanted: Sequence[bool],
+    dsum: Tensor | None = None,
 ) -> None:
-    """Raise if dy or what forward kept (z, mean, rstd) does not belong to these inputs: kernels
-    read memory as they expect it, and hooks on saved tensors can hand back anything."""
+    """Raise if dy, dsum or what forward kept (z or the sum, mean, rstd) does not fit these inputs:
+    kernels read memory as they expect it, and hooks on saved tensors can hand back anything."""
     x, weight, *rest, operands = inputs[:6]
     y_shape = [x.shape[0], weight.shape[0]]
+    sum_dtype = chain.sum_dtype(x.dtype, out_dtype)
     stats, stats_dtype = [x.shape[0], chain.groups(weight.shape[0])], torch.float32
     if x.dtype == torch.float64:
         stats_dtype = torch.float64
-    kinds = [(y_shape, x.dtype), (stats, stats_dtype), (stats, stats_dtype)]
+    kinds = [
+        (y_shape, sum_dtype if chain.saves_sum else x.dtype),
+        (stats, stats_dtype),
+        (stats, stats_dtype),
+    ]
     missing = (
-        not chain.keeps_z,
+        not (chain.keeps_z or chain.saves_sum),
         chain.norm is None or isinstance(chain.norm, RMSNorm),
         chain.norm is None,
     )
@@ -109,7 +115,10 @@ def check_backward(
         ("dy", y_shape, out_dtype),
         *((name, *kind) for name, kind in zip(("z", "mean", "rstd"), kinds, strict=True)),
     )
-    for (name, shape, dtype), t in zip(expected, (dy, *kept), strict=True):
+    given = [(*one, t) for one, t in zip(expected, (dy, *kept), strict=True)]
+    if dsum is not None:
+        given.append(("dsum", y_shape, sum_dtype, dsum))
+    for name, shape, dtype, t in given:
         if list(t.shape) != shape or t.dtype != dtype or t.device != x.device:
             raise RuntimeError(
                 f"{name} must be of shape {shape}, {dtype} and on {x.device} for these inputs, but "

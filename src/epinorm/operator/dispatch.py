@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from epinorm.chain import Chain, reference
+from epinorm.chain.reference import Results
 from epinorm.operator import calls, ops
 from epinorm.operator.autograd import differentiable
 from epinorm.operator.checks import check_leading_dimensions, check_types
@@ -59,28 +60,29 @@ class Caller:
         norm_weight: Tensor | None,
         norm_bias: Tensor | None,
         operands: tuple[Tensor, ...],
-    ) -> Tensor:
+    ) -> Results:
         """x (..., K) → y (..., N); see ``epinorm.linear_norm``. Not to be traced by dynamo."""
         tensors: tuple[Any, ...] = (x, weight, bias, norm_weight, norm_bias, *operands)
-        y = self.again(tensors, operands)
-        if y is None:
-            y = call(*(*tensors[:5], operands, *self.facts[:3]))
+        results = self.again(tensors, operands)
+        if results is None:
+            results = call(*(*tensors[:5], operands, *self.facts[:3]))
             self._kinds.keep(tensors, _is_grad_enabled(), partial(self._find, *tensors))
-        return y
+        return results
 
-    def again(self, tensors: tuple[Any, ...], operands: tuple[Tensor, ...]) -> Tensor | None:
-        """y if the call is like an earlier one, else None; tensors: all of it, operands last."""
+    def again(self, tensors: tuple[Any, ...], operands: tuple[Tensor, ...]) -> Results | None:
+        """What the call gives if it is like an earlier one, else None; tensors: operands last."""
         found = self._kinds.find(tensors, _is_grad_enabled()) if is_undisturbed() else None
         if found is None:
             return None
         executable, training, folds = found
         if isinstance(executable, calls.Eager):
-            return executable.y(self._constants, *tensors)
+            return executable.results(self._constants, *tensors)
         if training:
             return differentiable(executable, self.facts, tensors)
         if folds:
             operands = calls.fold_operands(operands, self.facts)
-        return executable.forward(*(*tensors[:5], operands, self._constants)).y
+        made = executable.forward(*(*tensors[:5], operands, self._constants))
+        return made.y if made.sum is None else (made.y, made.sum.view(made.y.shape))
 
     def _find(self, x: Any, *rest: Any) -> _Found | None:
         """What computes these tensors; None where x or an operand cannot be folded as it lies."""
@@ -117,7 +119,7 @@ def call(
     chain: str,
     strategy: Strategy,
     strict: bool,
-) -> Tensor:
+) -> Results:
     """x (..., K) → y (..., N): leading dimensions are folded for the operator."""
     check_types(x, weight, bias, norm_weight, norm_bias, operands)
     if not is_strided((x, weight, bias, norm_weight, norm_bias, *operands)):
@@ -133,7 +135,10 @@ def call(
     check_leading_dimensions(x, operands, parsed)
     leading = x.shape[:-1]
     folded = calls.fold_operands(operands, (chain, strategy, strict, None))
-    y = ops.call(
+    found = ops.call(
         calls.fold(x), weight, bias, norm_weight, norm_bias, folded, chain, strategy, strict
     )
-    return y.view(*leading, y.shape[-1])
+    if isinstance(found, tuple):
+        y, total = (t.view(*leading, t.shape[-1]) for t in found)
+        return y, total
+    return found.view(*leading, found.shape[-1])

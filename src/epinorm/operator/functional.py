@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,10 +12,49 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from epinorm.chain import Chain, Norm, Rounding
 from epinorm.chain.pointwise import PointwiseLike
+from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import call, caller_of
 from epinorm.problem import Strategy
 
 __all__ = ["apply_chain", "linear", "linear_norm"]
+
+
+@overload
+def linear_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    operands: Sequence[Tensor] = (),
+    return_sum: Literal[False] = False,
+    rounding: Rounding = "once",
+    strategy: Strategy = "auto",
+    strict: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def linear_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    operands: Sequence[Tensor] = (),
+    return_sum: Literal[True],
+    rounding: Rounding = "once",
+    strategy: Strategy = "auto",
+    strict: bool = False,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def linear_norm(
@@ -28,19 +68,22 @@ def linear_norm(
     pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
     post: str | PointwiseLike | Iterable[PointwiseLike] = (),
     operands: Sequence[Tensor] = (),
+    return_sum: bool = False,
     rounding: Rounding = "once",
     strategy: Strategy = "auto",
     strict: bool = False,
-) -> Tensor:
+) -> Results:
     """Compute ``post(norm(pre(x @ weight.T + bias)))`` as one operation.
 
     x is (..., K), and (M, K) for GroupNorm; weight (N, K); bias, norm_weight and norm_bias (N,)
     or None; operands the tensors that ``pre`` and ``post`` take, in their order: (N,) for
     ``mul_channel`` and ``add_channel``, the output's shape for ``add_residual``. All of one
     floating dtype and on one device; returns (..., N) of that dtype. Under autocast dtypes follow
-    PyTorch's layers. ``rounding``: in 16 bit, "once" rounds y alone; "eager" the linear's output,
-    the norm's and that of each operation, as PyTorch's own layers do: less accurate, and what they
-    give but for sums in another order.
+    PyTorch's layers. ``return_sum``: return ``(y, s)`` with ``s = pre(x @ weight.T + bias)``, the
+    residual stream of a pre-norm transformer; autograd knows s as a result beside y, not on the way
+    to it. ``rounding``: in 16 bit, "once" rounds y alone;
+    "eager" the linear's output, the norm's and that of each operation, as PyTorch's own layers do:
+    less accurate, and what they give but for sums in another order.
 
     Raises what PyTorch's own layers raise for shapes, dtypes and devices that do not fit;
     ValueError or TypeError for an unknown operation or rounding; RuntimeError where ``strategy``
@@ -48,7 +91,7 @@ def linear_norm(
     """
     if not isinstance(operands, (list, tuple)):
         raise TypeError(f"operands must be a list of Tensors, not {type(operands).__name__}")
-    chain = _chain_text(norm, pre, post, rounding)
+    chain = _chain_text(norm, pre, post, rounding, return_sum)
     return apply_chain(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
 
 
@@ -68,8 +111,10 @@ def linear(
     x is (..., K), weight (N, K), bias (N,) or None, operands as for ``linear_norm``; returns
     (..., N). Raises as ``linear_norm`` does.
     """
-    chain = _chain_text(None, (), post, "once")
-    return apply_chain(x, weight, bias, None, None, operands, chain, strategy, strict)
+    chain = _chain_text(None, (), post, "once", False)
+    y = apply_chain(x, weight, bias, None, None, operands, chain, strategy, strict)
+    assert isinstance(y, Tensor)
+    return y
 
 
 def _chain_text(
@@ -77,21 +122,26 @@ def _chain_text(
     pre: str | PointwiseLike | Iterable[PointwiseLike],
     post: str | PointwiseLike | Iterable[PointwiseLike],
     rounding: Rounding,
+    return_sum: bool,
 ) -> str:
     # Texts alone may be remembered: a module's constants can change between calls.
     # Dynamo traces through a cache, and warns of it each time.
     if torch.compiler.is_compiling():
-        return str(Chain.build(norm, pre, post, rounding))
+        return str(Chain.build(norm, pre, post, rounding, return_sum))
     if (isinstance(pre, str) or pre == ()) and (isinstance(post, str) or post == ()):
-        return _known_chain_text(norm, pre, post, rounding)
-    return str(Chain.build(norm, pre, post, rounding))
+        return _known_chain_text(norm, pre, post, rounding, return_sum)
+    return str(Chain.build(norm, pre, post, rounding, return_sum))
 
 
 @lru_cache(maxsize=1024)
 def _known_chain_text(
-    norm: Norm | None, pre: str | tuple[()], post: str | tuple[()], rounding: Rounding
+    norm: Norm | None,
+    pre: str | tuple[()],
+    post: str | tuple[()],
+    rounding: Rounding,
+    return_sum: bool,
 ) -> str:
-    return str(Chain.build(norm, pre, post, rounding))
+    return str(Chain.build(norm, pre, post, rounding, return_sum))
 
 
 def apply_chain(
@@ -104,7 +154,7 @@ def apply_chain(
     chain: str,
     strategy: Strategy = "auto",
     strict: bool = False,
-) -> Tensor:
+) -> Results:
     """``linear_norm`` for a chain that is already canonical text: the path of modules."""
     if not isinstance(x, Tensor):
         if has_torch_function_unary(x):  # torch.fx traces with a stand-in

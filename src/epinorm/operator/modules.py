@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm, Rounding
 from epinorm.chain.pointwise import PointwiseLike
+from epinorm.chain.reference import Results
 from epinorm.operator.functional import apply_chain
 
 __all__ = ["LinearNorm", "parameter_of"]
@@ -20,8 +21,8 @@ class LinearNorm(nn.Module):
 
     Holds the layers that it replaces as ``linear`` and ``norm``, made in that order: the same
     parameter names, initial values and draws from the random generator as
-    ``nn.Sequential(OrderedDict(linear=nn.Linear(...), norm=nn.GroupNorm(...)))``. ``rounding`` is
-    that of ``linear_norm``.
+    ``nn.Sequential(OrderedDict(linear=nn.Linear(...), norm=nn.GroupNorm(...)))``. ``return_sum``
+    and ``rounding`` are those of ``linear_norm``.
     """
 
     def __init__(
@@ -34,18 +35,19 @@ class LinearNorm(nn.Module):
         affine: bool = True,
         pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
         post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+        return_sum: bool = False,
         rounding: Rounding = "once",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        chain = Chain.build(norm, pre, post, rounding)
+        chain = Chain.build(norm, pre, post, rounding, return_sum)
         chain.groups(out_features)
         self.chain = str(chain)
         self.linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self.norm = _layer(norm, out_features, affine, device, dtype)
 
-    def forward(self, x: Tensor, *operands: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *operands: Tensor) -> Results:
         """x (..., in_features) → (..., out_features); operands as ``linear_norm`` takes them."""
         # By way of _modules: nn.Module's own attribute look-up costs a microsecond each time.
         linear, norm = self._modules["linear"], self._modules["norm"]

@@ -7,14 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from epinorm.chain import returns_sum
+from epinorm.chain.reference import Results
 from epinorm.operator import transforms
 from epinorm.operator.autograd import differentiable
 from epinorm.operator.calls import constants_of, eager_for, executable_for_call, run_inference
-from epinorm.operator.schema import linear_norm, linear_norm_backward, linear_norm_forward
+from epinorm.operator.schema import (
+    linear_norm,
+    linear_norm_backward,
+    linear_norm_forward,
+    linear_norm_sum,
+    linear_norm_sum_forward,
+)
 from epinorm.operator.undisturbed import is_plain
 from epinorm.problem import Strategy
 
-__all__ = ["call", "linear_norm", "linear_norm_backward", "linear_norm_forward", "transforms"]
+__all__ = ["call", "linear_norm", "linear_norm_backward", "linear_norm_forward"]
+__all__ += ["linear_norm_sum", "linear_norm_sum_forward", "transforms"]
 
 
 def call(
@@ -27,15 +36,17 @@ def call(
     chain: str,
     strategy: Strategy = "auto",
     strict: bool = False,
-) -> Tensor:
-    """``linear_norm`` for x (M, K) → y (M, N), past the dispatcher where nothing waits there.
+) -> Results:
+    """``linear_norm`` for x (M, K) → y (M, N), past the dispatcher where nothing waits there; y and
+    the sum where the chain returns it.
 
     That saves two thirds of a call's overhead. The operator itself is called for everything that
     hangs on it: compiling, autocast, torch.func, tensor subclasses, modes, tracing, profiling.
     """
     tensors = (x, weight, bias, norm_weight, norm_bias, *operands)
     if torch.compiler.is_compiling() or not is_plain(tensors):
-        return linear_norm(
+        operator = linear_norm_sum if returns_sum(chain) else linear_norm
+        return operator(
             *(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict, None)
         )
     facts = (chain, strategy, strict, None)
@@ -44,6 +55,6 @@ def call(
         executable = executable_for_call(inputs, facts, True, True)
         eager = eager_for(executable)
         if eager is not None:
-            return eager.y(constants_of(facts), *tensors)
+            return eager.results(constants_of(facts), *tensors)
         return differentiable(executable, facts, tensors)
     return run_inference((x, weight, bias, norm_weight, norm_bias, operands), facts)

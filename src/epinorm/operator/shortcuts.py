@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from epinorm.backends.memo import memo
 from epinorm.operator import calls
@@ -21,7 +22,7 @@ from epinorm.problem import Executable, Forward, Inputs, Run, Wanted
 
 __all__ = ["shorten_backward", "shorten_forward"]
 
-_FORWARD, _BACKWARD = 10, 15
+_FORWARD, _BACKWARD = 10, (15, 16)
 """The numbers of arguments; see schema.py."""
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -37,7 +38,7 @@ class _FoundForward(NamedTuple):
 class _FoundBackward(NamedTuple):
     executable: Executable
     want: Wanted
-    copies_dy: bool
+    copies: bool
 
 
 @memo()
@@ -77,8 +78,8 @@ def shorten_forward(operator: Any, name: str, training: bool) -> None:
             run, complete = found
             made = run(x, weight, bias, norm_weight, norm_bias, tensors[5:], constants)
             if not training:
-                return made.y
-            return made if complete else distinct(made)
+                return made.results
+            return made.outputs if complete else distinct(made)
         result = long(*arguments)
 
         def make() -> _FoundForward | None:
@@ -100,20 +101,25 @@ def shorten_backward(operator: Any) -> None:
         return
 
     def call(*arguments: Any, **named: Any) -> Any:
-        if len(arguments) != _BACKWARD or not is_undisturbed():
+        if len(arguments) not in _BACKWARD or not is_undisturbed():
             return long(*arguments, **named)
         dy, x, weight, bias, norm_weight, norm_bias, operands, z, mean, rstd, *facts = arguments
+        dsum = facts.pop() if len(arguments) == max(_BACKWARD) else None
         wanted = facts.pop()
         kinds, constants = _known("backward", *facts, getattr(weight, "shape", None))
         tensors = (x, weight, bias, norm_weight, norm_bias, *operands, dy, z, mean, rstd)
+        if dsum is not None:
+            tensors = (*tensors, dsum)
         fact = (_is_grad_enabled(), *wanted)
         found = kinds.find(tensors, fact)
         if found is not None:
             inputs = Inputs(x, weight, bias, norm_weight, norm_bias, tuple(operands), constants)
-            if found.copies_dy:
+            if found.copies:
                 dy = calls.as_dense(dy)
+                dsum = None if dsum is None else calls.as_dense(dsum)
             kept = [Forward(z, z, mean, rstd)]
-            return calls.in_order(found.executable.backward(inputs, kept, dy, found.want))
+            made = found.executable.backward(inputs, kept, dy, found.want, None, None, dsum)
+            return calls.in_order(made)
         result = long(*arguments)
 
         def make() -> _FoundBackward | None:
@@ -123,7 +129,8 @@ def shorten_backward(operator: Any) -> None:
             ):
                 return None
             executable = calls.executable_for_call(arguments[1:7], tuple(facts), True)
-            return _FoundBackward(executable, calls.wanted_of(wanted), calls.as_dense(dy) is not dy)
+            copies = any(t is not None and calls.as_dense(t) is not t for t in (dy, dsum))
+            return _FoundBackward(executable, calls.wanted_of(wanted), copies)
 
         kinds.keep(tensors, fact, make)
         return result
@@ -131,6 +138,6 @@ def shorten_backward(operator: Any) -> None:
     operator._op = call
 
 
-def distinct(found: Forward) -> Forward:
+def distinct(found: Forward) -> tuple[Tensor, ...]:
     """As an operator's outputs have to be: what is not there is one empty tensor for all else."""
-    return Forward._make(t if t.numel() else t.new_empty(t.shape) for t in found)
+    return tuple(t if t.numel() else t.new_empty(t.shape) for t in found.outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epinorm.chain import Chain
-from epinorm.chain.reference import epilogue
-from epinorm.operator.schema import library, linear_norm, linear_norm_backward, linear_norm_forward
+from epinorm.chain.chain import AUTOCAST_TO_FP32
+from epinorm.chain.reference import Results, epilogue
+from epinorm.operator.schema import (
+    library,
+    linear_norm,
+    linear_norm_backward,
+    linear_norm_forward,
+    linear_norm_sum,
+    linear_norm_sum_forward,
+)
 
 __all__: list[str] = []
 
@@ -26,11 +35,13 @@ def _norm_is_fp32_under_autocast(chain: Chain) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
 
 
-def _autocast_cuda(*arguments: Any) -> Tensor:
+def _autocast_cuda(*arguments: Any) -> Results:
     """The linear in autocast's dtype, the norm and all after it in fp32; fp64 is left alone."""
     x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out = arguments
-    if not _norm_is_fp32_under_autocast(Chain.parse(text)):
+    chain = Chain.parse(text)
+    if not _norm_is_fp32_under_autocast(chain):
         return _autocast_reference(*arguments)
+    sum_dtype = _sum_dtype_under_autocast(x, operands, chain) if chain.returns_sum else None
     if x.dtype != torch.float64:
         low, out = torch.get_autocast_dtype("cuda"), torch.float32
         x, weight = x.to(low), weight.to(low)
@@ -38,13 +49,27 @@ def _autocast_cuda(*arguments: Any) -> Tensor:
         norm_weight = None if norm_weight is None else norm_weight.to(out)
         norm_bias = None if norm_bias is None else norm_bias.to(out)
         operands = [t.to(out) for t in operands]
+    arguments = (x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out)
     with torch._C._ExcludeDispatchKeyGuard(_CUDA_AUTOCAST):
-        return linear_norm(
-            *(x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out)
-        )
+        if sum_dtype is None:
+            return linear_norm(*arguments)
+        y, total = linear_norm_sum(*arguments)
+        return y, total.to(sum_dtype)
 
 
-def _autocast_reference(*arguments: Any) -> Tensor:
+def _sum_dtype_under_autocast(x: Tensor, operands: Sequence[Tensor], chain: Chain) -> torch.dtype:
+    """What PyTorch's own operations make of the linear's dtype and those of the operands."""
+    dtype = x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype("cuda")
+    remaining = iter(operands)
+    for operation in chain.pre:
+        if operation.operand is not None:
+            dtype = torch.promote_types(dtype, next(remaining).dtype)
+        elif operation.name in AUTOCAST_TO_FP32:
+            dtype = torch.promote_types(dtype, torch.float32)
+    return dtype
+
+
+def _autocast_reference(*arguments: Any) -> Results:
     """Each of PyTorch's layers under its own autocast rule: dtypes mix as in no kernel of ours."""
     x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, _ = arguments
     if strict or strategy not in ("auto", "reference"):
@@ -57,8 +82,9 @@ def _autocast_reference(*arguments: Any) -> Tensor:
     return epilogue(z, Chain.parse(text), norm_weight, norm_bias, operands)
 
 
-library.impl("linear_norm", _autocast_cuda, "AutocastCUDA")
-library.impl("linear_norm", _autocast_reference, "AutocastCPU")
+for _name in ("linear_norm", "linear_norm_sum"):
+    library.impl(_name, _autocast_cuda, "AutocastCUDA")
+    library.impl(_name, _autocast_reference, "AutocastCPU")
 
 
 def _register_vmap(operator: Any) -> None:
@@ -85,5 +111,8 @@ def _take(argument: Any, dim: Any, index: int) -> Any:
     return argument
 
 
-for _operator in (linear_norm, linear_norm_forward, linear_norm_backward):
+for _operator in (
+    *(linear_norm, linear_norm_forward, linear_norm_backward),
+    *(linear_norm_sum, linear_norm_sum_forward),
+):
     _register_vmap(_operator)

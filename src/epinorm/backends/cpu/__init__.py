@@ -29,7 +29,7 @@ def plan_cpu(problem: Problem, strategy: Strategy) -> Plan:
     if why_not is not None:
         return Plan("reference", why_not)
     reason = "blocks of rows stay in cache from the product to the last operation"
-    forward = (Step("epinorm_forward", "y, z, mean, rstd" if problem.training else "y", reason),)
+    forward = (Step("epinorm_forward", problem.made_by_forward, reason),)
     backward = (Step("epinorm_backward", "all gradients", reason),) if problem.training else ()
     return Plan("cpu", "the fused CPU kernel serves it", forward=forward, backward=backward)
 

@@ -27,6 +27,9 @@ class Call(Structure):
         ("operand_gradients", c_void_p),
         ("mean", c_void_p),
         ("rstd", c_void_p),
+        ("sum", c_void_p),
+        ("dsum", c_void_p),
+        ("dsum_stride", c_int64),
         ("overflow", c_int32),
     )
 
@@ -69,6 +72,7 @@ class Problem(Structure):
         ("k", c_int64),
         ("dtype", c_int32),
         ("out_dtype", c_int32),
+        ("saved_dtype", c_int32),
         ("x", c_void_p),
         ("x_stride", c_int64),
         ("weight", c_void_p),

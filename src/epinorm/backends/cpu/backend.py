@@ -21,7 +21,7 @@ from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, R
 __all__ = ["CpuExecutable"]
 
 _REFERENCE = Plan("reference", "a square overflows, and PyTorch's NaNs are its own")
-_NOTHING = tuple(torch.empty(0) for _ in range(3))
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def _make(problem: Problem) -> _Prepared:
         ),
         *(problem.m, problem.k),
         *(abi.DTYPE_CODES[problem.dtype], abi.DTYPE_CODES[problem.out_dtype]),
+        abi.DTYPE_CODES[problem.saved_dtype],
     )
     return _Prepared(runner, blocks, template, problem.chain.arguments)
 
@@ -136,30 +137,42 @@ class CpuExecutable:
         return found._replace(y=found.y.view(self.y_size))
 
     def backward(
-        self, inputs: Inputs, kept: list[Forward], dy: Tensor, want: Wanted, *_: Any
+        self,
+        inputs: Inputs,
+        kept: list[Forward],
+        dy: Tensor,
+        want: Wanted,
+        left: Any = None,
+        into: Tensor | None = None,
+        dsum: Tensor | None = None,
     ) -> Gradients:
         """Compute the wanted gradients; raises as forward does."""
-        return _backward(self.problem, self.prepared, inputs, kept.pop(), dy, want)
+        return _backward(self.problem, self.prepared, inputs, kept.pop(), dy, want, dsum)
 
 
 def _forward(problem: Problem, prepared: _Prepared, inputs: Inputs) -> Forward:
     """Raises RuntimeError with PyTorch's message where its product fails."""
     m, n, x = problem.m, problem.n, inputs.x
     y = x.new_empty((m, n), dtype=problem.out_dtype)
-    z = mean = rstd = None
-    if problem.training:
+    z = mean = rstd = total = None
+    if problem.chain.returns_sum:
+        total = x.new_empty((m, n), dtype=problem.sum_dtype)
+    if problem.keeps_z:
         z = x.new_empty((m, n))
+    if problem.training:
         rstd = x.new_empty((m, problem.groups), dtype=problem.stats_dtype)
         if not isinstance(problem.chain.norm, RMSNorm):
             mean = torch.empty_like(rstd)
     call = _call(problem, prepared, inputs, mean, rstd)
     call.y, call.y_stride, call.z = y.data_ptr(), n, _pointer(z)
+    call.call.sum = _pointer(total)
     _run(prepared, prepared.runner.epinorm_forward, call)
     if call.call.overflow:
         return reference.forward(problem, _REFERENCE, inputs)
-    if z is None or rstd is None:
-        return Forward(y, *_NOTHING)
-    return Forward(y, z, x.new_empty(0) if mean is None else mean, rstd)
+    if rstd is None:
+        return Forward(y, _NOTHING, _NOTHING, _NOTHING, total)
+    z, mean = (x.new_empty(0) if t is None else t for t in (z, mean))
+    return Forward(y, z, mean, rstd, total)
 
 
 def _backward(
@@ -169,11 +182,14 @@ def _backward(
     kept: Forward,
     dy: Tensor,
     want: Wanted,
+    dsum: Tensor | None,
 ) -> Gradients:
     m, k, n, x, blocks = problem.m, problem.k, problem.n, inputs.x, prepared.blocks
     kinds = problem.chain.operand_kinds
     if dy.stride(1) != 1 and n > 1:
         dy = dy.contiguous()
+    if dsum is not None and dsum.stride(1) != 1 and n > 1:
+        dsum = dsum.contiguous()
 
     by_parts = want.weight and blocks.weight_parts
     dx = x.new_empty((m, k)) if want.x else None
@@ -188,6 +204,7 @@ def _backward(
     mean = kept.mean if kept.mean.numel() else None
     call = _call(problem, prepared, inputs, mean, kept.rstd, elements)
     call.z, call.y, call.y_stride = kept.z.data_ptr(), dy.data_ptr(), dy.stride(0)
+    call.call.dsum, call.call.dsum_stride = _pointer(dsum), 0 if dsum is None else dsum.stride(0)
     call.dz, call.dx, call.dweight = _pointer(dz), _pointer(dx), _pointer(dweight)
     call.dweight_parts = _pointer(weight_parts)
     # In the kernel's order: bias, norm_weight, norm_bias, then the operands that are channels.
@@ -206,7 +223,7 @@ def _backward(
     call.column_sums = ctypes.addressof(addresses)
     _run(prepared, prepared.runner.epinorm_backward, call)
     if call.call.overflow:
-        return reference.backward(problem, _REFERENCE, inputs, kept, dy, want)
+        return reference.backward(problem, _REFERENCE, inputs, kept, dy, want, dsum)
     channels = iter(sums[3:])
     operands = tuple(
         next(channels) if kind == "channel" else element

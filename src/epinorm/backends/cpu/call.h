@@ -20,6 +20,9 @@ struct EpinormCall {
   void* const* operand_gradients;   // dense (M, N) or null; backward only
   void* mean;  // (M, groups) or null: written forward, read backward
   void* rstd;
+  void* sum;          // dense (M, N): what enters the norm, if it is a result; written forward
+  const void* dsum;   // its gradient (M, N), or null; read backward
+  int64_t dsum_stride;
   mutable int32_t overflow;  // set where a square is about to overflow: PyTorch is asked then
 };
 
@@ -27,7 +30,7 @@ struct EpinormCall {
 typedef void (*EpinormForward)(const EpinormCall*, int64_t first, int64_t rows, const void* z,
                                int64_t z_stride, void* y, int64_t y_stride, void* scratch);
 
-// Rows [first, first + rows): z and dy -> dz, adding each column's sums, lane by lane, to `sums`.
+// Rows [first, first + rows): z, or the sum if it is kept instead, and dy -> dz, adding each column's sums, lane by lane, to `sums`.
 typedef void (*EpinormBackward)(const EpinormCall*, int64_t first, int64_t rows, const void* z,
                                 int64_t z_stride, const void* dy, int64_t dy_stride, void* dz,
                                 int64_t dz_stride, void* sums, void* scratch);

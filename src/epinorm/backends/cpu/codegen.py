@@ -34,6 +34,9 @@ struct Chain {{
   using Z = {dtype};
   using P = {norm_dtype};
   using Y = {out_dtype};
+  using S = {sum_dtype};
+  static constexpr bool kReturnsSum = {returns_sum};
+  static constexpr bool kSavesSum = {saves_sum};
   static constexpr bool kCentred = {centred};
   static constexpr bool kPre = {has_pre};
   static constexpr int kOperands = {operands};
@@ -156,6 +159,9 @@ def kernel_source(problem: Problem) -> str:
         dtype=CPP_TYPES[problem.dtype],
         norm_dtype=CPP_TYPES[problem.norm_dtype],
         out_dtype=CPP_TYPES[problem.out_dtype],
+        sum_dtype=CPP_TYPES[problem.sum_dtype],
+        returns_sum=str(chain.returns_sum).lower(),
+        saves_sum=str(chain.saves_sum).lower(),
         centred=str(not isinstance(chain.norm, RMSNorm)).lower(),
         has_pre=str(bool(chain.pre)).lower(),
         operands=len(kinds),

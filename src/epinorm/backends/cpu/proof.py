@@ -100,6 +100,8 @@ def _prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
     shapes = [(n,), (n,), *((n,) if kind == "channel" else (ROWS, n) for kind in kinds)]
     parameters = [_values(i + 2, *s).to(problem.norm_dtype) for i, s in enumerate(shapes)]
     mean, rstd = (torch.empty(ROWS, groups, dtype=problem.stats_dtype) for _ in range(2))
+    total, dsum = (_values(i, ROWS, n).to(problem.sum_dtype) for i in (11, 12))
+    returns_sum = chain.returns_sum
 
     kernel = abi.Kernel()
     library.epinorm_describe(n, groups, ctypes.byref(kernel))
@@ -111,24 +113,29 @@ def _prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
         *(parameters[0].data_ptr(), parameters[1].data_ptr()),
         *(ctypes.addressof(pointers), ctypes.addressof(strides), ctypes.addressof(gradients)),
         *(None if isinstance(norm, RMSNorm) else mean.data_ptr(), rstd.data_ptr()),
+        *((total.data_ptr(), dsum.data_ptr(), n) if returns_sum else (None, None, 0)),
     )
     scratch = torch.zeros(kernel.scratch_bytes, dtype=torch.uint8)
     sums = torch.zeros(kernel.sums_bytes, dtype=torch.uint8)
     totals = torch.zeros(kernel.totals, n, dtype=torch.float64)
     y, dz, at = torch.empty_like(dy), torch.empty_like(z), ctypes.addressof(call)
     _FORWARD(kernel.forward)(at, 0, ROWS, z.data_ptr(), n, y.data_ptr(), n, scratch.data_ptr())
+    saved = total if chain.saves_sum else z
     _BACKWARD(kernel.backward)(
-        *(at, 0, ROWS, z.data_ptr(), n, dy.data_ptr(), n, dz.data_ptr(), n),
+        *(at, 0, ROWS, saved.data_ptr(), n, dy.data_ptr(), n, dz.data_ptr(), n),
         *(sums.data_ptr(), scratch.data_ptr()),
     )
     _FOLD(kernel.fold)(at, sums.data_ptr(), totals.data_ptr())
 
     def truth(dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.to(dtype).detach().requires_grad_() for t in (z, *parameters)]
-        exact = epilogue(leaves[0], chain, leaves[1], leaves[2], leaves[3:])
-        return [exact.detach(), *torch.autograd.grad(exact, leaves[:3], dy.to(dtype))]
+        results = epilogue(leaves[0], chain, leaves[1], leaves[2], leaves[3:])
+        exact = results if isinstance(results, tuple) else (results,)
+        given = [dy.to(dtype), dsum.to(dtype)][: len(exact)]
+        gradients = torch.autograd.grad(exact, leaves[:3], given)
+        return [*gradients, *(t.detach() for t in exact)]
 
-    found = [y, dz, totals[1], totals[2]]
+    found = [dz, totals[1], totals[2], y, *[total] * returns_sum]
     for one, exact, single in zip(found, truth(torch.float64), truth(torch.float32), strict=True):
         _require(one, exact, single)
 
@@ -162,7 +169,7 @@ def _prove_runner(library: ctypes.CDLL, problem: Problem) -> None:
             *(blocks.rows, blocks.columns, blocks.inner, blocks.outer, blocks.chunks),
             *(blocks.dx_rows, blocks.packed),
         ),
-        *(ROWS, DEPTH, abi.DTYPE_CODES[torch.float32], abi.DTYPE_CODES[torch.float32]),
+        *(ROWS, DEPTH, *[abi.DTYPE_CODES[torch.float32]] * 3),
         *(x.data_ptr(), DEPTH, weight.data_ptr(), DEPTH, bias.data_ptr(), None, y.data_ptr(), n),
     )
     if library.epinorm_forward(call):

@@ -27,13 +27,14 @@ struct Problem {
   EpinormBlocks blocks;
   int64_t m, k;
   int32_t dtype;      // of x, weight, bias, z and their gradients
-  int32_t out_dtype;  // of y and dy
+  int32_t out_dtype;    // of y and dy
+  int32_t saved_dtype;  // of what backward finds as z
   void* x;
   int64_t x_stride;
   void* weight;
   int64_t weight_stride;
   void* bias;  // null for none
-  void* z;     // dense (M, N), with the bias; null where it need not be kept
+  void* z;     // dense (M, N), with the bias; null where it need not be kept; backward: it, or the sum
   void* y;     // forward: y, dense; backward: dy
   int64_t y_stride;
   // Backward only; a null pointer is a result that nobody wants.
@@ -142,7 +143,7 @@ static void backward_by_chunks(const Problem& p, const Matrix& dy, double* total
   const int64_t sums_bytes = round_up(p.kernel.sums_bytes);
   const int64_t block_bytes = own ? together * rows * n * size_of(p.dtype) : 0;
   const int64_t count_totals = p.kernel.totals * n;
-  const Matrix z = p.matrix(p.z, n);
+  const Matrix z{static_cast<char*>(p.z), n, p.saved_dtype};
   const bool dx_by_blocks = with_products && p.dx != nullptr;
   std::optional<PackedWeight> packed;
   if (dx_by_blocks) packed = pack_weight(p, false);
@@ -280,6 +281,7 @@ EPINORM_EXPORT int epinorm_forward(const epinorm::Problem* p) {
     const epinorm::Matrix y{static_cast<char*>(p->y), p->y_stride, p->out_dtype};
     epinorm::large_pages(p->y, p->m * p->n() * epinorm::size_of(p->out_dtype));
     epinorm::large_pages(p->z, p->m * p->n() * epinorm::size_of(p->dtype));
+    epinorm::large_pages(p->call.sum, p->m * p->n() * epinorm::size_of(p->saved_dtype));
     if (p->blocks.columns >= p->n())
       epinorm::forward_by_blocks(*p, y);
     else

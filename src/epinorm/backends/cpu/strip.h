@@ -1,6 +1,7 @@
 // A strip of sixteen rows, forward and backward, for the chain C that codegen.py writes: types T
-// (arithmetic), Z (the product's), P (parameters') and Y (results'), the norm's kind, and the
-// operations before and after the norm as functions of one value.
+// (arithmetic), Z (the product's), P (parameters'), Y (results') and S (that of what enters the norm,
+// the sum, which with kReturnsSum is a result, and with kSavesSum what backward finds as z), the norm's
+// kind, and the operations before and after the norm as functions of one value.
 #pragma once
 #include "call.h"
 #include "lanes.h"
@@ -25,6 +26,8 @@ struct Strip {
   using Z = typename C::Z;
   using P = typename C::P;
   using Y = typename C::Y;
+  using S = typename C::S;
+  using Saved = std::conditional_t<C::kSavesSum, S, Z>;
   using V = Vec<T>;
   static constexpr int kCount = Vector<T>::kCount;
   static constexpr int kWidth = Vector<T>::kWidth;
@@ -196,6 +199,8 @@ struct Strip {
       load_elements(row, rows, first, channels);
       load_lanes<T>(z + first, z_stride, rows, channels, u);
       centre(*this, count);
+      if constexpr (C::kReturnsSum)
+        store_lanes<T>(u, rows, channels, static_cast<S*>(call.sum) + row * call.n + first, call.n);
       deviate(*this, count);
       finish(*this, count);
       keep_statistics(row, rows, group, count);
@@ -210,7 +215,7 @@ struct Strip {
     for (int64_t c = 0; c < count * s.width; ++c) {
       const T* const x = s.u + c * kLanes;
       T* const h = s.w + c * kLanes;
-      EPINORM_LANES { h[l] = C::pre(k, x[l], C::values(s.operand, c, l)); }
+      EPINORM_LANES { h[l] = C::kSavesSum ? x[l] : C::pre(k, x[l], C::values(s.operand, c, l)); }
     }
     for (int64_t g = 0; g < count; ++g) {
       const T* const h = s.w + g * s.width * kLanes;
@@ -306,6 +311,22 @@ struct Strip {
     }
   }
 
+  // v: the gradient of what enters the norm, with that of the sum; w is no longer needed.
+  EPINORM_INLINE void add_gradient_of_sum(const Strip& s, int64_t row, int rows, int64_t first,
+                                          int64_t count) {
+    const int64_t channels = count * s.width;
+    if (s.call.dsum != nullptr)
+      load_lanes<T>(static_cast<const S*>(s.call.dsum) + row * s.call.dsum_stride + first,
+                    s.call.dsum_stride, rows, channels, s.w);
+    for (int64_t group = 0; group < count; ++group) {
+      const T* const rstd = s.rstd + group * kLanes;
+      for (int64_t c = group * s.width; c < (group + 1) * s.width; ++c) {
+        T *const g = s.v + c * kLanes, *const d = s.w + c * kLanes;
+        EPINORM_LANES { g[l] = s.call.dsum == nullptr ? rstd[l] * g[l] : rstd[l] * g[l] + d[l]; }
+      }
+    }
+  }
+
   EPINORM_INLINE void differentiate_pre(const Strip& s, int rows, int64_t count, int64_t column,
                                         T* sums) {
     const auto k = s.constants;
@@ -316,7 +337,8 @@ struct Strip {
         T* const dbias = sums + (column + c) * kLanes;
         EPINORM_LANES {
           typename C::Values d = {};
-          const T dz = C::pre_backward(k, rstd[l] * g[l], x[l], C::values(s.operand, c, l), d);
+          const T du = C::kReturnsSum ? g[l] : rstd[l] * g[l];
+          const T dz = C::pre_backward(k, du, x[l], C::values(s.operand, c, l), d);
           C::keep_pre(s.gradient, c, l, d);
           dbias[l] += l < rows ? dz : T(0);
           g[l] = dz;
@@ -342,7 +364,7 @@ struct Strip {
     }
   }
 
-  void backward(int64_t row, int rows, const Z* z, int64_t z_stride, const Y* dy,
+  void backward(int64_t row, int rows, const Saved* z, int64_t z_stride, const Y* dy,
                 int64_t dy_stride, Z* dz, int64_t dz_stride, T* sums) {
     const T* const kept_mean = static_cast<const T*>(call.mean);
     const T* const kept_rstd = static_cast<const T*>(call.rstd);
@@ -363,6 +385,7 @@ struct Strip {
       centre_again(*this, count);
       differentiate_post(*this, rows, count, first, sums);
       project(*this, count);
+      if constexpr (C::kReturnsSum) add_gradient_of_sum(*this, row, rows, first, count);
       differentiate_pre(*this, rows, count, first, sums);
       keep_operand_gradients(row, rows, first, channels, sums);
       store_lanes<T>(v, rows, channels, dz + first, dz_stride);
@@ -388,7 +411,7 @@ void backward_rows(const EpinormCall* call, int64_t first, int64_t rows, const v
   Strip<C> strip(*call, scratch);
   for (int64_t r = 0; r < rows; r += kLanes)
     strip.backward(first + r, int(rows - r < kLanes ? rows - r : kLanes),
-                   static_cast<const typename C::Z*>(z) + r * z_stride, z_stride,
+                   static_cast<const typename Strip<C>::Saved*>(z) + r * z_stride, z_stride,
                    static_cast<const typename C::Y*>(dy) + r * dy_stride, dy_stride,
                    static_cast<typename C::Z*>(dz) + r * dz_stride, dz_stride,
                    static_cast<typename C::T*>(sums));

@@ -17,7 +17,9 @@ from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.gradients import BackwardChoice, backward_choice
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
+from epinorm.backends.cuda.plan.planes import rest_of, sum_is_z
 from epinorm.backends.cuda.plane_products import PlaneProducts
+from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.backends.memo import memo
 from epinorm.problem import (
     CUDA_STRATEGIES,
@@ -54,8 +56,7 @@ class CudaExecutable:
             )
         self.problem, self.plan = problem, plan
         self.forward: Run = _forward(problem, plan, layout)
-        self._norm: NormBackward | None = None
-        self._products: dict[Wanted, _Products] = {}
+        self._backward: dict[bool, _Backward] = {}  # by whether the sum has a gradient
 
     def backward(
         self,
@@ -65,12 +66,45 @@ class CudaExecutable:
         want: Wanted,
         left: KeptPlanes | None = None,
         into: Tensor | None = None,
+        dsum: Tensor | None = None,
     ) -> Gradients:
         """The norm kernel, then dX = dZ W and dW = dZᵀ X; by then, ``kept`` is empty.
 
         left: planes of x and W, which are used up. into: contiguous; it is returned in dW's place
-        where adding there is as fast.
+        where adding there is as fast. dsum: read by the norm kernel, as one more operand.
         """
+        backward = self._backward.get(dsum is not None)
+        if backward is None:
+            backward = self._backward[dsum is not None] = _Backward(
+                backward_problem(self.problem, dsum is not None), self.plan
+            )
+        if dsum is None:
+            return backward(inputs, kept, dy, want, left, into)
+        dsum = dsum.to(self.problem.norm_dtype)  # another one under autocast, where nothing widened
+        inputs = inputs._replace(operands=(*inputs.operands, dsum))
+        want = want._replace(operands=(*want.operands, False))
+        found = backward(inputs, kept, dy, want, left, into)
+        return found._replace(operands=found.operands[:-1])
+
+
+class _Backward:
+    """The backward pass of one problem, as ``backward_problem`` gives it."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem, self.plan = problem, plan
+        self._norm: NormBackward | None = None
+        self._products: dict[Wanted, _Products] = {}
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        kept: list[Forward],
+        dy: Tensor,
+        want: Wanted,
+        left: KeptPlanes | None,
+        into: Tensor | None,
+    ) -> Gradients:
+        """As ``CudaExecutable.backward``."""
         products = self._products.get(want)
         if products is None:
             products = self._products[want] = self._prepare(want)
@@ -79,7 +113,7 @@ class CudaExecutable:
             dy = dy.contiguous()
         if self.problem.chain.is_linear:
             dy = dy.contiguous()  # it is dz itself
-        if not self.problem.keeps_z:
+        if not (self.problem.keeps_z or self.problem.chain.saves_sum):
             kept[0] = kept[0]._replace(z=dy)  # of its size and dtype; its values are not used
         by_planes = products.by_planes
         if by_planes is None:
@@ -112,10 +146,13 @@ def _forward(problem: Problem, plan: Plan, layout: Layout) -> Run:
         return core.bind(problem, layout)
     if plan.strategy == "planes":
         return planes_forward.bind(problem, plan.core or "hopper", layout)
-    normalise = NormForward(problem).bind(problem.n, layout.y_size)
+    z_is_sum = sum_is_z(problem)
+    normalise = NormForward(rest_of(problem) if z_is_sum else problem)
+    normalise_rows = normalise.bind(problem.n, layout.y_size)
     bias_in_z = problem.bias_in_z
     # PyTorch takes other kernels where a bias is added in fp32: zeros, so that z's error is eager's
     # (without: 1.85 times as large for 16 rows of 8192).
+    nothing = torch.empty((0,), dtype=problem.dtype, device=problem.device)
     adds_zeros = problem.dtype == torch.float32 and problem.has_bias and not bias_in_z
     # What is allocated during a capture belongs to the graph.
     captured = problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -135,7 +172,10 @@ def _forward(problem: Problem, plan: Plan, layout: Layout) -> Run:
         if new_zeros:
             added = torch.zeros(problem.n, device=problem.device)
         z = linear(x, weight, added)
-        return normalise(z, bias, norm_weight, norm_bias, operands, constants)
+        if not z_is_sum:
+            return normalise_rows(z, bias, norm_weight, norm_bias, operands, constants)
+        out = normalise_rows(z, None, norm_weight, norm_bias, operands, constants)
+        return Forward(out.y, nothing, out.mean, out.rstd, z)
 
     return run
 

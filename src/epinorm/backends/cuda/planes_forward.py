@@ -3,7 +3,7 @@
 The product is the single kernel of the chain without a norm (gemm/hopper/forward.py, or the
 portable core's), its range guard included, so prepacked weights, tuned tiles and planes kept for
 the backward pass are the same. z goes through memory once; the norm kernel starts early behind the
-guard.
+guard. A sum that is a result is the matrix between the two, where backward needs no z besides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def _counts(problem: Problem) -> tuple[int, int]:
 
 def bind(problem: Problem, core: Core, layout: Layout) -> Run:
     """The forward pass of tensors of this layout."""
-    (of_pre, constants_of_pre), training = _counts(problem), problem.training
+    of_pre, constants_of_pre = _counts(problem)
+    keeps_z, returns_sum = problem.keeps_z, problem.chain.returns_sum
     multiply = (portable if core == "portable" else hopper).bind(product_of(problem), layout)
     normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size)
 
@@ -40,14 +41,17 @@ def bind(problem: Problem, core: Core, layout: Layout) -> Run:
         operands: tuple[Tensor, ...],
         constants: tuple[float, ...],
     ) -> Forward:
-        if training:
+        if keeps_z:
             made = multiply(x, weight, None, None, None, (), ())
             rest = bias, norm_weight, norm_bias, operands, constants
             return _with_left(normalise(made.y, *rest), made)
         before = operands[:of_pre], constants[:constants_of_pre]
         behind = operands[of_pre:], constants[constants_of_pre:]
-        z = multiply(x, weight, bias, None, None, *before).y
-        return normalise(z, None, norm_weight, norm_bias, *behind)
+        made = multiply(x, weight, bias, None, None, *before)
+        out = normalise(made.y, None, norm_weight, norm_bias, *behind)
+        if not returns_sum:
+            return out
+        return _with_left(Forward(out.y, made.z, out.mean, out.rstd, made.y), made)
 
     return run
 

@@ -12,6 +12,7 @@ from epinorm.backends.cuda.norm.text import norm_text
 from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_planes import RowsPlan, rows_plans
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
+from epinorm.backends.cuda.text.backward_chain import backward_elements
 from epinorm.backends.cuda.text.source import kernel_text
 from epinorm.backends.memo import memo
 from epinorm.problem import Problem
@@ -39,7 +40,7 @@ def planes_source(
     problem: Problem, plan: RowsPlan, outputs: Outputs, planes: int, arch: str
 ) -> KernelSource:
     """The kernel of this problem, plan and outputs, whose largest magnitudes must be among them."""
-    elements = [i for i, kind in enumerate(problem.chain.operand_kinds) if kind == "element"]
+    elements = backward_elements(problem.chain)
     places = "".join(f"i == {i} ? {2 + at} : " for at, i in enumerate(elements))
     more = {
         "kSumsGiven": 0,

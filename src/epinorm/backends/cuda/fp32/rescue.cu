@@ -10,8 +10,8 @@
 // The prelude defines the chain (codegen.py); kRows, kColumns and kWidth of a tile: rows, columns
 // used, columns multiplied; kBlockK and kStages of the ring; kSplits, the blocks of a cluster, which
 // share the sum over k of each item; kAligned (every row of x and w begins at a multiple of 16 bytes);
-// kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kKeep (training: z, mean and rstd are
-// written); kFlagsLate (the previous kernel writes flags); CHAIN_PARAMETERS, OPERAND_LIST,
+// kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kKeep (z or, with kKeepsSum, what enters
+// the norm is written), kKeepStatistics (mean and rstd are); kFlagsLate (the previous kernel writes flags); CHAIN_PARAMETERS, OPERAND_LIST,
 // STRIDE_LIST, CONSTANT_LIST.
 #include "common/dependent.cuh"
 #include "common/numeric.cuh"
@@ -105,9 +105,9 @@ EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range
 #pragma unroll 4
     for (int i = lane; i < end; i += kLanes) {
       const float z = values[i];
-      if (kKeep) e.z[at + i] = z;
       load_operands(t, e, row, column + i);
       values[i] = chain::pre_apply<float>(e.constants, kHasBias ? z + e.bias[column + i] : z, t);
+      if (kKeep) e.z[at + i] = kKeepsSum ? values[i] : z;
       if (!chain::kNormalises) e.y[at + i] = values[i];
       sum += values[i];
     }
@@ -135,7 +135,7 @@ EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range
       const float normalised = moved ? distance * factor + constant : distance * factor;
       e.y[at + i] = chain::post_apply<float>(e.constants, normalised, t);
     }
-    if (kKeep && flagged && lane == 0) {
+    if (kKeepStatistics && flagged && lane == 0) {
       const i64 cell_at = static_cast<i64>(row) * (e.n / kGroup) + column / kGroup;
       if (chain::kCentred) e.mean[cell_at] = mean + shift;
       e.rstd[cell_at] = rstd;

@@ -38,7 +38,8 @@ __all__ = [
 ]
 
 SIGNATURE = "plpl" + "ppp" + "pp" + "pppp" + "iii"
-"""x, w and their row strides; bias, gamma, beta; the flags; y, z, mean, rstd; m, n, k."""
+"""x, w and their row strides; bias, gamma, beta; the flags; y, z or the sum, mean, rstd; m,
+n, k."""
 
 THREADS = 256
 VECTOR_BYTES = 16
@@ -183,7 +184,9 @@ def rescue_source(
         "kHasBias": problem.has_bias,
         "kHasGamma": problem.has_norm_weight,
         "kHasBeta": problem.has_norm_bias,
-        "kKeep": problem.keeps_z,
+        "kKeep": problem.matrix_dtype is not None,
+        "kKeepsSum": problem.chain.returns_sum,
+        "kKeepStatistics": problem.keeps_statistics,
         "kFlagsLate": flags_late,
     }
     count = len(problem.chain.operand_kinds)
@@ -249,7 +252,7 @@ def rescue(
         *at,
         *parameter_addresses(inputs),
         *(row_flags.data_ptr(), column_flags.data_ptr()),
-        *(t.data_ptr() for t in forward),
+        *forward.addresses,
         *(problem.m, problem.n, problem.k, *matrix_arguments(inputs.operands)[0]),
         *ChainArguments(problem.chain, torch.float32)(inputs.constants),
     )

@@ -3,7 +3,7 @@
 // so nobody waits for another.
 //
 // The prelude gives kStages; kStreams, z, dy and the element operands; element_stream(i), the place
-// of operand i among them.
+// of operand i among them, 0 for one that is not.
 #pragma once
 #include "common/async_copy.cuh"
 #include "norm/norm_rows.cuh"
@@ -44,7 +44,7 @@ struct RowRing {
     begin(1, tensors.dy, tensors.dy_stride);
 #pragma unroll
     for (int i = 0; i < chain::kOperands; ++i)
-      if (!chain::is_channel(i))
+      if (element_stream(i) > 0)
         begin(element_stream(i), tensors.from.operand[i], tensors.from.stride[i]);
     fill(0, here);
 #pragma unroll
@@ -86,7 +86,7 @@ struct RowRing {
       pass.dy[0][e] = vector(from.stream[1][e]);
 #pragma unroll
       for (int i = 0; i < chain::kOperands; ++i)
-        if (!chain::is_channel(i))
+        if (element_stream(i) > 0)
           pass.elements[0][e].operand[i] = vector(from.stream[element_stream(i)][e]);
     }
     return pass;

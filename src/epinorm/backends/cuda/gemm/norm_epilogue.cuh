@@ -2,9 +2,10 @@
 // the linear's output to y, 16 rows of a warp at a time.
 //
 // The prelude defines the chain (codegen.py); kGroupColumns; kHasBias, kHasGamma, kHasBeta; kScaled
-// (operands are scaled planes); kKeep (training: z, mean and rstd are written); kAffineScaled (a
-// constant taken out of post scales gamma and beta); kBiasInZ (z is kept with the bias); the types OutType, KeptType and NormType;
-// kChannelOperands.
+// (operands are scaled planes); kKeep (a matrix beside y is written: z, or, with kKeepsSum, what enters
+// the norm); kKeepStatistics (mean and rstd are written); kAffineScaled (a constant taken out of post
+// scales gamma and beta); kBiasInZ (z is kept with the bias); the types OutType, KeptType (of the
+// matrix), LinearType (of the bias) and NormType; kChannelOperands.
 // The kernel defines, before it includes this:
 //   kWarpColumns, kAccumulators    columns of a warp's accumulators, and a thread's of 16 rows
 //   kVectorColumns, kVectorThreads columns whose vectors lie together in shared memory, and the
@@ -45,7 +46,7 @@ static_assert(kSharedGroup || kWarpColumns % kGroupColumns == 0, "a warp has who
 using Segment = Segments<kSharedGroup ? kWarpColumns : kGroupColumns>;
 
 struct Epilogue {
-  const typename KeptType::Storage* bias;  // the linear's dtype: under autocast not the norm's
+  const typename LinearType::Storage* bias;  // the linear's dtype: under autocast not the norm's
   const typename NormType::Storage *gamma, *beta;
   const typename NormType::Storage* operands[chain::kSlots];
   chain::Constants<float> constants;
@@ -95,7 +96,7 @@ __device__ __forceinline__ void fetch_vectors(Fetched& fetched, const Epilogue& 
 }
 
 __device__ __forceinline__ float fetched_value(u32 bits, int vector, float affine_scale) {
-  if (kHasBias && vector == kBiasVector) return from_raw_bits<KeptType>(bits);
+  if (kHasBias && vector == kBiasVector) return from_raw_bits<LinearType>(bits);
   if (kScaled && vector == kScaleVector) return from_raw_bits<Float32>(bits);
   const float value = from_raw_bits<NormType>(bits);
   const bool scaled = kAffineScaled && vector < kScaleVector;  // gamma, beta; not an operand
@@ -204,7 +205,7 @@ __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const E
 }
 
 // The bias is added to what is kept, or, where its values need not be at hand so early, behind that.
-constexpr bool kBiasFirst = kHasBias && kKeep && kBiasInZ;
+constexpr bool kBiasFirst = kHasBias && kKeep && kBiasInZ && !kKeepsSum;
 constexpr bool kAddsBias = kHasBias && !kBiasFirst;
 
 __device__ __forceinline__ void add_bias(float (&v)[kAccumulators], const Vectors& vectors,
@@ -303,9 +304,10 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
   using Group = Segment;
   const int row = warp_row + threadIdx.x % 32 / 4;
   const int first = segment * Group::kGroupChunks;
+  if constexpr (!kKeepsSum)
 #pragma unroll
-  for (int chunk = first; chunk < first + Group::kGroupChunks; ++chunk)
-    begin_chunk(v, e, vectors, row, first_column, chunk);
+    for (int chunk = first; chunk < first + Group::kGroupChunks; ++chunk)
+      begin_chunk(v, e, vectors, row, first_column, chunk);
   Statistics stats[2];
 #ifdef COMBINES_PARTS
   if constexpr (kSharedGroup && chain::kCentred) {
@@ -316,7 +318,7 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
     normalise_group<kGroupColumns, kSharedGroup ? kWarpColumns : kGroupColumns, chain::kCentred>(
         stats, v, segment, chain::epsilon<float>(), group_sum);
   }
-  if (!kKeep || (kSharedGroup && group_sum.part != 0)) return;
+  if (!kKeepStatistics || (kSharedGroup && group_sum.part != 0)) return;
   constexpr int kBatchSegments = kBatchGroups / kSegmentGroups;
   stage_statistics(stats, buffer, segment);
   if (segment % kBatchSegments == kBatchSegments - 1) {
@@ -370,7 +372,7 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
   });
 }
 
-// From the product of 16 rows to y, and to z, mean and rstd where they are kept.
+// From the product of 16 rows to y, and to z or the sum, mean and rstd where they are kept.
 template <class GroupSum>
 __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], const Epilogue& e,
                                                  const Vectors& vectors, GroupSum& group_sum,
@@ -387,6 +389,10 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
     constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
     Store::store(e.z, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
       if constexpr (kBiasFirst) add_bias(v, vectors, part * kPartChunks, kPartChunks);
+      if constexpr (kKeepsSum)
+#pragma unroll
+        for (int chunk = part * kPartChunks; chunk < (part + 1) * kPartChunks; ++chunk)
+          begin_chunk(v, e, vectors, warp_row + lane / 4, first_column, chunk);
     });
   }
   finish_rows(v, e, vectors, group_sum, buffer, warp_row, first_column);

@@ -90,7 +90,8 @@ class Vectors:
 
     def __init__(self, problem: Problem) -> None:
         self.channels = problem.n // problem.groups
-        self.widest = vector_width(self.channels, problem.dtype.itemsize, ())
+        self.itemsize = problem.dtype.itemsize
+        self.widest = vector_width(self.channels, self.itemsize, ())
         self.constants = ChainArguments(problem.chain, problem.stats_dtype)
 
     def __call__(
@@ -104,7 +105,7 @@ class Vectors:
         vector = self.widest
         if aligned % LARGEST_ACCESS_BYTES:
             tensors = (kept.z, dy, *inputs[2:5], *inputs.operands)
-            vector = vector_width(self.channels, kept.z.element_size(), tensors)
+            vector = vector_width(self.channels, self.itemsize, tensors)
         return vector, [*matrices, *self.constants(inputs.constants)], parameters
 
 

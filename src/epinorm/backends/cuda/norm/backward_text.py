@@ -100,7 +100,7 @@ def column_sums_source(problem: Problem, outputs: Outputs, arch: str) -> KernelS
         for i, letter in enumerate(letters)
     )
     defines = f"#define EPINORM_SUM_PARAMETERS {parameters}\n#define EPINORM_SUM_STORES {stores}\n"
-    text = types_text(problem) + defines + read_kernel("norm/norm_column_sums.cu")
+    text = types_text(problem, True) + defines + read_kernel("norm/norm_column_sums.cu")
     return KernelSource("norm_column_sums", text, arch)
 
 

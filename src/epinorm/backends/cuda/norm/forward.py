@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 SIGNATURE = "pl" + "pppppp" + "li"
-"""z and its row stride, bias, gamma, beta, y, mean, rstd, rows, groups."""
+"""z and its row stride, bias, gamma, beta, y, mean, rstd, rows, groups. Then the
+operands, the chain's constants and, where it is a result, the sum."""
 
 LARGEST_GRID_Y = 65535
 WAVES = {2: 2, 4: 8, 8: 8}
@@ -48,8 +49,12 @@ def forward_plan(problem: Problem, vector: int, shared_limit: int, arch: str) ->
 
 def forward_source(problem: Problem, plan: ForwardPlan, arch: str) -> KernelSource:
     """The kernel of this problem and plan for one architecture."""
+    writes_sum = problem.chain.returns_sum
     more = {"kKeepStatistics": problem.training, "kCached": plan.kind == "shared"}
-    text = norm_text(f"norm/{plan.kernel}", problem, plan.tile, more)
+    more["kWritesSum"] = writes_sum
+    extra = "#define EPINORM_SUM_PARAMETER " + ", S* __restrict__ sums" * writes_sum
+    extra += "\n#define EPINORM_SUM " + ("sums\n" if writes_sum else "static_cast<S*>(nullptr)\n")
+    text = norm_text(f"norm/{plan.kernel}", problem, plan.tile, more, extra)
     return KernelSource(plan.kernel, text, arch)
 
 
@@ -97,7 +102,7 @@ class NormForward:
             constants: tuple[float, ...] = (),
         ) -> Forward:
             out = outputs(z)
-            y, _, mean, rstd = out
+            y, _, mean, rstd, total = out
             z_at = z.data_ptr()
             bias_at, gamma_at, beta_at = parameters_at(bias, gamma, beta)
             given, aligned = matrix_arguments(operands) if operands else ((), 0)
@@ -112,23 +117,32 @@ class NormForward:
                 *sizes,
                 *given,
                 *chain_arguments(constants),
+                *(() if total is None else (total.data_ptr(),)),
             )
             return out
 
         return run if problem.m else lambda z, *_: outputs(z)
 
     def _outputs(self, z_size: tuple[int, ...]) -> Callable[[Tensor], Forward]:
-        """A function that makes what a call returns, not filled in; z is kept as it is."""
+        """A function that makes what a call returns, not filled in; z is kept as it is, or not."""
         problem, device, stats = self.problem, self.problem.device, self.problem.stats_dtype
         new_y = new_tensor(z_size, problem.out_dtype, device)
         nothing = torch.empty((0,), dtype=stats, device=device)
-        if not problem.training:
+        new_total = None
+        if problem.chain.returns_sum:
+            new_total = new_tensor((problem.m, problem.n), problem.sum_dtype, device)
+        new_mean = new_rstd = lambda: nothing
+        if problem.training:
+            new_rstd = new_tensor((problem.m, self.groups), stats, device)
+            new_mean = new_rstd if self.has_mean else new_mean
+        elif new_total is None:
             no_z = torch.empty((0,), dtype=problem.dtype, device=device)
-            return lambda z: Forward._make((new_y(), no_z, nothing, nothing))
-        new_statistic = new_tensor((problem.m, self.groups), stats, device)
-        if self.has_mean:
-            return lambda z: Forward._make((new_y(), z, new_statistic(), new_statistic()))
-        return lambda z: Forward._make((new_y(), z, nothing, new_statistic()))
+            return lambda z: Forward(new_y(), no_z, nothing, nothing)
+        if new_total is None:
+            return lambda z: Forward(new_y(), z, new_mean(), new_rstd())
+        if problem.keeps_z:
+            return lambda z: Forward(new_y(), z, new_mean(), new_rstd(), new_total())
+        return lambda _: Forward(new_y(), nothing, new_mean(), new_rstd(), new_total())
 
     def _prepare(self, device: torch.device, vector: int) -> Callable[..., None]:
         problem = self.problem
@@ -142,7 +156,7 @@ class NormForward:
         waves = WAVES[problem.dtype.itemsize]
         passes = ceil_div(problem.m, tile.rows_per_pass)
         grid_y = max(1, min(passes, ceil_div(waves * resident, strips), LARGEST_GRID_Y))
-        signature = SIGNATURE + chain_signature(problem)
+        signature = SIGNATURE + chain_signature(problem) + "p" * problem.chain.returns_sum
         launch = kernel.prepare(
             signature,
             (strips, grid_y),

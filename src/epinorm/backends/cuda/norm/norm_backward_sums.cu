@@ -4,7 +4,7 @@
 #include "norm/norm_gradient.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
-norm_backward_sums(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict__ z, i64 z_stride,
+norm_backward_sums(const Y* __restrict__ dy, i64 dy_stride, const S* __restrict__ z, i64 z_stride,
                    const T* __restrict__ mean, const T* __restrict__ rstd, T* __restrict__ row_sums,
                    const Z* __restrict__ bias, const P* __restrict__ gamma,
                    const P* __restrict__ beta, i64 rows, int groups EPINORM_CHAIN_PARAMETERS) {
@@ -26,7 +26,7 @@ norm_backward_sums(const Y* __restrict__ dy, i64 dy_stride, const Z* __restrict_
       Elements elements;
       channels.load(from, column);
       elements.load(from, row, column);
-      const auto raw_z = loaded<Z, kVector>(z + row * z_stride + column);
+      const auto raw_z = loaded<S, kVector>(z + row * z_stride + column);
       const auto raw_dy = loaded<Y, kVector>(dy + row * dy_stride + column);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {

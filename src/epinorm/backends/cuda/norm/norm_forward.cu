@@ -1,4 +1,5 @@
-// z (the linear's output without its bias) -> y = post(norm(pre(z + bias))), and mean and rstd.
+// z (the linear's output without its bias) -> y = post(norm(pre(z + bias))), mean and rstd, and, with
+// kWritesSum, what enters the norm.
 // One read of z, one write of y; the values stay in registers between the passes of the statistics.
 // From the last row to the first: the rows that the product wrote last are still in the L2 cache.
 #include "common/dependent.cuh"
@@ -76,9 +77,18 @@ struct Pass {
   }
 };
 
+EPINORM_FUNCTION void store_sum(S* to, const T* from) {
+  T values[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) values[j] = from[j];
+  Vector<S, kVector> packed;
+  packed.set(values);
+  packed.store(to);
+}
+
 template <typename TeamType>
 EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, const Sources& from,
-                                     Y* y, T* mean, T* rstd, i64 rows, int groups) {
+                                     Y* y, T* mean, T* rstd, S* sum, i64 rows, int groups) {
   const Position at(groups);
   const i64 width = i64(groups) * kChannels;
   const i64 step = i64(gridDim.y) * kRowsPerPass;
@@ -126,9 +136,11 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
         }
         const i64 row = rows - 1 - (first + u * kWarpsY);
         if (row >= 0 && at.inside(e)) {
+          const i64 place = row * width + at.column(e);
           Vector<Y, kVector> packed;
           packed.set(out);
-          packed.store(y + row * width + at.column(e));
+          packed.store(y + place);
+          if constexpr (kWritesSum) store_sum(sum + place, &v[u][e * kVector]);
         }
       }
     }
@@ -149,15 +161,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 norm_forward(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
              const P* __restrict__ gamma, const P* __restrict__ beta, Y* __restrict__ y,
              T* __restrict__ mean, T* __restrict__ rstd, i64 rows,
-             int groups EPINORM_CHAIN_PARAMETERS) {
+             int groups EPINORM_CHAIN_PARAMETERS EPINORM_SUM_PARAMETER) {
   wait_for_previous_kernel();
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
                         EPINORM_CONSTANTS};
   if constexpr (kBlockTeam) {
     using BlockTeam = Team<kLanes, T, 2 * kRows>;
     __shared__ T scratch[2][2 * kRows][BlockTeam::kWarps];
-    normalize_rows(BlockTeam(scratch), z, z_stride, from, y, mean, rstd, rows, groups);
+    normalize_rows(BlockTeam(scratch), z, z_stride, from, y, mean, rstd, EPINORM_SUM, rows,
+                   groups);
   } else {
-    normalize_rows(WarpTeam<kLanes, T>(), z, z_stride, from, y, mean, rstd, rows, groups);
+    normalize_rows(WarpTeam<kLanes, T>(), z, z_stride, from, y, mean, rstd, EPINORM_SUM, rows,
+                   groups);
   }
 }

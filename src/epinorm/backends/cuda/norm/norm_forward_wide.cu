@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 norm_forward_wide(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
                   const P* __restrict__ gamma, const P* __restrict__ beta, Y* __restrict__ y,
                   T* __restrict__ mean, T* __restrict__ rstd, i64 rows,
-                  int groups EPINORM_CHAIN_PARAMETERS) {
+                  int groups EPINORM_CHAIN_PARAMETERS EPINORM_SUM_PARAMETER) {
   wait_for_previous_kernel();
   using BlockTeam = Team<kLanes, T, 2>;
   __shared__ T scratch[2][2][BlockTeam::kWarps];
@@ -78,6 +78,11 @@ norm_forward_wide(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ b
     // A thread caches what it alone reads again, so no barrier is needed.
     for (int channel = begin; channel < kChannels; channel += kStep) {
       wide.compute(channel, v);
+      if constexpr (kWritesSum) {
+        Vector<S, kVector> packed;
+        packed.set(v);
+        packed.store(EPINORM_SUM + row * (i64(groups) * kChannels) + wide.base + channel);
+      }
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         sum[0] += v[j];

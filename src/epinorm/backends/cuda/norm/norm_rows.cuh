@@ -85,7 +85,7 @@ struct Columns {
 // Where everything is: what norm_backward is called with.
 struct Tensors {
   const Y* dy;
-  const Z* z;
+  const S* z;  // or the sum in its place
   i64 dy_stride, z_stride;
   const T *mean, *rstd, *row_sums;
   Sources from;
@@ -98,7 +98,7 @@ struct Tensors {
 
 // What a thread reads of the kRows rows of one pass. Beyond the last row all is zero, and stays so.
 struct Pass {
-  Vector<Z, kVector> z[kRows][kVectors];
+  Vector<S, kVector> z[kRows][kVectors];
   Vector<Y, kVector> dy[kRows][kVectors];
   Elements elements[kRows][kVectors];
   T mean[kRows], rstd[kRows];

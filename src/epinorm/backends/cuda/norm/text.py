@@ -11,6 +11,7 @@ from epinorm.backends.cuda.plan.norm_tile import NormTile
 from epinorm.backends.cuda.text.chain_text import (
     CUDA_TYPES,
     ChainArguments,
+    begins_at_sum,
     chain_text,
     constant_list,
 )
@@ -36,12 +37,13 @@ def chain_signature(problem: Problem) -> str:
     return operands + ChainArguments(problem.chain, problem.stats_dtype).signature
 
 
-def types_text(problem: Problem) -> str:
+def types_text(problem: Problem, backward: bool) -> str:
     """The definitions that norm_types.cuh needs."""
     types = {
         "EPINORM_Z": problem.dtype,
         "EPINORM_P": problem.norm_dtype,
         "EPINORM_Y": problem.out_dtype,
+        "EPINORM_S": problem.saved_dtype if backward else problem.sum_dtype,
         "EPINORM_T": problem.stats_dtype,
     }
     return "".join(f"#define {name} {CUDA_TYPES[dtype]}\n" for name, dtype in types.items())
@@ -55,6 +57,7 @@ def norm_text(
     ``more`` are the kernel's own integer constants, ``extra`` text of its own. The text depends on
     the channels in a group, not on M or the number of groups.
     """
+    z_lacks_bias = not problem.bias_in_z and not begins_at_sum(problem.chain)
     constants = {
         "kChannels": problem.n // problem.groups,
         "kVector": tile.vector,
@@ -66,15 +69,16 @@ def norm_text(
         "kKeep": tile.keep,
         "kResident": tile.resident,
         "kPrefetch": tile.prefetch,
-        "kAddsBias": problem.has_bias and not problem.bias_in_z,
+        "kAddsBias": problem.has_bias and z_lacks_bias,
         "kHasGamma": problem.has_norm_weight,
         "kHasBeta": problem.has_norm_bias,
         **more,
     }
     lines = [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
     prelude = "".join((*lines, _operands_text(problem), extra))
-    backward = "#define EPINORM_BACKWARD\n" if "backward" in kernel else ""
-    before = types_text(problem) + backward + chain_text(problem.chain)
+    backward = "backward" in kernel
+    before = types_text(problem, backward) + "#define EPINORM_BACKWARD\n" * backward
+    before += chain_text(problem.chain)
     return before + prelude + read_kernel(f"{kernel}.cu")
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 
 from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.plan.planes import sum_is_z
 from epinorm.backends.cuda.runtime.device import Gpu, gpu_of
+from epinorm.backends.cuda.text.backward_chain import backward_elements
 from epinorm.chain import GroupNorm
 from epinorm.problem import Problem
 
@@ -89,13 +91,16 @@ def norm_forward(problem: Problem) -> float:
     """Our kernel behind a product: z and element operands read, y written."""
     elements = problem.chain.operand_kinds.count("element")
     size = problem.dtype.itemsize + problem.out_dtype.itemsize * (1 + elements)
+    writes_sum = problem.chain.returns_sum and not sum_is_z(problem)
+    size += problem.sum_dtype.itemsize * writes_sum
     return _moves(problem, 1, size)
 
 
 def norm_backward(problem: Problem) -> float:
     """Our kernels: dy, z and element operands read, dz written; then the sums over rows."""
-    elements = problem.chain.operand_kinds.count("element")
-    size = 2 * problem.dtype.itemsize + problem.out_dtype.itemsize * (1 + elements)
+    elements = len(backward_elements(problem.chain))
+    size = problem.dtype.itemsize + problem.saved_dtype.itemsize
+    size += problem.out_dtype.itemsize * (1 + elements)
     return _moves(problem, 1, size) + 2 * LAUNCH
 
 

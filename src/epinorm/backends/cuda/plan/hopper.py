@@ -146,8 +146,8 @@ def fold_steps(k: int) -> int:
 def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
     """Tiles whose accumulators fit the registers; their stages are not yet known."""
     together, in_turn, in_turn_low = (256, 128, 256) if planes == 1 else (128, 0, 64)
-    channels = columns_of(problem)
-    tight = planes == 2 and problem.training and channels == 2
+    channels, keeps = columns_of(problem), problem.training or problem.chain.returns_sum
+    tight = planes == 2 and keeps and channels == 2
     for width in _widths(problem, 112 if tight else together):  # or registers spill
         yield Tile(128, width, 0, ping_pong=False)
     for width in _widths(problem, in_turn):
@@ -158,7 +158,7 @@ def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
         if planes == 1 and width % math.lcm(channels, 8) == 0:
             yield Tile(64, width, 0, consumers=3 if width == 128 else 4)
     if channels > together:  # two warpgroups or more, in one block or several, share a group
-        widest = 128 if planes == 2 and problem.training else 256  # or registers spill
+        widest = 128 if planes == 2 and keeps else 256  # or registers spill
         for blocks in (1, 2, 4, LARGEST_CLUSTER):
             if channels % (16 * blocks) == 0 and 64 <= channels // blocks <= widest:
                 width = channels // blocks
@@ -255,7 +255,7 @@ def _step_cycles(tile: Tile, planes: int) -> float:
 
 def _epilogue_weight(problem: Problem) -> float:
     """How much longer the chain makes the epilogue."""
-    weight = 1.4 if problem.keeps_z else 1.0
+    weight = 1.0 if problem.matrix_dtype is None else 1.4
     for op in (*problem.chain.pre, *problem.chain.post):
         if op.operand == "element":
             weight += ELEMENT_OPERAND
@@ -285,7 +285,8 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
         moved += problem.n * problem.k * (4 if problem.training else 2)  # fp32, and a plane
     elements = 1 + problem.chain.operand_kinds.count("element")
     moved += elements * problem.m * problem.n * problem.out_dtype.itemsize
-    moved += problem.m * problem.n * problem.dtype.itemsize * problem.keeps_z
+    if problem.matrix_dtype is not None:
+        moved += problem.m * problem.n * problem.matrix_dtype.itemsize
     memory = START + moved / MEMORY_BYTES_PER_CYCLE
     if tile.group_blocks > 1:
         total *= SHARED_GROUP

@@ -16,6 +16,7 @@ from epinorm.backends.cuda.plan.norm_tile import (
     lanes_for,
     power_of_two_from,
 )
+from epinorm.backends.cuda.text.backward_chain import backward_elements
 from epinorm.problem import Problem
 
 __all__ = ["RowsPlan", "beside_dx", "rows_plans", "worthwhile"]
@@ -64,7 +65,7 @@ def rows_plans(problem: Problem, vector: int) -> Iterator[RowsPlan]:
     ]
     fewer.sort(key=lambda plan: -plan[0].resident * plan[0].threads)
     for tile, strips in tiles + fewer:
-        streams = 2 + problem.chain.operand_kinds.count("element")
+        streams = 2 + len(backward_elements(problem.chain))
         stage = tile.threads * 4 * streams * tile.values
         stages = min(RING_BYTES // stage, STAGES)
         if strips <= MOST_STRIPS and tile.threads <= MOST_WARPS * WARP and stages >= FEWEST_STAGES:

@@ -195,13 +195,15 @@ def cycles(problem: Problem, tile: PortableTile, gpu: Gpu) -> float:
     """Estimated time of the product and its epilogue with this tile."""
     planes, size = planes_of(problem), problem.out_dtype.itemsize
     products = _product_cycles(planes, problem.k, tile, gpu)
-    kept = 1.4 if problem.training else 1.0
+    beside = problem.dtype if problem.training else None
+    beside = problem.matrix_dtype if problem.chain.returns_sum else beside
+    kept = 1.0 if beside is None else 1.4
     epilogue = _EPILOGUE * kept * tile.blocks * tile.warps / 4 * tile.warp_n * tile.warp_m / 16
     hidden = 0.5 if tile.blocks > 1 else 1.0  # behind the other block's products
     rounds = _rounds(problem.m, problem.n, tile, gpu)
     total = rounds * (products + hidden * (epilogue + _START))
     moved = (problem.m + problem.n) * problem.k * 2 * planes
-    moved += problem.m * problem.n * (size + problem.dtype.itemsize * problem.training)
+    moved += problem.m * problem.n * (size + (0 if beside is None else beside.itemsize))
     # Where memory is the limit, the rest still tells better tiles from worse.
     return max(total, _START + moved / _memory_bytes(gpu)) + 0.02 * total
 

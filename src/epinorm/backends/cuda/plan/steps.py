@@ -18,15 +18,17 @@ from epinorm.backends.cuda.plan.norm_forward import forward_plans
 from epinorm.backends.cuda.plan.norm_planes import rows_plans
 from epinorm.backends.cuda.plan.norm_tile import vector_width
 from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
-from epinorm.backends.cuda.plan.planes import product_of, rest_of
+from epinorm.backends.cuda.plan.planes import product_of, rest_of, sum_is_z
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.device import gpu_of, max_shared_bytes, sm_count
+from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.problem import Buffer, Core, Plan, Problem, Step, Wanted
 
 __all__ = ["all_gradients", "completed"]
 
 _SPILLS = "the next tile, where ptxas spills registers"
 _NARROW = "narrower vectors, where a tensor is not aligned to 16 bytes"
+_LIBRARY = "the library's product"
 _GUARD = "what planes do not hold is computed again in fp32"
 
 
@@ -57,17 +59,18 @@ class _Forward:
         self.steps: list[Step] = []
         self.saved: list[Buffer] = []
         self.scratch: list[Buffer] = []
-        kept = ", z" * problem.keeps_z + ", mean, rstd" * problem.keeps_statistics
-        self.y = "y" + kept
+        self.y = problem.made_by_forward
         if plan.strategy == "epilogue":
             as_eager = problem.dtype == torch.float32 and problem.has_bias
             kernel = "aten::addmm" if as_eager or problem.bias_in_z else "aten::mm"
-            self.steps.append(Step(kernel, "z", "the library's product"))
-            self._norm(problem)
+            self.steps.append(Step(kernel, "the sum" if sum_is_z(problem) else "z", _LIBRARY))
+            self._norm(rest_of(problem) if sum_is_z(problem) else problem)
         elif plan.strategy == "planes":
             self._planes(plan.core or "hopper")
         elif plan.strategy == "single" and problem.m:
             self._single(plan.core or "hopper")
+        if problem.chain.saves_sum and problem.training and self.steps:
+            self._save("the sum, a result", problem.m * problem.n * problem.sum_dtype.itemsize)
         if problem.keeps_z and self.steps:
             self._save("z", problem.m * problem.n * problem.dtype.itemsize)
         if problem.keeps_statistics and self.steps:
@@ -80,14 +83,17 @@ class _Forward:
     def _planes(self, core: Core) -> None:
         """The product as a chain of its own, then the norm kernel."""
         product = _Forward(product_of(self.problem), Plan("single", "", core))
+        z = "the sum" if self.problem.chain.saves_sum else "z"
         self.steps += [
-            dataclasses.replace(step, makes=step.makes.replace("y", "z")) for step in product.steps
+            dataclasses.replace(step, makes=step.makes.replace("y", z)) for step in product.steps
         ]
         self.saved += product.saved
         self.scratch += product.scratch
         self._norm(rest_of(self.problem))
 
     def _norm(self, problem: Problem) -> None:
+        if not problem.chain.returns_sum:  # the product wrote it
+            self.y = self.y.replace(", sum", "")
         if problem.m:
             vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
             first = forward_plans(problem, vector, max_shared_bytes(problem.device))[0]
@@ -188,6 +194,9 @@ class _Backward:
     """Collects the backward pass."""
 
     def __init__(self, problem: Problem, plan: Plan, want: Wanted) -> None:
+        problem = backward_problem(problem, True)
+        kinds = problem.chain.operand_kinds
+        want = want._replace(operands=want.operands + (False,) * (len(kinds) - len(want.operands)))
         self.problem, self.want = problem, want
         self.choice = choice = backward_choice(problem, plan, want)
         self.left = any(buffer.name == "x's planes" for buffer in plan.saved)

@@ -13,6 +13,7 @@ from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
 from epinorm.backends.cuda.plan.steps import completed
 from epinorm.backends.cuda.runtime.device import capability, gpu_of, sm_count, supported
+from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.problem import Core, Plan, Problem, Strategy
 
@@ -141,6 +142,8 @@ def _planes_text(problem: Problem) -> str:
 
 def _core(problem: Problem) -> tuple[Core | None, str]:
     """The core that serves the problem in a single kernel; or None, and in a sentence why."""
+    if problem.keeps_z and problem.chain.returns_sum:
+        return None, "one kernel writes z or the sum beside y, and gradients need both"
     if problem.chain.norm is None and problem.out_dtype != problem.dtype:
         return None, f"without a norm y is {problem.dtype} as x is, not {problem.out_dtype}"
     wanted = wanted_core()
@@ -252,5 +255,6 @@ def _epilogue_cost(problem: Problem) -> Cost:
 def _backward_cost(problem: Problem, core: Core | None) -> Cost:
     if not problem.training:
         return Cost(0.0, 0.0)
+    problem = backward_problem(problem, True)
     estimate = costs.norm_backward(problem) + gradients.products(problem, core)
     return Cost(estimate, _HOST_BACKWARD.get(problem.dtype, _HOST_OTHER_BACKWARD))

@@ -23,6 +23,9 @@ what leaves, return that of x, and set dt[i] to the gradient of operand i at thi
 kernel adds up over rows for a channel operand. Index the arrays with constants (unrolled loops), so
 that they stay in registers; what is not used costs nothing.
 
+Of a ``BackwardChain``, pre_apply gives x itself where x is the sum, and pre_backward adds the last
+operand, the sum's gradient, to g.
+
 Under ``rounding="eager"`` what enters an operation or the norm is rounded first, to EPINORM_Z, the
 linear layer's type, or to EPINORM_Y, the norm's: macros, with the names that vector.cuh has for
 types.
@@ -41,12 +44,13 @@ from typing import cast
 
 import torch
 
+from epinorm.backends.cuda.text.backward_chain import BackwardChain
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.backends.memo import memo
 from epinorm.chain import Chain, GroupNorm, LayerNorm
 from epinorm.chain.pointwise import Pointwise, cpp_function
 
-__all__ = ["CUDA_TYPES", "ChainArguments", "chain_text", "constant_list"]
+__all__ = ["CUDA_TYPES", "ChainArguments", "begins_at_sum", "chain_text", "constant_list"]
 
 CUDA_TYPES = {
     torch.float32: "float",
@@ -55,6 +59,11 @@ CUDA_TYPES = {
     torch.float16: "fp16",
 }
 """The names that the kernels have for dtypes: vector.cuh."""
+
+
+def begins_at_sum(chain: Chain) -> bool:
+    """Whether what stands in z's place enters the norm as it is."""
+    return isinstance(chain, BackwardChain) and chain.begins_at_sum
 
 
 def chain_text(chain: Chain) -> str:
@@ -80,11 +89,19 @@ def chain_text(chain: Chain) -> str:
         f"constexpr int kOperands = {len(kinds)};",
         f"constexpr int kSlots = {max(len(kinds), 1)};",
         _is_channel(kinds),
-        *_stage("pre", chain.pre, 0, 0, pre_types),
+        *_stage("pre", chain.pre, 0, 0, pre_types, *_of_sum(chain)),
         *_stage("post", chain.post, pre_operands, pre_constants, post_types),
         "}  // namespace chain\n",
     ]
     return "\n".join(lines)
+
+
+def _of_sum(chain: Chain) -> tuple[bool, str]:
+    """Whether x is the sum already, and what is added to the gradient of the sum."""
+    if not isinstance(chain, BackwardChain):
+        return False, ""
+    dsum = f"t[{len(chain.operand_kinds) - 1}]" if chain.adds_gradient else ""
+    return chain.begins_at_sum, dsum
 
 
 def _bool(value: bool) -> str:
@@ -113,9 +130,12 @@ def _stage(
     operands: int,
     constants: int,
     types: Sequence[str | None],
+    applied: bool = False,
+    more_gradient: str = "",
 ) -> list[str]:
     """The functions of one side of the norm, whose first operand and first constant these are.
-    types: what enters each operation, and what leaves the last, is rounded to; None: it is not."""
+    types: what enters each operation, and what leaves the last, is rounded to; None: it is not.
+    applied: x has come through them already; more_gradient: is added to g."""
     lines, more, has_operand = [], [], []
     for index, operation in enumerate(operations):
         given = ""
@@ -130,7 +150,8 @@ def _stage(
         if operation.operand:
             body = f"{name}{index}_operand_backward"
             lines.append(cpp_function(body, operation, "operand_backward"))
-    return [*lines, _apply(name, more, types), _backward(name, more, has_operand, types)]
+    apply = _apply(name, (), (None,)) if applied else _apply(name, more, types)
+    return [*lines, apply, _backward(name, more, has_operand, types, more_gradient)]
 
 
 def _rounded(value: str, to: str | None) -> str:
@@ -149,10 +170,15 @@ def _apply(name: str, more: Sequence[str], types: Sequence[str | None]) -> str:
 
 
 def _backward(
-    name: str, more: Sequence[str], slots: Sequence[int | None], types: Sequence[str | None]
+    name: str,
+    more: Sequence[str],
+    slots: Sequence[int | None],
+    types: Sequence[str | None],
+    more_gradient: str,
 ) -> str:
     """Every operation's input again (only those that a derivative reads survive), then back."""
-    steps = [f"x0 = {_rounded('x0', types[0])};"] if types[0] else []
+    steps = [f"g = g + {more_gradient};"] if more_gradient else []
+    steps += [f"x0 = {_rounded('x0', types[0])};"] if types[0] else []
     for i, given in enumerate(more[:-1]):
         value = _rounded(f"{name}{i}<T>(x{i}{given})", types[i + 1])
         steps.append(f"const T x{i + 1} = {value};")

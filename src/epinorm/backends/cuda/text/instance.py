@@ -53,12 +53,13 @@ class Instance(Generic[T]):
     scaled: bool
     operand_dtype: torch.dtype
     norm_dtype: torch.dtype
-    kept_dtype: torch.dtype
+    linear_dtype: torch.dtype
+    matrix_dtype: torch.dtype | None
     out_dtype: torch.dtype
     has_bias: bool
     has_gamma: bool
     has_beta: bool
-    keep: bool
+    keep_statistics: bool
     bias_in_z: bool
     aligned_rows: bool = True
 
@@ -73,12 +74,13 @@ def instance_of(problem: Problem, tile: T, planes: int, scaled: bool) -> Instanc
         scaled=scaled,
         operand_dtype=torch.float16 if scaled else problem.dtype,
         norm_dtype=problem.norm_dtype,
-        kept_dtype=problem.dtype,
+        linear_dtype=problem.dtype,
+        matrix_dtype=problem.matrix_dtype,
         out_dtype=problem.out_dtype,
         has_bias=problem.has_bias,
         has_gamma=problem.has_norm_weight,
         has_beta=problem.has_norm_bias,
-        keep=problem.keeps_z,
+        keep_statistics=problem.keeps_statistics,
         bias_in_z=problem.bias_in_z,
         aligned_rows=rows_aligned(problem),
     )
@@ -92,9 +94,9 @@ def columns_of(problem: Problem) -> int:
 
 
 def rows_aligned(problem: Problem) -> bool:
-    """Whether rows of y, and of z where it is kept, are whole 16-byte units."""
-    sizes = [problem.out_dtype.itemsize] + [problem.dtype.itemsize] * problem.keeps_z
-    return all(problem.n * size % ROW_BYTES == 0 for size in sizes)
+    """Whether rows of y, and of the matrix beside it, are whole 16-byte units."""
+    dtypes = (problem.out_dtype, problem.matrix_dtype)
+    return all(dtype is None or problem.n * dtype.itemsize % ROW_BYTES == 0 for dtype in dtypes)
 
 
 def constants(values: dict[str, int | bool]) -> str:
@@ -142,7 +144,9 @@ def epilogue_prelude(instance: Instance[T]) -> str:
             "kHasGamma": instance.has_gamma,
             "kHasBeta": instance.has_beta,
             "kScaled": instance.scaled,
-            "kKeep": instance.keep,
+            "kKeep": instance.matrix_dtype is not None,
+            "kKeepsSum": chain.returns_sum,
+            "kKeepStatistics": instance.keep_statistics,
             "kAffineScaled": scaled,
             "kBiasInZ": instance.bias_in_z,
             "kChannelOperands": kinds.count("channel"),
@@ -152,7 +156,8 @@ def epilogue_prelude(instance: Instance[T]) -> str:
     parameters = "".join(f", const typename NormType::Storage* {name}" for name in names)
     types = (
         f"#define OutType {TYPES[instance.out_dtype]}\n"
-        f"#define KeptType {TYPES[instance.kept_dtype]}\n"
+        f"#define LinearType {TYPES[instance.linear_dtype]}\n"
+        f"#define KeptType {TYPES[instance.matrix_dtype or instance.linear_dtype]}\n"
         f"#define NormType {TYPES[instance.norm_dtype]}\n"
         f"#define CHAIN_PARAMETERS {parameters}{arguments.parameters}\n"
         f"#define OPERAND_LIST {{{', '.join(names) or 'nullptr'}}}\n"
@@ -160,6 +165,6 @@ def epilogue_prelude(instance: Instance[T]) -> str:
         f"#define AFFINE_SCALE {arguments.names[-1] if scaled else '1.0f'}\n"
     )
     if chain.rounding == "eager":
-        numbers += f"#define EPINORM_Z {CUDA_TYPES[instance.kept_dtype]}\n"
+        numbers += f"#define EPINORM_Z {CUDA_TYPES[instance.linear_dtype]}\n"
         numbers += f"#define EPINORM_Y {CUDA_TYPES[instance.out_dtype]}\n"
     return numbers + chain_text(chain) + types

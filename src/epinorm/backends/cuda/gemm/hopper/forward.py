@@ -18,7 +18,7 @@ from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, room_for
 from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight, readable
-from epinorm.backends.cuda.gemm.hopper.launch import Launch, addresses
+from epinorm.backends.cuda.gemm.hopper.launch import Launch
 from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan.gradients import planes_taken
@@ -40,7 +40,8 @@ from epinorm.problem import Forward, Inputs, Layout, Problem, Run, StepForward
 __all__ = ["HopperForward", "bind", "launch_with"]
 
 _SIGNATURE = "mmmm" + "ppppppppp" + "iii"
-"""x hi and lo, w hi and lo; y, z, bias, gamma, beta, row and column scale, mean, rstd; m, n, k."""
+"""x hi and lo, w hi and lo; y, z or the sum, bias, gamma, beta, row and column scale, mean, rstd;
+m, n, k."""
 
 
 def bind(problem: Problem, layout: Layout) -> Run:
@@ -214,7 +215,8 @@ class _Direct(_WithTile):
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
         outputs, launch, maps = self.outputs(y_size), self.launch, self.maps
         sizes, chain_arguments, problem = self.sizes, self.constants, self.problem
-        keeps_z, keeps_statistics = problem.keeps_z, problem.keeps_statistics
+        keeps_matrix = problem.matrix_dtype is not None
+        keeps_statistics = problem.keeps_statistics
 
         def run(
             x: Tensor,
@@ -225,7 +227,8 @@ class _Direct(_WithTile):
             operands: tuple[Tensor, ...],
             constants: tuple[float, ...],
         ) -> Forward:
-            out = y, z, mean, rstd = outputs()
+            out = outputs()
+            y, matrix, mean, rstd = out.addresses
             found = maps.get((x.data_ptr(), x_stride, weight.data_ptr(), w_stride))
             if found is None:
                 x, weight = _readable(x.view(-1, x.shape[-1])), _readable(weight)
@@ -235,13 +238,10 @@ class _Direct(_WithTile):
                 operands = tuple([operand.contiguous() for operand in operands])
             launch(
                 *found,
-                y.data_ptr(),
-                z.data_ptr() if keeps_z else 0,
+                *(y, matrix if keeps_matrix else 0),
                 *parameters_at(bias, gamma, beta),
-                0,
-                0,
-                mean.data_ptr() if keeps_statistics else 0,
-                rstd.data_ptr() if keeps_statistics else 0,
+                *(0, 0),
+                *((mean, rstd) if keeps_statistics else (0, 0)),
                 *sizes,
                 *[operand.data_ptr() for operand in operands],
                 *chain_arguments(constants),
@@ -316,7 +316,7 @@ class _Split(_WithTile):
                 hi, column_scale, column_flags, planes = weight
                 found = maps.get((at, hi)) or self._new_maps((at, hi), buffer, planes())
             parameters = parameters_at(bias, gamma, beta)
-            y, z, mean, rstd = targets = addresses(out)
+            y, z, mean, rstd = targets = out.addresses
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(
                 *found, y, z, *parameters, scale, column_scale, mean, rstd, *sizes,

@@ -19,7 +19,7 @@ from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
     fp32_weight_source,
     split_and_sample_source,
 )
-from epinorm.backends.cuda.gemm.hopper.launch import Launch, addresses
+from epinorm.backends.cuda.gemm.hopper.launch import Launch
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
 from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile
@@ -137,7 +137,7 @@ class Fp32Weight(Launch):
             key = ordered_at, w_at, w_stride
             found = maps.get(key) or self._new_maps(key, ordered, w)
             parameters = parameters_at(bias, gamma, beta)
-            y, z, mean, rstd = targets = addresses(out)
+            y, z, mean, rstd = targets = out.addresses
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(
                 *found, y, z, *parameters, scale, mean, rstd,

@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear_norm(const __grid_constant__ TensorMap x_hi, const __grid_constant__ TensorMap x_lo,
                 const __grid_constant__ TensorMap w_hi, const __grid_constant__ TensorMap w_lo,
                 typename OutType::Storage* y, typename KeptType::Storage* z,
-                const typename KeptType::Storage* bias, const typename NormType::Storage* gamma,
+                const typename LinearType::Storage* bias, const typename NormType::Storage* gamma,
                 const typename NormType::Storage* beta, const float* row_scale,
                 const float* column_scale, float* mean, float* rstd, int m, int n,
                 int k CHAIN_PARAMETERS) {

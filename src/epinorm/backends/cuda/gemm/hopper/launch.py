@@ -14,7 +14,7 @@ from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.chain import RMSNorm
 from epinorm.problem import Forward, Inputs, Problem
 
-__all__ = ["Launch", "addresses"]
+__all__ = ["Launch"]
 
 MOST_MAPS = 512
 MOST_BOUND = 64
@@ -53,15 +53,16 @@ class Launch:
         problem, device = self.problem, self.problem.device
         new_y = new_tensor(y_size, problem.out_dtype, device)
         nothing = torch.empty((0,), dtype=torch.float32, device=device)
-        if not problem.keeps_z:
-            return lambda: Forward._make((new_y(), nothing, nothing, nothing))
-        new_z = new_tensor((problem.m, problem.n), problem.dtype, device)
-        if not problem.keeps_statistics:
-            return lambda: Forward._make((new_y(), new_z(), nothing, nothing))
-        new_statistic = new_tensor((problem.m, problem.groups), torch.float32, device)
-        if isinstance(problem.chain.norm, RMSNorm):
-            return lambda: Forward._make((new_y(), new_z(), nothing, new_statistic()))
-        return lambda: Forward._make((new_y(), new_z(), new_statistic(), new_statistic()))
+        if problem.matrix_dtype is None:
+            return lambda: Forward(new_y(), nothing, nothing, nothing)
+        new_matrix = new_tensor((problem.m, problem.n), problem.matrix_dtype, device)
+        new_mean = new_rstd = lambda: nothing
+        if problem.keeps_statistics:
+            new_rstd = new_tensor((problem.m, problem.groups), torch.float32, device)
+            new_mean = new_mean if isinstance(problem.chain.norm, RMSNorm) else new_rstd
+        if problem.chain.returns_sum:
+            return lambda: Forward(new_y(), nothing, new_mean(), new_rstd(), new_matrix())
+        return lambda: Forward(new_y(), new_matrix(), new_mean(), new_rstd())
 
     def keep_maps(self, key: Any, boxes: Iterable[tuple[Tensor, int, int]]) -> tuple[bytes, ...]:
         """Encode the maps of matrices, each with the rows and columns of its boxes; the key holds
@@ -70,9 +71,3 @@ class Launch:
             self.maps.clear()
         maps = self.maps[key] = tuple(tensor_map(*box).data for box in boxes)
         return maps
-
-
-def addresses(out: Forward) -> tuple[int, int, int, int]:
-    """Of y, z, mean and rstd."""
-    y, z, mean, rstd = out
-    return y.data_ptr(), z.data_ptr(), mean.data_ptr(), rstd.data_ptr()

@@ -121,7 +121,7 @@ __device__ __forceinline__ void store_row_statistics(const Epilogue& e,
 }
 
 // A warp's kWarpRowsX rows from `in_tile` on, from the linear's output but for the rows' scales to y, and to
-// z, mean and rstd where they are kept. tile_row, column: the tile's first row of x, and the lane's channel.
+// z or the sum, mean and rstd where they are kept. tile_row, column: the tile's first row of x, and the lane's channel.
 __device__ __forceinline__ void finish_rows(const Epilogue& e, const LaneChannels& channels, u32 tile,
                                             int tile_row, int in_tile, int column, int lane) {
   const int first = tile_row + in_tile;
@@ -141,14 +141,16 @@ __device__ __forceinline__ void finish_rows(const Epilogue& e, const LaneChannel
 #pragma unroll
     for (int u = 0; u < kRowsAtOnce; ++u) {
       const int row = first + next + u;
-      if (kKeep && row < e.m && column < e.n)
-        store_lane(e.z + static_cast<i64>(row) * e.n + column, v[u]);
+      const bool keeps = kKeep && row < e.m && column < e.n;
+      float* const kept = e.z + static_cast<i64>(row) * e.n + column;
+      if (keeps && !kKeepsSum) store_lane(kept, v[u]);
 #pragma unroll
       for (int i = 0; i < kLaneColumns; ++i) {
         channels.at(t, e, row, column, i);
         const float biased = kHasBias ? v[u][i] + channels.bias[i] : v[u][i];
         v[u][i] = chain::pre_apply<float>(e.constants, biased, t);
       }
+      if (keeps && kKeepsSum) store_lane(kept, v[u]);
     }
     if constexpr (chain::kNormalises)
 #pragma unroll
@@ -166,7 +168,7 @@ __device__ __forceinline__ void finish_rows(const Epilogue& e, const LaneChannel
       }
       if (row >= e.m || column >= e.n) continue;
       store_lane(e.y + static_cast<i64>(row) * e.n + column, v[u]);
-      if (kKeep && chain::kNormalises) store_row_statistics(e, stats[u], row, column, lane);
+      if (kKeepStatistics && chain::kNormalises) store_row_statistics(e, stats[u], row, column, lane);
     }
   }
 }

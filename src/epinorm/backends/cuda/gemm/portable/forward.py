@@ -116,14 +116,16 @@ class PortableForward:
         problem, nothing, device = self.problem, self.nothing, self.problem.device
         size = (problem.m, problem.n)
         y = torch.empty(size, dtype=problem.out_dtype, device=device)
-        if not problem.keeps_z:
+        if problem.matrix_dtype is None:
             return Forward(y, nothing, nothing, nothing)
-        z = torch.empty(size, dtype=problem.dtype, device=device)
-        if not problem.keeps_statistics:
-            return Forward(y, z, nothing, nothing)
-        rstd = torch.empty((problem.m, problem.groups), dtype=torch.float32, device=device)
-        has_mean = not isinstance(problem.chain.norm, RMSNorm)
-        return Forward(y, z, torch.empty_like(rstd) if has_mean else nothing, rstd)
+        matrix = torch.empty(size, dtype=problem.matrix_dtype, device=device)
+        mean = rstd = nothing
+        if problem.keeps_statistics:
+            rstd = torch.empty((problem.m, problem.groups), dtype=torch.float32, device=device)
+            mean = nothing if isinstance(problem.chain.norm, RMSNorm) else torch.empty_like(rstd)
+        if problem.chain.returns_sum:
+            return Forward(y, nothing, mean, rstd, matrix)
+        return Forward(y, matrix, mean, rstd)
 
     def _load(self, width: int) -> Callable[..., None]:
         """The kernel that copies ``width`` bytes at a time."""
@@ -181,7 +183,7 @@ class PortableForward:
             *at,
             *parameter_addresses(inputs),
             *flags,
-            *(t.data_ptr() for t in out),
+            *out.addresses,
             *(problem.m, problem.n, problem.k, *matrix_arguments(inputs.operands)[0]),
             *self.constants(inputs.constants),
         )
@@ -203,11 +205,11 @@ class PortableForward:
         out: Forward,
     ) -> None:
         launch = self.launches.get(width) or self._load(width)
-        y, z, mean, rstd = (t.data_ptr() for t in out)
+        y, matrix, mean, rstd = out.addresses
         chain = [operand.contiguous() for operand in inputs.operands]
         launch(
             *operands,
-            *(y, z, *parameter_addresses(inputs), *scales, mean, rstd),
+            *(y, matrix, *parameter_addresses(inputs), *scales, mean, rstd),
             *(self.problem.m, self.problem.n, k),
             *[operand.data_ptr() for operand in chain],
             *self.constants(inputs.constants),

@@ -68,7 +68,7 @@ struct GroupSum {
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     portable_linear_norm(const u16* x_hi, const u16* x_lo, const u16* w_hi, const u16* w_lo,
                          i64 x_stride, i64 w_stride, typename OutType::Storage* y,
-                         typename KeptType::Storage* z, const typename KeptType::Storage* bias,
+                         typename KeptType::Storage* z, const typename LinearType::Storage* bias,
                          const typename NormType::Storage* gamma,
                          const typename NormType::Storage* beta, const float* row_scale,
                          const float* column_scale, float* mean, float* rstd, int m, int n,

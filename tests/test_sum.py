@@ -1,0 +1,207 @@
+"""``return_sum=True``: what enters the norm is a result too, with a gradient of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import epinorm
+from epinorm.chain import Chain, reference
+from epinorm.operator import ops
+from epinorm.tools.accuracy import allowed_error, relative_error
+
+M, K, N = 37, 40, 48
+RESIDUAL = "add_residual|layer_norm(1e-05)|returns(sum)"
+SCALED = "mul_channel|add_residual|group_norm(4,1e-05)|silu|returns(sum)"
+CHAINS = (
+    RESIDUAL,
+    SCALED,
+    "rms_norm(1e-06)|scale(2)|returns(sum)",
+    "gelu|add_residual|rms_norm(1e-06)|add_residual|returns(sum)",
+)
+USED = ((True, True), (True, False), (False, True))
+"""Which of y and the sum have a gradient."""
+
+
+def tensors(text: str, dtype: torch.dtype, m: int = M) -> list[Tensor]:
+    """x, weight, bias, norm_weight, norm_bias and the operands."""
+    kinds = Chain.parse(text).operand_kinds
+    shapes = [(m, K), (N, K), (N,), (N,), (N,)]
+    shapes += [(N,) if kind == "channel" else (m, N) for kind in kinds]
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def fused(text: str, strategy: str = "auto") -> Any:
+    return lambda *t: ops.call(*t[:5], t[5:], text, strategy)
+
+
+def layers(text: str) -> Any:
+    return lambda *t: reference.linear_norm(*t[:3], Chain.parse(text), *t[3:5], t[5:])
+
+
+def step(
+    function: Any, given: Sequence[Tensor], gradients: Sequence[Tensor], used: Sequence[bool]
+) -> list[Tensor]:
+    """Both results and all gradients, zeros where there is none."""
+    results = function(*given)
+    pairs = [(r, g) for r, g, use in zip(results, gradients, used, strict=True) if use]
+    outputs, grads = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, given, grads, allow_unused=True)
+    pairs = zip(found, given, strict=True)
+    return [*results, *(torch.zeros_like(t) if g is None else g for g, t in pairs)]
+
+
+def converted(given: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in given]
+
+
+@pytest.mark.parametrize("rounding", ["", "|rounding(eager)"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("text", CHAINS)
+def test_both_results_and_all_gradients(text: str, dtype: torch.dtype, rounding: str) -> None:
+    given = tensors(text, dtype)
+    gradients = [torch.randn(M, N).to(dtype) for _ in range(2)]
+    exact, exact_gradients = (converted(t, torch.float64) for t in (given, gradients))
+    for used in USED:
+        found = step(fused(text + rounding, "cpu"), given, gradients, used)
+        eager = step(layers(text), given, gradients, used)
+        truth = step(layers(text), exact, exact_gradients, used)
+        assert [t.dtype for t in found] == [t.dtype for t in eager]
+        for ours, theirs, true in zip(found, eager, truth, strict=True):
+            if dtype == torch.float64:
+                torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)
+            elif not true.any():
+                assert not ours.any()
+            else:
+                limit = allowed_error(relative_error(theirs, true), dtype)
+                assert relative_error(ours, true) <= limit
+    if rounding and dtype == torch.bfloat16:
+        assert (found[1] == eager[1]).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("strategy", ["cpu", "reference"])
+@pytest.mark.parametrize("text", [RESIDUAL, SCALED])
+def test_gradcheck(text: str, strategy: str) -> None:
+    shapes = [(3, 4), (8, 4), (8,), (8,), (8,)]
+    kinds = Chain.parse(text).operand_kinds
+    shapes += [(8,) if kind == "channel" else (3, 8) for kind in kinds]
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    function = fused(text, strategy)
+    assert gradcheck(function, given, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(function, given)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "reference"])
+@pytest.mark.parametrize("text", [RESIDUAL, SCALED])
+def test_opcheck(text: str, strategy: str) -> None:
+    given = tensors(text, torch.float32, 3)
+    facts = (text, strategy, False, None)
+    called = (*given[:5], given[5:], *facts)
+    torch.library.opcheck(ops.linear_norm_sum, called)
+    plain = [t.detach() for t in given]
+    torch.library.opcheck(ops.linear_norm_sum_forward, (*plain[:5], plain[5:], *facts))
+    y, z, mean, rstd, total = ops.linear_norm_sum_forward(*plain[:5], plain[5:], *facts)
+    assert z.numel() == (0 if text == RESIDUAL else y.numel())
+    kept = (total if text == RESIDUAL else z, mean, rstd)
+    wanted = [True] * len(given)
+    for v in (plain, given):
+        for dsum in (None, torch.randn_like(total)):
+            called = (torch.randn_like(y), *v[:5], v[5:], *kept, *facts, wanted, dsum)
+            torch.library.opcheck(ops.linear_norm_backward, called)
+
+
+def test_leading_dimensions_and_calls_like_earlier_ones(short: list[bool]) -> None:
+    x, weight, bias, gamma, beta, residual = tensors(RESIDUAL, torch.float32, 12)
+    x, residual = (t.detach().view(2, 6, -1).requires_grad_() for t in (x, residual))
+
+    def run(*given: Tensor) -> Any:
+        return epinorm.linear_norm(
+            *given[:3], norm=epinorm.LayerNorm(), norm_weight=given[3], norm_bias=given[4],
+            pre="add_residual", operands=given[5:], return_sum=True,
+        )  # fmt: skip
+
+    given = [x, weight, bias, gamma, beta, residual]
+    expected = layers(RESIDUAL)(*given)
+    for _ in range(3):
+        for found, true in zip(run(*given), expected, strict=True):
+            torch.testing.assert_close(found, true)
+        with torch.no_grad():
+            for found, true in zip(run(*given), expected, strict=True):
+                torch.testing.assert_close(found, true)
+    y, total = run(*given)
+    (y * 2 + total.square()).sum().backward()
+    assert residual.grad is not None
+    assert residual.grad.shape == residual.shape
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for found, true in zip(compiled(*given), expected, strict=True):
+        torch.testing.assert_close(found, true)
+
+
+def test_the_module_returns_both() -> None:
+    block = epinorm.LinearNorm(K, N, norm=epinorm.RMSNorm(), pre="add_residual", return_sum=True)
+    x, residual = torch.randn(5, K), torch.randn(5, N)
+    y, total = block(x, residual)
+    torch.testing.assert_close(total, block.linear(x) + residual)
+    torch.testing.assert_close(y, block.norm(total))
+
+
+def test_under_autocast_dtypes_are_those_of_the_layers() -> None:
+    given = tensors(RESIDUAL, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = fused(RESIDUAL)(*given), layers(RESIDUAL)(*given)
+    assert [t.dtype for t in found] == [t.dtype for t in expected]
+
+
+def test_what_is_saved_is_not_saved_twice() -> None:
+    packed: list[Tensor] = []
+    given = tensors(RESIDUAL, torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        _, total = fused(RESIDUAL)(*given)
+    matrices = [t for t in packed if t.shape == (M, N)]
+    assert len(matrices) == 2  # the residual, an input, and
+    assert any(t.data_ptr() == total.data_ptr() for t in matrices)
+
+
+def test_a_sum_changed_in_place_is_noticed() -> None:
+    y, total = fused(RESIDUAL)(*tensors(RESIDUAL, torch.float32))
+    with torch.no_grad():
+        total.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_checkpointing_and_vmap() -> None:
+    given, function = tensors(SCALED, torch.float64), fused(SCALED)
+    plain = torch.autograd.grad([t.square().sum() for t in function(*given)], given)
+    results = checkpoint(function, *given, use_reentrant=False)
+    again = torch.autograd.grad([t.square().sum() for t in results], given)
+    assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
+    many = torch.stack([given[0], given[0] * 2]).detach()
+    rest = [t.detach() for t in given[1:]]
+    found = torch.vmap(lambda x: function(x, *rest))(many)
+    for i in range(2):
+        for ours, true in zip(found, function(many[i], *rest), strict=True):
+            torch.testing.assert_close(ours[i], true)
+
+
+def test_squares_that_overflow_are_pytorchs_own() -> None:
+    given = tensors(RESIDUAL, torch.float32)
+    with torch.no_grad():
+        given[0][3] *= 1e25
+    gradients = [torch.randn(M, N) for _ in range(2)]
+    found = step(fused(RESIDUAL, "cpu"), given, gradients, (True, True))
+    expected = step(layers(RESIDUAL), given, gradients, (True, True))
+    for ours, true in zip(found, expected, strict=True):
+        assert torch.equal(ours.isnan(), true.isnan())
+
+
+def test_a_chain_without_norm_has_no_sum() -> None:
+    with pytest.raises(ValueError, match="no norm"):
+        Chain.parse("gelu|returns(sum)")
+    assert str(Chain.parse(SCALED + "|rounding(eager)")) == SCALED + "|rounding(eager)"
