@@ -110,7 +110,7 @@ def test_strict_says_what_is_not_fused(graphs: list[str]) -> None:
     class Twice(Block):
         def forward(self, x: Tensor) -> Tensor:
             h = self.fc(x)
-            return self.norm(h) + h
+            return self.norm(h.relu()) + h
 
     with pytest.raises(Exception, match=r"strict=True, .* used more than once"):
         torch.compile(Twice(), backend=compile_graph, options={"strict": True})(torch.ones(2, N))

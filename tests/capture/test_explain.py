@@ -53,12 +53,12 @@ def hooked() -> nn.Module:
 
 def used_elsewhere(self, x):
     h = self.fc(x)
-    return self.norm(h).relu() + h
+    return self.norm(h.relu()) + h
 
 
 def returned_too(self, x):
     h = self.fc(x)
-    return self.norm(h), h
+    return self.norm(h.relu()), h
 
 
 def squares(self, x):
@@ -87,8 +87,8 @@ def other_dtype(self, x):
 
 
 REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "used elsewhere": (model(used_elsewhere), "used more than once, by layer_norm, add"),
-    "returned too": (model(returned_too), "used more than once, by layer_norm, the output"),
+    "used elsewhere": (model(used_elsewhere), "used more than once, by relu, add"),
+    "returned too": (model(returned_too), "used more than once, by relu, the output"),
     "square": (model(squares), "mul is not a pointwise"),
     "hook": (hooked, "mul is not a pointwise"),
     "dropout": (

@@ -28,12 +28,15 @@ ZOO, Case, randomise = models.ZOO, models.Case, models.randomise
 CASES = [pytest.param(case, id=name) for name, case in ZOO.items()]
 
 
+_OPERATORS = ("epinorm::linear_norm", "epinorm::linear_norm_sum")
+
+
 def fused_calls(model: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> int:
     """How often a call of the model runs the fused operation, as a profiler sees it."""
     torch.manual_seed(1)
     with torch.profiler.profile() as profile:
         model(x, **kwargs)
-    return sum(event.name == "epinorm::linear_norm" for event in profile.events())
+    return sum(event.name in _OPERATORS for event in profile.events())
 
 
 def make(case: Case, draw: Any = torch.randn) -> tuple[nn.Module, nn.Module, Tensor]:

@@ -120,6 +120,7 @@ SPELLINGS |= {
     "transposed rows": lambda s, x: s.ln(s.fc(x).t().reshape(5, N)),
     "conv1d": lambda s, x: s.ln(torch.addmm(s.fc.bias, x, s.fc.weight)),
     "two outputs": lambda s, x: (lambda h: s.ln(h) + h)(s.fc(x) + x),
+    "two uses": lambda s, x: (lambda h: s.ln(h.relu()) + h)(s.fc(x) + x),
 }
 
 
@@ -134,7 +135,7 @@ UNFUSED = {
     "heads": "divides its rows",
     "transposed rows": "not a pointwise operation|divides",
     "conv1d": r"kept as \(in, out\)",
-    "two outputs": "used more than once, by layer_norm, ",
+    "two uses": "used more than once, by relu, ",
 }
 
 FUSED_WHOLE = {
@@ -162,6 +163,7 @@ FUSED_WHOLE = {
     "softplus": "group_norm(4,1e-05)|softplus(2,5)",
     "gelu pos": "group_norm(4,1e-05)|gelu_tanh",
     "leaky_": "group_norm(4,1e-05)|leaky_relu(0.3)",
+    "two outputs": "add_residual|layer_norm(1e-05)|returns(sum)",
 }
 
 

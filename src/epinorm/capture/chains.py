@@ -26,6 +26,7 @@ from epinorm.capture.spelling import (
     same_shape,
 )
 from epinorm.chain import Chain, GroupNorm, Rounding
+from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.pointwise import Pointwise
 
 __all__ = ["Found", "Place", "Search"]
@@ -54,7 +55,8 @@ class _Step:
 class Found:
     """A chain that can be fused, by the nodes that it replaces and those that it reads.
 
-    spelt: the node of each operation, pre before post, and ``norm_node`` that of the norm.
+    spelt: the node of each operation, pre before post, and ``norm_node`` that of the norm. kept:
+    what enters the norm, where others read it too; ``kept_views`` of the views lead to it.
     """
 
     linear: Linear
@@ -68,10 +70,13 @@ class Found:
     spelt: list[fx.Node] = field(default_factory=list)
     rounding: Rounding = "once"
     norm_node: fx.Node | None = None
+    kept: fx.Node | None = None
+    kept_views: int = 0
 
     @property
     def chain(self) -> Chain:
-        return Chain(self.norm.norm, tuple(self.pre), tuple(self.post), rounding=self.rounding)
+        sides = tuple(self.pre), tuple(self.post)
+        return Chain(self.norm.norm, *sides, self.rounding, self.kept is not None)
 
     @property
     def reads(self) -> list[fx.Node]:
@@ -136,6 +141,7 @@ class _Walk:
         self.order, self.effects, self.taken = search.order, search.effects, search.taken
         self.steps: list[_Step] = []
         self.norm_at = -1
+        self.kept_at = -1
         self.stopped = ""
 
     def place(self) -> Place | None:
@@ -144,12 +150,14 @@ class _Walk:
             return self._beyond(current, self.linear)
         while len(self.steps) < _MOST_STEPS:
             step = self._step(current)
-            if step is None:
+            steps = [step] if step is not None else self._to_norm(current)
+            if not steps:
                 break
-            self.steps.append(step)
-            if step.kind == "norm":
+            self.kept_at = self.kept_at if step is not None else len(self.steps)
+            self.steps += steps
+            if steps[-1].kind == "norm":
                 self.norm_at = len(self.steps) - 1
-            current = step.end
+            current = steps[-1].end
         if self.norm_at < 0:
             return self._beyond(current, self.stopped)
         found, why = self._found(len(self.steps))
@@ -207,6 +215,39 @@ class _Walk:
         self.stopped = _why_no_step(node, x, dropout)
         return None
 
+    def _to_norm(self, x: fx.Node) -> list[_Step]:
+        """From what several nodes read to the first norm among them, through views and casts."""
+        if self.norm_at >= 0 or len(x.users) < 2:
+            return []
+        for user in x.users:
+            value, node, steps = x, user, list[_Step]()
+            while node not in self.taken:
+                norm = read_norm_function(node, value)
+                if isinstance(norm, NormRead):
+                    return [*steps, _Step("norm", (node,), norm=norm)]
+                kind: Literal["view", "cast"] = "view" if is_view_of_rows(node, value) else "cast"
+                if changed_argument(node) or not (kind == "view" or is_cast(node, value)):
+                    break
+                steps.append(_Step(kind, (node,)))
+                value = node
+                if len(value.users) != 1:
+                    break
+                (node,) = value.users
+            region = self._norm_region(value)
+            if region is not None:
+                return [*steps, region]
+        return []
+
+    def _norm_region(self, x: fx.Node) -> _Step | None:
+        """A norm that is written out, of a value that others may read too."""
+        if self.rounding == "eager":
+            return None
+        for nodes in exits(x, has_readers=True):
+            norm = None if self.taken.intersection(nodes) else read_norm(nodes, x)
+            if norm is not None:
+                return _Step("norm", tuple(nodes), norm=NormRead(norm))
+        return None
+
     def _region(self, x: fx.Node, users: Sequence[fx.Node]) -> _Step | None:
         for nodes in exits(x):
             if self.rounding == "eager" or self.taken.intersection(nodes):
@@ -219,8 +260,8 @@ class _Walk:
                 return _Step("norm", tuple(nodes), norm=NormRead(norm))
         names = list(dict.fromkeys(_user_name(user) for user in users))
         self.stopped = (
-            f"the result of {name_of(x)} is used more than once, by {', '.join(names)}: "
-            "a chain with two outputs is not served yet"
+            f"the result of {name_of(x)} is used more than once, by {', '.join(names)}: a chain's "
+            "results are its last value and what enters its norm"
         )
         return None
 
@@ -245,8 +286,10 @@ class _Walk:
         """The longest chain of the first steps that is safe to fuse, and why it is no longer."""
         why = ""
         for end in range(count, self.norm_at, -1):
-            found = _gather(self.linear, self.steps[:end], self.rounding)  # type: ignore[arg-type]
+            found = _gather(self.linear, self.steps[:end], self.rounding, self.kept_at)  # type: ignore[arg-type]
             unfit = self._disturbed(found) or _unfit(found, self.steps[:end])
+            if unfit is None and found.kept is not None:
+                unfit = self._late(found, found.kept) or _watched(found.kept)
             if unfit is None:
                 return found, why
             why = unfit
@@ -258,6 +301,8 @@ class _Walk:
         inside = set(found.nodes)
         first, last = self.order[found.linear.nodes[0]], self.order[found.nodes[-1]]
         read = {storage_of(node) for node in found.reads} - {None}
+        if found.kept is not None:
+            read.add(storage_of(found.kept))
         for node, changed in self.effects:
             at = self.order[node]
             if at <= first or node in inside:
@@ -269,6 +314,18 @@ class _Walk:
                 return f"{name_of(node)} in between may change tensors or modes"
         return None
 
+    def _late(self, found: Found, kept: fx.Node) -> str | None:
+        """What the chain reads that is not there yet where what enters its norm is first read."""
+        readers = [self.order[user] for user in kept.users if user not in found.nodes]
+        first = min(readers, default=len(self.order))
+        sizes = [node for view in found.views for node in view.all_input_nodes[1:]]
+        for node in (*found.reads, *sizes):
+            if node is kept:
+                return f"{name_of(node)} is a result, and read behind the norm too"
+            if self.order[node] >= first:
+                return f"{name_of(node)} is computed after what enters the norm is read"
+        return None
+
     def _beyond(self, current: fx.Node, obstacle: str) -> Place | None:
         """The place that a chain would have, were it not for the obstacle at ``current``."""
         path = _path_to_norm(current, self.taken, _DEPTH_OF_SEARCH)
@@ -276,6 +333,20 @@ class _Walk:
             return None
         nodes = tuple(step.end for step in self.steps)
         return Place(self.start, path[-1], (*nodes, *path), None, obstacle)
+
+
+def _watched(kept: fx.Node) -> str | None:
+    """What may ask for all of the gradient of what enters a norm: as a result it has but that of
+    its other readers."""
+    value = value_of(kept)
+    if not torch.is_grad_enabled() or (value is not None and not value.requires_grad):
+        return None
+    for user in kept.users:
+        if user.op == "output":
+            return f"{name_of(kept)} is returned, and the norm's part of its gradient with it"
+        if not is_pure(user) and changed_argument(user) is None:
+            return f"{name_of(user)} may ask for the gradient of {name_of(kept)}"
+    return None
 
 
 def _why_no_step(node: fx.Node, x: fx.Node, dropout: bool | None) -> str:
@@ -304,10 +375,13 @@ def _is_row(given: Tensor, value: Tensor) -> bool:
     return alone and not (value.dim() > 1 and same_shape(given.shape, value.shape))
 
 
-def _gather(linear: Linear, steps: Iterable[_Step], rounding: Rounding) -> Found:
+def _gather(linear: Linear, steps: Iterable[_Step], rounding: Rounding, kept_at: int = -1) -> Found:
+    """kept_at: how many steps lead to what others read too, -1 for nothing."""
     found = Found(linear, linear.bias, NormRead(None), nodes=[*linear.nodes], rounding=rounding)
     seen_norm = False
-    for step in steps:
+    for i, step in enumerate(steps):
+        if i == kept_at:
+            found.kept, found.kept_views = found.nodes[-1], len(found.views)
         found.nodes += step.nodes
         if step.norm is not None:
             found.norm, found.norm_node, seen_norm = step.norm, step.end, True
@@ -363,6 +437,17 @@ def _unfit(found: Found, steps: Sequence[_Step]) -> str | None:
     return _unfit_dtypes(found, steps, linear, end)
 
 
+def _dtype_of_sum(found: Found, dtype: torch.dtype) -> torch.dtype:
+    """What PyTorch makes of the linear's dtype on the way to the norm (operator/transforms.py)."""
+    operands = iter(found.operands)
+    for operation in found.pre:
+        if operation.operand is not None:
+            dtype = torch.promote_types(dtype, value_of(next(operands)).dtype)  # type: ignore[union-attr]
+        elif operation.name in AUTOCAST_TO_FP32:
+            dtype = torch.promote_types(dtype, torch.float32)
+    return dtype
+
+
 def _unfit_dtypes(found: Found, steps: Sequence[_Step], linear: Tensor, end: Tensor) -> str | None:
     values: list[Any] = [value_of(node) for node in found.reads]
     several = "its tensors are of several dtypes: " + ", ".join(
@@ -376,9 +461,15 @@ def _unfit_dtypes(found: Found, steps: Sequence[_Step], linear: Tensor, end: Ten
     if inputs != {linear.dtype} or changes_dtype:  # autocast
         if linear.device.type != "cuda":
             return f"under autocast PyTorch's layers mix dtypes on {linear.device.type}"
+        kept = value_of(found.kept)
+        if kept is not None and kept.dtype != _dtype_of_sum(found, linear.dtype):
+            return "autocast gives what enters the norm another dtype"
         return None if end.dtype == torch.float32 else "autocast gives it another dtype"
     if any(v.dtype != linear.dtype for v in values):
         return several
+    kept = value_of(found.kept)
+    if kept is not None and kept.dtype != linear.dtype:
+        return f"what enters the norm is {kept.dtype}, the linear layer's result {linear.dtype}"
     if end.dtype != linear.dtype:
         return f"its result is {end.dtype}, the linear layer's is {linear.dtype}"
     wide = linear.dtype.itemsize

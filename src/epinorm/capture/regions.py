@@ -74,17 +74,22 @@ def _over_rows(node: fx.Node) -> bool:
     return dim in last and (node.kwargs.get("keepdim") is True or True in node.args[2:])
 
 
-def exits(entrance: fx.Node) -> Iterator[list[fx.Node]]:
-    """Regions of growing size that only ``entrance`` leads into and only their last node out of."""
+def exits(entrance: fx.Node, has_readers: bool = False) -> Iterator[list[fx.Node]]:
+    """Regions of growing size that only ``entrance`` leads into and only their last node out of;
+    has_readers: others may read the entrance too."""
     inside, nodes = {entrance}, list[fx.Node]()
     node = entrance.next
     while node.op != "root" and len(nodes) < _MOST_NODES:
         if any(given in inside for given in node.all_input_nodes):
             if not _takes_part(node, inside):
+                if has_readers and inside.isdisjoint({*node.all_input_nodes} - {entrance}):
+                    node = node.next
+                    continue
                 return
             inside.add(node)
             nodes.append(node)
-            open_ones = [n for n in inside if any(user not in inside for user in n.users)]
+            looked_at = inside - {entrance} if has_readers else inside
+            open_ones = [n for n in looked_at if any(user not in inside for user in n.users)]
             if open_ones == [node]:
                 yield list(nodes)
         node = node.next

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -190,9 +191,8 @@ def rewrite(
     fused: dict[fx.Node, fx.Node] = {}
     for place in (*places, *[place for place, pays in linears if pays]):
         if place.found is not None:
-            last = place.found.nodes[-1]
             made = apply(place, str(place.found.chain))
-            fused[last] = _replace(gm.graph, place.found, made, fused)
+            fused |= _replace(gm.graph, place.found, made, fused)
     if fused:
         gm.graph.lint()
     gm.recompile()
@@ -234,15 +234,16 @@ def _follow_changes(graph: fx.Graph) -> None:
                     user.replace_input_with(changed, node)
 
 
-def _replace(graph: fx.Graph, found: Found, apply: Apply, fused: dict[fx.Node, fx.Node]) -> fx.Node:
+def _replace(
+    graph: fx.Graph, found: Found, apply: Apply, fused: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Put the call in the chain's place; returns what stands for its results now."""
+
     def now(node: fx.Node | None) -> fx.Node | None:
         return None if node is None else fused.get(node, node)
 
-    last = found.nodes[-1]
-    value = last.meta.get("example_value")
-    z = value_of(found.linear.nodes[-1])
-    assert z is not None
-    with graph.inserting_before(last):
+    last, kept, inside = found.nodes[-1], found.kept, set(found.nodes)
+    with graph.inserting_before(_first_reader(kept, last, inside)):
         operands = []
         for node, kind in zip(found.operands, found.chain.operand_kinds, strict=True):
             operand, given = now(node), value_of(node)
@@ -256,16 +257,36 @@ def _replace(graph: fx.Graph, found: Found, apply: Apply, fused: dict[fx.Node, f
         vectors = (found.linear.weight, found.bias, norm.weight, norm.bias)
         given_all = (now(found.linear.x), *map(now, vectors), tuple(operands))
         new = graph.call_function(apply, given_all)
-        new.meta = {**found.linear.nodes[-1].meta, "example_value": z}
-        for view in found.views:
-            before = new
-            new = graph.create_node(view.op, view.target, (before, *view.args[1:]), view.kwargs)
-            new.meta = dict(view.meta)
-        new.meta["example_value"] = value
-    last.replace_all_uses_with(new)
+        new.meta = dict(found.linear.nodes[-1].meta)
+
+        def result(of: fx.Node, made: fx.Node, views: list[fx.Node]) -> fx.Node:
+            for view in views:
+                made = graph.create_node(view.op, view.target, (made, *view.args[1:]), view.kwargs)
+                made.meta = dict(view.meta)
+            made.meta["example_value"] = value_of(of)
+            of.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inside)
+            return made
+
+        if kept is None:
+            results = {last: result(last, new, found.views)}
+        else:
+            y, total = (graph.call_function(operator.getitem, (new, i)) for i in range(2))
+            before = found.views[: found.kept_views]
+            results = {kept: result(kept, total, before), last: result(last, y, found.views)}
     for node in reversed(found.nodes):
         graph.erase_node(node)
-    return new
+    return results
+
+
+def _first_reader(kept: fx.Node | None, last: fx.Node, inside: set[fx.Node]) -> fx.Node:
+    """Where what stands for a chain's results must be there: at its end, or before who reads what
+    enters its norm."""
+    if kept is None:
+        return last
+    node = kept.next
+    while node is not last and (node in inside or kept not in node.all_input_nodes):
+        node = node.next
+    return node
 
 
 def rows_like(operand: Tensor, x: Tensor) -> Tensor:

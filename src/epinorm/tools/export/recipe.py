@@ -162,6 +162,8 @@ def _whole_chain(reading: _Reading, refuse: Any) -> Found:
         raise refuse(
             f"its forward goes on after the chain {found.chain}: the result is used by {after}"
         )
+    if found.kept is not None:
+        raise refuse("what enters its norm is read outside the chain too")
     if found.views:
         raise refuse("its rows are reshaped within the chain")
     return found
