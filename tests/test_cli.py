@@ -74,6 +74,7 @@ def test_bench_as_make_run_calls_it(here: Path) -> None:
     assert "group_norm(8,1e-05)|leaky_relu(0.01)|scale(2)" in done.stdout
     assert "16, 128 → 128, 8 groups" in done.stdout
     *_, forward, training, note, page = done.stdout.splitlines()
+    assert page.startswith("page: ")
     assert re.match(r"Forward: .*eager.* \(\d+\.\d\d to \d+\.\d\d over \d+ runs\)\.$", forward)
     assert training.startswith("Forward and backward: ")
     assert note.startswith("On a CPU the gain is small")
