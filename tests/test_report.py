@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from epinorm.tools import report, tables
+from epinorm.tools.models import ModelRow, merge_model_rows
 from epinorm.tools.page import html_page
 from epinorm.tools.plots import draw
 from epinorm.tools.results import Row, commit, device_slug, merge_rows, read_rows, write_atomic
@@ -294,3 +295,21 @@ def test_the_command_draws_a_results_file(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(tmp_path / "no.json")], capture_output=True, text=True)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_markers_of_whole_models_and_of_kernelbench(tmp_path: Path) -> None:
+    forward = ModelRow(
+        "bert_base", "bf16", "bfloat16", "native", "forward", True, 24, 24, 48, 0,
+        "H200", "2.11", "abc", "2026-01-01", eager_ms=6.0, fused_ms=5.0,
+    )  # fmt: skip
+    first = replace(forward, setting="highest", pass_="forward", eager_ms=40.0, fused_ms=10.0)
+    other = replace(first, pass_="training")
+    merge_model_rows(tmp_path / "models" / "h200.json", [forward, first, other])
+    table = report.marked_table("models-h200-forward", tmp_path)
+    assert [line.split(" | ")[1] for line in table.splitlines()[2:4]] == ["highest", "bf16"]
+    assert "40 ms | – | 10 ms (4.00×)" in table
+    assert "| 24 of 24, 0 of 48 |" in report.marked_table("models-h200-forward-details", tmp_path)
+    assert report.marked_table("models-a100-training", tmp_path) == "Not measured yet."
+    assert report.marked_table("kernelbench-h200", tmp_path) == "Not measured yet."
+    with pytest.raises(ValueError, match="must end in"):
+        report.marked_table("models-h200-backward", tmp_path)

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from epinorm.tools.models import ModelRow
 from epinorm.tools.results import Row, newest, read_rows
 from epinorm.tools.speedups import PICTURED, THEMES, speedup_svg
 
@@ -45,6 +46,22 @@ def test_what_failed_or_did_not_run_is_not_drawn() -> None:
     assert "3.0×" in said
     with pytest.raises(ValueError, match="no verified row of kb62"):
         speedup_svg([failed, replace(ROW, shape="other")], THEMES["light"])
+
+
+MODEL = ModelRow(
+    "tdmpc2", "bf16-autocast", "float32", "highest", "training", True, 4, 4, 0, 0,
+    "A <GPU>", "2.11", "abc", "2026-01-01",
+    eager_ms=60.0, compile_ms=40.0, fused_ms=10.0, backend_ms=7.5,
+)  # fmt: skip
+
+
+def test_whole_models_come_first_by_the_faster_of_our_ways() -> None:
+    chain = replace(ROW, shape="tdmpc2")
+    said = texts(speedup_svg([chain], THEMES["light"], [MODEL, replace(MODEL, eager_ms=None)]))
+    assert said.count("8.0×") == 1
+    assert said.count("1.5×") == 1
+    assert said.index("autocast") < said.index("fp32")
+    assert any("4 × (Linear 512 → 512" in text for text in said)
 
 
 def test_every_pictured_shape_is_drawn_once_it_is_measured() -> None:

@@ -6,6 +6,9 @@
 A marked place is ``<!-- begin:NAME -->`` ... ``<!-- end:NAME -->``, where NAME is a results file
 and a pass: ``nvidia-h200-forward`` is the forward rows of ``benchmarks/results/nvidia-h200.json``,
 and ``nvidia-h200-forward-short`` a few of them in six columns.
+``models-nvidia-h200-forward`` is the forward rows of ``benchmarks/results/models``, with
+``-details`` their errors, memory and coverage; ``kernelbench-nvidia-h200`` is
+``benchmarks/results/kernelbench``.
 ``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``;
 ``accumulation`` the rows of ``benchmarks/accumulation.py``.
 """
@@ -18,6 +21,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from epinorm.tools.models.rows import ModelRow, in_order, read_model_rows
+from epinorm.tools.models.suite import read_suite_rows
+from epinorm.tools.models.tables import details_table, models_table, suite_table
 from epinorm.tools.page import html_page
 from epinorm.tools.plots import draw
 from epinorm.tools.results import Row, read_rows, write_atomic
@@ -68,6 +74,9 @@ def marked_table(name: str, results: Path) -> str:
         return judged_table(results / "judged")
     if name == "accumulation":
         return accumulation_table(results / "accumulation")
+    for kind, table in (("models-", _models_table), ("kernelbench-", _suite_table)):
+        if name.startswith(kind):
+            return table(name.removeprefix(kind), results)
     short = name.endswith("-short")
     slug, _, pass_ = name.removesuffix("-short").rpartition("-")
     if pass_ == "micro":
@@ -80,6 +89,25 @@ def marked_table(name: str, results: Path) -> str:
             "six columns), after the name of a results file, or be 'judged' or 'accumulation'"
         )
     return short_table(keep) if short else markdown_table(keep)
+
+
+def _models_table(name: str, results: Path) -> str:
+    details = name.endswith("-details")
+    slug, _, pass_ = name.removesuffix("-details").rpartition("-")
+    if pass_ not in ("forward", "training"):
+        raise ValueError(f"marker 'models-{name}' must end in -forward or -training, or -details")
+    rows = [row for row in _model_rows_of(slug, results) if row.pass_ == pass_]
+    return details_table(rows) if details else models_table(rows)
+
+
+def _model_rows_of(slug: str, results: Path) -> list[ModelRow]:
+    path = results / "models" / f"{slug}.json"
+    return in_order(read_model_rows(path)) if path.is_file() else []
+
+
+def _suite_table(slug: str, results: Path) -> str:
+    path = results / "kernelbench" / f"{slug}.json"
+    return suite_table(read_suite_rows(path) if path.is_file() else [])
 
 
 def _rows_of(slug: str, results: Path) -> list[Row]:
@@ -99,8 +127,9 @@ def update_readme(root: Path, check: bool) -> list[Path]:
     results = root / "benchmarks" / "results"
     current = {p: update_marked(p.read_text("utf-8"), results) for p in marked_files(root)}
     rows = _rows_of(PICTURED_RESULTS, results)
+    models = _model_rows_of(PICTURED_RESULTS, results)
     for name, theme in THEMES.items():
-        current[root / "docs" / f"speedups-{name}.svg"] = speedup_svg(rows, theme)
+        current[root / "docs" / f"speedups-{name}.svg"] = speedup_svg(rows, theme, models)
     changed = []
     for path, new in current.items():
         if not path.is_file() or path.read_text(encoding="utf-8") != new:

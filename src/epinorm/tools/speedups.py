@@ -1,5 +1,7 @@
 """README's picture: how many times as fast as eager epinorm and torch.compile are, as SVG.
 
+Whole models first, by the faster of ``fuse`` and ``backend="epinorm"``; then single chains.
+
 Text stays text, so that the file is small, the same everywhere, and drawn in the reader's own font.
 Colours and markers are those of ``plots``.
 """
@@ -11,10 +13,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from epinorm.tools.models.rows import OURS as WAYS
+from epinorm.tools.models.rows import ModelRow
 from epinorm.tools.plots import OURS, SERIES
 from epinorm.tools.results import Row, newest
 
 __all__ = ["PICTURED", "THEMES", "Theme", "speedup_svg"]
+
+MODELS = {
+    "bert_base": "BERT-base, 16 × 512 tokens",
+    "vit_b": "ViT-B/16, 32 images of 224 × 224",
+    "llama_4": "4 layers of a Llama, 2048 and 5504 wide, 8 × 1024 tokens",
+    "mlp_2048": "4 × (Linear 2048 → 2048, ReLU), 4096 rows",
+    "tdmpc2": "4 × (Linear 512 → 512, LayerNorm, Mish), 1280 rows",
+    "dreamer": "5 × (Linear 1024 → 1024, RMSNorm, SiLU), 1024 rows",
+}
+"""The whole models that are drawn where they were measured, in this order."""
 
 PICTURED = (
     *("kb62", "mid", "skinny", "groups_12", "groups_1024", "ln256", "tdmpc2", "dreamer"),
@@ -26,6 +40,7 @@ SETTINGS = {
     ("float32", "highest"): "fp32",
     ("float32", "high"): "TF32",
     ("bfloat16", "native"): "bf16",
+    ("float32", "autocast"): "autocast",
 }
 PASSES = {"forward": "Inference: forward", "training": "Training: forward + backward"}
 NORMS = {"group_norm": "GroupNorm", "layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -58,18 +73,21 @@ THEMES = {
 }
 
 
-def speedup_svg(rows: Iterable[Row], theme: Theme) -> str:
-    """The picture of the verified rows of PICTURED; raises ValueError if there is none.
+def speedup_svg(rows: Iterable[Row], theme: Theme, models: Iterable[ModelRow] = ()) -> str:
+    """The picture of the verified rows of MODELS and PICTURED; raises ValueError if there is none.
 
     Of rows of several strategies the newest is drawn.
     """
-    drawn = [r for r in newest(rows) if r.shape in PICTURED and r.speedup and r.pass_ in PASSES]
+    whole = [row for model in models if model.model in MODELS and (row := _as_row(model)).speedup]
+    chains = [r for r in newest(rows) if r.shape in PICTURED and r.speedup and r.pass_ in PASSES]
+    groups = [[r for r in whole if r.shape == name] for name in MODELS]
+    groups += [[r for r in chains if r.shape == name] for name in PICTURED]
+    drawn = [*whole, *chains]
     if not drawn:
         raise ValueError(f"no verified row of {', '.join(PICTURED)} to draw")
     axis = _Axis.over([ratio for row in drawn for ratio in _ratios(row)])
     body, y = [], float(TOP)
-    for shape in PICTURED:
-        of_shape = [row for row in drawn if row.shape == shape]
+    for of_shape in groups:
         if of_shape:
             body += _heading(of_shape[0], y + HEADING - 11, theme)
             y += HEADING
@@ -84,6 +102,24 @@ def speedup_svg(rows: Iterable[Row], theme: Theme) -> str:
                 y += LINE
     height = round(y + BOTTOM)
     return "\n".join([*_opening(height, drawn), *_frame(drawn, y, axis, theme), *body, "</svg>\n"])
+
+
+def _as_row(model: ModelRow) -> Row:
+    """A whole model as what is drawn of it."""
+    ours = [ms for name in WAYS if (ms := getattr(model, f"{name}_ms"))]
+    return Row(
+        *(model.model, None, None, None, None, None, model.dtype),
+        "autocast" if model.setting == "bf16-autocast" else model.precision,
+        *(model.pass_, None, model.verified, None),
+        *(model.gpu, model.torch, model.commit, model.date),
+        ours_us=1000 * min(ours) if ours else None,
+        eager_us=_us(model.eager_ms),
+        compile_us=_us(model.compile_ms),
+    )
+
+
+def _us(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else 1000 * milliseconds
 
 
 def _ratios(row: Row) -> list[float]:
@@ -183,7 +219,8 @@ def _heading(row: Row, y: float, theme: Theme) -> list[str]:
     norm = NORMS.get(row.norm or "", row.norm or "")
     channels = row.n // row.groups if row.n and row.groups else row.n
     wide = f"groups of {channels} channels" if (row.groups or 1) > 1 else f"{channels} channels"
-    sizes = f"{row.m} rows, {row.k} → {row.n}, {norm}, {wide}"
+    chain = f"{row.m} rows, {row.k} → {row.n}, {norm}, {wide}"
+    sizes = MODELS[row.shape] if row.m is None else chain
     return [
         f'<text x="8" y="{y:.1f}" font-size="14" fill="{theme.text}"><tspan {_BOLD}>'
         f'{escape(row.shape)}</tspan> <tspan fill="{theme.muted}" dx="6">{sizes}</tspan></text>'

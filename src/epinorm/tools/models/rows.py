@@ -10,11 +10,12 @@ from typing import Any
 
 from epinorm.tools.results import put_values, rounded
 
-__all__ = ["COMPETITORS", "ModelRow", "merge_model_rows", "read_model_rows"]
+__all__ = ["COMPETITORS", "OURS", "ModelRow", "in_order", "merge_model_rows", "read_model_rows"]
 
 COMPETITORS = ("eager", "compile", "fused", "backend")
 """Eager, torch.compile, ``epinorm.fuse`` and ``torch.compile(backend="epinorm")``."""
 OURS = ("fused", "backend")
+_SETTINGS = ("highest", "high", "bf16", "bf16-autocast")
 
 KEY = ("model", "setting", "pass", "gpu")
 """Two rows with the same values here measure the same thing: the newer one replaces the older."""
@@ -100,3 +101,10 @@ def merge_model_rows(path: Path, rows: Iterable[ModelRow]) -> None:
     """Put rows into a results file, each in place of the one with the same key."""
     for row in rows:
         put_values(path, row.as_json(), KEY)
+
+
+def in_order(rows: Iterable[ModelRow]) -> list[ModelRow]:
+    """By model, as they first appear, and setting."""
+    rows = list(rows)
+    models = list(dict.fromkeys(row.model for row in rows))
+    return sorted(rows, key=lambda r: (models.index(r.model), _SETTINGS.index(r.setting)))
