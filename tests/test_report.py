@@ -309,6 +309,10 @@ def test_markers_of_whole_models_and_of_kernelbench(tmp_path: Path) -> None:
     assert [line.split(" | ")[1] for line in table.splitlines()[2:4]] == ["highest", "bf16"]
     assert "40 ms | – | 10 ms (4.00×)" in table
     assert "| 24 of 24, 0 of 48 |" in report.marked_table("models-h200-forward-details", tmp_path)
+    assert "| bert_base | highest | forward | 40 ms | – | 10 ms (4.00×) |" in (
+        report.marked_table("models-h200-section", tmp_path)
+    )
+    assert report.marked_table("models-a100-section", tmp_path) == ""
     assert report.marked_table("models-a100-training", tmp_path) == "Not measured yet."
     assert report.marked_table("kernelbench-h200", tmp_path) == "Not measured yet."
     with pytest.raises(ValueError, match="must end in"):

@@ -7,8 +7,8 @@ A marked place is ``<!-- begin:NAME -->`` ... ``<!-- end:NAME -->``, where NAME 
 and a pass: ``nvidia-h200-forward`` is the forward rows of ``benchmarks/results/nvidia-h200.json``,
 and ``nvidia-h200-forward-short`` a few of them in six columns.
 ``models-nvidia-h200-forward`` is the forward rows of ``benchmarks/results/models``, with
-``-details`` their errors, memory and coverage; ``kernelbench-nvidia-h200`` is
-``benchmarks/results/kernelbench``.
+``-details`` their errors, memory and coverage, ``models-nvidia-h200-section`` README's choice of
+them; ``kernelbench-nvidia-h200`` is ``benchmarks/results/kernelbench``.
 ``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``;
 ``accumulation`` the rows of ``benchmarks/accumulation.py``.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from epinorm.tools.models.rows import ModelRow, in_order, read_model_rows
 from epinorm.tools.models.suite import read_suite_rows
-from epinorm.tools.models.tables import details_table, models_table, suite_table
+from epinorm.tools.models.tables import details_table, models_section, models_table, suite_table
 from epinorm.tools.page import html_page
 from epinorm.tools.plots import draw
 from epinorm.tools.results import Row, read_rows, write_atomic
@@ -92,10 +92,14 @@ def marked_table(name: str, results: Path) -> str:
 
 
 def _models_table(name: str, results: Path) -> str:
+    if name.endswith("-section"):
+        return models_section(_model_rows_of(name.removesuffix("-section"), results))
     details = name.endswith("-details")
     slug, _, pass_ = name.removesuffix("-details").rpartition("-")
     if pass_ not in ("forward", "training"):
-        raise ValueError(f"marker 'models-{name}' must end in -forward or -training, or -details")
+        raise ValueError(
+            f"marker 'models-{name}' must end in -section, -forward or -training, and then -details"
+        )
     rows = [row for row in _model_rows_of(slug, results) if row.pass_ == pass_]
     return details_table(rows) if details else models_table(rows)
 
@@ -117,7 +121,7 @@ def _rows_of(slug: str, results: Path) -> list[Row]:
 
 def marked_files(root: Path) -> list[Path]:
     """README and the pages of docs/ that hold a generated table."""
-    files = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    files = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     return [p for p in files if p.is_file() and "<!-- begin:" in p.read_text(encoding="utf-8")]
 
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from epinorm.tools.models.rows import COMPETITORS, ModelRow
+from epinorm.tools.models.rows import COMPETITORS, OURS, ModelRow
 from epinorm.tools.models.suite import SEEDS, SuiteRow, geometric_mean
 from epinorm.tools.tables import markdown_lines, microseconds, provenance, times
 
-__all__ = ["NAMES", "SUITE", "details_table", "milliseconds", "models_table", "suite_cells"]
+__all__ = [
+    "NAMES",
+    "SUITE",
+    "details_table",
+    "milliseconds",
+    "models_section",
+    "models_table",
+    "suite_cells",
+]
 __all__ += ["suite_sentence", "suite_table"]
 
 NAMES = {
@@ -41,6 +49,37 @@ def models_table(rows: Sequence[ModelRow]) -> str:
     heads = ("model", "setting", *(NAMES[name] for name in COMPETITORS))
     cells = [[row.model, row.setting, *(_cell(row, name) for name in COMPETITORS)] for row in rows]
     return "\n".join([*markdown_lines(heads, cells), "", provenance(rows)])
+
+
+SHORT_MODELS = ("bert_base", "vit_b", "llama_4", "mlp_2048")
+SHORT_SETTINGS = ("highest", "bf16")
+
+
+def models_section(rows: Sequence[ModelRow]) -> str:
+    """README's section of whole models, by the faster of our two ways; nothing if none was
+    measured."""
+    rows = [r for r in rows if r.model in SHORT_MODELS and r.setting in SHORT_SETTINGS]
+    if not rows:
+        return ""
+    heads = ("model", "setting", "pass", "eager", "`torch.compile`", "epinorm")
+    cells = []
+    for row in rows:
+        timed = [name for name in OURS if getattr(row, f"{name}_ms")]
+        ours = min(timed, key=lambda name: getattr(row, f"{name}_ms")) if timed else OURS[0]
+        cells.append(
+            [
+                row.model,
+                row.setting,
+                row.pass_,
+                *(_cell(row, n) for n in ("eager", "compile", ours)),
+            ]
+        )
+    lines = [*markdown_lines(heads, cells), "", provenance(rows)]
+    said = (
+        f"Whole models, by the faster of {NAMES['fused']} and {NAMES['backend']}; "
+        "`epinorm bench bert_base` measures one, outputs and all gradients verified first."
+    )
+    return "\n".join(["## Whole models", "", said, "", *lines])
 
 
 def details_table(rows: Sequence[ModelRow]) -> str:
