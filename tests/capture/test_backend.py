@@ -39,6 +39,14 @@ class Checkpointed(Block):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class Stream(Block):
+    """What enters the norm is read behind it too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x) + x
+        return F.gelu(self.norm(h)) * torch.sigmoid(self.up(x)) + h.tanh()
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
@@ -71,7 +79,7 @@ def gradients(model: Any, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(ROWS, N), (2, 3, N)])
-@pytest.mark.parametrize("make", [Block, Checkpointed])
+@pytest.mark.parametrize("make", [Block, Checkpointed, Stream])
 def test_forward_and_backward(make: Any, shape: Any, graphs: list[str]) -> None:
     model = make().double()
     compiled = torch.compile(model, backend=compile_graph, fullgraph=True)
@@ -80,7 +88,8 @@ def test_forward_and_backward(make: Any, shape: Any, graphs: list[str]) -> None:
         for a, b in zip(gradients(compiled, x), gradients(model, x), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     text = "\n".join(graphs)
-    assert "torch.ops.epinorm.linear_norm_forward" in text
+    forward = "linear_norm_sum_forward" if make is Stream else "linear_norm_forward"
+    assert f"torch.ops.epinorm.{forward}" in text
     assert "torch.ops.epinorm.linear_norm_backward" in text
     assert "native_layer_norm" not in text
 
