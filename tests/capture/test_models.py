@@ -57,19 +57,19 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vo
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
     "bert": (hugging("Bert", "BertModel", **SMALL), {"input_ids": IDS}, 4),
     "roberta": (hugging("Roberta", "RobertaModel", **SMALL), {"input_ids": IDS}, 4),
-    "vit": (hugging("ViT", "ViTModel", **VISION), image(), 1),
-    "dinov2": (hugging("Dinov2", "Dinov2Model", **VISION), image(), 1),
+    "vit": (hugging("ViT", "ViTModel", **VISION), image(), 4),
+    "dinov2": (hugging("Dinov2", "Dinov2Model", **VISION), image(), 3),
     "gpt2": (
         hugging("GPT2", "GPT2Model", n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=99),
         {"input_ids": IDS},
         0,
     ),
-    "llama": (hugging("Llama", "LlamaModel", **LLAMA), {"input_ids": IDS}, 1),
-    "qwen3": (hugging("Qwen3", "Qwen3Model", **LLAMA, head_dim=8), {"input_ids": IDS}, 1),
+    "llama": (hugging("Llama", "LlamaModel", **LLAMA), {"input_ids": IDS}, 4),
+    "qwen3": (hugging("Qwen3", "Qwen3Model", **LLAMA, head_dim=8), {"input_ids": IDS}, 4),
     "olmo2": (hugging("Olmo2", "Olmo2Model", **LLAMA), {"input_ids": IDS}, 8),
-    "t5 encoder": (hugging("T5", "T5EncoderModel", **T5), {"input_ids": IDS}, 1),
-    "clip text": (hugging("CLIPText", "CLIPTextModel", **SMALL), {"input_ids": IDS}, 1),
-    "clip vision": (hugging("CLIPVision", "CLIPVisionModel", **VISION), image(), 0),
+    "t5 encoder": (hugging("T5", "T5EncoderModel", **T5), {"input_ids": IDS}, 4),
+    "clip text": (hugging("CLIPText", "CLIPTextModel", **SMALL), {"input_ids": IDS}, 4),
+    "clip vision": (hugging("CLIPVision", "CLIPVisionModel", **VISION), image(), 3),
     "whisper": (
         hugging(
             "Whisper",
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
             decoder_start_token_id=1,
         ),
         {"input_features": torch.randn(2, 8, 16), "decoder_input_ids": IDS},
-        2,
+        5,
     ),
     "timm vit": (
         image_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=4),
