@@ -51,6 +51,7 @@ CASES: dict[str, tuple[int, int, int, Any, str, str]] = {
     "odd": (100, 36, 60, GroupNorm(5), "", "gelu"),
     "groups_12": (16384, 768, 768, GroupNorm(64), "", "silu"),
     "wide_ln": (8192, 4096, 4096, LayerNorm(), "", "gelu"),
+    "dropout_768": (4096, 768, 768, LayerNorm(), "dropout(0.1)|add_residual", "dropout(0.1)"),
     "linear": (4096, 2048, 2048, None, "", ""),
     "linear_gelu": (4096, 768, 3072, None, "gelu", ""),
 }
@@ -201,7 +202,11 @@ def launches(
 
     parts = (pre, "" if norm is None else str(norm), post)
     chain = epinorm.Chain.parse("|".join(filter(None, parts)) or "identity")
-    operands = [new(n) if kind == "channel" else new(m, n) for kind in chain.operand_kinds]
+    seed = torch.zeros(1, dtype=torch.int64)
+    operands = [
+        seed if kind == "seed" else new(n) if kind == "channel" else new(m, n)
+        for kind in chain.operand_kinds
+    ]
     vectors = [new(n), None, None] if norm is None else [new(n) for _ in range(3)]
     api.launches.clear()
     with Products(api), torch.set_grad_enabled(training):
@@ -219,7 +224,7 @@ def launches(
         left = getattr(forward, "left", None)
         y, *kept = forward
         api.launches.append({"backward": ""})
-        wanted = [t is not None for t in (*tensors, *operands)]
+        wanted = [t is not None and t is not seed for t in (*tensors, *operands)]
         dy = torch.empty_like(y)
         with torch.no_grad():
             z, mean, rstd, total = kept

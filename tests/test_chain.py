@@ -14,6 +14,7 @@ from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm
 from epinorm.chain.pointwise import DEFINITIONS, Pointwise
 
 numbers = st.floats(allow_nan=False)
+probability = st.floats(0, 1)
 eps = st.floats(min_value=0, allow_nan=False)
 norms = st.one_of(
     st.builds(GroupNorm, st.integers(1, 10**6), eps=eps),
@@ -24,7 +25,9 @@ operations = st.sampled_from(sorted(DEFINITIONS)).flatmap(
     lambda name: st.builds(
         Pointwise,
         st.just(name),
-        st.tuples(*(numbers for _ in DEFINITIONS[name].parameters)),
+        st.tuples(
+            *(probability if name == "dropout" else numbers for _ in DEFINITIONS[name].parameters)
+        ),
     )
 )
 chains = st.builds(

@@ -41,7 +41,7 @@ def both_draws(make_case, *facts, times=1, **more):
     return [make_case(*facts, draw=draw, **more) for draw in draws]
 
 
-@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("name", sorted(set(DEFINITIONS) - {"dropout"}))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_operation(name, dtype, make_case, check_as_accurate_as_eager):
     operation = OPERATIONS.get(name, name)

@@ -55,7 +55,10 @@ def test_group_sizes(index, channels):
 
 @pytest.mark.parametrize(
     "chain, training",
-    [(EASY, True), (HEAVY, False), (HEAVY, True), ("gelu|group_norm({groups})|sigmoid", True)],
+    [
+        *((EASY, True), (HEAVY, False), (HEAVY, True), ("gelu|group_norm({groups})|sigmoid", True)),
+        ("dropout(0.1)|group_norm({groups})|silu|dropout(0.2)", True),
+    ],
 )
 def test_chains(chain, training):
     check(problem_of(1024, 8192, 16, 512, "high", training, chain), TILES[-1], training)

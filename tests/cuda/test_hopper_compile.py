@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from problems import HEAVY, problem_of
 
+DROPS = "dropout(0.1)|add_residual|layer_norm|gelu|dropout(0.2)"
 SMS = 132  # of an H200
 SHARED_LIMIT = 227 * 1024
 
@@ -91,7 +92,9 @@ def test_group_sizes(channels):
 
 
 @pytest.mark.parametrize("kind", [BF16, HIGHEST])
-@pytest.mark.parametrize("chain", ["layer_norm|gelu", "silu|rms_norm(1e-06)|scale(2)", HEAVY])
+@pytest.mark.parametrize(
+    "chain", ["layer_norm|gelu", "silu|rms_norm(1e-06)|scale(2)", HEAVY, DROPS]
+)
 def test_chains(chain, kind):
     groups = 8 if "group" in chain else 1
     channels = 32 if groups > 1 else 128

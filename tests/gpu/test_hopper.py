@@ -181,7 +181,7 @@ def test_every_kind_of_tile(tile, kind):
 # ---- chains ----
 
 
-@pytest.mark.parametrize("name", DEFINITIONS)
+@pytest.mark.parametrize("name", sorted(set(DEFINITIONS) - {"dropout"}))
 def test_every_operation_before_and_after(name):
     text = {"scale": "scale(1.5)", "add": "add(-0.25)", "clamp": "clamp(-0.5,0.75)"}.get(name, name)
     with forced_tile(IN_TURN):

@@ -18,10 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from epinorm.chain.dropout import check_probability, drop
+
 __all__ = ["ACTIVATIONS", "Definition", "OperandKind"]
 
-OperandKind = Literal["channel", "element"]
-"""What a tensor operand is: one value per output channel (N,), or one per output element (M, N)."""
+OperandKind = Literal["channel", "element", "seed"]
+"""What a tensor operand is: one value per output channel (N,), one per output element (M, N), or an
+int64 (1,) of which kernels make a value per element (chain/dropout.py)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Definition:
     f(c x) = c f(x) for every c > 0. shorter_at: values of constants at which the bodies become
     shorter, and which are compiled in; all other constants are arguments of the kernels.
     ``operand_backward`` is the C++ body for the gradient of the tensor operand ``t``, before any
-    sum over rows.
+    sum over rows; a seed has none. complemented: constants that kernels get as 1 - c, so that it is
+    rounded there and not before. check: raises ValueError for constants that make no sense.
     """
 
     name: str
@@ -61,6 +65,8 @@ class Definition:
     shorter_at: Mapping[str, float] = field(default_factory=dict)
     operand: OperandKind | None = None
     operand_backward: str | None = None
+    complemented: tuple[str, ...] = ()
+    check: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
         for cls, attributes in self.modules.items():
@@ -322,5 +328,21 @@ ACTIVATIONS = (
         operand="element",
         operand_backward="return g * x;",
         **_ARITHMETIC | {"homogeneous": True},
+    ),
+    # t is 0 or 1 / (1 - p): a product as in PyTorch, which makes NaN of a dropped infinity.
+    Definition(
+        "dropout",
+        drop,
+        "return x * t;",
+        "return g * t;",
+        {"p": 0.5},
+        modules={nn.Dropout: ("p",)},
+        functions=(F.dropout,),
+        where={"training": True},
+        kinks=_smooth,
+        homogeneous=True,
+        operand="seed",
+        complemented=("p",),
+        check=check_probability,
     ),
 )

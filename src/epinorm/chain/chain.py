@@ -165,16 +165,19 @@ class Chain:
         post: str | PointwiseLike | Iterable[PointwiseLike] = (),
         rounding: Rounding = "once",
         return_sum: bool = False,
+        drops: bool | None = None,
     ) -> Chain:
-        """Make a chain from operations given as texts, activation modules or Pointwise."""
+        """Make a chain from operations given as texts, activation modules or Pointwise.
+
+        drops: whether an nn.Dropout among them does; None: in training, as its own mode says.
+        """
         if norm is not None and not isinstance(norm, Norm):
             raise TypeError(
                 "norm must be epinorm.GroupNorm, epinorm.LayerNorm, epinorm.RMSNorm or None, "
                 f"got {type(norm).__name__}"
             )
-        return Chain(
-            norm, as_pointwise_list(pre), as_pointwise_list(post), rounding, bool(return_sum)
-        )
+        pre, post = as_pointwise_list(pre, drops), as_pointwise_list(post, drops)
+        return Chain(norm, pre, post, rounding, bool(return_sum))
 
     @staticmethod
     def parse(text: str) -> Chain:
@@ -191,6 +194,19 @@ class Chain:
     def arguments(self) -> tuple[float | Argument, ...]:
         """The constants that kernels take as arguments: those of pre, then those of post."""
         return tuple(c for operation in (*self.pre, *self.post) for c in operation.arguments)
+
+    @property
+    def complemented(self) -> tuple[bool, ...]:
+        """Of ``arguments``: whether kernels get 1 - c in the place of c."""
+        return tuple(c for operation in (*self.pre, *self.post) for c in operation.complemented)
+
+    @property
+    def without_dropout(self) -> Chain:
+        """The chain of eval mode."""
+        pre, post = (
+            tuple(op for op in side if op.name != "dropout") for side in (self.pre, self.post)
+        )
+        return replace(self, pre=pre, post=post)
 
     @property
     def structure(self) -> Chain:
@@ -214,13 +230,24 @@ class Chain:
         """Of each pre operation: does autocast make its result of the norm's dtype already, as a
         parameter of that dtype does, or an operation that it computes in fp32? Else it is of the
         linear layer's."""
-        widening = [op.operand is not None or op.name in AUTOCAST_TO_FP32 for op in self.pre]
+        widening = [
+            op.operand in ("channel", "element") or op.name in AUTOCAST_TO_FP32 for op in self.pre
+        ]
         return tuple(any(widening[: i + 1]) for i in range(len(widening)))
 
     @property
     def operand_kinds(self) -> tuple[OperandKind, ...]:
         """The tensor operands in the order in which the chain takes them, pre before post."""
         return tuple(op.operand for op in (*self.pre, *self.post) if op.operand is not None)
+
+    @property
+    def keep_places(self) -> tuple[int, ...]:
+        """Of each operand: the place among ``arguments`` of dropout's probability; -1: no seed."""
+        places, constants = [], 0
+        for op in (*self.pre, *self.post):
+            places += [constants if op.operand == "seed" else -1] * (op.operand is not None)
+            constants += len(op.arguments)
+        return tuple(places)
 
     @property
     def is_linear(self) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "PointwiseLike",
     "as_pointwise",
     "as_pointwise_list",
+    "complement",
     "cpp_function",
     "define",
     "format_number",
@@ -100,6 +101,8 @@ class Pointwise:
             raise ValueError(f"{self.name} needs a value for {names}, e.g. {self.name}(2)")
         if any(math.isnan(value) for value in filled if isinstance(value, float)):
             raise ValueError(f"{self.name} takes finite or infinite constants, got nan")
+        if definition.check is not None and not any(isinstance(c, Argument) for c in filled):
+            definition.check(*filled)
         object.__setattr__(self, "constants", filled)
 
     @property
@@ -145,6 +148,12 @@ class Pointwise:
             self.name, tuple(next(values) if isinstance(c, Argument) else c for c in self.constants)
         )
 
+    @property
+    def complemented(self) -> tuple[bool, ...]:
+        """Of ``arguments``: whether kernels get 1 - c in the place of c."""
+        names = tuple(self.definition.parameters)
+        return tuple(names[i] in self.definition.complemented for i in self._argument_places())
+
     def _argument_places(self) -> tuple[int, ...]:
         """Of ``constants``: all but those that shorten the operation."""
         shorter = self.definition.shorter_at
@@ -155,7 +164,7 @@ class Pointwise:
         """Apply the operation's PyTorch meaning to x (..., N) of any floating dtype."""
         if self.operand is None:
             return self.definition.apply(x, *self.constants)
-        return self.definition.apply(x, operand)
+        return self.definition.apply(x, operand, *self.constants)
 
     def __str__(self) -> str:
         if not self.constants:
@@ -274,8 +283,10 @@ def _with_constants(definition: Definition, given: Mapping[str, Any]) -> Pointwi
     return Pointwise(definition.name, tuple(constants))
 
 
-def as_pointwise(operation: PointwiseLike) -> Pointwise:
+def as_pointwise(operation: PointwiseLike, drops: bool | None = None) -> Pointwise:
     """Turn an operation's text, module, PyTorch function or Pointwise into a Pointwise.
+
+    drops: whether an nn.Dropout does; None: in training, as its own mode says.
 
     Raises ValueError for an unknown text and TypeError for anything that is not one of PyTorch's
     own activations.
@@ -284,6 +295,9 @@ def as_pointwise(operation: PointwiseLike) -> Pointwise:
         return operation
     if isinstance(operation, str):
         return parse_pointwise(operation)
+    if type(operation) is nn.Dropout:
+        training = operation.training if drops is None else drops
+        return Pointwise("dropout", (operation.p,)) if training else Pointwise("identity")
     found = of_module(operation) if isinstance(operation, nn.Module) else of_call(operation)
     if found is None:
         name = getattr(operation, "__name__", type(operation).__name__)
@@ -296,16 +310,25 @@ def as_pointwise(operation: PointwiseLike) -> Pointwise:
 
 
 def as_pointwise_list(
-    operations: str | PointwiseLike | Iterable[PointwiseLike],
+    operations: str | PointwiseLike | Iterable[PointwiseLike], drops: bool | None = None
 ) -> tuple[Pointwise, ...]:
-    """Turn ``"leaky_relu(0.01)|scale(2)"``, one operation, or several into a tuple of Pointwise."""
+    """Turn ``"leaky_relu(0.01)|scale(2)"``, one operation, or several into a tuple of Pointwise.
+
+    drops: see ``as_pointwise``.
+    """
     if isinstance(operations, str):
         return tuple(parse_pointwise(part) for part in operations.split("|") if part.strip())
     if isinstance(operations, (nn.Sequential, nn.ModuleList)):
-        return tuple(as_pointwise(operation) for operation in operations)
+        return tuple(as_pointwise(operation, drops) for operation in operations)
     if isinstance(operations, nn.Module) or not isinstance(operations, Iterable):
-        return (as_pointwise(operations),)
-    return tuple(as_pointwise(operation) for operation in operations)
+        return (as_pointwise(operations, drops),)
+    return tuple(as_pointwise(operation, drops) for operation in operations)
+
+
+def complement(values: Sequence[float], complemented: Sequence[bool]) -> tuple[float, ...]:
+    """``Chain.arguments`` as kernels get them: see ``Definition.complemented``."""
+    pairs = zip(values, complemented, strict=True)
+    return tuple(1.0 - value if of_one else value for value, of_one in pairs)
 
 
 def cpp_function(

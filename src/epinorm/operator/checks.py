@@ -61,7 +61,9 @@ def check_call(
     Works on symbolic shapes too, where each comparison becomes a guard.
     """
     _check_same_device((x, weight, bias, norm_weight, norm_bias, *operands))
-    _check_dtypes(x, weight, bias, norm_weight, norm_bias, operands, norm_dtype)
+    kinds = chain.operand_kinds
+    values = [None if kinds[i : i + 1] == ("seed",) else t for i, t in enumerate(operands)]
+    _check_dtypes(x, weight, bias, norm_weight, norm_bias, values, norm_dtype)
     if x.dim() != 2:
         raise RuntimeError(f"x must be 2D (M, K) here, got shape {list(x.shape)}")
     if weight.dim() != 2:
@@ -151,7 +153,7 @@ def _check_dtypes(
     bias: Tensor | None,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
-    operands: Sequence[Tensor],
+    operands: Sequence[Tensor | None],
     norm_dtype: torch.dtype,
 ) -> None:
     if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
@@ -207,6 +209,13 @@ def _check_operand_count(operands: Sequence[Tensor], chain: Chain) -> None:
 def _check_operands(m: int, n: int, operands: Sequence[Tensor], chain: Chain) -> None:
     _check_operand_count(operands, chain)
     for i, (kind, operand) in enumerate(zip(chain.operand_kinds, operands, strict=True)):
+        if kind == "seed":
+            if list(operand.shape) != [1] or operand.dtype != torch.int64:
+                raise RuntimeError(
+                    f"operand {i}, a seed, must be of shape [1] and torch.int64, got "
+                    f"{list(operand.shape)} and {operand.dtype}"
+                )
+            continue
         expected = [n] if kind == "channel" else [m, n]
         if list(operand.shape) != expected:
             raise RuntimeError(

@@ -6,6 +6,7 @@ all that this depends on (``kinds.py``), PyTorch's modes aside, which are looked
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from epinorm.chain import Chain, reference
+from epinorm.chain.dropout import draw_seeds
 from epinorm.chain.reference import Results
 from epinorm.operator import calls, ops
 from epinorm.operator.autograd import differentiable
@@ -50,6 +52,8 @@ class Caller:
         check_strategy(strategy)
         self.facts: calls.Facts = (chain, strategy, strict, None)
         self._constants = calls.constants_of(self.facts)
+        self._kinds_of_operands = Chain.parse(chain).operand_kinds
+        self._drops = "seed" in self._kinds_of_operands
         self._kinds: Kinds[_Found] = Kinds() if like is None else like
 
     def __call__(
@@ -61,7 +65,12 @@ class Caller:
         norm_bias: Tensor | None,
         operands: tuple[Tensor, ...],
     ) -> Results:
-        """x (..., K) → y (..., N); see ``epinorm.linear_norm``. Not to be traced by dynamo."""
+        """x (..., K) → y (..., N); see ``epinorm.linear_norm``. Not to be traced by dynamo.
+
+        Seeds may be left out: they are drawn.
+        """
+        if self._drops:
+            operands = _with_seeds(operands, self._kinds_of_operands, x.device)
         tensors: tuple[Any, ...] = (x, weight, bias, norm_weight, norm_bias, *operands)
         results = self.again(tensors, operands)
         if results is None:
@@ -122,6 +131,8 @@ def call(
 ) -> Results:
     """x (..., K) → y (..., N): leading dimensions are folded for the operator."""
     check_types(x, weight, bias, norm_weight, norm_bias, operands)
+    if "dropout" in chain:
+        operands = _with_seeds(operands, Chain.parse(chain).operand_kinds, x.device)
     if not is_strided((x, weight, bias, norm_weight, norm_bias, *operands)):
         if strict or strategy not in ("auto", "reference"):
             raise RuntimeError(
@@ -142,3 +153,14 @@ def call(
         y, total = (t.view(*leading, t.shape[-1]) for t in found)
         return y, total
     return found.view(*leading, found.shape[-1])
+
+
+def _with_seeds(
+    operands: tuple[Tensor, ...], kinds: Sequence[str], device: torch.device
+) -> tuple[Tensor, ...]:
+    """The operands with seeds drawn where the chain takes them, if all of these were left out."""
+    missing = kinds.count("seed")
+    if len(operands) != len(kinds) - missing:
+        return operands  # they were given; else the checks say what is wrong
+    seeds, rest = iter(draw_seeds(missing, device)), iter(operands)
+    return tuple(next(seeds if kind == "seed" else rest) for kind in kinds)

@@ -22,7 +22,8 @@ class LinearNorm(nn.Module):
     Holds the layers that it replaces as ``linear`` and ``norm``, made in that order: the same
     parameter names, initial values and draws from the random generator as
     ``nn.Sequential(OrderedDict(linear=nn.Linear(...), norm=nn.GroupNorm(...)))``. ``return_sum``
-    and ``rounding`` are those of ``linear_norm``.
+    and ``rounding`` are those of ``linear_norm``. Dropout, as ``nn.Dropout(p)`` or
+    ``"dropout(p)"``, drops while this module is in training.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class LinearNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        chain = Chain.build(norm, pre, post, rounding, return_sum)
+        chain = Chain.build(norm, pre, post, rounding, return_sum, drops=True)
         chain.groups(out_features)
-        self.chain = str(chain)
+        self.chain, self.eval_chain = str(chain), str(chain.without_dropout)
         self.linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         self.norm = _layer(norm, out_features, affine, device, dtype)
 
@@ -56,7 +57,7 @@ class LinearNorm(nn.Module):
             *(parameter_of(linear, "weight"), parameter_of(linear, "bias")),
             *(parameter_of(norm, "weight"), parameter_of(norm, "bias")),
             operands,
-            self.chain,
+            self.chain if self.training else self.eval_chain,
         )
 
     def extra_repr(self) -> str:

@@ -48,7 +48,7 @@ def _autocast_cuda(*arguments: Any) -> Results:
         bias = None if bias is None else bias.to(low)
         norm_weight = None if norm_weight is None else norm_weight.to(out)
         norm_bias = None if norm_bias is None else norm_bias.to(out)
-        operands = [t.to(out) for t in operands]
+        operands = [t.to(out) if t.is_floating_point() else t for t in operands]  # seeds are not
     arguments = (x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out)
     with torch._C._ExcludeDispatchKeyGuard(_CUDA_AUTOCAST):
         if sum_dtype is None:
@@ -62,8 +62,9 @@ def _sum_dtype_under_autocast(x: Tensor, operands: Sequence[Tensor], chain: Chai
     dtype = x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype("cuda")
     remaining = iter(operands)
     for operation in chain.pre:
-        if operation.operand is not None:
-            dtype = torch.promote_types(dtype, next(remaining).dtype)
+        operand = next(remaining) if operation.operand is not None else None
+        if operand is not None and operation.operand != "seed":
+            dtype = torch.promote_types(dtype, operand.dtype)
         elif operation.name in AUTOCAST_TO_FP32:
             dtype = torch.promote_types(dtype, torch.float32)
     return dtype

@@ -285,7 +285,7 @@ def _truth(problem: Problem, inputs: Inputs) -> Forward:
         problem, dtype=double, norm_dtype=double, out_dtype=double, precision="native"
     )
     bias, weight, norm_bias = (None if t is None else t.double() for t in inputs[2:5])
-    operands = tuple(t.double() for t in inputs.operands)
+    operands = tuple(t.double() if t.is_floating_point() else t for t in inputs.operands)
     wide = Inputs(
         *(inputs.x.double(), inputs.weight.double(), bias, weight, norm_bias, operands),
         inputs.constants,

@@ -16,6 +16,7 @@ from epinorm.backends.cpu.blocks import Blocks, choose_blocks
 from epinorm.backends.cpu.build import BuildError, load_kernel, load_runner, warn_once
 from epinorm.backends.cpu.codegen import kernel_source
 from epinorm.chain import RMSNorm
+from epinorm.chain.pointwise import complement
 from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Run, Wanted
 
 __all__ = ["CpuExecutable"]
@@ -33,10 +34,13 @@ class _Prepared:
     blocks: Blocks
     template: abi.Problem
     own: tuple[Any, ...]
+    complemented: tuple[bool, ...]
 
     def numbers(self, given: tuple[float, ...]) -> ctypes.Array[ctypes.c_double]:
         """The values of ``Inputs.constants`` for the kernel."""
         values = given or self.own
+        if True in self.complemented:
+            values = complement(values, self.complemented)
         return (ctypes.c_double * max(len(values), 1))(*values)
 
 
@@ -63,7 +67,8 @@ def _make(problem: Problem) -> _Prepared:
         *(abi.DTYPE_CODES[problem.dtype], abi.DTYPE_CODES[problem.out_dtype]),
         abi.DTYPE_CODES[problem.saved_dtype],
     )
-    return _Prepared(runner, blocks, template, problem.chain.arguments)
+    chain = problem.chain
+    return _Prepared(runner, blocks, template, chain.arguments, chain.complemented)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from epinorm.chain import RMSNorm
+from epinorm.chain.dropout import CPP_FUNCTIONS
 from epinorm.chain.pointwise import Pointwise, cpp_function
 from epinorm.problem import Problem
 
@@ -21,9 +22,14 @@ CPP_TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "b
 
 _TEMPLATE = """\
 #include "elementary.h"
-#include "strip.h"
 
 #define EPINORM_FUNCTION EPINORM_INLINE
+
+namespace epinorm {{
+{random}
+}}  // namespace epinorm
+
+#include "strip.h"
 
 namespace epinorm {{
 
@@ -42,6 +48,7 @@ struct Chain {{
   static constexpr int kOperands = {operands};
   static constexpr int kChannelOperands = {channel_operands};
   static constexpr bool kIsElement[] = {{{is_element}}};
+  static constexpr int kKeepOf[] = {{{keep_of}}};  // of a seed: which constant is 1 - p; else -1
 
   struct Constants {{ T of[{constants}]; }};
   struct Values {{ {members} }};
@@ -77,7 +84,7 @@ def _functions(stage: str, operations: Sequence[Pointwise]) -> list[str]:
         name = f"{stage}{index}"
         texts.append(cpp_function(f"{name}_forward", operation, "forward"))
         texts.append(cpp_function(f"{name}_backward", operation, "backward"))
-        if operation.operand is not None:
+        if operation.definition.operand_backward is not None:
             texts.append(cpp_function(f"{name}_operand", operation, "operand_backward"))
     return texts
 
@@ -88,6 +95,14 @@ def _operand_indices(operations: Sequence[Pointwise], first: int) -> list[int | 
         indices.append(None if operation.operand is None else first)
         first += operation.operand is not None
     return indices
+
+
+def _with_gradients(
+    operations: Sequence[Pointwise], indices: Sequence[int | None]
+) -> list[int | None]:
+    """The same for operands that have a gradient."""
+    pairs = zip(operations, indices, strict=True)
+    return [i if op.definition.operand_backward is not None else None for op, i in pairs]
 
 
 def _given(
@@ -151,9 +166,11 @@ def kernel_source(problem: Problem) -> str:
     given_post = _given(chain.post, post, sum(len(op.arguments) for op in chain.pre))
     rounded_pre, rounded_post = _roundings(problem)
     loads = [
-        f"o[{i}][{'c * kLanes + l' if kind == 'element' else 'c'}]" for i, kind in enumerate(kinds)
+        f"o[{i}][{'c' if kind == 'channel' else 'c * kLanes + l'}]" for i, kind in enumerate(kinds)
     ]
+    with_gradient = _with_gradients(chain.pre, pre), _with_gradients(chain.post, post)
     return _TEMPLATE.format(
+        random=CPP_FUNCTIONS,
         functions="\n".join([*_functions("pre", chain.pre), *_functions("post", chain.post)]),
         stats=CPP_TYPES[problem.stats_dtype],
         dtype=CPP_TYPES[problem.dtype],
@@ -166,14 +183,15 @@ def kernel_source(problem: Problem) -> str:
         has_pre=str(bool(chain.pre)).lower(),
         operands=len(kinds),
         channel_operands=sum(kind == "channel" for kind in kinds),
-        is_element=", ".join([str(kind == "element").lower() for kind in kinds] or ["false"]),
+        is_element=", ".join([str(kind != "channel").lower() for kind in kinds] or ["false"]),
+        keep_of=", ".join([str(place) for place in chain.keep_places] or ["-1"]),
         constants=max(len(chain.arguments), 1),
         members=" ".join(f"T t{i};" for i in range(len(kinds))),
         load=f"return {{{', '.join(loads)}}};",
-        keep_pre=_keep(pre),
-        keep_post=_keep(post),
+        keep_pre=_keep(with_gradient[0]),
+        keep_post=_keep(with_gradient[1]),
         pre=_forward("pre", given_pre, rounded_pre),
         post=_forward("post", given_post, rounded_post),
-        pre_backward=_backward("pre", given_pre, pre, rounded_pre),
-        post_backward=_backward("post", given_post, post, rounded_post),
+        pre_backward=_backward("pre", given_pre, with_gradient[0], rounded_pre),
+        post_backward=_backward("post", given_post, with_gradient[1], rounded_post),
     )

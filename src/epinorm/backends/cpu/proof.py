@@ -19,13 +19,14 @@ from torch import Tensor
 from epinorm.backends.cpu import abi
 from epinorm.backends.cpu.blocks import choose_blocks
 from epinorm.chain import GroupNorm, RMSNorm
-from epinorm.chain.pointwise import Argument
+from epinorm.chain.pointwise import Argument, complement
 from epinorm.chain.reference import epilogue
 from epinorm.problem import Problem
 
 __all__ = ["Disproved", "prove_kernel", "prove_runner"]
 
 ROWS, GROUPS, WIDTH, DEPTH = 3, 2, 8, 5
+SEED = 0x123456789ABCDEF0
 TOLERANCE = 0.03
 """Of a value and of the mean value: bf16 rounds to 0.004."""
 SHARE = 0.9
@@ -94,11 +95,14 @@ def _prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
     numbers = [_NUMBERS.get(c.name, 0.5) if isinstance(c, Argument) else c for c in places]
     named = [v for v, c in zip(numbers, places, strict=True) if isinstance(c, Argument)]
     chain, n = dataclasses.replace(problem.chain.filled(named), norm=norm), groups * WIDTH
-    constants = (c_double * max(1, len(numbers)))(*numbers)
+    constants = (c_double * max(1, len(numbers)))(*complement(numbers, chain.complemented))
     kinds = chain.operand_kinds
     z, dy = _values(0, ROWS, n).to(problem.dtype), _values(1, ROWS, n).to(problem.out_dtype)
     shapes = [(n,), (n,), *((n,) if kind == "channel" else (ROWS, n) for kind in kinds)]
     parameters = [_values(i + 2, *s).to(problem.norm_dtype) for i, s in enumerate(shapes)]
+    for i, kind in enumerate(kinds):
+        if kind == "seed":
+            parameters[i + 2] = torch.tensor([SEED])
     mean, rstd = (torch.empty(ROWS, groups, dtype=problem.stats_dtype) for _ in range(2))
     total, dsum = (_values(i, ROWS, n).to(problem.sum_dtype) for i in (11, 12))
     returns_sum = chain.returns_sum
@@ -128,7 +132,10 @@ def _prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
     _FOLD(kernel.fold)(at, sums.data_ptr(), totals.data_ptr())
 
     def truth(dtype: torch.dtype) -> list[Tensor]:
-        leaves = [t.to(dtype).detach().requires_grad_() for t in (z, *parameters)]
+        leaves = [
+            t.to(dtype).detach().requires_grad_() if t.is_floating_point() else t
+            for t in (z, *parameters)
+        ]
         results = epilogue(leaves[0], chain, leaves[1], leaves[2], leaves[3:])
         exact = results if isinstance(results, tuple) else (results,)
         given = [dy.to(dtype), dsum.to(dtype)][: len(exact)]

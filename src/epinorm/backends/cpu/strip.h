@@ -91,9 +91,29 @@ struct Strip {
       if (!C::kIsElement[i]) channels<P>(call.operands[i], first, count, T(0), operand[i]);
   }
 
+  // Of each value: 0 where dropout drops it, else what it is multiplied by.
+  void load_factors(int i, T keep, int64_t row, int64_t first, int64_t count) {
+    const Seed seed = *static_cast<const Seed*>(call.operands[i]);
+    const unsigned last = last_kept(float(keep));
+    const T scale = scale_of_kept(keep);
+    for (int64_t c = -(first % 2); c < count; c += 2) {
+      T even[kLanes], odd[kLanes];
+      EPINORM_LANES {
+        const RandomPair words = random_words(seed, row + l, (first + c) / 2);
+        even[l] = words.even <= last ? scale : T(0);
+        odd[l] = words.odd <= last ? scale : T(0);
+      }
+      T* const to = operand[i] + c * kLanes;
+      if (c >= 0) std::memcpy(to, even, sizeof even);
+      if (c + 1 < count) std::memcpy(to + kLanes, odd, sizeof odd);
+    }
+  }
+
   void load_elements(int64_t row, int rows, int64_t first, int64_t count) {
     for (int i = 0; i < kOperands; ++i)
-      if (C::kIsElement[i])
+      if (C::kKeepOf[i] >= 0)
+        load_factors(i, constants.of[C::kKeepOf[i]], row, first, count);
+      else if (C::kIsElement[i])
         load_lanes<T>(static_cast<const P*>(call.operands[i]) + row * call.operand_strides[i] +
                           first,
                       call.operand_strides[i], rows, count, operand[i]);

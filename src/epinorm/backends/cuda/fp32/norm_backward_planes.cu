@@ -224,7 +224,8 @@ struct Rows {
   // A row up to its largest magnitude, which is sent; next: the row after it.
   EPINORM_FUNCTION void begin(Unsplit& now, int next, ColumnSums& columns, bool own) {
     now.x_power = power_of(scalars.factor);
-    const Pass pass = ring.take(stage, here, scalars.mean, scalars.rstd);
+    const Pass pass =
+        ring.take(stage, here, tensors.from, now.row, scalars.mean, scalars.rstd);
     scalars.load(here, tensors, next, rows);
     Halfway half(pass, here, tensors, store, now.row, columns);
     if constexpr (chain::kNormalises) team.sum(half.sums);
@@ -285,7 +286,8 @@ norm_backward_planes(const float* __restrict__ dy, i64 dy_stride, const float* _
   const Exchange exchange(shared_maxima);
   wait_for_previous_kernel();
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
-                        EPINORM_CONSTANTS};
+                        EPINORM_CONSTANTS,
+                        chain::drops_of<T>(EPINORM_CONSTANTS, EPINORM_OPERAND_POINTERS)};
   const i64 width = i64(groups) * kChannels;
   const Largest largest = {column_factor, row_factor, nullptr,
                            column_largest, nullptr, column_flag};

@@ -26,6 +26,7 @@ struct Epilogue {
   const Flag* row_flags;
   float *y, *z, *mean, *rstd;
   int n;
+  chain::Drops<float> drops;
 };
 
 // The rows of an item, and its groups with a flagged column.
@@ -77,7 +78,10 @@ EPINORM_FUNCTION void load_operands(float (&t)[chain::kSlots], const Epilogue& e
                                     int column) {
 #pragma unroll
   for (int i = 0; i < chain::kOperands; ++i)
-    t[i] = e.operands[i][chain::is_channel(i) ? column : row * e.strides[i] + column];
+    if (chain::is_seed(i))
+      t[i] = chain::factor_of(e.drops, i, row, column & ~1, column & 1);
+    else
+      t[i] = e.operands[i][chain::is_channel(i) ? column : row * e.strides[i] + column];
 }
 
 // From the tile of the linear's output without bias to y, for the (row, group)s that are flagged in
@@ -185,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     waited = true;
     if (!work) continue;
     const Epilogue e = {bias, gamma, beta, OPERAND_LIST, STRIDE_LIST, CONSTANT_LIST, row_flags,
-                        y, z, mean, rstd, n};
+                        y, z, mean, rstd, n, chain::drops_of<float>(CONSTANT_LIST, OPERAND_LIST)};
     for (int look = 0; look < kLooks * kWarps; ++look) {
       if (!near[look]) continue;
       const Item item = order.at(first + look * step);

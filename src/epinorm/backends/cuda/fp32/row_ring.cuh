@@ -73,7 +73,8 @@ struct RowRing {
   }
 
   // The oldest stage's row, complete.
-  EPINORM_FUNCTION Pass take(int stage, const Columns& here, float mean, float rstd) const {
+  EPINORM_FUNCTION Pass take(int stage, const Columns& here, const Sources& sources, int row,
+                             float mean, float rstd) const {
     wait_for_copies<kStages - 1>();
     const Stage& from = stages[stage];
     Pass pass;
@@ -88,6 +89,7 @@ struct RowRing {
       for (int i = 0; i < chain::kOperands; ++i)
         if (element_stream(i) > 0)
           pass.elements[0][e].operand[i] = vector(from.stream[element_stream(i)][e]);
+      pass.elements[0][e].draw(sources, row, here.column(e));
     }
     return pass;
   }

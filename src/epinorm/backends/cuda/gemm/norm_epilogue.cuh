@@ -56,6 +56,7 @@ struct Epilogue {
   typename KeptType::Storage* z;
   float *mean, *rstd;
   int m, n;
+  chain::Drops<float> drops;
 };
 
 // The vectors as a warp sees them: from its first column on, of those that lie together.
@@ -177,7 +178,7 @@ __device__ __forceinline__ void prefetch_operands(const Epilogue& e, int first_r
   constexpr int kLines = (kVectorColumns + kLineValues - 1) / kLineValues;
 #pragma unroll
   for (int k = 0; k < chain::kOperands; ++k) {
-    if (chain::is_channel(k)) continue;
+    if (!chain::is_element(k)) continue;
     for (int i = thread; i < kRows * kLines; i += kVectorThreads) {
       const int row = first_row + i / kLines, column = first_column + i % kLines * kLineValues;
       if (row < e.m && column < e.n)
@@ -196,6 +197,9 @@ __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const E
   for (int k = 0; k < chain::kOperands; ++k) {
     if (chain::is_channel(k)) {
       t[k] = of(pair_at(vectors, slot++, chunk, quad_lane), i);
+    } else if (chain::is_seed(k)) {
+      const int column = first_column + chunk * kChunkColumns + quad_lane * 2;
+      t[k] = chain::factor_of(e.drops, k, row, column, i);
     } else {
       const int column = first_column + chunk * kChunkColumns + quad_lane * 2 + i;
       const bool inside = row < e.m && column < e.n;

@@ -95,7 +95,8 @@ norm_backward(const Y* __restrict__ dy, i64 dy_stride, const S* __restrict__ z, 
   if (!(EPINORM_WANTED)) return;
 #endif
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
-                        EPINORM_CONSTANTS};
+                        EPINORM_CONSTANTS,
+                        chain::drops_of<T>(EPINORM_CONSTANTS, EPINORM_OPERAND_POINTERS)};
   const i64 width = i64(groups) * kChannels;
   const Tensors tensors = {dy,   z,    dy_stride, z_stride, mean,
                            rstd, row_sums, from,  dz,       {EPINORM_OUTPUT_POINTERS},

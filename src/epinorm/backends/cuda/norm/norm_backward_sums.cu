@@ -13,7 +13,8 @@ norm_backward_sums(const Y* __restrict__ dy, i64 dy_stride, const S* __restrict_
   __shared__ T scratch[2][2][BlockTeam::kWarps];
   BlockTeam team(scratch);
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
-                        EPINORM_CONSTANTS};
+                        EPINORM_CONSTANTS,
+                        chain::drops_of<T>(EPINORM_CONSTANTS, EPINORM_OPERAND_POINTERS)};
   const int group = blockIdx.x;
 
   for (i64 row = blockIdx.y; row < rows; row += gridDim.y) {
@@ -31,7 +32,7 @@ norm_backward_sums(const Y* __restrict__ dy, i64 dy_stride, const S* __restrict_
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         T t[chain::kSlots];
-        operands_at(channels, elements, j, t);
+        operands_at(from, channels, elements, j, t);
         const T x = channels.with_bias(raw_z.template get<T>(j), j);
         const ElementGradient one = through_post(
             from.constants, raw_dy.template get<T>(j), x, centre, scale, channels, j, t);

@@ -110,7 +110,7 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           T t[chain::kSlots];
-          operands_at(channels, pass.elements[u][e], j, t);
+          operands_at(from, channels, pass.elements[u][e], j, t);
           const T z_value = pass.raw[u][e].template get<T>(j);
           const T x = chain::pre_apply<T>(from.constants, channels.with_bias(z_value, j), t);
           v[u][e * kVector + j] = at.in_group(e) ? x : T(0);
@@ -129,7 +129,7 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           T t[chain::kSlots];
-          operands_at(channels, pass.elements[u][e], j, t);
+          operands_at(from, channels, pass.elements[u][e], j, t);
           const T distance = v[u][e * kVector + j] - stats[u].mean;
           const T u_value = channels.normalized(distance, stats[u].shift, stats[u].rstd, j);
           out[j] = chain::post_apply<T>(from.constants, u_value, t);
@@ -164,7 +164,8 @@ norm_forward(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
              int groups EPINORM_CHAIN_PARAMETERS EPINORM_SUM_PARAMETER) {
   wait_for_previous_kernel();
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
-                        EPINORM_CONSTANTS};
+                        EPINORM_CONSTANTS,
+                        chain::drops_of<T>(EPINORM_CONSTANTS, EPINORM_OPERAND_POINTERS)};
   if constexpr (kBlockTeam) {
     using BlockTeam = Team<kLanes, T, 2 * kRows>;
     __shared__ T scratch[2][2 * kRows][BlockTeam::kWarps];

@@ -21,7 +21,7 @@ struct WideGroup {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       T t[chain::kSlots];
-      operands_at(channels, elements, j, t);
+      operands_at(from, channels, elements, j, t);
       const T z_value = raw.template get<T>(j);
       v[j] = chain::pre_apply<T>(from.constants, channels.with_bias(z_value, j), t);
     }
@@ -43,7 +43,7 @@ struct WideGroup {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       T t[chain::kSlots];
-      operands_at(channels, elements, j, t);
+      operands_at(from, channels, elements, j, t);
       const T u_value = channels.normalized(distance[j], shift, rstd, j);
       out[j] = chain::post_apply<T>(from.constants, u_value, t);
     }
@@ -64,7 +64,8 @@ norm_forward_wide(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ b
   extern __shared__ double dynamic_shared[];
   T* const cache = reinterpret_cast<T*>(dynamic_shared);
   const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
-                        EPINORM_CONSTANTS};
+                        EPINORM_CONSTANTS,
+                        chain::drops_of<T>(EPINORM_CONSTANTS, EPINORM_OPERAND_POINTERS)};
   BlockTeam team(scratch);
   constexpr T kInverse = T(1) / T(kChannels);
   constexpr int kStep = kLanes * kVector;

@@ -57,6 +57,7 @@ struct Sources {
   const P* operand[chain::kSlots];
   i64 stride[chain::kSlots];
   chain::Constants<T> constants;
+  chain::Drops<T> drops;
 };
 
 // The channels' values of one vector. What is never used is never loaded: the loads are pure.
@@ -88,23 +89,48 @@ struct Channels {
   }
 };
 
-// The element operands' values of one vector of one row.
+// The element operands' values of one vector of one row; of a seed, a bit for each value that is kept.
 struct Elements {
   Vector<P, kVector> operand[chain::kSlots];
+  unsigned kept[chain::kSlots];
 
   EPINORM_FUNCTION void load(const Sources& from, i64 row, int column) {
 #pragma unroll
     for (int i = 0; i < chain::kOperands; ++i)
-      if (!chain::is_channel(i)) operand[i].load(from.operand[i] + row * from.stride[i] + column);
+      if (chain::is_element(i)) operand[i].load(from.operand[i] + row * from.stride[i] + column);
+    draw(from, row, column);
+  }
+
+  EPINORM_FUNCTION void draw(const Sources& from, i64 row, int column) {
+#pragma unroll
+    for (int i = 0; i < chain::kOperands; ++i) {
+      if (!chain::is_seed(i)) continue;
+      const chain::Seed seed = from.drops.of[i].seed;
+      const unsigned last = from.drops.of[i].last;
+      kept[i] = 0;
+#pragma unroll
+      for (int j = 0; j < kVector; j += 2) {
+        const chain::RandomPair words = chain::random_words(seed, row, (column + j) / 2);
+        const unsigned first = kVector == 1 && column % 2 ? words.odd : words.even;
+        kept[i] |= unsigned(first <= last) << j;
+        if (kVector > 1) kept[i] |= unsigned(words.odd <= last) << (j + 1);
+      }
+    }
   }
 };
 
 // All operands of value j, as the chain's functions take them.
-EPINORM_FUNCTION void operands_at(const Channels& channels, const Elements& elements, int j,
-                                  T (&t)[chain::kSlots]) {
+EPINORM_FUNCTION void operands_at(const Sources& from, const Channels& channels,
+                                  const Elements& elements, int j, T (&t)[chain::kSlots]) {
 #pragma unroll
-  for (int i = 0; i < chain::kOperands; ++i)
-    t[i] = chain::is_channel(i) ? channels.operand[i].get<T>(j) : elements.operand[i].get<T>(j);
+  for (int i = 0; i < chain::kOperands; ++i) {
+    if (chain::is_channel(i))
+      t[i] = channels.operand[i].get<T>(j);
+    else if (chain::is_element(i))
+      t[i] = elements.operand[i].get<T>(j);
+    else
+      t[i] = elements.kept[i] >> j & 1 ? from.drops.of[i].scale : T(0);
+  }
 }
 
 // The channels' values of vector e: kept in registers over all rows where there are few of them,

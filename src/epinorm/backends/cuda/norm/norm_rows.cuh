@@ -143,7 +143,7 @@ struct Halfway {
         for (int j = 0; j < kVector; ++j) {
           const int i = e * kVector + j;
           T t[chain::kSlots];
-          operands_at(channels, pass.elements[u][e], j, t);
+          operands_at(tensors.from, channels, pass.elements[u][e], j, t);
           const T x = channels.with_bias(pass.z[u][e].template get<T>(j), j);
           const T dy = pass.dy[u][e].template get<T>(j);
           ElementGradient one = through_post(tensors.from.constants, dy, x, pass.mean[u],
@@ -176,7 +176,7 @@ EPINORM_FUNCTION void finish_vector(const Pass& pass, const Halfway& half, const
   for (int j = 0; j < kVector; ++j) {
     const int i = e * kVector + j;
     T t[chain::kSlots];
-    operands_at(channels, pass.elements[u][e], j, t);
+    operands_at(tensors.from, channels, pass.elements[u][e], j, t);
     const T dv = group.through_norm(half.h[u][i], half.du[u][i], channels.scale(j));
 #pragma unroll
     for (int k = 0; k < chain::kOperands; ++k) dt[j][k] = half.operand[u][i][k];

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.plan.norm_tile import NormTile
@@ -101,14 +102,15 @@ def parameters_at(
 def matrix_arguments(matrices: Sequence[Tensor]) -> tuple[list[Any], int]:
     """Each matrix's address and row stride in values; and what must be aligned, in bytes, or-ed.
 
-    A channel operand (N,) has a stride too, which is not read.
+    A channel operand (N,) has a stride too, which is not read. A seed has 8 bytes for itself.
     """
     arguments: list[Any] = []
     aligned = 0
     for t in matrices:
         address, stride = t.data_ptr(), t.stride(0)
         arguments += (address, stride)
-        aligned |= address
+        if t.dtype != torch.int64:
+            aligned |= address
         if t.dim() == 2:
             aligned |= stride * t.element_size()
     return arguments, aligned

@@ -259,7 +259,7 @@ def _epilogue_weight(problem: Problem) -> float:
     for op in (*problem.chain.pre, *problem.chain.post):
         if op.operand == "element":
             weight += ELEMENT_OPERAND
-        elif op.operand is None:
+        elif op.operand != "channel":
             weight += OPERATION.get(op.name, OTHER_OPERATION)
     return weight
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 __all__ = [
@@ -97,7 +98,7 @@ def vector_width(channels: int, itemsize: int, tensors: Iterable[Tensor | None])
     while channels % width:
         width //= 2
     for tensor in tensors:
-        if tensor is None or tensor.numel() == 0:
+        if tensor is None or tensor.numel() == 0 or tensor.dtype == torch.int64:  # a seed
             continue
         size = tensor.element_size()
         address = tensor.data_ptr()

@@ -110,7 +110,9 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
     if problem.chain.norm is not None:
         cost = _epilogue_cost(problem) + _backward_cost(problem, None)
         ways.append((cost.microseconds, _EPILOGUE, "epilogue", None))
-    if problem.out_dtype == problem.dtype:
+    # PyTorch's layers would have to make the kernels' mask in dozens of operations.
+    drops = "seed" in problem.chain.operand_kinds
+    if problem.out_dtype == problem.dtype and not drops:
         cost = Cost(costs.eager(problem), costs.eager_host(problem))
         ways.append((cost.microseconds, _EAGER, "reference", None))
     if not ways:

@@ -9,7 +9,9 @@ float or double:
     template <T> struct Constants { T of[]; };    // Chain.arguments, which differ from call to call
     constexpr int kOperands;            // tensor operands, in the chain's order, pre before post
     constexpr int kSlots;               // max(kOperands, 1): the length of the arrays below
-    constexpr bool is_channel(int i);   // operand i is (N,); otherwise (M, N)
+    constexpr bool is_channel(int i);   // operand i is (N,)
+    constexpr bool is_element(int i);   // operand i is (M, N); otherwise a seed (chain/dropout.py)
+    constexpr int keep_of(int i);       // of seed i: which of Constants is the probability to keep
     T pre_apply(Constants<T>, T x, const T (&t)[kSlots]);
     T post_apply(Constants<T>, T x, const T (&t)[kSlots]);
     T pre_backward(Constants<T>, T g, T x, const T (&t)[kSlots], T (&dt)[kSlots]);
@@ -18,7 +20,8 @@ float or double:
 
 x is what enters the operations: for ``pre`` the linear's output with its bias, for ``post`` the
 norm's output with gamma and beta. t holds the operands' values at this element, all of them in each
-array; each function reads and writes only its own. The backward functions take the gradient g of
+array, a seed's is what it makes of the element; each function reads and writes only its own. The
+backward functions take the gradient g of
 what leaves, return that of x, and set dt[i] to the gradient of operand i at this element, which a
 kernel adds up over rows for a channel operand. Index the arrays with constants (unrolled loops), so
 that they stay in registers; what is not used costs nothing.
@@ -48,7 +51,8 @@ from epinorm.backends.cuda.text.backward_chain import BackwardChain
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.backends.memo import memo
 from epinorm.chain import Chain, GroupNorm, LayerNorm
-from epinorm.chain.pointwise import Pointwise, cpp_function
+from epinorm.chain.dropout import CPP_FUNCTIONS
+from epinorm.chain.pointwise import Pointwise, complement, cpp_function
 
 __all__ = ["CUDA_TYPES", "ChainArguments", "begins_at_sum", "chain_text", "constant_list"]
 
@@ -82,13 +86,17 @@ def chain_text(chain: Chain) -> str:
     lines = [
         read_kernel("common/chain.cuh") + "namespace chain {",
         read_kernel("common/chain_functions.cuh"),
+        CPP_FUNCTIONS,
         f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
         f"constexpr bool kCentred = {_bool(isinstance(chain.norm, GroupNorm | LayerNorm))};",
         _epsilon(chain),
         f"template <typename T> struct Constants {{ T of[{max(len(chain.arguments), 1)}]; }};",
         f"constexpr int kOperands = {len(kinds)};",
         f"constexpr int kSlots = {max(len(kinds), 1)};",
-        _is_channel(kinds),
+        _is_kind("channel", kinds),
+        _is_kind("element", kinds),
+        _keep_of(chain.keep_places),
+        read_kernel("common/chain_drops.cuh"),
         *_stage("pre", chain.pre, 0, 0, pre_types, *_of_sum(chain)),
         *_stage("post", chain.post, pre_operands, pre_constants, post_types),
         "}  // namespace chain\n",
@@ -117,11 +125,16 @@ def _epsilon(chain: Chain) -> str:
     return f"template <typename T> EPINORM_FUNCTION constexpr T epsilon() {{ return {value}; }}"
 
 
-def _is_channel(kinds: Sequence[str]) -> str:
-    mask = sum(1 << index for index, kind in enumerate(kinds) if kind == "channel")
+def _is_kind(name: str, kinds: Sequence[str]) -> str:
+    mask = sum(1 << index for index, kind in enumerate(kinds) if kind == name)
     return (
-        f"EPINORM_FUNCTION constexpr bool is_channel(int i) {{ return ({mask}ull >> i & 1) != 0; }}"
+        f"EPINORM_FUNCTION constexpr bool is_{name}(int i) {{ return ({mask}ull >> i & 1) != 0; }}"
     )
+
+
+def _keep_of(places: Sequence[int]) -> str:
+    found = "".join(f"i == {i} ? {place} : " for i, place in enumerate(places) if place >= 0)
+    return f"EPINORM_FUNCTION constexpr int keep_of(int i) {{ return {found}0; }}"
 
 
 def _stage(
@@ -136,7 +149,7 @@ def _stage(
     """The functions of one side of the norm, whose first operand and first constant these are.
     types: what enters each operation, and what leaves the last, is rounded to; None: it is not.
     applied: x has come through them already; more_gradient: is added to g."""
-    lines, more, has_operand = [], [], []
+    lines, more, slots = [], [], []
     for index, operation in enumerate(operations):
         given = ""
         if operation.operand:
@@ -144,14 +157,15 @@ def _stage(
         for _ in operation.arguments:
             given, constants = f"{given}, c.of[{constants}]", constants + 1
         more.append(given)
-        has_operand.append(operands - 1 if operation.operand else None)
+        has_gradient = operation.definition.operand_backward is not None
+        slots.append(operands - 1 if has_gradient else None)
         lines.append(cpp_function(f"{name}{index}", operation, "forward"))
         lines.append(cpp_function(f"{name}{index}_backward", operation, "backward"))
-        if operation.operand:
+        if operation.definition.operand_backward is not None:
             body = f"{name}{index}_operand_backward"
             lines.append(cpp_function(body, operation, "operand_backward"))
     apply = _apply(name, (), (None,)) if applied else _apply(name, more, types)
-    return [*lines, apply, _backward(name, more, has_operand, types, more_gradient)]
+    return [*lines, apply, _backward(name, more, slots, types, more_gradient)]
 
 
 def _rounded(value: str, to: str | None) -> str:
@@ -176,7 +190,8 @@ def _backward(
     types: Sequence[str | None],
     more_gradient: str,
 ) -> str:
-    """Every operation's input again (only those that a derivative reads survive), then back."""
+    """Every operation's input again (only those that a derivative reads survive), then back.
+    slots: of each operation the operand that has a gradient."""
     steps = [f"g = g + {more_gradient};"] if more_gradient else []
     steps += [f"x0 = {_rounded('x0', types[0])};"] if types[0] else []
     for i, given in enumerate(more[:-1]):
@@ -205,6 +220,7 @@ class ChainArguments:
         count, self._kind = len(self._own), "double" if double else "float"
         self.signature = "df"[not double] * count
         self.names = tuple(f"constant{i}" for i in range(count))
+        self._complemented = chain.complemented if any(chain.complemented) else ()
         self._rounded = _as_they_are if double else _rounded_to_float
 
     @property
@@ -214,16 +230,20 @@ class ChainArguments:
 
     def __call__(self, given: tuple[float, ...]) -> tuple[float, ...]:
         """The values of ``Inputs.constants``, or the chain's own where it has them."""
-        return self._rounded(given or cast("tuple[float, ...]", self._own))
+        values = given or cast("tuple[float, ...]", self._own)
+        return self._rounded(values, self._complemented)
 
 
 @memo()
-def _rounded_to_float(values: tuple[float, ...]) -> tuple[float, ...]:
+def _rounded_to_float(
+    values: tuple[float, ...], complemented: tuple[bool, ...]
+) -> tuple[float, ...]:
+    values = _as_they_are(values, complemented)
     return tuple([ctypes.c_float(value).value for value in values])  # too large: infinite
 
 
-def _as_they_are(values: tuple[float, ...]) -> tuple[float, ...]:
-    return values
+def _as_they_are(values: tuple[float, ...], complemented: tuple[bool, ...]) -> tuple[float, ...]:
+    return complement(values, complemented) if complemented else values
 
 
 def constant_list(names: Sequence[str]) -> str:

@@ -295,7 +295,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     take_registers<240>();
     const Epilogue e = {bias, gamma, beta, OPERAND_LIST, CONSTANT_LIST, AFFINE_SCALE,
-                        row_scale, y, z, mean, rstd, m, n};
+                        row_scale, y, z, mean, rstd, m, n,
+                        chain::drops_of<float>(CONSTANT_LIST, OPERAND_LIST)};
     const Weight weight = {w, w_stride, w_scale, w_flags, w_columns, w_plane, k_padded};
     consume(rings, e, weight, shared, warpgroup, k, k_steps);
   }

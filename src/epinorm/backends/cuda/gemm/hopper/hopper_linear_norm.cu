@@ -211,7 +211,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     take_registers<kConsumerRegisters>();
     wait_for_neighbours();
     const Epilogue e = {bias, gamma, beta, OPERAND_LIST, CONSTANT_LIST, AFFINE_SCALE,
-                        row_scale, column_scale, y, z, mean, rstd, m, n};
+                        row_scale, column_scale, y, z, mean, rstd, m, n,
+                        chain::drops_of<float>(CONSTANT_LIST, OPERAND_LIST)};
     consume(ring, e, shared, warpgroup, first_tile, tile_step, rank, k_steps);
   }
   end_together();

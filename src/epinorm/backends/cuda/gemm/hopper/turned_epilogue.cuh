@@ -27,6 +27,7 @@ struct Epilogue {
   const float* row_scale;
   float *y, *z, *mean, *rstd;
   int m, n;
+  chain::Drops<float> drops;
 };
 
 // In the turned tile groups of eight floats trade places, so that the writes of turn() (rows 0, 2, 4, 6 or
@@ -65,6 +66,8 @@ struct LaneChannels {
     for (int k = 0; k < chain::kOperands; ++k) {
       if (chain::is_channel(k))
         t[k] = operands[k][i];
+      else if (chain::is_seed(k))
+        t[k] = chain::factor_of(e.drops, k, row, column + (i & ~1), i & 1);
       else
         t[k] = row < e.m && column < e.n
                    ? __ldg(e.operands[k] + static_cast<i64>(row) * e.n + column + i)

@@ -81,7 +81,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   const TileOrigin origin(m, n);
   const Operand x(x_hi, x_lo, x_stride, m, k), w(w_hi, w_lo, w_stride, n, k);
   const Epilogue e = {bias, gamma, beta, OPERAND_LIST, CONSTANT_LIST, AFFINE_SCALE, row_scale,
-                      column_scale, y, z, mean, rstd, m, n};
+                      column_scale, y, z, mean, rstd, m, n,
+                      chain::drops_of<float>(CONSTANT_LIST, OPERAND_LIST)};
   Product product(base + kVectorSpace, x, w, origin.row, origin.column);
   {
     Fetched fetched;
