@@ -92,8 +92,8 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "square": (model(squares), "mul is not a pointwise"),
     "hook": (hooked, "mul is not a pointwise"),
     "dropout": (
-        model(lambda s, x: s.norm(s.drop(s.fc(x)))),
-        "dropout drops values in training; eval mode is fused",
+        model(lambda s, x: s.norm(F.alpha_dropout(s.fc(x), 0.1, True))),
+        "alpha_dropout drops values in a way of its own; eval mode is fused",
     ),
     "heads": (
         model(lambda s, x: F.layer_norm(s.fc(x).view(ROWS, 4, 4), (4,))),

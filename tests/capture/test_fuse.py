@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import io
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import epinorm
+from own_masks import own_masks
 
 _spec = importlib.util.spec_from_file_location("models", Path(__file__).with_name("models.py"))
 assert _spec is not None
@@ -49,7 +51,8 @@ def run(model: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> tuple[list[Tenso
     """All outputs and all gradients (of the input and every parameter) of one step."""
     torch.manual_seed(1)  # dropout and noise draw the same values in every run
     x = x.detach().clone().requires_grad_()
-    outputs = [t for t in pytree.tree_leaves(model(x, **kwargs)) if isinstance(t, Tensor)]
+    with own_masks() if model._compiled_call_impl is None else contextlib.nullcontext():
+        outputs = [t for t in pytree.tree_leaves(model(x, **kwargs)) if isinstance(t, Tensor)]
     loss = sum((t * torch.linspace(-1, 2, t.numel()).to(t).view(t.shape)).sum() for t in outputs)
     gradients = torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True)
     return outputs, [torch.zeros(()) if g is None else g for g in gradients]

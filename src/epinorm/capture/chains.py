@@ -104,11 +104,11 @@ class Search:
     """What a graph holds; no node is in two chains.
 
     rounding "eager": what is taken for one operation is one in the graph too, so that it is rounded
-    where eager rounds.
+    where eager rounds. drops: whether dropout is taken, with a mask that is not PyTorch's.
     """
 
-    def __init__(self, graph: fx.Graph, rounding: Rounding = "once") -> None:
-        self.graph, self.rounding = graph, rounding
+    def __init__(self, graph: fx.Graph, rounding: Rounding = "once", drops: bool = True) -> None:
+        self.graph, self.rounding, self.drops = graph, rounding, drops
         self.order = {node: index for index, node in enumerate(graph.nodes)}
         touched = ((node, changes(node)) for node in graph.nodes)
         self.effects = [(n, changed) for n, changed in touched if changed or not is_pure(n)]
@@ -138,6 +138,7 @@ class _Walk:
 
     def __init__(self, search: Search, start: fx.Node, linear: Linear | str) -> None:
         self.start, self.linear, self.rounding = start, linear, search.rounding
+        self.drops = search.drops
         self.order, self.effects, self.taken = search.order, search.effects, search.taken
         self.steps: list[_Step] = []
         self.norm_at = -1
@@ -207,7 +208,7 @@ class _Walk:
         if dropout is False and node.args and node.args[0] is x:
             return _Step("cast", (node,))
         operation = read_pointwise(node, x)
-        if operation is not None:
+        if operation is not None and (self.drops or operation.operand != "seed"):
             return _Step("pointwise", (node,), operation)
         binary = read_binary(node, x)
         if binary is not None:
@@ -351,7 +352,7 @@ def _watched(kept: fx.Node) -> str | None:
 
 def _why_no_step(node: fx.Node, x: fx.Node, dropout: bool | None) -> str:
     if dropout:
-        return "dropout drops values in training; eval mode is fused"
+        return f"{name_of(node)} drops values in a way of its own; eval mode is fused"
     before, after = value_of(x), value_of(node)
     if before is not None and after is not None and before.dim() and after.dim():
         divides = name_of(node) in ("view", "reshape", "unflatten")

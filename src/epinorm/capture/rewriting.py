@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from epinorm.backends.engine import plan_for
 from epinorm.capture.chains import Found, Place, Search
 from epinorm.capture.purity import changed_argument, value_of
+from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.spelling import name_of
 from epinorm.chain import Rounding
 from epinorm.chain.reference import Results
@@ -186,13 +187,16 @@ def rewrite(
     inner = _enter_checkpoints(gm, apply, settings, runs_eagerly)
     _follow_changes(gm.graph)
     search = Search(gm.graph, settings.rounding)
-    places = search.places()
+    places = [_with_paying_dropout(p, settings) for p in search.places()]
     linears = [(p, _pays(p, settings)) for p in search.linears()]
     fused: dict[fx.Node, fx.Node] = {}
-    for place in (*places, *[place for place, pays in linears if pays]):
+    taken = [p for p in (*places, *[p for p, pays in linears if pays]) if p.found is not None]
+    seeds = draw_at_once(search, [place.found for place in taken if place.found is not None])
+    for place in taken:
         if place.found is not None:
             made = apply(place, str(place.found.chain))
-            fused |= _replace(gm.graph, place.found, made, fused)
+            drawn = seeds.get(place.found.nodes[-1], ())
+            fused |= _replace(gm.graph, place.found, made, fused, drawn)
     if fused:
         gm.graph.lint()
     gm.recompile()
@@ -203,8 +207,20 @@ _MANY_ROWS = 8192
 """For which a number of rows that changes from call to call is looked at too."""
 
 
+def _with_paying_dropout(place: Place, settings: Settings) -> Place:
+    """A place with a norm as it is, but not taken where PyTorch's layers would compute dropout:
+    they make the mask of our kernels in dozens of operations, and their own in one."""
+    found = place.found
+    if found is None or "seed" not in found.chain.operand_kinds or settings.strategy != "auto":
+        return place
+    if _pays(place, settings):
+        return place
+    reason = plan_for(_problem(found)[0]).reason
+    return replace(place, found=None, obstacle=f"its dropout is PyTorch's own here: {reason}")
+
+
 def _pays(place: Place, settings: Settings) -> bool:
-    """Whether a chain without a norm is faster in our operation than as it is, as its plan has it.
+    """Whether a chain is faster in our operation than as it is, as its plan has it.
 
     Dynamo captures again where a device, a dtype or PyTorch's setting for fp32 products changes.
     """
@@ -235,7 +251,11 @@ def _follow_changes(graph: fx.Graph) -> None:
 
 
 def _replace(
-    graph: fx.Graph, found: Found, apply: Apply, fused: dict[fx.Node, fx.Node]
+    graph: fx.Graph,
+    found: Found,
+    apply: Apply,
+    fused: dict[fx.Node, fx.Node],
+    seeds: Sequence[fx.Node],
 ) -> dict[fx.Node, fx.Node]:
     """Put the call in the chain's place; returns what stands for its results now."""
 
@@ -244,8 +264,13 @@ def _replace(
 
     last, kept, inside = found.nodes[-1], found.kept, set(found.nodes)
     with graph.inserting_before(_first_reader(kept, last, inside)):
-        operands = []
-        for node, kind in zip(found.operands, found.chain.operand_kinds, strict=True):
+        operands: list[Any] = []
+        drawn, given_nodes = iter(seeds), iter(found.operands)
+        for kind in found.chain.operand_kinds:
+            if kind == "seed":
+                operands.append(next(drawn))
+                continue
+            node = next(given_nodes)
             operand, given = now(node), value_of(node)
             assert given is not None
             if kind == "channel" and given.dim() != 1:

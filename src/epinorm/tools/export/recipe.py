@@ -126,7 +126,7 @@ def _read_mode(model: nn.Module, inputs: Sequence[Any], training: bool, refuse: 
             rest = [n for n in nodes if n not in paths and value_of(n) is not None]
             names = dict(zip(rest, parameters, strict=False))
             output = next(node for node in gm.graph.nodes if node.op == "output").args[0]
-            places = tuple(Search(gm.graph).places())
+            places = tuple(Search(gm.graph, drops=False).places())
             readings.append(_Reading(model, places, output, paths, names, modules))
             return gm.forward
 

@@ -1,0 +1,43 @@
+"""The seeds of a graph's dropouts, drawn in as few operations as may be."""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from epinorm.capture.chains import Found, Search
+from epinorm.capture.purity import value_of
+from epinorm.chain.dropout import draw_seeds
+
+__all__ = ["draw_at_once"]
+
+
+def draw_at_once(search: Search, chains: Sequence[Found]) -> dict[fx.Node, list[fx.Node]]:
+    """The seeds of each chain, by its last node: drawn at once, for the host's time, where nothing
+    in between may change the generator."""
+    modes = [search.order[node] for node, changed in search.effects if not changed]
+    together: dict[Any, list[tuple[int, Found]]] = {}
+    for found in chains:
+        if count := found.chain.operand_kinds.count("seed"):
+            value = value_of(found.linear.x)
+            assert value is not None
+            between = bisect.bisect(modes, search.order[found.linear.nodes[0]])
+            together.setdefault((between, value.device), []).append((count, found))
+    seeds: dict[fx.Node, list[fx.Node]] = {}
+    for (_, device), drawn in together.items():
+        total = sum(count for count, _ in drawn)
+        begins = (found.linear.nodes[0] for _, found in drawn)
+        first = min(begins, key=search.order.__getitem__)
+        with search.graph.inserting_before(first):
+            all_seeds = search.graph.call_function(draw_seeds, (total, device))
+            each = iter(range(total))
+            for count, found in drawn:
+                seeds[found.nodes[-1]] = [
+                    search.graph.call_function(operator.getitem, (all_seeds, next(each)))
+                    for _ in range(count)
+                ]
+    return seeds

@@ -1,0 +1,6 @@
+"""What tests here import from the folder above."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))

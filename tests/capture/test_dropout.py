@@ -1,0 +1,218 @@
+"""Dropout in a captured model's chains: taken in training, gone in eval; others stay PyTorch's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import epinorm
+from own_masks import own_masks
+
+K, N, ROWS = 12, 16, 9
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Callable[..., Tensor], p: float = 0.5) -> None:
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(K, N), nn.LayerNorm(N), nn.Dropout(p)
+        self.drop_, self.rate = nn.Dropout(p, inplace=True), p
+        self.written = forward
+        self.double()
+
+    def forward(self, x: Tensor, r: Tensor) -> Tensor:
+        return self.written(self, x, r)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(model: nn.Module, fused: bool = True) -> list[Tensor]:
+    """Output and all gradients; a plain model's by the masks of our kernels."""
+    torch.manual_seed(3)
+    x = torch.randn(ROWS, K, dtype=torch.float64, requires_grad=True)
+    r = torch.randn(ROWS, N, dtype=torch.float64, requires_grad=True)
+    model.zero_grad()
+    with contextlib.nullcontext() if fused else own_masks():
+        y = model(x, r)
+        torch.rand(5)
+        y.sin().sum().backward()
+    found = [t.grad for t in (x, r, *model.parameters())]
+    return [y.detach(), *(torch.zeros(()) if g is None else g for g in found)]
+
+
+SPELLINGS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "bert": (
+        lambda s, x, r: s.norm(s.drop(s.fc(x)) + r),
+        "dropout(0.5)|add_residual|layer_norm(1e-05)",
+    ),
+    "positional": (
+        lambda s, x, r: F.dropout(s.norm(s.fc(x)).relu(), 0.25, True),
+        "layer_norm(1e-05)|relu|dropout(0.25)",
+    ),
+    "named": (
+        lambda s, x, r: F.dropout(input=s.norm(s.fc(x)), p=s.rate, training=s.training),
+        "layer_norm(1e-05)|dropout(0.5)",
+    ),
+    "default": (lambda s, x, r: s.norm(F.dropout(s.fc(x))), "dropout(0.5)|layer_norm(1e-05)"),
+    "all": (lambda s, x, r: s.norm(F.dropout(s.fc(x), 1.0) + r), "dropout(1)|add_residual"),
+    "in place": (lambda s, x, r: s.norm(s.drop_(s.fc(x))), "dropout(0.5)|layer_norm(1e-05)"),
+    "twice": (
+        lambda s, x, r: F.dropout(s.norm(s.drop(s.fc(x))), 0.1),
+        "dropout(0.5)|layer_norm(1e-05)|dropout(0.1)",
+    ),
+    "rows": (
+        lambda s, x, r: s.norm(s.drop(s.fc(x).view(3, 3, N)) + r.view(3, 3, N)).view(ROWS, N),
+        "dropout(0.5)|add_residual|layer_norm(1e-05)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings(name: str) -> None:
+    written, chain = SPELLINGS[name]
+    model = Model(written)
+    fused = epinorm.fuse(copy.deepcopy(model))
+    for training in (True, False, True):
+        got, expected = step(fused.train(training)), step(model.train(training), fused=False)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    assert chain in epinorm.explain(fused).rows[0].chain
+
+
+OTHERS: dict[str, Callable[..., Tensor]] = {
+    "alpha": lambda s, x, r: s.norm(F.alpha_dropout(s.fc(x), 0.5, s.training)),
+    "channels": lambda s, x, r: s.norm(F.dropout1d(s.fc(x), 0.5, s.training)),
+    "feature": lambda s, x, r: s.norm(F.feature_alpha_dropout(s.fc(x), 0.5, s.training)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_dropouts_stay_pytorchs(name: str) -> None:
+    model = Model(OTHERS[name])
+    fused = epinorm.fuse(copy.deepcopy(model))
+    for a, b in zip(step(fused), step(model), strict=True):
+        assert torch.equal(a, b)
+    (row,) = epinorm.explain(fused).rows
+    assert not row.fused
+
+
+def test_probability_and_mode_are_those_of_the_call() -> None:
+    model = epinorm.fuse(Model(lambda s, x, r: s.drop(s.norm(s.fc(x)))))
+
+    def zeros() -> float:
+        return float((step(model)[0] == 0).double().mean())
+
+    assert 0.3 < zeros() < 0.7
+    model.drop.p = 0.9
+    assert zeros() > 0.8
+    model.drop.eval()
+    assert zeros() == 0
+    model.drop.train()
+    model.drop.p = 0.0
+    assert zeros() == 0
+
+
+@pytest.mark.parametrize("made", ["copy", "eval first"])
+def test_what_was_fused_or_copied_in_eval_drops_in_training(made: str) -> None:
+    model = epinorm.fuse(Model(lambda s, x, r: s.drop(s.norm(s.fc(x)))).eval())
+    step(model)
+    if made == "copy":
+        model = epinorm.fuse(copy.deepcopy(model))
+    assert (step(model)[0] == 0).sum() == 0
+    assert (step(model.train())[0] == 0).double().mean() > 0.3
+
+
+def test_each_call_draws_anew_and_manual_seed_repeats() -> None:
+    model = epinorm.fuse(Model(lambda s, x, r: s.norm(s.drop(s.fc(x)) + r)))
+    x, r = (torch.randn(ROWS, n, dtype=torch.float64) for n in (K, N))
+    torch.manual_seed(1)
+    first, second = model(x, r), model(x, r)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(model(x, r), first)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("within", [False, True], ids=["around", "inside"])
+def test_checkpointing_replays_the_mask(reentrant: bool, within: bool) -> None:
+    def part(s: Any, x: Tensor, r: Tensor) -> Tensor:
+        return F.dropout(s.norm(s.drop(s.fc(x)) + r), 0.25, s.training)
+
+    def saves(s: Any, x: Tensor, r: Tensor) -> Tensor:
+        return checkpoint(lambda x, r: part(s, x, r), x, r, use_reentrant=False)
+
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor, r: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, r, use_reentrant=reentrant)
+
+    plain = Model(part)
+    expected = step(epinorm.fuse(copy.deepcopy(plain)))
+    fused = epinorm.fuse(Model(saves)) if within else Around(epinorm.fuse(Model(part)))
+    fused.load_state_dict(
+        {("" if within else "inner.") + name: t for name, t in plain.state_dict().items()}
+    )
+    for a, b in zip(step(fused), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_the_compiler_backend_takes_it() -> None:
+    model = Model(lambda s, x, r: s.norm(s.drop(s.fc(x)) + r) * 2)
+    compiled = torch.compile(model, backend="epinorm", fullgraph=True)
+    x = torch.zeros(ROWS, K, dtype=torch.float64)
+    r = torch.randn(ROWS, N, dtype=torch.float64)
+    with torch.no_grad():
+        model.fc.bias.fill_(100)
+
+    def kept(y: Tensor) -> Tensor:  # 200 where it is kept, which nothing else reaches
+        return y > y.mean(1, keepdim=True)
+
+    torch.manual_seed(1)
+    first = compiled(x, r)
+    assert 0.3 < kept(first).double().mean() < 0.7
+    (gradient,) = torch.autograd.grad(first.sin().sum(), model.fc.bias)
+    assert gradient.isfinite().all()
+    assert not torch.equal(compiled(x, r), first)
+    torch.manual_seed(1)
+    assert torch.equal(compiled(x, r), first)
+
+
+def test_where_pytorchs_layers_compute_the_chain_they_drop_too() -> None:
+    """No kernel of ours for the CPU knows fp16."""
+    model = Model(lambda s, x, r: s.norm(s.drop(s.fc(x)) + r)).half()
+    fused = epinorm.fuse(copy.deepcopy(model))
+    x, r = (torch.randn(ROWS, n, dtype=torch.float16) for n in (K, N))
+    results = []
+    for m in (model, fused):
+        torch.manual_seed(2)
+        results.append(m(x, r))
+    assert torch.equal(*results)
+    (row,) = epinorm.explain(fused).rows
+    assert not row.fused
+    assert "its dropout is PyTorch's own here: the CPU kernels know" in row.reason
+
+
+def test_the_seeds_of_a_graph_are_drawn_at_once() -> None:
+    layers = [nn.Linear(K, K), nn.Dropout(0.5), nn.LayerNorm(K)] * 3
+    model = epinorm.fuse(nn.Sequential(*layers))
+    model(torch.randn(ROWS, K))
+    with torch.profiler.profile() as profile:
+        model(torch.randn(ROWS, K))
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::randint") == 1
+    assert names.count("epinorm::linear_norm") == 3
