@@ -311,3 +311,31 @@ def test_torch_compile_has_one_mask_for_both_passes():
         y.backward(torch.ones_like(y))
         torch.testing.assert_close(model.norm.bias.grad, 2 * kept.sum(0))
     assert not torch.equal(compiled(x), y)
+
+
+@pytest.mark.parametrize("pre", ["dropout(0.3)|add_residual", "gelu|dropout(0.3)"])
+def test_what_enters_the_norm_as_a_second_result(pre):
+    """A pre-norm transformer's residual stream: the mask is the same where backward begins at it."""
+    leaves, seed = tensors(), torch.tensor([77])
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    dy, ds = torch.randn(M, N), torch.randn(M, N)
+    found = []
+    for given, by in ((leaves, "cpu"), (leaves, "reference"), (doubles, "reference")):
+        results = epinorm.linear_norm(
+            *given[:3],
+            norm=LayerNorm(),
+            norm_weight=given[3],
+            norm_bias=given[4],
+            pre=pre,
+            operands=[seed, *given[5:]][: 1 + ("residual" in pre)],
+            return_sum=True,
+            strategy=by,
+        )
+        wanted = given if "residual" in pre else given[:5]
+        weights = [t.to(given[0].dtype) for t in (dy, ds)]
+        found.append(
+            [*(t.detach() for t in results), *torch.autograd.grad(results, wanted, weights)]
+        )
+    for ours, eager, exact in zip(*found, strict=True):
+        error, allowed = (float((t.double() - exact).norm() / exact.norm()) for t in (ours, eager))
+        assert error <= 1.1 * allowed + torch.finfo(torch.float32).eps

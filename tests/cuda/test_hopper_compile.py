@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from problems import HEAVY, problem_of
 
-DROPS = "dropout(0.1)|add_residual|layer_norm|gelu|dropout(0.2)"
+DROPS = "dropout(0.1)|add_residual|layer_norm"
 SMS = 132  # of an H200
 SHARED_LIMIT = 227 * 1024
 
