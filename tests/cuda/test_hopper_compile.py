@@ -26,7 +26,7 @@ from epinorm.problem import Problem
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from problems import HEAVY, problem_of
+from problems import EASY, HEAVY, problem_of
 
 DROPS = "dropout(0.1)|add_residual|layer_norm"
 SMS = 132  # of an H200
@@ -77,6 +77,26 @@ def test_named_shapes(name, kind):
     training = (list(SHAPES).index(name) + list(KINDS).index(kind)) % 2 == 1
     problem = problem_of(*SHAPES[name], kind, training)
     check(source_of(problem))
+
+
+KB94 = "add_channel|hardtanh(-1,1)|mish|group_norm({groups})"
+ROUNDED = [
+    (SHAPES["kb62"], EASY),
+    ((1024, 8192, 512, 16), "group_norm({groups})|hardtanh(-2,2)"),
+    ((1024, 8192, 32, 256), KB94),
+    (SHAPES["skinny"], EASY),
+    (SHAPES["mid"], KB94),
+]
+
+
+@pytest.mark.parametrize("kind", [BF16, F16])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shape, chain", ROUNDED)
+def test_rounding_as_eager_does_stalls_no_product(shape, chain, kind, training):
+    """Statistics are rounded too, whatever this PyTorch's norm does."""
+    source = source_of(problem_of(*shape, kind, training, f"{chain}|rounding(eager)"))
+    kept = "bf16" if kind == BF16 else "fp16"
+    check(dataclasses.replace(source, text=f"#define EPINORM_STATISTICS {kept}\n{source.text}"))
 
 
 GROUP_SIZES = (2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 1024, 2048)

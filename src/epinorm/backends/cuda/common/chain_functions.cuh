@@ -1,11 +1,11 @@
 // What operations are made of besides CUDA's own functions; in the namespace of each chain.
 EPINORM_FUNCTION float rounded_float(float x) { return x; }
 EPINORM_FUNCTION double rounded_double(double x) { return x; }
-// A pair of bf16 whose lower half is zero is the float.
+// A pair of bf16 whose lower half is zero is the float. It is no integer outside the assembly: else the
+// compiler keeps accumulators as integers, and moves them between the products.
 EPINORM_FUNCTION float rounded_bf16(float x) {
-  unsigned pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(x), "f"(0.0f));
-  return __uint_as_float(pair);
+  asm("{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, %0, %1; mov.b32 %0, pair; }" : "+f"(x) : "f"(0.0f));
+  return x;
 }
 EPINORM_FUNCTION float rounded_fp16(float x) {
   asm("{ .reg .b16 h; cvt.rn.f16.f32 h, %0; cvt.f32.f16 %0, h; }" : "+f"(x));
