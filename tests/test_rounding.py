@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 import epinorm
+from epinorm.backends.cuda.text.chain_text import statistics_text
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue
 from epinorm.chain.reference import linear_norm as reference
@@ -92,6 +94,38 @@ def test_values_are_eagers_bit_for_bit_and_gradients_as_accurate(pre: str, post:
     for ours, theirs, exact in zip(found, eager, truth, strict=True):
         limit = allowed_error(relative_error(theirs, exact), torch.bfloat16)
         assert relative_error(ours, exact) <= limit
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+def test_eps_counts_as_group_norm_counts_it(eps: float) -> None:
+    """x passes the product as it is, and its groups vary about as much as eps."""
+    x, one = (torch.randn(512, N) * eps**0.5).bfloat16(), torch.eye(N).bfloat16()
+    gamma, beta = (torch.randn(N).bfloat16() for _ in range(2))
+    y = epinorm.linear_norm(
+        *(x, one), norm=epinorm.GroupNorm(8, eps=eps), norm_weight=gamma, norm_bias=beta,
+        rounding="eager", strategy="cpu",
+    )  # fmt: skip
+    assert (y == F.group_norm(x, 8, gamma, beta, eps)).float().mean() > 0.995
+
+
+def test_on_a_gpu_it_is_rounded() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for eps in (0.0, 1e-12, 3e-8, 1e-6, 1e-5, 1e-3, 0.1, 1.0):
+            chain = Chain(epinorm.GroupNorm(8, eps=eps), rounding="eager")
+            norm = chain.rounded_for(dtype, dtype, "cuda").norm
+            assert isinstance(norm, epinorm.GroupNorm)
+            assert norm.eps == torch.tensor(eps, dtype=dtype).item()
+            assert chain.rounded_for(dtype, dtype, "cpu") == chain
+            assert chain.rounded_for(dtype, torch.float32, "cuda") == chain
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_statistics_are_rounded_on_a_gpu_where_pytorch_rounds_them(dtype: torch.dtype) -> None:
+    older = TorchVersion(torch.__version__) < "2.13" and dtype.itemsize == 2
+    chain = Chain(NORM, rounding="eager")
+    assert bool(statistics_text(chain, dtype)) == older
+    assert not statistics_text(Chain(NORM), dtype)
+    assert not statistics_text(Chain(epinorm.LayerNorm(), rounding="eager"), dtype)
 
 
 def test_rounding_once_is_another_and_more_accurate() -> None:

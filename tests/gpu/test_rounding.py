@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import epinorm
 from epinorm.tools.accuracy import relative_error
@@ -56,3 +59,34 @@ def test_a_fused_model_passes_and_is_as_accurate(
                 truth = model.double()(*(x.double() for x in inputs))
                 assert relative_error(ours, truth) <= 1.05 * relative_error(eager, truth)
     assert not any(wrong.values()), wrong
+
+
+NORMS: dict[str, Any] = {
+    "group_norm": (epinorm.GroupNorm(16), lambda z, w, b, eps: F.group_norm(z, 16, w, b, eps)),
+    "layer_norm": (epinorm.LayerNorm(), lambda z, w, b, eps: F.layer_norm(z, (256,), w, b, eps)),
+    "rms_norm": (epinorm.RMSNorm(), lambda z, w, b, eps: F.rms_norm(z, (256,), w, eps)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+@pytest.mark.parametrize("strategy", ["single", "epilogue"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_rounds_where_pytorchs_does(
+    norm: str, strategy: str, eps: float, dtype: torch.dtype
+) -> None:
+    """x passes the product as it is; PyTorch up to 2.12 rounds group_norm's statistics."""
+    torch.manual_seed(0)
+    m, n = 512, 256
+    x = torch.randn(m, n, device="cuda") * torch.rand(m, 1, device="cuda") + torch.randn(
+        m, 16, device="cuda"
+    ).repeat_interleave(16, 1)
+    gamma, beta = (torch.randn(n, device="cuda").to(dtype) for _ in range(2))
+    beta = None if norm == "rms_norm" else beta
+    kind, eager = NORMS[norm]
+    x, one = x.to(dtype), torch.eye(n, device="cuda", dtype=dtype)
+    ours = epinorm.linear_norm(
+        *(x, one), norm=dataclasses.replace(kind, eps=eps), norm_weight=gamma, norm_bias=beta,
+        rounding="eager", strategy=strategy,
+    )  # fmt: skip
+    assert (ours == eager(x, gamma, beta, eps)).float().mean() > 0.995

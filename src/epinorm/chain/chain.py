@@ -220,10 +220,16 @@ class Chain:
         pre, post = (tuple(op.filled(values) for op in side) for side in (self.pre, self.post))
         return replace(self, pre=pre, post=post)
 
-    def rounded_for(self, dtype: torch.dtype) -> Chain:
-        """The chain as it is computed from a linear layer of this dtype: 32 bits and more are
-        never rounded in between."""
-        return self if dtype.itemsize == 2 else replace(self, rounding="once")
+    def rounded_for(self, dtype: torch.dtype, norm_dtype: torch.dtype, device_type: str) -> Chain:
+        """The chain as it is computed from a linear layer of this dtype and by a norm of that one:
+        32 bits and more are never rounded in between, and on a GPU GroupNorm of 16 bit rounds its
+        eps."""
+        norm = self.norm
+        if dtype.itemsize != 2 or self.rounding == "once":
+            return replace(self, rounding="once")
+        if device_type == "cuda" and norm_dtype.itemsize == 2 and isinstance(norm, GroupNorm):
+            return replace(self, norm=replace(norm, eps=_rounded(norm.eps, norm_dtype)))
+        return self
 
     @property
     def pre_results_in_norm_dtype(self) -> tuple[bool, ...]:
@@ -294,6 +300,13 @@ class Chain:
 def returns_sum(text: str) -> bool:
     """``Chain.returns_sum`` of a canonical text, without reading the rest of it."""
     return "|" + _RETURNS_SUM in text
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A number >= 0 as the dtype has it."""
+    info = torch.finfo(dtype)
+    ulp = max(2.0 ** (math.frexp(value)[1] - 1), info.smallest_normal) * info.eps
+    return round(value / ulp) * ulp
 
 
 def _is_norm(text: str) -> bool:

@@ -161,7 +161,7 @@ def _problem(
     out_dtype = facts[3] or x.dtype
     check_call(*inputs[:6], chain, out_dtype)
     return Problem(
-        chain=chain.rounded_for(x.dtype),
+        chain=chain.rounded_for(x.dtype, out_dtype, x.device.type),
         m=x.shape[0],
         k=x.shape[1],
         n=inputs.weight.shape[0],

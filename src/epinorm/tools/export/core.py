@@ -109,8 +109,8 @@ def _problem_of(recipe: Recipe, mode: str, keep: bool) -> Problem:
     dtype, precision = MODES[mode]
     m, k, n = recipe.m_k_n
     return Problem(
-        recipe.chain.rounded_for(dtype), m, k, n, dtype, dtype, dtype, *recipe.has, keep,
-        torch.device("cuda"), precision,
+        recipe.chain.rounded_for(dtype, dtype, "cuda"), m, k, n, dtype, dtype, dtype,
+        *recipe.has, keep, torch.device("cuda"), precision,
     )  # fmt: skip
 
 

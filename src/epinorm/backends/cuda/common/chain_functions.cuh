@@ -12,6 +12,18 @@ EPINORM_FUNCTION float rounded_fp16(float x) {
   return x;
 }
 
+// What PyTorch's norm keeps mean and rstd in before it applies them, where that is less than it computes in.
+#ifdef EPINORM_STATISTICS
+constexpr bool kRoundsStatistics = true;
+EPINORM_FUNCTION float statistic(float x) { return EPINORM_ROUNDED(EPINORM_STATISTICS, x); }
+#else
+constexpr bool kRoundsStatistics = false;
+template <typename T>
+EPINORM_FUNCTION T statistic(T x) {
+  return x;
+}
+#endif
+
 // x, but the bound where it is beyond that; NaN where x is.
 template <typename T>
 EPINORM_FUNCTION T at_least(T x, T low) {

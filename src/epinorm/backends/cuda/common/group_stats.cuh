@@ -62,11 +62,18 @@ struct Statistics {
   float mean, rstd;
 };
 
+// How statistics are applied: as they are, or rounded as PyTorch's norm keeps them (norm_epilogue.cuh).
+struct ExactStatistics {
+  static constexpr bool kRounds = false, kKeepsMean = false;  // the mean is wanted afterwards too
+  static __device__ __forceinline__ float rounded(float value) { return value; }
+};
+
 // Normalises a segment of both rows in place, and finds their means and 1 / sqrt(variance + eps). The
 // variance is the mean of the centred squares: as the difference of two large numbers it would lose
 // everything. kLocalColumns of the group lie in this warp; whole_sum(sums) turns the lane's sums
 // of the two rows into the group's.
-template <int kGroupColumns, int kLocalColumns, bool kCentred, int kCount, class WholeSum>
+template <int kGroupColumns, int kLocalColumns, bool kCentred, class Applied = ExactStatistics,
+          int kCount, class WholeSum>
 __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&values)[kCount],
                                                 int segment, float eps, WholeSum& whole_sum) {
   using Group = Segments<kLocalColumns>;
@@ -83,9 +90,11 @@ __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&
     }
     whole_sum(whole);
   }
+  float shift[2];  // by the mean's rounding; found early where the mean need not wait for it
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
     stats[lower].mean = kCentred ? whole[lower] * kWeight : 0.0f;
+    if (!Applied::kKeepsMean) shift[lower] = stats[lower].mean - Applied::rounded(stats[lower].mean);
     whole[lower] = sum_terms<kValues, kChains>([&](int i) {
       float& value = values[accumulator(first + i / 2, lower, i % 2)];
       if (kCentred) value -= stats[lower].mean;
@@ -96,9 +105,14 @@ __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
     stats[lower].rstd = reciprocal_root(whole[lower] * kWeight + eps, eps);
+    if (Applied::kKeepsMean) shift[lower] = stats[lower].mean - Applied::rounded(stats[lower].mean);
+    const float rstd = Applied::rounded(stats[lower].rstd);
+    shift[lower] *= rstd;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i)
-      values[accumulator(first + i / 2, lower, i % 2)] *= stats[lower].rstd;
+    for (int i = 0; i < kValues; ++i) {
+      float& value = values[accumulator(first + i / 2, lower, i % 2)];
+      value = Applied::kRounds ? fmaf(value, rstd, shift[lower]) : value * rstd;
+    }
   }
 }
 
@@ -106,7 +120,8 @@ __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&
 // them: a part's mean and squares around it say all that the group needs (Chan, Golub and LeVeque,
 // "Updating formulae and a pairwise algorithm for computing sample variances", 1979). combine(means,
 // squares) turns this part's into the group's.
-template <int kGroupColumns, int kLocalColumns, int kCount, class Combine>
+template <int kGroupColumns, int kLocalColumns, class Applied = ExactStatistics, int kCount,
+          class Combine>
 __device__ __forceinline__ void normalise_parts(Statistics (&stats)[2], float (&values)[kCount],
                                                 float eps, Combine& combine) {
   using Part = Segments<kLocalColumns>;
@@ -127,9 +142,10 @@ __device__ __forceinline__ void normalise_parts(Statistics (&stats)[2], float (&
   combine(means, squares);
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
-    const float rstd = reciprocal_root(squares[lower] * (1.0f / kGroupColumns) + eps, eps);
-    const float shift = (own_means[lower] - means[lower]) * rstd;
-    stats[lower] = {means[lower], rstd};
+    stats[lower] = {means[lower],
+                    reciprocal_root(squares[lower] * (1.0f / kGroupColumns) + eps, eps)};
+    const float rstd = Applied::rounded(stats[lower].rstd);
+    const float shift = (own_means[lower] - Applied::rounded(means[lower])) * rstd;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       float& value = values[accumulator(i / 2, lower, i % 2)];

@@ -299,6 +299,11 @@ __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epi
     }
 }
 
+struct AppliedStatistics {
+  static constexpr bool kRounds = chain::kRoundsStatistics, kKeepsMean = kKeep;
+  static __device__ __forceinline__ float rounded(float value) { return chain::statistic(value); }
+};
+
 // From the linear's output without bias to its normalised value, in place, for one segment.
 template <class GroupSum>
 __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], const Epilogue& e,
@@ -315,11 +320,13 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
   Statistics stats[2];
 #ifdef COMBINES_PARTS
   if constexpr (kSharedGroup && chain::kCentred) {
-    normalise_parts<kGroupColumns, kWarpColumns>(stats, v, chain::epsilon<float>(), group_sum.parts);
+    normalise_parts<kGroupColumns, kWarpColumns, AppliedStatistics>(
+        stats, v, chain::epsilon<float>(), group_sum.parts);
   } else
 #endif
   {
-    normalise_group<kGroupColumns, kSharedGroup ? kWarpColumns : kGroupColumns, chain::kCentred>(
+    normalise_group<kGroupColumns, kSharedGroup ? kWarpColumns : kGroupColumns, chain::kCentred,
+                    AppliedStatistics>(
         stats, v, segment, chain::epsilon<float>(), group_sum);
   }
   if (!kKeepStatistics || (kSharedGroup && group_sum.part != 0)) return;

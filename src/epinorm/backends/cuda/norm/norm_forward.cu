@@ -125,13 +125,14 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
       const Channels channels = store.get(from, at, e);
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
+        const Applied applied(stats[u].mean, stats[u].shift, stats[u].rstd);
         T out[kVector];
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           T t[chain::kSlots];
           operands_at(from, channels, pass.elements[u][e], j, t);
           const T distance = v[u][e * kVector + j] - stats[u].mean;
-          const T u_value = channels.normalized(distance, stats[u].shift, stats[u].rstd, j);
+          const T u_value = channels.normalized(distance, applied.shift, applied.rstd, j);
           out[j] = chain::post_apply<T>(from.constants, u_value, t);
         }
         const i64 row = rows - 1 - (first + u * kWarpsY);

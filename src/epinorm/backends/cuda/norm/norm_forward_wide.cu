@@ -107,11 +107,12 @@ norm_forward_wide(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ b
     const T spread = chain::kCentred ? variance<kChannels>(both[0], both[1], shift) : both[0] * kInverse;
     const T scale = reciprocal_sqrt(spread + chain::epsilon<T>());
 
+    const Applied applied(centre, shift, scale);
     for (int channel = begin; channel < kChannels; channel += kStep) {
       wide.get(cache, channel, v);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) v[j] -= centre;
-      wide.finish(channel, v, shift, scale, y + row * (i64(groups) * kChannels));
+      wide.finish(channel, v, applied.shift, applied.rstd, y + row * (i64(groups) * kChannels));
     }
     if (kKeepStatistics && threadIdx.x == 0) {
       if (chain::kCentred) mean[row * groups + group] = centre + shift;

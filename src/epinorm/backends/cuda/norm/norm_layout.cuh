@@ -119,6 +119,16 @@ struct Elements {
   }
 };
 
+// rstd and shift as they are applied to what lies `distance` from `mean`, the values' mean being mean +
+// shift: as PyTorch's norm has them.
+struct Applied {
+  T shift, rstd;
+
+  EPINORM_FUNCTION Applied(T mean, T shift, T rstd) : shift(shift), rstd(chain::statistic(rstd)) {
+    if (chain::kRoundsStatistics) this->shift = chain::statistic(mean + shift) - mean;
+  }
+};
+
 // All operands of value j, as the chain's functions take them.
 EPINORM_FUNCTION void operands_at(const Sources& from, const Channels& channels,
                                   const Elements& elements, int j, T (&t)[chain::kSlots]) {

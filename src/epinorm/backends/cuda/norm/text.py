@@ -15,6 +15,7 @@ from epinorm.backends.cuda.text.chain_text import (
     begins_at_sum,
     chain_text,
     constant_list,
+    statistics_text,
 )
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.problem import Inputs, Problem
@@ -79,7 +80,7 @@ def norm_text(
     prelude = "".join((*lines, _operands_text(problem), extra))
     backward = "backward" in kernel
     before = types_text(problem, backward) + "#define EPINORM_BACKWARD\n" * backward
-    before += chain_text(problem.chain)
+    before += statistics_text(problem.chain, problem.out_dtype) + chain_text(problem.chain)
     return before + prelude + read_kernel(f"{kernel}.cu")
 
 

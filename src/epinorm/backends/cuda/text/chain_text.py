@@ -31,7 +31,7 @@ operand, the sum's gradient, to g.
 
 Under ``rounding="eager"`` what enters an operation or the norm is rounded first, to EPINORM_Z, the
 linear layer's type, or to EPINORM_Y, the norm's: macros, with the names that vector.cuh has for
-types.
+types. Where EPINORM_STATISTICS is one too, mean and rstd are rounded to it before they are applied.
 
 The text does not depend on the number of groups or on the constants: chains that differ in those
 alone share it. A kernel takes each constant as an argument of its own, which lies in constant
@@ -46,6 +46,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from torch.torch_version import TorchVersion
 
 from epinorm.backends.cuda.text.backward_chain import BackwardChain
 from epinorm.backends.cuda.text.source import read_kernel
@@ -54,7 +55,14 @@ from epinorm.chain import Chain, GroupNorm, LayerNorm
 from epinorm.chain.dropout import CPP_FUNCTIONS
 from epinorm.chain.pointwise import Pointwise, complement, cpp_function
 
-__all__ = ["CUDA_TYPES", "ChainArguments", "begins_at_sum", "chain_text", "constant_list"]
+__all__ = [
+    "CUDA_TYPES",
+    "ChainArguments",
+    "begins_at_sum",
+    "chain_text",
+    "constant_list",
+    "statistics_text",
+]
 
 CUDA_TYPES = {
     torch.float32: "float",
@@ -110,6 +118,18 @@ def _of_sum(chain: Chain) -> tuple[bool, str]:
         return False, ""
     dsum = f"t[{len(chain.operand_kinds) - 1}]" if chain.adds_gradient else ""
     return chain.begins_at_sum, dsum
+
+
+_KEEPS_STATISTICS = TorchVersion(torch.__version__) >= "2.13"
+"""Until then group_norm on a GPU rounded mean and rstd of 16 bit before it applied them."""
+
+
+def statistics_text(chain: Chain, dtype: torch.dtype) -> str:
+    """EPINORM_STATISTICS, where eager rounds the statistics of a norm of this dtype."""
+    rounds = chain.rounding == "eager" and isinstance(chain.norm, GroupNorm)
+    if not rounds or dtype.itemsize != 2 or _KEEPS_STATISTICS:
+        return ""
+    return f"#define EPINORM_STATISTICS {CUDA_TYPES[dtype]}\n"
 
 
 def _bool(value: bool) -> str:

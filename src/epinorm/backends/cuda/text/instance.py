@@ -16,6 +16,7 @@ from epinorm.backends.cuda.text.chain_text import (
     ChainArguments,
     chain_text,
     constant_list,
+    statistics_text,
 )
 from epinorm.chain import Chain
 from epinorm.chain.pointwise import SCALE_BY_POWER_OF_TWO
@@ -167,4 +168,5 @@ def epilogue_prelude(instance: Instance[T]) -> str:
     if chain.rounding == "eager":
         numbers += f"#define EPINORM_Z {CUDA_TYPES[instance.linear_dtype]}\n"
         numbers += f"#define EPINORM_Y {CUDA_TYPES[instance.out_dtype]}\n"
+        numbers += statistics_text(chain, instance.out_dtype)
     return numbers + chain_text(chain) + types
