@@ -31,6 +31,7 @@ HOST = r"""
 #include <cmath>
 #define EPINORM_FUNCTION inline
 using std::exp; using std::expm1; using std::log1p; using std::tanh; using std::erf;
+template <typename T> static T quotient(T a, T b) { return a / b; }
 template <typename T> static T at_least(T x, T low) { return x < low ? low : x; }
 template <typename T> static T at_most(T x, T high) { return x > high ? high : x; }
 """

@@ -99,6 +99,11 @@ def _at_bounds(low: float, high: float) -> tuple[float, ...]:
 
 _aten = torch.ops.aten
 _SIGMOID = "const T s = T(1) / (T(1) + exp(-x)); "
+# tanh(log1p(exp(x))) by the definitions of both: no branch, so that values overlap. 1 above 20.
+_MISH = (
+    "const T e = exp(at_most(x, T(20))); const T n = e * (e + T(2)); "
+    "const T h = quotient(n, n + T(2)); "
+)
 _TANH_INNER = (
     "const T u = T(0.7978845608028654) * (x + T(0.044715) * x * x * x); const T h = tanh(u); "
 )
@@ -197,8 +202,8 @@ ACTIVATIONS = (
     Definition(
         "mish",
         F.mish,
-        "return x * tanh(log1p(exp(x)));",
-        _SIGMOID + "const T h = tanh(log1p(exp(x))); return g * (h + x * s * (T(1) - h * h));",
+        _MISH + "return x * h;",
+        _MISH + "return g * (h + x * quotient(e, T(1) + e) * (T(1) - h * h));",
         modules={nn.Mish: ()},
         functions=(F.mish, _aten.mish),
         kinks=_smooth,

@@ -339,7 +339,8 @@ def cpp_function(
     ``forward`` is ``T name(T x)``, the other two are ``T name(T g, T x)``; an operation with a
     tensor operand takes its value as one more argument ``T t``, and ``operation.arguments`` come
     last. The text needs EPINORM_FUNCTION (the function's specifiers); exp, expm1, log1p, tanh, erf,
-    and at_least and at_most (of x and a bound; NaN where x is), overloaded on T.
+    at_least and at_most (of x and a bound; NaN where x is) and quotient (of numbers from 1e-38 to
+    1e37), overloaded on T.
     """
     definition = operation.definition
     text = getattr(definition, body)

@@ -13,6 +13,11 @@
 
 namespace epinorm {
 
+template <typename T>
+EPINORM_INLINE T quotient(T a, T b) {
+  return a / b;
+}
+
 // x, but the bound where it is beyond that; NaN where x is.
 template <typename T>
 EPINORM_INLINE T at_least(T x, T low) {
