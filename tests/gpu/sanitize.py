@@ -1,7 +1,8 @@
 """Every kind of norm kernel, of the portable kernel and of Hopper's once, small, for
 compute-sanitizer.
 
-`make sanitize-gpu` runs this file; ARGS names kinds of kernels: norm, portable, hopper, clusters.
+`make sanitize-gpu` runs this file; ARGS names kinds of kernels: calls, norm, portable, hopper,
+clusters.
 
 PyTorch's caching allocator must be off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): it hands out parts of
 large blocks, in which an access beyond a tensor's end is still inside an allocation.
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from product_case import make_product, plane_products
 
+import epinorm
 from conftest import CHAIN, make_case
 from epinorm.backends.cuda.fp32.norm_planes import DzPlanes
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
@@ -28,7 +30,8 @@ from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
 from epinorm.backends.cuda.gemm.portable import product as portable_product
 from epinorm.backends.cuda.plan.hopper_product import ProductShape
 from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_tiles
-from epinorm.problem import Wanted
+from epinorm.chain import Rounding
+from epinorm.problem import Strategy, Wanted
 
 EVERY = Wanted(True, True, True, True, True, ())
 HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
@@ -82,6 +85,18 @@ CLUSTERS = (
 # runs beside dX.
 WRITTEN = (33, 72, 32)
 WRITTEN_BY_CLUSTERS = (33, 72, 120)
+# As a user calls it: rows, K, N, norm, pre, dtype, strategy, rounding. Planes with rows of any
+# width, and without a norm; statistics rounded as eager's by each kernel of the forward pass.
+CALLS: tuple[tuple[int, int, int, Any, str, torch.dtype, Strategy, Rounding], ...] = (
+    (70, 200, 768, epinorm.LayerNorm(), "add_residual", torch.float32, "planes", "once"),
+    (33, 72, 1000, epinorm.RMSNorm(), "", torch.float32, "planes", "once"),
+    (70, 200, 96, None, "gelu", torch.float32, "single", "once"),
+    (130, 136, 272, epinorm.GroupNorm(17), "mish", torch.bfloat16, "single", "eager"),
+    (37, 66, 80, epinorm.GroupNorm(5), "", torch.float16, "single", "eager"),
+    (70, 200, 1024, epinorm.GroupNorm(4), "", torch.bfloat16, "single", "eager"),
+    (33, 72, 99, epinorm.GroupNorm(3), "tanh", torch.float16, "epilogue", "eager"),
+    (3, 72, 20000, epinorm.GroupNorm(1), "", torch.bfloat16, "epilogue", "eager"),
+)
 # Of a product of the backward pass: rows, columns, length, whether a runs along the sum; its rows
 # in memory are whole 16-byte units. The sums of the last two are split over blocks.
 PRODUCTS = ((65, 72, 136, True), (136, 72, 65, False))
@@ -196,7 +211,28 @@ def adding_products() -> None:
         print(f"added product {size} x {tuple(b.shape)}: done", flush=True)
 
 
+def calls() -> None:
+    """Both passes of ``CALLS``."""
+    for m, k, n, norm, pre, dtype, strategy, rounding in CALLS:
+        sizes = [(m, k), (n, k), (n,), *[(m, n)] * ("residual" in pre)]
+        tensors = [torch.randn(size, device="cuda").to(dtype) for size in sizes]
+        x, weight, bias, *operands = (t.requires_grad_() for t in tensors)
+        if norm is None:
+            y = epinorm.linear(x, weight, bias, post=pre, strategy=strategy)
+        else:
+            y = epinorm.linear_norm(
+                *(x, weight, bias), norm=norm, pre=pre, post="silu", operands=operands,
+                strategy=strategy, rounding=rounding,
+            )  # fmt: skip
+        y.backward(torch.randn_like(y))
+        torch.cuda.synchronize()
+        results = [y, *(t.grad for t in tensors)]
+        assert all(t is not None and bool(t.isfinite().all()) for t in results), (norm, strategy)
+        print(f"{m} x {k} -> {n}, {norm}, {strategy}, {rounding}: done", flush=True)
+
+
 KERNELS = {
+    "calls": calls,
     "norm": norm_kernels,
     "portable": portable_kernels,
     "hopper": hopper_kernels,
