@@ -1,0 +1,85 @@
+"""A fused model that is sharded, in other precision too, computes what the model does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import parametrizations
+
+import epinorm
+
+
+class NormalisedLinear(nn.Linear):
+    """A Linear that holds its norm: what wraps a module's class wraps both."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features, features)
+        self.norm = nn.GroupNorm(4, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(self.norm(super().forward(x)))
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(NormalisedLinear(16), nn.Linear(16, 16), nn.LayerNorm(16))
+
+
+def step(net: nn.Module, x: Tensor) -> list[Tensor]:
+    """y, and the whole gradient of each parameter."""
+    y = net(x)
+    y.square().mean().backward()
+    grads = [p.grad for p in net.parameters()]
+    return [y, *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads)]
+
+
+def shard(net: nn.Module, **how: object) -> nn.Module:
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for layer in net:
+        fully_shard(layer, mesh=mesh, **how)  # type: ignore[arg-type]
+    return fully_shard(net, mesh=mesh, **how)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed precision"])
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_fully_shard(fused_first: bool, mixed: bool) -> None:
+    x = torch.randn(8, 16)
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
+    eager = shard(model(), **policy)
+    ours = model()
+    if fused_first:
+        epinorm.fuse(ours)
+    shard(ours, **policy)
+    if not fused_first:
+        epinorm.fuse(ours)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if mixed else {"rtol": 1e-5, "atol": 1e-6}
+    for _ in range(2):
+        for found, expected in zip(step(ours, x), step(eager, x), strict=True):
+            torch.testing.assert_close(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrizations_of_a_linear_that_holds_a_norm(kind: str) -> None:
+    x, ours = torch.randn(8, 16), model()
+    eager = copy.deepcopy(ours)
+    epinorm.fuse(ours)
+    torch.testing.assert_close(ours(x), eager(x))
+    for net in (eager, ours):
+        torch.manual_seed(1)
+        getattr(parametrizations, kind)(net[0])
+    for found, expected in zip(step(ours, x), step(eager, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
