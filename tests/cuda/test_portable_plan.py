@@ -199,3 +199,21 @@ def test_few_rows_take_the_single_kernel_where_the_weight_is_prepacked(kind, on)
     assert cuda_plan.plan_cuda(problem, "auto").strategy == "epilogue"
     converted = dataclasses.replace(problem, prepacked=True)
     assert cuda_plan.plan_cuda(converted, "auto").strategy == "single"
+
+
+@pytest.mark.parametrize("gpu", [H200, A100])
+@pytest.mark.parametrize("training", [False, True])
+def test_fp32_sums_of_few_terms_are_left_as_they_are(gpu, training, on):
+    """What planes leave out of 3 terms is more than fp32 loses by adding them up."""
+    on(gpu)
+    facts = dict(m=300, groups=8, training=training)
+    plans = {
+        (k, kind): cuda_plan.plan_cuda(problem_of(k=k, kind=kind, **facts), "auto")
+        for k in (3, 15, 64) for kind in ("highest", "bfloat16")
+    }  # fmt: skip
+    assert all("as they are" in plans[k, "highest"].reason for k in (3, 15))
+    assert all(plans[k, "highest"].strategy == "epilogue" for k in (3, 15))
+    others = [plan.reason for (k, kind), plan in plans.items() if k == 64 or kind == "bfloat16"]
+    assert not any("as they are" in reason for reason in others)
+    bare = problem_of(k=3, kind="highest", chain="gelu", **facts)
+    assert cuda_plan.plan_cuda(bare, "auto").strategy == "reference"

@@ -37,6 +37,10 @@ _PLANES = 1.08
 _WITHOUT_NORM = 1.18
 """The same of a kernel without a norm, in 16 bit or TF32."""
 
+_FEW_TERMS = 16
+"""From here on a sum's own roundings in fp32 weigh more than what planes leave out of its terms:
+sqrt(1 + 2 + ... + k) of 2^-25 against sqrt(k) of 2^-24."""
+
 _EPILOGUE = "a library product, then one kernel"
 _EAGER = "PyTorch's own layers"
 
@@ -72,6 +76,11 @@ def _auto(problem: Problem) -> Plan:
     """The fastest of what serves the problem."""
     if problem.chain.is_linear and problem.dtype != torch.float32:
         return Plan("reference", f"{_EAGER}: cuBLAS multiplies it as fast as it is", chosen=True)
+    if problem.precision == "highest" and problem.k < _FEW_TERMS:
+        plain = f"fp32 sums of fewer than {_FEW_TERMS} terms lose least as they are"
+        if problem.chain.norm is None:
+            return Plan("reference", f"{_EAGER}: {plain}", chosen=True)
+        return Plan("epilogue", f"{_EPILOGUE}: {plain}")
     core, why_not_single = _core(problem)
     # Groups of few channels whose variance is small by chance magnify the linear's error: gradients
     # are more accurate so than by a library product, in as much time (docs/training.md).
