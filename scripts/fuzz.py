@@ -167,6 +167,15 @@ def _like(t: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     return moved.copy_(t)
 
 
+def nudged(tensors: list[Tensor | None]) -> list[Tensor | None]:
+    """Each value off by a rounding of float64: on a CPU eager is its own truth there, and what it
+    loses to its inputs' last bits is the yardstick."""
+    eps = torch.finfo(torch.float64).eps
+    return [
+        None if t is None else t * (1 + (torch.rand_like(t) - 0.5).sign() * eps) for t in tensors
+    ]
+
+
 def step(compute: Any, tensors: list[Tensor | None], training: bool, seed: int) -> list[Tensor]:
     """y, and where training the gradients of all tensors."""
     leaves = [None if t is None else t.detach().requires_grad_(training) for t in tensors]
@@ -197,7 +206,8 @@ def check(case: Case, device: str) -> bool:
             return apply_chain(*given, case.chain, case.strategy)
 
         try:
-            pooled["eager"].append(step(eager, tensors, training, draw))
+            seen = nudged(tensors) if case.kind == "float64" else tensors
+            pooled["eager"].append(step(eager, seen, training, draw))
         except RuntimeError:
             return False  # PyTorch's own layers cannot compute it (GroupNorm of no rows, say)
         try:
