@@ -315,7 +315,7 @@ def test_torch_compile_has_one_mask_for_both_passes():
 
 @pytest.mark.parametrize("pre", ["dropout(0.3)|add_residual", "gelu|dropout(0.3)"])
 def test_what_enters_the_norm_as_a_second_result(pre):
-    """A pre-norm transformer's residual stream: the mask is the same where backward begins at it."""
+    """A pre-norm residual stream: the mask is the same where backward begins at it."""
     leaves, seed = tensors(), torch.tensor([77])
     doubles = [t.detach().double().requires_grad_() for t in leaves]
     dy, ds = torch.randn(M, N), torch.randn(M, N)
