@@ -36,7 +36,7 @@ class LinearNorm(torch.autograd.Function):
         layout = Layout(inputs.x.stride(0), inputs.weight.stride(0), (ctx.problem.m, ctx.problem.n))
         ctx.executable = CudaExecutable(ctx.problem, PLAN, layout)
         kept = ctx.executable.forward(*inputs)
-        ctx.save_for_backward(*inputs[:5], *inputs.operands, *kept)
+        ctx.save_for_backward(*inputs[:5], *inputs.operands, *kept.outputs)
         return kept.y
 
     @staticmethod
