@@ -26,7 +26,11 @@ from epinorm.operator.schema import (
     linear_norm_sum,
     linear_norm_sum_forward,
 )
-from epinorm.operator.undisturbed import is_plain
+from epinorm.operator.undisturbed import (
+    has_plain_types,
+    is_under_autocast_alone,
+    is_undisturbed,
+)
 from epinorm.problem import Executable, Forward, Inputs, StepForward
 
 __all__ = ["differentiable"]
@@ -127,7 +131,9 @@ class _LinearNorm(_SingleLevel):
         if dy is None:
             x, weight = saved[3:5]
             dy = x.new_zeros((*x.shape[:-1], weight.shape[0]), dtype=ctx.facts[3] or x.dtype)
-        kept, tensors, plain = list(saved[:3]), saved[3:], is_plain((dy, dsum, *saved))
+        kept, tensors = list(saved[:3]), saved[3:]
+        undisturbed = is_under_autocast_alone if ctx.facts[3] is not None else is_undisturbed
+        plain = undisturbed() and has_plain_types((dy, dsum, *saved))
         del saved
         given = tensors
         if given[0].dim() != 2:

@@ -45,6 +45,7 @@ __all__ = [
     "fold_operands",
     "forget_plans",
     "in_order",
+    "layers_of",
     "planned",
     "remembering",
     "run_backward",
@@ -80,6 +81,11 @@ def _structure_of(text: str) -> _Structure:
 def structure_of(text: str) -> str:
     """The text that chains have in common which differ in numbers alone that kernels are given."""
     return _structure_of(text).text
+
+
+def layers_of(facts: Facts) -> Eager:
+    """A chain by PyTorch's own layers."""
+    return Eager(_structure_of(facts[0]).chain)
 
 
 def constants_of(facts: Facts) -> tuple[float, ...]:
@@ -230,8 +236,8 @@ def fold_operands(operands: Sequence[Tensor], facts: Facts) -> tuple[Tensor, ...
 class Eager:
     """PyTorch's own layers, which autograd may look into: the backward pass is eager's."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.structure = problem.chain
+    def __init__(self, structure: Chain) -> None:
+        self.structure = structure
         self.chains: dict[tuple[float, ...], Chain] = {}
 
     def results(self, constants: tuple[float, ...], *tensors: Any) -> Results:
@@ -260,7 +266,7 @@ class _Copying:
 
 def eager_for(executable: Executable) -> Eager | None:
     """PyTorch's own layers where the plan leaves the call to them."""
-    return Eager(executable.problem) if executable.plan.strategy == "reference" else None
+    return Eager(executable.problem.chain) if executable.plan.strategy == "reference" else None
 
 
 def executable_for_call(

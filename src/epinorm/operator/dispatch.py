@@ -16,12 +16,12 @@ from torch import Tensor
 from epinorm.chain import Chain, reference
 from epinorm.chain.dropout import draw_seeds
 from epinorm.chain.reference import Results
-from epinorm.operator import calls, ops
+from epinorm.operator import calls, ops, transforms
 from epinorm.operator.autograd import differentiable
 from epinorm.operator.checks import check_leading_dimensions, check_types
 from epinorm.operator.kinds import Kinds, is_strided
-from epinorm.operator.undisturbed import is_undisturbed
-from epinorm.problem import Executable, Strategy, check_strategy
+from epinorm.operator.undisturbed import is_under_autocast_alone, is_undisturbed
+from epinorm.problem import Strategy, check_strategy
 
 __all__ = ["Caller", "caller_of"]
 
@@ -31,7 +31,7 @@ _is_grad_enabled = torch.is_grad_enabled
 class _Found(NamedTuple):
     """What computes a call; training: with a gradient; folds: operands have leading dimensions."""
 
-    executable: Executable | calls.Eager
+    executable: Any  # Executable | calls.Eager
     training: bool
     folds: bool
 
@@ -55,6 +55,10 @@ class Caller:
         self._kinds_of_operands = Chain.parse(chain).operand_kinds
         self._drops = "seed" in self._kinds_of_operands
         self._kinds: Kinds[_Found] = Kinds() if like is None else like
+        self._autocast_facts: calls.Facts = (chain, strategy, strict, torch.float32)
+        self._layers = calls.layers_of(self.facts)
+        self._has_layers = strategy in ("auto", "reference") and not strict
+        self._casts = transforms.norm_is_fp32_under_autocast(Chain.parse(chain))
 
     def __call__(
         self,
@@ -72,38 +76,74 @@ class Caller:
         if self._drops:
             operands = _with_seeds(operands, self._kinds_of_operands, x.device)
         tensors: tuple[Any, ...] = (x, weight, bias, norm_weight, norm_bias, *operands)
-        results = self.again(tensors, operands)
+        if not is_undisturbed():
+            return self._disturbed(tensors)
+        results = self.again(tensors, self.facts)
         if results is None:
             results = call(*(*tensors[:5], operands, *self.facts[:3]))
-            self._kinds.keep(tensors, _is_grad_enabled(), partial(self._find, *tensors))
+            self._keep(tensors, self.facts)
         return results
 
-    def again(self, tensors: tuple[Any, ...], operands: tuple[Tensor, ...]) -> Results | None:
+    def _disturbed(self, tensors: tuple[Any, ...]) -> Results:
+        """As a call, where a mode, a transform or autocast may want it."""
+        x, results, prepared = tensors[0], None, False
+        if is_under_autocast_alone() and torch.is_autocast_enabled(x.device.type):
+            if self._has_layers and not (self._casts and x.device.type == "cuda"):
+                # These mix dtypes as no kernel of ours does.
+                return self._layers.results(self._constants, *tensors)
+            prepared = x.device.type == "cuda" and self._casts and x.dtype != torch.float64
+        if prepared:
+            results = self.again(tensors, self._autocast_facts)
+        if results is None:
+            results = call(*(*tensors[:5], tensors[5:], *self.facts[:3]))
+            if prepared:
+                self._keep(tensors, self._autocast_facts)
+        return results
+
+    def again(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results | None:
         """What the call gives if it is like an earlier one, else None; tensors: operands last."""
-        found = self._kinds.find(tensors, _is_grad_enabled()) if is_undisturbed() else None
+        found = self._kinds.find(tensors, (_is_grad_enabled(), facts[3]))
         if found is None:
             return None
+        if isinstance(found.executable, calls.Eager):
+            return found.executable.results(self._constants, *tensors)
+        if facts[3] is None:
+            return self._run(found, tensors, facts)
+        with torch._C._ExcludeDispatchKeyGuard(transforms.CUDA_AUTOCAST):
+            results = self._run(found, transforms.cast(tensors), facts)
+        if isinstance(results, Tensor):
+            return results
+        y, total = results
+        return y, total.to(transforms.sum_dtype_under_autocast(tensors, Chain.parse(facts[0])))
+
+    def _run(self, found: _Found, tensors: tuple[Any, ...], facts: calls.Facts) -> Results:
         executable, training, folds = found
-        if isinstance(executable, calls.Eager):
-            return executable.results(self._constants, *tensors)
         if training:
-            return differentiable(executable, self.facts, tensors)
+            return differentiable(executable, facts, tensors)
+        operands = tensors[5:]
         if folds:
-            operands = calls.fold_operands(operands, self.facts)
+            operands = calls.fold_operands(operands, facts)
         made = executable.forward(*(*tensors[:5], operands, self._constants))
         return made.y if made.sum is None else (made.y, made.sum.view(made.y.shape))
 
-    def _find(self, x: Any, *rest: Any) -> _Found | None:
+    def _keep(self, tensors: tuple[Any, ...], facts: calls.Facts) -> None:
+        fact = _is_grad_enabled(), facts[3]
+        self._kinds.keep(tensors, fact, partial(self._find, tensors, facts))
+
+    def _find(self, tensors: tuple[Any, ...], facts: calls.Facts) -> _Found | None:
         """What computes these tensors; None where x or an operand cannot be folded as it lies."""
-        operands, matrix, y_size = rest[4:], x, None
-        training = _is_grad_enabled() and torch._C._any_requires_grad(x, *rest)
+        if facts[3] is not None:
+            tensors = transforms.cast(tensors)
+        x, weight, *vectors = tensors[:5]
+        matrix, operands, y_size = x, tensors[5:], None
+        training = _is_grad_enabled() and torch._C._any_requires_grad(*tensors)
         if x.dim() != 2:
             if not all(t.is_contiguous() for t in (x, *operands)):
                 return None
-            matrix, operands = calls.fold(x), calls.fold_operands(operands, self.facts)
-            y_size = None if training else (*x.shape[:-1], rest[0].shape[0])
-        given = (matrix, *rest[:4], operands)
-        made = calls.executable_for_call(given, self.facts, training, training, y_size)
+            matrix, operands = calls.fold(x), calls.fold_operands(operands, facts)
+            y_size = None if training else (*x.shape[:-1], weight.shape[0])
+        given = (matrix, weight, *vectors, operands)
+        made = calls.executable_for_call(given, facts, training, training, y_size)
         return _Found(calls.eager_for(made) or made, training, matrix is not x and bool(operands))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from epinorm.backends.prepack import marked
 from epinorm.operator import calls
-from epinorm.operator.undisturbed import is_plain
+from epinorm.operator.undisturbed import has_plain_types
 from epinorm.precision import follows_setting, fp32_precision
 from epinorm.problem import Inputs
 
@@ -52,8 +52,9 @@ class Kinds(Generic[T]):
 
     def keep(self, tensors: Sequence[Any], fact: Any, make: Callable[[], T | None]) -> None:
         """Let ``find`` give what ``make`` makes, unless it makes None or no guard compares tensors
-        like these. All but x and operands of the output's shape have one or two dimensions."""
-        if _tensor_guards is None or not (is_strided(tensors) and is_plain(tensors)):
+        like these; for calls that nothing but autograd, or autocast, may want. All but x and
+        operands of the output's shape have one or two dimensions."""
+        if _tensor_guards is None or not (is_strided(tensors) and has_plain_types(tensors)):
             return
         setting = _setting(tensors)
         made = make()

@@ -21,13 +21,18 @@ from epinorm.operator.schema import (
     linear_norm_sum_forward,
 )
 
-__all__: list[str] = []
+__all__ = [
+    "CUDA_AUTOCAST",
+    "cast",
+    "norm_is_fp32_under_autocast",
+    "sum_dtype_under_autocast",
+]
 
-_CUDA_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+CUDA_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _NORM_OPERATORS = {"GroupNorm": "group_norm", "LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
 
 
-def _norm_is_fp32_under_autocast(chain: Chain) -> bool:
+def norm_is_fp32_under_autocast(chain: Chain) -> bool:
     """Whether this PyTorch runs the chain's norm in fp32 (RMSNorm joined later than the others)."""
     if chain.norm is None:
         return False
@@ -35,32 +40,38 @@ def _norm_is_fp32_under_autocast(chain: Chain) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
 
 
+def cast(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """What belongs to the linear in CUDA autocast's dtype, the rest in fp32."""
+    low = torch.get_autocast_dtype("cuda")
+    dtypes = (low, low, low, *(torch.float32,) * (len(tensors) - 3))
+    pairs = zip(tensors, dtypes, strict=True)
+    # Seeds are no floating-point numbers.
+    return tuple([t if t is None or not t.is_floating_point() else t.to(d) for t, d in pairs])
+
+
 def _autocast_cuda(*arguments: Any) -> Results:
     """The linear in autocast's dtype, the norm and all after it in fp32; fp64 is left alone."""
     x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out = arguments
-    chain = Chain.parse(text)
-    if not _norm_is_fp32_under_autocast(chain):
+    chain, tensors = Chain.parse(text), (x, weight, bias, norm_weight, norm_bias, *operands)
+    if not norm_is_fp32_under_autocast(chain):
         return _autocast_reference(*arguments)
-    sum_dtype = _sum_dtype_under_autocast(x, operands, chain) if chain.returns_sum else None
+    sum_dtype = sum_dtype_under_autocast(tensors, chain) if chain.returns_sum else None
     if x.dtype != torch.float64:
-        low, out = torch.get_autocast_dtype("cuda"), torch.float32
-        x, weight = x.to(low), weight.to(low)
-        bias = None if bias is None else bias.to(low)
-        norm_weight = None if norm_weight is None else norm_weight.to(out)
-        norm_bias = None if norm_bias is None else norm_bias.to(out)
-        operands = [t.to(out) if t.is_floating_point() else t for t in operands]  # seeds are not
+        out = torch.float32
+        x, weight, bias, norm_weight, norm_bias, *operands = cast(tensors)
     arguments = (x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out)
-    with torch._C._ExcludeDispatchKeyGuard(_CUDA_AUTOCAST):
+    with torch._C._ExcludeDispatchKeyGuard(CUDA_AUTOCAST):
         if sum_dtype is None:
             return linear_norm(*arguments)
         y, total = linear_norm_sum(*arguments)
         return y, total.to(sum_dtype)
 
 
-def _sum_dtype_under_autocast(x: Tensor, operands: Sequence[Tensor], chain: Chain) -> torch.dtype:
+def sum_dtype_under_autocast(tensors: Sequence[Any], chain: Chain) -> torch.dtype:
     """What PyTorch's own operations make of the linear's dtype and those of the operands."""
+    x = tensors[0]
     dtype = x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype("cuda")
-    remaining = iter(operands)
+    remaining = iter(tensors[5:])
     for operation in chain.pre:
         operand = next(remaining) if operation.operand is not None else None
         if operand is not None and operation.operand != "seed":

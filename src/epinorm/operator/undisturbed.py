@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["is_plain", "is_undisturbed"]
+__all__ = ["has_plain_types", "is_plain", "is_under_autocast_alone", "is_undisturbed"]
 
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -22,17 +22,26 @@ _trace = torch._C._get_tracing_state
 
 def is_undisturbed() -> bool:
     """Whether there is no mode, transform, autocast, profile or trace that may want a call."""
+    return not _autocast() and is_under_autocast_alone()
+
+
+def is_under_autocast_alone() -> bool:
+    """Whether nothing of these may want a call but, perhaps, autocast."""
     return (
         not _dispatch_modes()
         and not _function_modes()
         and _transform() is None
         and forward_ad._current_level < 0
-        and not _autocast()
         and not _profiler()
         and _trace() is None
     )
 
 
+def has_plain_types(tensors: Sequence[Any]) -> bool:
+    """Whether the tensors, or Nones, are of no subclass."""
+    return _PLAIN_TYPES.issuperset(map(type, tensors))
+
+
 def is_plain(tensors: Sequence[Any]) -> bool:
     """Whether only autograd may want this call: undisturbed, and its tensors of no subclass."""
-    return is_undisturbed() and _PLAIN_TYPES.issuperset(map(type, tensors))
+    return is_undisturbed() and has_plain_types(tensors)
