@@ -169,15 +169,23 @@ def say_once(message: str) -> None:
         log.warning("epinorm: %s", message)
 
 
-def capture(model: nn.Module, backend: Backend) -> tuple[Callable[..., Any], Callback]:
-    """``model._call_impl`` as Dynamo captures it for the backend, a function of (model, args,
-    kwargs) whose code, and so what Dynamo keeps with it, is this model's own.
+def capture(
+    model: nn.Module, backend: Backend, without_hooks: bool = False
+) -> tuple[Callable[..., Any], Callback]:
+    """``model._call_impl`` as Dynamo captures it for the backend, or its class' ``forward`` if
+    without_hooks: a function of (model, args, kwargs) whose code, and so what Dynamo keeps with it,
+    is this model's own.
 
     The backend is not kept alive.
     """
 
     def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return model._call_impl(*args, **kwargs)
+
+    if without_hooks:
+
+        def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return type(model).forward(model, *args, **kwargs)
 
     # Dynamo keeps what it captured with the code, and what it learnt of sizes under its name.
     name = f"{type(model).__name__}_{next(_numbers)}"

@@ -153,10 +153,13 @@ def explain(model: nn.Module, *example_inputs: Any, **example_arguments: Any) ->
     if fused is None:
         note = "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
         return Explanation(name, (), (note,))
-    if not fused.recorder.graphs:
+    within = [known for unit in fused.units.values() if (known := fused_of(unit)) is not None]
+    recorders = [known.recorder for known in (fused, *within)]
+    if not any(recorder.graphs for recorder in recorders):
         note = "It was not called since it was fused: call it, or explain(model, *inputs)."
         return Explanation(name, (), (note,))
-    return _explanation(name, fused.recorder, ())
+    notes = ("What is outside of fully_shard's units is not fused.",) * fused.leaves_rest
+    return _explanation(name, recorders, notes)
 
 
 def _without_values(
@@ -176,18 +179,22 @@ def _without_values(
             raise
         said = str(error).strip().splitlines() or [type(error).__name__]
         stopped = (f"What follows was not seen: without values the model stops ({said[0]}).",)
-    return _explanation(name, recorders[0], stopped)
+    return _explanation(name, recorders, stopped)
 
 
-def _explanation(name: str, recorder: Recorder, stopped: tuple[str, ...]) -> Explanation:
+def _explanation(name: str, recorders: list[Recorder], notes: tuple[str, ...]) -> Explanation:
     rows: dict[tuple[str, ...], Row] = {}
-    for graph in recorder.graphs:
-        for site in graph.sites:  # what was captured last stands for a place's other captures
-            rows[(site.where, site.chain, site.obstacle)] = _row(site, recorder)
-    breaks = dict.fromkeys(_break(graph) for graph in recorder.graphs if graph.broken_by)
-    known = {(s.where, s.chain): s for graph in recorder.graphs for s in graph.linears}
-    linears = tuple(_row(site, recorder) for site in known.values())
-    return Explanation(name, tuple(rows.values()), (*breaks, *stopped), linears)
+    linears: dict[tuple[str, ...], Row] = {}
+    breaks: dict[str, None] = {}
+    for recorder in recorders:
+        for graph in recorder.graphs:
+            for site in graph.sites:  # what was captured last stands for a place's other captures
+                rows[(site.where, site.chain, site.obstacle)] = _row(site, recorder)
+            for site in graph.linears:
+                linears[(site.where, site.chain)] = _row(site, recorder)
+            if graph.broken_by:
+                breaks[_break(graph)] = None
+    return Explanation(name, tuple(rows.values()), (*breaks, *notes), tuple(linears.values()))
 
 
 def _break(graph: Captured) -> str:

@@ -36,11 +36,41 @@ _is_symbolic_tracing = getattr(
 _callback_of_thread = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
-class Fused:
-    """The state of one fused model: its settings, and what was captured of it."""
+_Wrapper = nn.parallel.DistributedDataParallel
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.settings = settings
+
+def _innermost_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What is captured by itself, by name: the modules that ``fully_shard`` made, but for those
+    around others, or what DistributedDataParallel wraps."""
+    if isinstance(model, _Wrapper):
+        return [("module", model.module)]
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    units = [(n, m) for n, m in model.named_modules() if isinstance(m, fsdp.FSDPModule)]
+    return [
+        (name, unit)
+        for name, unit in units
+        if not any(
+            other is not unit and isinstance(other, fsdp.FSDPModule) for other in unit.modules()
+        )
+    ]
+
+
+class Fused:
+    """The state of one fused model: its settings, and what was captured of it.
+
+    Where ``fully_shard`` was called, before ``fuse`` or after, each innermost unit is captured by
+    itself and without its hooks, which gather its parameters: Dynamo does not capture these.
+    units: those within the model, by name; the model's own code runs around them. leaves_rest:
+    there may be chains in that.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, name: str = "") -> None:
+        self.settings, self.name = settings, name
+        self.units: dict[str, nn.Module] = {}
+        self.is_unit = self.leaves_rest = False
+        self.of_class: type | None = None
         self.replaced = model.__dict__.get("_compiled_call_impl")
         self.times = 0
         self.capture(model)
@@ -60,8 +90,35 @@ class Fused:
 
     def capture(self, model: nn.Module) -> None:
         """Forget what was captured; the next call begins anew."""
-        self.recorder = Recorder(self.settings, model)
-        self.captured, self.callback = capture(model, self.recorder)
+        self.recorder = Recorder(self.settings, model, self.name)
+        self.captured, self.callback = capture(model, self.recorder, self.is_unit)
+
+    def find_units(self, model: nn.Module) -> None:
+        """Look whether the model was sharded since; its class or a capture says when to."""
+        self.of_class, self.recorder.saw_frames = type(model), False
+        units = dict(_innermost_units(model))
+        is_unit = units.pop("", None) is not None
+        for name, unit in units.items():
+            if fused_of(unit) is None:
+                within = Fused(unit, self.settings, f"{self.name}.{name}".strip("."))
+                unit.__dict__["_compiled_call_impl"] = within.call
+        self.units = units
+        self.leaves_rest = bool(units) and not isinstance(model, _Wrapper)
+        if self.leaves_rest:
+            say_once(f"{type(model).__name__}: what is outside of fully_shard's units is not fused")
+        if is_unit != self.is_unit:
+            self.is_unit = is_unit
+            self.capture(model)
+
+    def run_unit(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own hooks around its captured forward."""
+        if "forward" in model.__dict__:
+            return model._call_impl(*args, **kwargs)
+        model.__dict__["forward"] = lambda *a, **k: self.captured(model, a, k)
+        try:
+            return model._call_impl(*args, **kwargs)
+        finally:
+            del model.__dict__["forward"]
 
 
 def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
@@ -85,12 +142,18 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
             or _has_any_global_hook()
         ):
             return _as_written(own, name, args, kwargs)
+        if fused.of_class is not model.__class__ or fused.recorder.saw_frames:
+            fused.find_units(model)
+        if fused.units:
+            return own(*args, **kwargs)
         for owner, attribute, value in fused.recorder.watched:
             if owner.__dict__.get(attribute) is not value:
                 if not fused.capture_again(model):
                     return own(*args, **kwargs)
                 break
         try:
+            if fused.is_unit:
+                return fused.run_unit(model, args, kwargs)
             return fused.captured(model, args, kwargs)
         except Exception:
             fused.callback.forgive()

@@ -91,8 +91,10 @@ class Recorder:
     classes in their globals.
     """
 
-    def __init__(self, settings: Settings, model: nn.Module) -> None:
+    def __init__(self, settings: Settings, model: nn.Module, name: str = "") -> None:
         self.settings = settings
+        self.saw_frames = False
+        self._prefix = f"{name}." if name else ""
         self.graphs: list[Captured] = []
         self.watched: list[tuple[type, str, Any]] = []
         self._model = weakref.ref(model)
@@ -100,7 +102,7 @@ class Recorder:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         model = self._model()
-        names = {} if model is None else {str(id(m)): name for name, m in model.named_modules()}
+        names = {} if model is None else self._names(model)
 
         def caller(place: Place, chain: str) -> Apply:
             return self._caller(layer_of(place.linear, names), chain, place.norm is not None)
@@ -142,8 +144,13 @@ class Recorder:
         if not any(o is owner and n == name and v is value for o, n, v in self.watched):
             self.watched.append((owner, name, value))
 
+    def _names(self, model: nn.Module) -> dict[str, str]:
+        named = model.named_modules()
+        return {str(id(m)): f"{self._prefix}{name}".strip(".") for name, m in named}
+
     def see(self, frame: Any) -> None:
         """Watch what a captured frame reads, also where it had no graph."""
+        self.saw_frames = True
         self._watch_globals(frame.f_code, frame.f_globals)
 
     def _watch_globals(self, code: CodeType, known: dict[str, Any]) -> None:
