@@ -24,7 +24,7 @@ PYTEST := -n $(WORKERS) --timeout $(TEST_SECONDS) --durations 10 -m "not gpu"
 # For the targets that run on a GPU machine as it is, with nothing installed.
 PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}
 
-.PHONY: help setup run record test lint format docs test-gpu sanitize-gpu fuzz bench-gpu report build clean
+.PHONY: help setup run record test lint format docs test-gpu test-gpus sanitize-gpu fuzz bench-gpu report build clean
 
 help:  ## say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1|/' | \
@@ -70,6 +70,14 @@ test-gpu:  ## run tests/gpu with the Python that is there (nothing is installed)
 	  $$python -m pytest tests/gpu -m "not alone" $$workers $(ARGS) || failed=$$?; \
 	  $$python -m pytest tests/gpu -m alone $(ARGS) || failed=$$?; \
 	  exit $$failed
+
+GPUS ?= 2
+test-gpus:  ## data parallel on GPUS GPUs of this machine: gradients, then times (nothing is installed)
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && export PYTHONPATH=src && ranks=() && \
+	  for rank in $$(seq 0 $$(($(GPUS) - 1))); do \
+	    timeout 300 $${PYTHON:-python3} tests/parallel/worker.py $$rank $(GPUS) "$$folder" cuda & ranks+=($$!); \
+	  done && for rank in $${ranks[@]}; do wait $$rank; done && cat "$$folder/results.json" && \
+	  timeout 300 $${PYTHON:-python3} -m torch.distributed.run --nproc-per-node $(GPUS) benchmarks/parallel.py $(ARGS)
 
 sanitize-gpu:  ## run every kind of kernel under compute-sanitizer (nothing is installed)
 	@for tool in memcheck initcheck racecheck synccheck; do \
