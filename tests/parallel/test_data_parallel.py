@@ -59,3 +59,8 @@ def test_both_chains_are_fused_and_no_later_call_goes_the_long_way(case: str, re
         found = of_rank[case]
         assert max(found["fused"], found["fused_in_all"]) >= 2
         assert found["long"] == 0
+
+
+def test_checkpoints_of_other_layouts(results: Any) -> None:
+    for of_rank in results:
+        assert of_rank["checkpoint"] == {"sharded to plain": True, "plain to sharded": True}

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -139,6 +141,32 @@ def run(make: Make, rank: int, ranks: int) -> dict[str, float]:
     return found
 
 
+def checkpoint(folder: Path) -> dict[str, bool]:
+    """Written by a fused and sharded model, read by a plain one, and back."""
+    fused, read = sharded(fuse(plain())), plain()
+    fused(torch.randn(ROWS, WIDTH, device=DEVICE))
+    with torch.no_grad():
+        for parameter in fused.parameters():
+            parameter.mul_(3)
+    dcp.save(get_model_state_dict(fused), checkpoint_id=folder / "sharded")
+    state = get_model_state_dict(read)
+    dcp.load(state, checkpoint_id=folder / "sharded")
+    set_model_state_dict(read, state)
+    right = plain()
+    same = all(
+        torch.equal(a, 3 * b) for a, b in zip(read.parameters(), right.parameters(), strict=True)
+    )
+    dcp.save(get_model_state_dict(right), checkpoint_id=folder / "plain")
+    state = get_model_state_dict(fused)
+    dcp.load(state, checkpoint_id=folder / "plain")
+    set_model_state_dict(fused, state)
+    back = all(
+        torch.equal(a.full_tensor(), b)  # type: ignore[attr-defined]
+        for a, b in zip(fused.parameters(), right.parameters(), strict=True)
+    )
+    return {"sharded to plain": same, "plain to sharded": back}
+
+
 def fused_call(module: nn.Module) -> Any:
     return module.__dict__.get("_compiled_call_impl")
 
@@ -167,7 +195,8 @@ if __name__ == "__main__":
         world_size=ranks,
     )
     MESH = init_device_mesh(DEVICE.partition(":")[0], (ranks,))
-    results = {name: run(make, rank, ranks) for name, make in CASES.items()}
+    results: dict[str, Any] = {name: run(make, rank, ranks) for name, make in CASES.items()}
+    results["checkpoint"] = checkpoint(folder)
     every: list[Any] = [None] * ranks
     dist.all_gather_object(every, results)
     if rank == 0:
