@@ -150,15 +150,17 @@ def explain(model: nn.Module, *example_inputs: Any, **example_arguments: Any) ->
     if example_inputs or example_arguments:
         settings = fused.settings if fused is not None else checked_settings("auto", False, "once")
         return _without_values(name, model, settings, example_inputs, example_arguments)
-    if fused is None:
+    # Its parts may be fused by themselves, as those that fully_shard or DDP stand around.
+    known = [found for m in model.modules() if (found := fused_of(m)) is not None]
+    if not known:
         note = "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
         return Explanation(name, (), (note,))
-    within = [known for unit in fused.units.values() if (known := fused_of(unit)) is not None]
-    recorders = [known.recorder for known in (fused, *within)]
+    recorders = [found.recorder for found in known]
     if not any(recorder.graphs for recorder in recorders):
         note = "It was not called since it was fused: call it, or explain(model, *inputs)."
         return Explanation(name, (), (note,))
-    notes = ("What is outside of fully_shard's units is not fused.",) * fused.leaves_rest
+    apart = any(found.leaves_rest for found in known)
+    notes = ("What is outside of fully_shard's units is not fused.",) * apart
     return _explanation(name, recorders, notes)
 
 
