@@ -87,11 +87,13 @@ class Caller:
     def _disturbed(self, tensors: tuple[Any, ...]) -> Results:
         """As a call, where a mode, a transform or autocast may want it."""
         x, results, prepared = tensors[0], None, False
-        if is_under_autocast_alone() and torch.is_autocast_enabled(x.device.type):
-            if self._has_layers and not (self._casts and x.device.type == "cuda"):
+        kind = x.device.type
+        has_autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+        if has_autocast and is_under_autocast_alone():
+            if self._has_layers and not (self._casts and kind == "cuda"):
                 # These mix dtypes as no kernel of ours does.
                 return self._layers.results(self._constants, *tensors)
-            prepared = x.device.type == "cuda" and self._casts and x.dtype != torch.float64
+            prepared = kind == "cuda" and self._casts and x.dtype != torch.float64
         if prepared:
             results = self.again(tensors, self._autocast_facts)
         if results is None:
