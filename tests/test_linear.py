@@ -52,12 +52,18 @@ def test_the_operators_pass_opcheck():
 
 def test_gradients_of_any_order():
     x, weight, bias, residual = tensors(torch.float64)
+    gate, shift = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((M, N), (N,)))
+    post = "tanh|mul_element|sub_channel|add_residual"
 
-    def run(x, weight, bias, residual):
-        return epinorm.linear(x, weight, bias, post="tanh|add_residual", operands=[residual])
+    def run(x, weight, bias, *operands):
+        return epinorm.linear(x, weight, bias, post=post, operands=operands)
 
-    assert torch.autograd.gradcheck(run, (x, weight, bias, residual))
-    assert torch.autograd.gradgradcheck(run, (x, weight, bias, residual))
+    given = (x, weight, bias, gate, shift, residual)
+    torch.testing.assert_close(
+        run(*given), torch.tanh(F.linear(x, weight, bias)) * gate - shift + residual
+    )
+    assert torch.autograd.gradcheck(run, given)
+    assert torch.autograd.gradgradcheck(run, given)
 
 
 def test_under_compile():

@@ -56,6 +56,19 @@ class Classifier(nn.Module):
         return F.linear(self.frozen(h).tanh(), self.head.weight) + self.head.bias
 
 
+class Turned(nn.Module):
+    """Weights kept as (in, out), as GPT2 does, with and without a norm behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(K, N)), nn.Parameter(torch.randn(N, N))
+        self.bias, self.norm = nn.Parameter(torch.randn(N)), nn.LayerNorm(N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.addmm(self.bias, x.view(-1, K), self.a).view(*x.shape[:-1], N)
+        return self.norm(h @ self.b) + (h @ self.b - self.bias).relu()
+
+
 class Changing(nn.Module):
     """What stands between the Linear and what would follow it changes what takes part."""
 
@@ -81,6 +94,7 @@ CHAINS = {
         "add_residual",
     ],
     Classifier: ["relu", "gelu|scale(2)", "tanh", "identity"],
+    Turned: ["identity", "sub_channel|relu"],
 }
 
 
@@ -111,7 +125,14 @@ def test_each_is_taken_with_what_follows_it(make: type[nn.Module]) -> None:
     explained = epinorm.explain(fused)
     assert [row.chain for row in explained.linears] == CHAINS[make]
     assert all(row.fused and row.strategy == "reference" for row in explained.linears)
-    assert explained.rows == ()
+    assert all(row.fused for row in explained.rows)
+
+
+def test_a_weight_kept_as_in_out_is_left_alone_in_16_bit() -> None:
+    model, fused = pair(Turned)
+    x = torch.randn(2, ROWS, K).bfloat16()
+    torch.testing.assert_close(fused.bfloat16()(x), model.bfloat16()(x), rtol=0, atol=0)
+    assert all("kept as (in, out)" in row.reason for row in epinorm.explain(fused).linears)
 
 
 def test_what_changes_in_place_stays_where_it_is() -> None:

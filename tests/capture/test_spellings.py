@@ -134,7 +134,6 @@ def rms(h: Tensor, eps: float) -> Tensor:
 UNFUSED = {
     "heads": "divides its rows",
     "transposed rows": "not a pointwise operation|divides",
-    "conv1d": r"kept as \(in, out\)",
     "two uses": "used more than once, by relu, ",
 }
 
@@ -142,6 +141,7 @@ FUSED_WHOLE = {
     "matmul": "group_norm(4,1e-05)",
     "einsum": "group_norm(4,1e-05)",
     "addmm": "group_norm(4,1e-05)",
+    "conv1d": "layer_norm(1e-05)",
     "addmm method": "group_norm(4,1e-05)|relu",
     "silu by hand": "group_norm(4,1e-05)|silu",
     "gelu by hand": "layer_norm(1e-05)|gelu",

@@ -214,7 +214,7 @@ class _Fused(torch.autograd.Function):
     "chain",
     [
         "add_residual|mish|group_norm(3)|silu|mul_channel",
-        "gelu|add_channel|layer_norm|tanh|add_residual",
+        "gelu|mul_element|add_channel|layer_norm|tanh|sub_channel|mul_element|add_residual",
         "sigmoid|rms_norm|gelu_tanh|softplus",
         "group_norm(2)|elu|hardswish|mul_channel",
     ],

@@ -24,7 +24,7 @@ NORMED = [
     (130, 1024, 1024, "rms_norm(1e-6)|silu"),
     (70, 136, 4096, "layer_norm|gelu"),
     (33, 264, 8192, "gelu|layer_norm"),
-    (200, 128, 768, "group_norm(64)|silu"),  # 12 channels
+    (200, 128, 768, "group_norm(64)|silu|mul_element"),  # 12 channels
     (200, 100, 120, "group_norm(5)|silu"),  # 24
     (200, 72, 200, "group_norm(5)|add_residual"),  # 40
     (130, 64, 300, "group_norm(3)|silu|mul_channel"),  # 100
@@ -38,9 +38,9 @@ NORMED = [
 PLAIN = [
     (300, 512, 768, "identity"),
     (300, 512, 3072, "gelu"),
-    (130, 264, 1000, "silu|add_residual"),
+    (130, 264, 1000, "silu|mul_element|add_residual"),
     (257, 64, 10, "identity"),
-    (65, 100, 33, "sigmoid|mul_channel"),
+    (65, 100, 33, "sigmoid|sub_channel|mul_channel"),
     (1, 512, 512, "silu"),
     (33, 5, 7, "scale(3)|add_residual"),
 ]

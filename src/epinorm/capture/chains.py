@@ -136,7 +136,7 @@ class Search:
 class _Walk:
     """From one Linear along its result, as far as a chain goes."""
 
-    def __init__(self, search: Search, start: fx.Node, linear: Linear | str) -> None:
+    def __init__(self, search: Search, start: fx.Node, linear: Linear) -> None:
         self.start, self.linear, self.rounding = start, linear, search.rounding
         self.drops = search.drops
         self.order, self.effects, self.taken = search.order, search.effects, search.taken
@@ -147,8 +147,6 @@ class _Walk:
 
     def place(self) -> Place | None:
         current = self.start
-        if isinstance(self.linear, str):
-            return self._beyond(current, self.linear)
         while len(self.steps) < _MOST_STEPS:
             step = self._step(current)
             steps = [step] if step is not None else self._to_norm(current)
@@ -167,8 +165,6 @@ class _Walk:
 
     def without_norm(self) -> Place | None:
         """The Linear with the operations behind it, as far as they are a chain without a norm."""
-        if isinstance(self.linear, str):
-            return None
         step = self._step(self.start)
         while step is not None and step.kind != "norm" and len(self.steps) < _MOST_STEPS:
             self.steps.append(step)
@@ -272,8 +268,10 @@ class _Walk:
         assert given is not None
         shape = list(given.shape)
         if given.dim() <= value.dim() and _is_row(given, value):
-            name = "mul_channel" if kind == "mul" else "add_channel"
-            return _Step("operand", (node,), Pointwise(name), other)
+            return _Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
+        if kind == "sub":
+            self.stopped = f"it subtracts a tensor of shape {shape}, not one value per channel"
+            return None
         if not same_shape(given.shape, value.shape):
             self.stopped = (
                 f"it {'adds' if kind == 'add' else 'multiplies by'} a tensor of shape {shape} to "
@@ -287,7 +285,7 @@ class _Walk:
         """The longest chain of the first steps that is safe to fuse, and why it is no longer."""
         why = ""
         for end in range(count, self.norm_at, -1):
-            found = _gather(self.linear, self.steps[:end], self.rounding, self.kept_at)  # type: ignore[arg-type]
+            found = _gather(self.linear, self.steps[:end], self.rounding, self.kept_at)
             unfit = self._disturbed(found) or _unfit(found, self.steps[:end])
             if unfit is None and found.kept is not None:
                 unfit = self._late(found, found.kept) or _watched(found.kept)
@@ -431,6 +429,11 @@ def _unfit(found: Found, steps: Sequence[_Step]) -> str | None:
     linear, end = value_of(found.linear.nodes[-1]), value_of(found.nodes[-1])
     assert linear is not None
     assert end is not None
+    if found.linear.turned and linear.dtype.itemsize == 2:
+        return (
+            "its weight is kept as (in, out), as Conv1D does: in 16 bit turning it at each call "
+            "costs what fusing saves; an nn.Linear with the transposed weight is served"
+        )
     if linear.dtype not in _DTYPES:
         return f"a linear layer in {linear.dtype} is not served"
     if len({value.device for value in values if value is not None}) > 1:

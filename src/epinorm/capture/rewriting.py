@@ -285,9 +285,11 @@ def _replace(
             elif kind == "element" and found.views:
                 operand = graph.call_function(rows_like, (operand, now(found.linear.x)))
             operands.append(operand)
-        norm = found.norm
-        vectors = (found.linear.weight, found.bias, norm.weight, norm.bias)
-        given_all = (now(found.linear.x), *map(now, vectors), tuple(operands))
+        norm, weight = found.norm, now(found.linear.weight)
+        if found.linear.turned:
+            weight = graph.call_method("t", (weight,))
+        vectors = map(now, (found.bias, norm.weight, norm.bias))
+        given_all = (now(found.linear.x), weight, *vectors, tuple(operands))
         new = graph.call_function(apply, given_all)
         new.meta = dict(found.linear.nodes[-1].meta)
 
@@ -415,7 +417,7 @@ def _problem(found: Found) -> tuple[Problem, str]:
     m, leading = 1, [_number(size) for size in x.shape[:-1]]
     for size in leading:
         m *= size
-    n, k = (_number(size) for size in weight.shape)
+    n, k = (_number(size) for size in (weight.shape[::-1] if found.linear.turned else weight.shape))
     dtype = z.dtype if z is not None else x.dtype
     mixed = x.dtype != dtype or weight.dtype != dtype
     wide = torch.float32 if mixed else dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,12 +63,16 @@ _PRODUCTS = (operator.matmul, torch.matmul, torch.mm, "matmul", "mm", "__matmul_
 
 @dataclass(frozen=True)
 class Linear:
-    """x (..., K) times weight (N, K), plus bias; ``nodes``: what of the graph that is."""
+    """x (..., K) times weight (N, K), plus bias; ``nodes``: what of the graph that is.
+
+    turned: the weight is kept as (K, N).
+    """
 
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
     nodes: tuple[fx.Node, ...]
+    turned: bool = False
 
 
 def name_of(node: fx.Node) -> str:
@@ -103,8 +107,8 @@ def _base_name(node: fx.Node) -> Any:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
-def read_linear(node: fx.Node) -> Linear | str | None:
-    """The linear layer that the node computes; a str: it is one that we do not serve."""
+def read_linear(node: fx.Node) -> Linear | None:
+    """The linear layer that the node computes; None where it is none."""
     if node.op not in ("call_function", "call_method"):
         return None
     target = node.target
@@ -145,17 +149,12 @@ def _transposed(node: Any) -> fx.Node | None:
     return inner if turned and is_matrix and isinstance(inner, fx.Node) else None
 
 
-def _product(x: Any, right: Any, bias: Any, node: fx.Node) -> Linear | str | None:
+def _product(x: Any, right: Any, bias: Any, node: fx.Node) -> Linear | None:
     weight = _transposed(right)
     if weight is not None:
         return _linear(x, weight, bias, (node,))
-    value, given = value_of(right), value_of(x)
-    if value is None or given is None or value.dim() != 2 or not _is_parameter(right):
-        return None
-    return (
-        "its weight is kept as (in, out), as Conv1D does; kernels read (out, in): "
-        "an nn.Linear with the transposed weight is served"
-    )
+    found = _linear(x, right, bias, (node,)) if _is_parameter(right) else None
+    return None if found is None else replace(found, turned=True)
 
 
 def _is_parameter(node: Any) -> bool:
@@ -163,7 +162,7 @@ def _is_parameter(node: Any) -> bool:
     return isinstance(value, torch.nn.Parameter) and isinstance(node, fx.Node)
 
 
-def _addmm(node: fx.Node) -> Linear | str | None:
+def _addmm(node: fx.Node) -> Linear | None:
     given = arguments(node, "input", "mat1", "mat2")
     bias, x, right = given.get("input"), given.get("mat1"), given.get("mat2")
     if any(given.get(scale, 1) != 1 for scale in ("beta", "alpha")) or "out" in given:
@@ -278,13 +277,15 @@ def _with_constant(node: fx.Node, x: fx.Node, kind: str) -> Pointwise | None:
 
 
 def read_binary(node: fx.Node, x: fx.Node) -> tuple[str, fx.Node] | None:
-    """ "add" or "mul" and the tensor that x is added to or multiplied with."""
+    """ "add", "mul" or "sub" and the tensor that x is added to, multiplied with or loses."""
     kind = _BINARY.get(_base_name(node)) if node.op in ("call_function", "call_method") else None
-    operands = _operands_of(node) if kind in ("add", "mul") else None
+    operands = _operands_of(node) if kind in ("add", "mul", "sub") else None
     if kind is None or operands is None or operands[2] != 1:
         return None
     left, right, _ = operands
     if (left is x) == (right is x) or changed_argument(node) not in (None, x):
+        return None
+    if kind == "sub" and right is x:
         return None
     other = right if left is x else left
     return (kind, other) if isinstance(value_of(other), Tensor) else None

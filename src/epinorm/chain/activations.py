@@ -317,6 +317,15 @@ ACTIVATIONS = (
         **_ARITHMETIC,
     ),
     Definition(
+        "sub_channel",
+        lambda x, t: x - t,
+        "return x - t;",
+        "return g;",
+        operand="channel",
+        operand_backward="return -g;",
+        **_ARITHMETIC,
+    ),
+    Definition(
         "add_residual",
         lambda x, t: x + t,
         "return x + t;",

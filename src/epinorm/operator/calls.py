@@ -96,6 +96,8 @@ def constants_of(facts: Facts) -> tuple[float, ...]:
 _executables: dict[tuple[Any, ...], Executable] = {}
 _MOST_EXECUTABLES = 4096
 _MOST_CHAINS = 64
+_ROWS_WORTH_A_COPY = 256
+"""On the CPU: with fewer, a copy of the weight takes as long as a good part of the product."""
 
 planned: list[Callable[[Problem, Inputs], None]] = []
 """Told of each call that is planned: so `epinorm tune` learns which problems a model has."""
@@ -280,6 +282,9 @@ def executable_for_call(
     ``executable_of``."""
     given = Inputs(*(*tensors, constants_of(facts)))
     dense = _inputs(*given)
+    copied = dense.weight is not given.weight
+    if copied and dense.x.device.type == "cpu" and len(dense.x) < _ROWS_WORTH_A_COPY:
+        facts = (facts[0], "reference", *facts[2:])
     executable = executable_of(dense, facts, training, whole_step, y_size)
     return executable if _are_same(given, dense) else _Copying(executable)
 
