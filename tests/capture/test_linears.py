@@ -177,3 +177,45 @@ def test_they_follow_their_plan_under_a_name_that_norms_have() -> None:
     torch.testing.assert_close(fused(x), model(x))
     explained = epinorm.explain(fused)
     assert [row.fused for row in (*explained.rows, *explained.linears)] == [True, False]
+
+
+class Batch(nn.Module):
+    """BatchNorm behind a Linear, behind an operation, and behind no Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(K, N), nn.Linear(N, N, bias=False)
+        self.first = nn.BatchNorm1d(K)
+        self.na, self.nb = nn.BatchNorm1d(N), nn.BatchNorm1d(N, affine=False, eps=1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.nb(self.b(self.na(self.a(self.first(x))).relu()).tanh())
+
+
+def test_batch_norm_by_running_statistics_is_of_the_chain() -> None:
+    """The statistics are read at each call: training, which changes them, is left to PyTorch."""
+    model, fused = pair(Batch)
+    for training in (False, True, False):
+        for m in (model, fused):
+            m.train(training)
+            for p in m.parameters():
+                p.grad = None
+        x = torch.randn(ROWS, K) * 2 + 1
+        for ours, eagers in zip(gradients(fused, x), gradients(model, x), strict=True):
+            torch.testing.assert_close(ours, eagers, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(dict(fused.state_dict()), dict(model.state_dict()))
+    rows = epinorm.explain(fused).rows
+    chains = ["mul_channel|add_channel|relu", "tanh|mul_channel|add_channel"]
+    assert [row.chain for row in rows if row.fused] == chains
+    assert [row.where for row in rows if row.fused] == ["a → na", "b → nb"]
+    assert [row.where for row in rows if "statistics of the batch" in row.reason] == [
+        "a → na",
+        "b → nb",
+    ]
+
+
+def test_batch_norm_stays_where_its_chain_does_not_pay() -> None:
+    model, fused = pair(Batch, "auto")
+    x = torch.randn(ROWS, K)
+    torch.testing.assert_close(fused.eval()(x), model.eval()(x), rtol=0, atol=0)
+    assert [row.fused for row in epinorm.explain(fused).rows] == [False, False]

@@ -69,7 +69,7 @@ def compile_graph(
     )
 
     def operator(place: Place, chain: str) -> _Operator:
-        return _Operator(chain, *settings.of(place.norm is not None))
+        return _Operator(chain, *settings.of(place.has_norm))
 
     found = rewrite(gm, operator, settings, runs_eagerly=False)
     unfused = [place for place in found.places if place.found is None]

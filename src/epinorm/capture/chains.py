@@ -89,7 +89,8 @@ class Found:
 class Place:
     """Where a Linear's result reaches a norm: with ``found``, or the obstacle and the path.
 
-    norm: None for a Linear with what follows it, and no norm, as a chain of its own.
+    norm: None for a Linear with what follows it, and no norm, as a chain of its own. taken: whether
+    our operation is to compute what was found.
     """
 
     linear: fx.Node
@@ -98,6 +99,12 @@ class Place:
     found: Found | None = None
     obstacle: str = ""
     ends: str = ""
+    taken: bool = True
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether the chain's operation has a norm, which BatchNorm in eval mode is none of."""
+        return self.found is not None and self.found.norm.norm is not None
 
 
 class Search:

@@ -28,8 +28,8 @@ _NORMS: Mapping[Any, tuple[type[Norm], tuple[str, ...]]] = {
     ),
 }
 _OTHER_NORMS = {
-    F.batch_norm: "BatchNorm, whose statistics are over the batch",
-    torch.batch_norm: "BatchNorm, whose statistics are over the batch",
+    F.batch_norm: "BatchNorm with statistics of the batch, or not over (M, N) in fp32",
+    torch.batch_norm: "BatchNorm with statistics of the batch, or not over (M, N) in fp32",
     F.instance_norm: "InstanceNorm",
     F.local_response_norm: "local response norm",
 }

@@ -16,6 +16,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from epinorm.backends.engine import plan_for
+from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Found, Place, Search
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.capture.seeds import draw_at_once
@@ -105,7 +106,7 @@ class Recorder:
         names = {} if model is None else self._names(model)
 
         def caller(place: Place, chain: str) -> Apply:
-            return self._caller(layer_of(place.linear, names), chain, place.norm is not None)
+            return self._caller(layer_of(place.linear, names), chain, place.has_norm)
 
         found = rewrite(gm, caller, self.settings)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -176,11 +177,10 @@ def _refusing(site: Site) -> Callable[..., Any]:
 
 
 class Rewritten(NamedTuple):
-    """What ``rewrite`` found: where Linears reach norms, and the other Linears, each with whether
-    it was replaced."""
+    """What ``rewrite`` found: where Linears reach norms, and the other Linears."""
 
     places: list[Place]
-    linears: list[tuple[Place, bool]]
+    linears: list[Place]
 
 
 def rewrite(
@@ -193,17 +193,23 @@ def rewrite(
     """
     inner = _enter_checkpoints(gm, apply, settings, runs_eagerly)
     _follow_changes(gm.graph)
+    batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
     search = Search(gm.graph, settings.rounding)
     places = [_with_paying_dropout(p, settings) for p in search.places()]
-    linears = [(p, _pays(p, settings)) for p in search.linears()]
+    linears = [
+        replace(p, taken=_pays(p, settings), norm=batch_norm_of(p.found.nodes if p.found else ()))
+        for p in search.linears()
+    ]
     fused: dict[fx.Node, fx.Node] = {}
-    taken = [p for p in (*places, *[p for p, pays in linears if pays]) if p.found is not None]
-    seeds = draw_at_once(search, [place.found for place in taken if place.found is not None])
-    for place in taken:
-        if place.found is not None:
-            made = apply(place, str(place.found.chain))
-            drawn = seeds.get(place.found.nodes[-1], ())
-            fused |= _replace(gm.graph, place.found, made, fused, drawn)
+    taken = [(p, p.found) for p in (*places, *linears) if p.found is not None and p.taken]
+    seeds = draw_at_once(search, [found for _, found in taken])
+    for place, found in taken:
+        made = apply(place, str(found.chain))
+        fused |= _replace(gm.graph, found, made, fused, seeds.get(found.nodes[-1], ()))
+    if batch_norms is not None:
+        batch_norms.restore()
+    places += [place for place in linears if place.norm is not None]
+    linears = [place for place in linears if place.norm is None]
     if fused:
         gm.graph.lint()
     gm.recompile()
@@ -364,7 +370,7 @@ def record(
     inputs: what the graph was captured with."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     sites = tuple(_site(place, names, inputs) for place in found.places)
-    linears = tuple(_site(place, names, inputs, taken) for place, taken in found.linears)
+    linears = tuple(_site(place, names, inputs) for place in found.linears)
     if reason is None or not reason.graph_break:
         return Captured(sites, linears)
     stack = list(reason.user_stack or ())
@@ -372,9 +378,7 @@ def record(
     return Captured(sites, linears, str(reason.reason).strip(), at)
 
 
-def _site(
-    place: Place, names: dict[str, str], inputs: dict[fx.Node, Any], taken: bool = True
-) -> Site:
+def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Site:
     where = layer_of(place.linear, names)
     if place.norm is not None:
         where += f" → {layer_of(place.norm, names)}"
@@ -385,7 +389,7 @@ def _site(
     problem, shape = _problem(found)
     weight = inputs.get(found.linear.weight)
     known = weakref.ref(weight) if isinstance(weight, Tensor) else None
-    return Site(str(found.chain), where, "", place.ends, shape, problem, known, taken)
+    return Site(str(found.chain), where, "", place.ends, shape, problem, known, place.taken)
 
 
 def layer_of(node: fx.Node, names: dict[str, str]) -> str:
