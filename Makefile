@@ -19,12 +19,12 @@ EXAMPLE := examples/matmul_groupnorm_leakyrelu_sum.py
 # Two workers: test files spend much of their time compiling and importing, which one process serialises.
 WORKERS ?= 2
 TEST_SECONDS ?= 300
-PYTEST := -n $(WORKERS) --timeout $(TEST_SECONDS) --durations 10 -m "not gpu"
+PYTEST := -n $(WORKERS) --timeout $(TEST_SECONDS) --durations 10 -m "not gpu and not models"
 
 # For the targets that run on a GPU machine as it is, with nothing installed.
 PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}
 
-.PHONY: help setup run record test lint format docs test-gpu test-gpus sanitize-gpu fuzz bench-gpu report build clean
+.PHONY: help setup run record test models coverage lint format docs test-gpu test-gpus sanitize-gpu fuzz bench-gpu report build clean
 
 help:  ## say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1|/' | \
@@ -48,6 +48,14 @@ test: $(READY)  ## run the tests that need no GPU
 	@$(BIN)/python -m pytest $(PYTEST) $(ARGS)
 	@echo "Covered: everything a CPU can show, CUDA kernels compiled and their launches read." \
 	  "Left to a GPU: what kernels compute and how fast (make test-gpu, make sanitize-gpu)."
+
+models: $(READY)  ## compare real architectures, fused, with eager: values, training, state_dict
+	@$(BIN)/pip install -q -r requirements-models.txt
+	@$(BIN)/python -m pytest tests/models -m models --timeout $(TEST_SECONDS) $(ARGS)
+
+coverage: $(READY)  ## count, over the same, where Linears reach norms and what is fused
+	@$(BIN)/pip install -q -r requirements-models.txt
+	@$(BIN)/python -W ignore tests/models/coverage.py $(ARGS)
 
 lint: $(READY)  ## check format, lint, types and which way imports run
 	@$(BIN)/ruff format --check .
