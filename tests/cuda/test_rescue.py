@@ -115,7 +115,7 @@ def test_static_and_dynamic_shared_memory_fit(arch, limit):
         assert result.spill_bytes == 0
 
 
-@pytest.mark.parametrize("group", [3, 6, 12, 264, 512])
+@pytest.mark.parametrize("group", [3, 6, 14, 260, 264, 512])
 def test_groups_that_do_not_fit_are_refused(group):
     with pytest.raises(ValueError, match=f"but got {group}"):
         rescue_tile(group)

@@ -35,7 +35,29 @@ pytestmark = pytest.mark.skipif(
     reason="needs a Hopper GPU",
 )
 
-GROUP_SIZES = (2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+GROUP_SIZES = (
+    2,
+    4,
+    8,
+    12,
+    16,
+    20,
+    24,
+    32,
+    40,
+    48,
+    64,
+    96,
+    100,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    2048,
+)
 ROWS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 1024, 4097)
 
 IN_TURN = Tile(64, 64, 0, ping_pong=True)
@@ -60,8 +82,10 @@ def sixteen_bit(channels: int) -> str:
 
 
 SIZES = [("16 bit", channels) for channels in GROUP_SIZES]
-SIZES += [("highest", channels) for channels in (2, 8, 16, 24, 40, 96, 128, 192, 256, 512, 1024)]
-SIZES += [("high", channels) for channels in (4, 16, 48, 192, 768, 2048)]
+SIZES += [
+    ("highest", channels) for channels in (2, 8, 12, 16, 24, 40, 96, 128, 192, 256, 512, 1024)
+]
+SIZES += [("high", channels) for channels in (4, 12, 16, 100, 48, 192, 768, 2048)]
 
 
 @pytest.mark.usefixtures("without_guard")
@@ -73,6 +97,7 @@ def test_group_sizes(kind, channels):
     """
     kind = sixteen_bit(channels) if kind == "16 bit" else kind
     groups = max(5, 520 // channels)
+    groups += groups % 2 if channels % 8 else 0  # rows of whole 16-byte units
     chain = "group_norm({groups},EPS)|leaky_relu(0.01)|scale(2)"
     chain = chain.replace("EPS", "0.1" if channels < 8 else "1e-5")
     uniform = channels % 3 == 0
@@ -176,6 +201,35 @@ def test_every_kind_of_tile(tile, kind):
     """More tiles than multiprocessors: the ring, its parities and the turns go round many times."""
     with forced_tile(tile):
         make_product(4097, 264, 16, 129, kind, training=True).check()
+
+
+SHARING = [
+    Tile(128, 192, 0, ping_pong=False, group_blocks=4),
+    Tile(128, 256, 0, ping_pong=False, group_blocks=3),
+    Tile(128, 256, 0, ping_pong=False, group_blocks=8),
+    Tile(64, 192, 0, group_blocks=4),
+    Tile(64, 128, 0, group_blocks=8),
+    Tile(128, 128, 0, group_blocks=6),
+    Tile(128, 96, 0, group_blocks=5),
+]
+
+
+@pytest.mark.parametrize("tile", SHARING, ids=str)
+def test_groups_that_blocks_share(tile):
+    """Each warpgroup exchanges for its own rows; more tiles than clusters."""
+    channels = tile.block_n * tile.group_blocks
+    with forced_tile(tile):
+        make_product(4097, 264, channels, 3, "bfloat16", training=True).check()
+        make_product(70, 72, channels, 1, "float16", "add_residual|layer_norm|silu").check()
+        make_product(300, 72, channels, 1, chain="rms_norm|gelu", norm_bias=False).check()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+def test_element_operands(kind):
+    """Before the norm, behind it and without one; a row block is not full, nor a tile's columns."""
+    for training in (False, True):
+        chain = "add_residual|group_norm({groups})|silu|add_residual"
+        make_product(300, 72, 16, 33, kind, chain, training=training).check()
 
 
 # ---- chains ----

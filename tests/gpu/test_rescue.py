@@ -230,7 +230,7 @@ def test_the_last_rows_of_flags_that_end_off_a_word():
         case.check()
 
 
-@pytest.mark.parametrize("group", [2, 4, 8, 16, 24, 40, 64, 72, 128, 136, 248, 256])
+@pytest.mark.parametrize("group", [2, 4, 8, 12, 16, 24, 40, 64, 72, 100, 128, 136, 248, 256])
 def test_group_sizes(group):
     groups = 700 // group + 1
     make_case(group, groups, 300, rows=0.02, columns=0.002).check()

@@ -12,12 +12,14 @@ __device__ __forceinline__ constexpr int accumulator(int chunk, int lower, int i
 }
 
 // A segment is what a lane normalises at once: kGroupChunks chunks of one row. Groups of fewer than
-// 8 columns share a chunk, each on its own lanes of the quad.
+// 8 columns share a chunk, each on its own lanes of the quad. Groups of 12, 20, 28 .. columns straddle: two
+// of them are a segment, and share the chunk in its middle.
 template <int kGroupColumns>
 struct Segments {
-  static_assert(kGroupColumns == 2 || kGroupColumns == 4 || kGroupColumns % 8 == 0, "");
-  static constexpr int kGroupChunks = kGroupColumns >= 8 ? kGroupColumns / 8 : 1;
-  static constexpr int kLanes = kGroupColumns >= 8 ? 4 : kGroupColumns / 2;  // of a quad
+  static_assert(kGroupColumns == 2 || kGroupColumns % 4 == 0, "");
+  static constexpr bool kStraddle = kGroupColumns > 8 && kGroupColumns % 8 == 4;
+  static constexpr int kGroupChunks = kStraddle ? kGroupColumns / 4 : kGroupColumns >= 8 ? kGroupColumns / 8 : 1;
+  static constexpr int kLanes = kStraddle ? 2 : kGroupColumns >= 8 ? 4 : kGroupColumns / 2;  // of a quad
 
   // The sum over the lanes that hold columns of one group.
   static __device__ __forceinline__ float sum(float value) {
@@ -113,6 +115,56 @@ __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&
       float& value = values[accumulator(first + i / 2, lower, i % 2)];
       value = Applied::kRounds ? fmaf(value, rstd, shift[lower]) : value * rstd;
     }
+  }
+}
+
+// The same for two groups that straddle: `second` lanes of a quad hold the second group's columns of the chunk
+// that both share, and get its statistics.
+template <int kGroupColumns, bool kCentred, class Applied = ExactStatistics, int kCount>
+__device__ __forceinline__ void normalise_straddling(Statistics (&stats)[2], float (&values)[kCount],
+                                                     int segment, float eps) {
+  constexpr float kWeight = 1.0f / kGroupColumns;
+  constexpr int kOwn = kGroupColumns / 8;  // chunks of one group alone
+  const int first = segment * (2 * kOwn + 1);
+  const bool second = threadIdx.x % 4 >= 2;
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    const auto own = [&](int group, int i) -> float& {
+      return values[accumulator(first + group * (kOwn + 1) + i / 2, lower, i % 2)];
+    };
+    const auto shared = [&](int i) -> float& { return values[accumulator(first + kOwn, lower, i)]; };
+    const auto sum = [&](int group, float of_own, float of_shared) {
+      return Segments<8>::sum(of_own + (second == (group == 1) ? of_shared : 0.0f)) * kWeight;
+    };
+    const auto applied = [](float centred, const Statistics& by) {
+      if (kCentred && Applied::kRounds) centred += by.mean - Applied::rounded(by.mean);
+      return centred * Applied::rounded(by.rstd);
+    };
+    Statistics of[2];
+    if (kCentred) {
+#pragma unroll
+      for (int group = 0; group < 2; ++group)
+        of[group].mean = sum(group, sum_terms<2 * kOwn, 2>([&](int i) { return own(group, i); }),
+                             shared(0) + shared(1));
+    }
+    stats[lower].mean = kCentred ? second ? of[1].mean : of[0].mean : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) shared(i) -= stats[lower].mean;
+    const float of_shared = shared(0) * shared(0) + shared(1) * shared(1);
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      const float squares = sum_terms<2 * kOwn, 2>([&](int i) {
+        float& value = own(group, i);
+        if (kCentred) value -= of[group].mean;
+        return value * value;
+      });
+      of[group].rstd = reciprocal_root(sum(group, squares, of_shared) + eps, eps);
+#pragma unroll
+      for (int i = 0; i < 2 * kOwn; ++i) own(group, i) = applied(own(group, i), of[group]);
+    }
+    stats[lower].rstd = second ? of[1].rstd : of[0].rstd;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) shared(i) = applied(shared(i), stats[lower]);
   }
 }
 

@@ -111,12 +111,12 @@ class RescueTile:
 def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
     """The tile that wastes the fewest columns on groups of ``group`` channels.
 
-    limit: as in ``RescueTile``. Raises `ValueError` for a group that does not fit: 1, 2, 4 and the
-    multiples of 8 up to 256 do.
+    limit: as in ``RescueTile``. Raises `ValueError` for a group that does not fit: 1, 2 and the
+    multiples of 4 up to 256 do.
     """
-    if group not in (1, 2, 4) and (group % 8 or not 8 <= group <= LARGEST_GUARDED_GROUP):
+    if group not in (1, 2) and (group % 4 or not 4 <= group <= LARGEST_GUARDED_GROUP):
         raise ValueError(
-            "the range guard serves groups of 1, 2, 4 or a multiple of 8 channels up to "
+            "the range guard serves groups of 1, 2 or a multiple of 4 channels up to "
             f"{LARGEST_GUARDED_GROUP}, but got {group}"
         )
     tiles = [

@@ -13,6 +13,7 @@
 //   kParts                         that share a group wider than kWarpColumns, each with so many of it
 //   kAlignedRows                   rows of y and z start on 16 bytes
 //   kPacksAffine                   gamma and beta of 16 bits stay so in shared memory
+//   kSpareRegisters                a thread's, besides its accumulators
 //   COMBINES_PARTS                 a macro, where group_sum.parts can combine the parts of a group
 #pragma once
 #include "common/group_stats.cuh"
@@ -58,6 +59,7 @@ struct Epilogue {
   int m, n;
   chain::Drops<float> drops;
 };
+#include "gemm/element_operands.cuh"
 
 // The vectors as a warp sees them: from its first column on, of those that lie together.
 struct Vectors {
@@ -188,10 +190,14 @@ __device__ __forceinline__ void prefetch_operands(const Epilogue& e, int first_r
   }
 }
 
-// The chain's tensor operands at one element.
+// The chain's tensor operands at a lane's place in a chunk. Element operands that are not among `parts`, of
+// which `chunk_of_part` is this one, are read there.
+template <class Parts>
 __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const Epilogue& e,
-                                              const Vectors& vectors, int chunk, int quad_lane, int i,
-                                              int row, int first_column) {
+                                              const Vectors& vectors, const Parts& parts,
+                                              int chunk_of_part, int chunk, int lower, int i, int row,
+                                              int first_column) {
+  const int quad_lane = threadIdx.x % 4;
   int slot = kOperandVector;
 #pragma unroll
   for (int k = 0; k < chain::kOperands; ++k) {
@@ -200,6 +206,8 @@ __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const E
     } else if (chain::is_seed(k)) {
       const int column = first_column + chunk * kChunkColumns + quad_lane * 2;
       t[k] = chain::factor_of(e.drops, k, row, column, i);
+    } else if (Parts::holds(k)) {
+      t[k] = parts.value(k, chunk_of_part, lower, i);
     } else {
       const int column = first_column + chunk * kChunkColumns + quad_lane * 2 + i;
       const bool inside = row < e.m && column < e.n;
@@ -207,6 +215,20 @@ __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const E
     }
   }
 }
+
+// Element operands go through the warp's buffer where y's rows are whole units of them, and registers allow.
+constexpr bool kStagesOperands =
+    kAlignedRows && sizeof(typename NormType::Storage) == sizeof(typename OutType::Storage) &&
+    (!kKeep || kSpareRegisters >= 128);
+template <int kColumns>
+using OperandsBefore = StagedOperands<kStagesOperands, 0, chain::kPreOperands, kColumns>;
+template <int kColumns>  // of a chain without a norm all are read there
+using OperandsAtStore = StagedOperands<kStagesOperands, chain::kNormalises ? chain::kPreOperands : 0,
+                                       chain::kOperands, kColumns>;
+constexpr int kNormPartColumns =
+    kWidthFor<kWarpColumns * sizeof(typename NormType::Storage)> / sizeof(typename NormType::Storage);
+constexpr bool kStagesBefore =
+    OperandsBefore<kNormPartColumns>::kAny && chain::kNormalises && !kKeepsSum;
 
 // The bias is added to what is kept, or, where its values need not be at hand so early, behind that.
 constexpr bool kBiasFirst = kHasBias && kKeep && kBiasInZ && !kKeepsSum;
@@ -283,9 +305,10 @@ __device__ __forceinline__ void store_statistics(const Epilogue& e, u32 buffer, 
 }
 
 // From the linear's output without bias to what enters the norm, in place, for one chunk.
+template <class Parts>
 __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epilogue& e,
-                                            const Vectors& vectors, int row, int first_column,
-                                            int chunk) {
+                                            const Vectors& vectors, const Parts& parts,
+                                            int chunk_of_part, int row, int first_column, int chunk) {
   const int quad_lane = threadIdx.x % 4;
   const float2 bias = kAddsBias ? pair_at(vectors, kBiasVector, chunk, quad_lane) : float2{};
   float t[chain::kSlots];
@@ -294,7 +317,7 @@ __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epi
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float& value = v[accumulator(chunk, lower, i)];
-      load_operands(t, e, vectors, chunk, quad_lane, i, row + lower * 8, first_column);
+      load_operands(t, e, vectors, parts, chunk_of_part, chunk, lower, i, row + lower * 8, first_column);
       value = chain::pre_apply<float>(e.constants, kAddsBias ? value + of(bias, i) : value, t);
     }
 }
@@ -303,6 +326,22 @@ struct AppliedStatistics {
   static constexpr bool kRounds = chain::kRoundsStatistics, kKeepsMean = kKeep;
   static __device__ __forceinline__ float rounded(float value) { return chain::statistic(value); }
 };
+
+// The same for all of a row block, where element operands are read part by part.
+__device__ __forceinline__ void begin_parts(float (&v)[kAccumulators], const Epilogue& e,
+                                            const Vectors& vectors, u32 buffer, int warp_row,
+                                            int first_column) {
+  constexpr int kPartChunks = kNormPartColumns / kChunkColumns, kParts = kWarpColumns / kNormPartColumns;
+  OperandsBefore<kNormPartColumns> parts(e, buffer, warp_row, first_column);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    parts.take(part, part == kParts - 1);
+#pragma unroll
+    for (int i = 0; i < kPartChunks; ++i)
+      begin_chunk(v, e, vectors, parts, i, warp_row + lane_here() / 4, first_column,
+                  part * kPartChunks + i);
+  }
+}
 
 // From the linear's output without bias to its normalised value, in place, for one segment.
 template <class GroupSum>
@@ -313,11 +352,15 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
   using Group = Segment;
   const int row = warp_row + threadIdx.x % 32 / 4;
   const int first = segment * Group::kGroupChunks;
-  if constexpr (!kKeepsSum)
+  if constexpr (!kStagesBefore && !kKeepsSum)
 #pragma unroll
     for (int chunk = first; chunk < first + Group::kGroupChunks; ++chunk)
-      begin_chunk(v, e, vectors, row, first_column, chunk);
+      begin_chunk(v, e, vectors, NoParts{}, 0, row, first_column, chunk);
   Statistics stats[2];
+  if constexpr (Group::kStraddle) {
+    normalise_straddling<kGroupColumns, chain::kCentred, AppliedStatistics>(stats, v, segment,
+                                                                            chain::epsilon<float>());
+  } else
 #ifdef COMBINES_PARTS
   if constexpr (kSharedGroup && chain::kCentred) {
     normalise_parts<kGroupColumns, kWarpColumns, AppliedStatistics>(
@@ -339,9 +382,10 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
 }
 
 // From the normalised value to y, in place, for one chunk.
+template <class Parts>
 __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Epilogue& e,
-                                             const Vectors& vectors, int row, int first_column,
-                                             int chunk) {
+                                             const Vectors& vectors, const Parts& parts,
+                                             int chunk_of_part, int row, int first_column, int chunk) {
   const int quad_lane = threadIdx.x % 4;
   const Affine affine = affine_at<NormType>(vectors, chunk, quad_lane, e.affine_scale);
   float t[chain::kSlots];
@@ -353,7 +397,7 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
       float y = value;
       if (kHasGamma) y *= of(affine.gamma, i);
       if (kHasBeta) y += of(affine.beta, i);
-      load_operands(t, e, vectors, chunk, quad_lane, i, row + lower * 8, first_column);
+      load_operands(t, e, vectors, parts, chunk_of_part, chunk, lower, i, row + lower * 8, first_column);
       value = chain::post_apply<float>(e.constants, y, t);
     }
 }
@@ -369,17 +413,21 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
   constexpr int kSegments = kWarpColumns / kChunkColumns / Segment::kGroupChunks;
   constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
   const int row = warp_row + lane_here() / 4;
-  if constexpr (chain::kNormalises)
+  if constexpr (chain::kNormalises) {
+    if constexpr (kStagesBefore) begin_parts(v, e, vectors, buffer, warp_row, first_column);
 #pragma unroll
     for (int segment = 0; segment < kSegments; ++segment)
       normalise_segment(v, e, vectors, group_sum, buffer, warp_row, first_column, segment);
+  }
+  OperandsAtStore<Store::kPartColumns> parts(e, buffer, warp_row, first_column);
   Store::store(e.y, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
+    parts.take(part, part == Store::kParts - 1);
 #pragma unroll
-    for (int chunk = part * kPartChunks; chunk < (part + 1) * kPartChunks; ++chunk)
+    for (int i = 0; i < kPartChunks; ++i)
       if constexpr (chain::kNormalises)
-        finish_chunk(v, e, vectors, row, first_column, chunk);
+        finish_chunk(v, e, vectors, parts, i, row, first_column, part * kPartChunks + i);
       else
-        begin_chunk(v, e, vectors, row, first_column, chunk);
+        begin_chunk(v, e, vectors, parts, i, row, first_column, part * kPartChunks + i);
   });
 }
 
@@ -398,12 +446,18 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
   if (kKeep) {
     using Store = RowStore<KeptType, kWarpColumns, kAlignedRows>;
     constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
+    constexpr bool kStagesSum =
+        kKeepsSum && kStagesOperands && sizeof(typename KeptType::Storage) == sizeof(typename NormType::Storage);
+    StagedOperands<kStagesSum, 0, chain::kPreOperands, Store::kPartColumns> parts(e, buffer, warp_row,
+                                                                               first_column);
     Store::store(e.z, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
       if constexpr (kBiasFirst) add_bias(v, vectors, part * kPartChunks, kPartChunks);
+      parts.take(part, part == Store::kParts - 1);
       if constexpr (kKeepsSum)
 #pragma unroll
-        for (int chunk = part * kPartChunks; chunk < (part + 1) * kPartChunks; ++chunk)
-          begin_chunk(v, e, vectors, warp_row + lane / 4, first_column, chunk);
+        for (int i = 0; i < kPartChunks; ++i)
+          begin_chunk(v, e, vectors, parts, i, warp_row + lane / 4, first_column,
+                      part * kPartChunks + i);
     });
   }
   finish_rows(v, e, vectors, group_sum, buffer, warp_row, first_column);

@@ -40,6 +40,8 @@ __all__ = [
 LARGEST_GROUP = 2048
 """Channels of a group: a cluster of eight blocks of 256 columns."""
 LARGEST_CLUSTER = 8
+WIDEST = {1: 256, 2: 128}
+"""Columns of a tile by planes."""
 SHORT_SUM = 128
 """Terms of an fp32 sum in which each product is folded. Training takes the single kernel for these
 (plan.py)."""
@@ -117,10 +119,12 @@ def why_not(problem: Problem) -> str | None:
         return "tensor cores of this kernel take 16-bit and fp32 inputs, not float64"
     if problem.k == 0:
         return "there is nothing to multiply (0 input features)"
-    if channels > LARGEST_GROUP or (channels not in (2, 4) and channels % 8):
+    pair = WIDEST[planes_of(problem)] // 2  # of groups that share a chunk of 8 columns
+    straddles = channels % 8 == 4 and channels <= pair
+    if channels > LARGEST_GROUP or (channels != 2 and channels % 8 and not straddles):
         return (
-            f"a group of {channels} channels is none of 2, 4 or a multiple of 8 up to "
-            f"{LARGEST_GROUP}, which fit a tile or a cluster of them"
+            f"a group of {channels} channels is none of 2, a multiple of 4 up to {pair} or of 8 up "
+            f"to {LARGEST_GROUP}, which fit a tile or a cluster of them"
         )
     if problem.dtype != torch.float32 and problem.k % 8:
         return f"rows of {problem.k} input features are not a multiple of 16 bytes (TMA)"
@@ -145,7 +149,7 @@ def fold_steps(k: int) -> int:
 
 def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
     """Tiles whose accumulators fit the registers; their stages are not yet known."""
-    together, in_turn, in_turn_low = (256, 128, 256) if planes == 1 else (128, 0, 64)
+    together, in_turn, in_turn_low = WIDEST[planes], *((128, 256) if planes == 1 else (0, 64))
     channels, keeps = columns_of(problem), problem.training or problem.chain.returns_sum
     tight = planes == 2 and keeps and channels == 2
     for width in _widths(problem, 112 if tight else together):  # or registers spill
@@ -163,6 +167,23 @@ def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
             if channels % (16 * blocks) == 0 and 64 <= channels // blocks <= widest:
                 width = channels // blocks
                 yield Tile(64, width, 0, False, split_columns=True, group_blocks=blocks)
+        if problem.dtype != torch.float32:
+            yield from _cluster_shapes(problem)
+
+
+def _cluster_shapes(problem: Problem) -> Iterator[Tile]:
+    """Tiles of blocks that share a group, each block's warpgroups with rows of their own."""
+    channels = columns_of(problem)
+    elements = problem.chain.operand_kinds.count("element")
+    widest = 192 if elements > 1 or (elements and (problem.keeps_z or problem.chain.returns_sum)) else 256  # or registers spill
+    for blocks in range(2, LARGEST_CLUSTER + 1):
+        width = channels // blocks
+        if channels % (8 * blocks) or not 64 <= width <= widest:
+            continue
+        yield Tile(128, width, 0, ping_pong=False, group_blocks=blocks)
+        yield Tile(64, width, 0, group_blocks=blocks)
+        if width <= widest // 2:
+            yield Tile(128, width, 0, group_blocks=blocks)
 
 
 def candidates(problem: Problem) -> Iterator[Tile]:

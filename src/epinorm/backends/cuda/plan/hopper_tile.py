@@ -107,8 +107,14 @@ def stage_bytes(tile: Tile, planes: int) -> int:
     return planes * (tile.block_m + rows_of_b) * STEP_BYTES
 
 
+def _exchangers(tile: Tile) -> int:
+    """How many of a block's warpgroups exchange parts of groups, each for the rows of its own."""
+    return 1 if tile.split_columns else tile.consumers
+
+
 def _barrier_bytes(tile: Tile) -> int:
-    return (2 * tile.stages + tile.consumers + 1 + 2) * 8  # full, empty, turns, resident, exchanges
+    exchanges = 2 * _exchangers(tile) if tile.group_blocks > 1 else 2
+    return (2 * tile.stages + tile.consumers + 1 + exchanges) * 8  # full, empty, turns, resident
 
 
 def shared_bytes(instance: Instance[Tile]) -> int:
@@ -117,7 +123,7 @@ def shared_bytes(instance: Instance[Tile]) -> int:
     ring = tile.stages * stage_bytes(tile, instance.planes)
     ring += tile.resident_steps * tile.block_n * STEP_BYTES
     parts = instance.group_columns // tile.consumer_n
-    exchange = 2 * parts * 64 * 8 if parts > 1 else 0  # buffers, rows, bytes of a pair
+    exchange = 2 * _exchangers(tile) * parts * 64 * 8 if parts > 1 else 0  # rows, bytes of a pair
     vector_bytes = vectors(instance) * tile.consumer_n * 4
     own = tile.consumers * (_STORE_BYTES + vector_bytes)
     return ring + own + exchange + _barrier_bytes(tile)

@@ -96,8 +96,9 @@ def why_not(problem: Problem) -> str | None:
         return "tensor cores of this kernel take 16-bit and fp32 inputs, not float64"
     if problem.k == 0:
         return "there is nothing to multiply (0 input features)"
-    if channels not in (2, 4) and channels % 8:
-        return f"a group of {channels} channels is none of 2, 4 or a multiple of 8"
+    pair = _WIDEST_WARP[planes_of(problem)] // 2  # of groups that share a chunk of 8 columns
+    if channels != 2 and channels % 8 and (channels % 4 or channels > pair):
+        return f"a group of {channels} channels is none of 2, a multiple of 4 up to {pair} or of 8"
     if not any(True for _ in _warp_columns(channels, planes_of(problem))):
         return f"a group of {channels} channels does not fit the warps of a block"
     return None

@@ -8,6 +8,7 @@ float or double:
     template <T> T epsilon();           // the norm's eps
     template <T> struct Constants { T of[]; };    // Chain.arguments, which differ from call to call
     constexpr int kOperands;            // tensor operands, in the chain's order, pre before post
+    constexpr int kPreOperands;         // of which so many stand before the norm
     constexpr int kSlots;               // max(kOperands, 1): the length of the arrays below
     constexpr bool is_channel(int i);   // operand i is (N,)
     constexpr bool is_element(int i);   // operand i is (M, N); otherwise a seed (chain/dropout.py)
@@ -100,6 +101,7 @@ def chain_text(chain: Chain) -> str:
         _epsilon(chain),
         f"template <typename T> struct Constants {{ T of[{max(len(chain.arguments), 1)}]; }};",
         f"constexpr int kOperands = {len(kinds)};",
+        f"constexpr int kPreOperands = {pre_operands};",
         f"constexpr int kSlots = {max(len(kinds), 1)};",
         _is_kind("channel", kinds),
         _is_kind("element", kinds),

@@ -188,7 +188,10 @@ class _WithTile(Launch):
         rows = -(-problem.m // (tile.block_m * tile.cluster))
         tiles = rows * -(-problem.n // (tile.block_n * tile.group_blocks))
         together = tile.cluster_blocks
-        blocks = persistent_blocks(tiles, sm_count(problem.device) // together) * together
+        most = sm_count(problem.device) // together
+        if tile.group_blocks > 1:  # a GPC's multiprocessors need not be a multiple of a cluster's
+            most = kernel.clusters_at_once(together, tile.threads, dynamic)
+        blocks = persistent_blocks(tiles, most) * together
         return kernel.prepare(
             _SIGNATURE + self.chain_signature,
             blocks,

@@ -13,6 +13,7 @@ constexpr int kWarpColumns = kConsumerN;
 constexpr int kVectorColumns = kConsumerN, kVectorThreads = kWarpgroupThreads;
 constexpr int kParts = kGroupBlocks * kColumnParts;
 constexpr bool kPacksAffine = !kPingPong;  // all warps are in the epilogue at once
+constexpr int kSpareRegisters = kConsumerRegisters - kAccumulators;
 #define COMBINES_PARTS
 #include "gemm/norm_epilogue.cuh"
 
@@ -20,8 +21,12 @@ constexpr int kStoreBytes = 4 * kStoreBufferBytes;  // of a warpgroup
 constexpr int kPairBytes = 2 * 4;  // two numbers that parts of a group exchange
 
 static_assert(!kSharedGroup || kCluster == 1, "the cluster's rank is the part's");
-constexpr int kExchanges = kSharedGroup ? 2 : 0;  // buffers in turn, each with a barrier
-constexpr int kExchangeBytes = kExchanges * kParts * kProductM * kPairBytes;
+// Warpgroups that hold the same rows exchange together; those with rows of their own each for itself.
+constexpr int kExchangers = kSharedGroup ? kConsumers / kColumnParts : 0;
+constexpr int kExchangeThreads = kColumnParts * kWarpgroupThreads;
+constexpr int kExchanges = 2 * kExchangers;  // buffers in turn, each with a barrier
+constexpr int kExchangeBufferBytes = kParts * kProductM * kPairBytes;
+constexpr int kExchangeBytes = kExchanges * kExchangeBufferBytes;
 constexpr int kExchangeBarrier = 2 + kConsumers;  // named, after hopper_pipeline.cuh's
 
 // Shared memory: the ring, the store buffers, the vectors, the exchange, the barriers (hopper.py
@@ -42,7 +47,7 @@ __device__ __forceinline__ void share_vectors(const Fetched& fetched, float* vec
 // every block of the cluster. Two buffers in turn: who fills one again has waited for the exchange
 // after it, and a part takes part in that only after reading the buffer.
 struct PartExchange {
-  u32 buffers, barriers;  // [2][kParts][kProductM] pairs and [2], shared addresses
+  u32 buffers, barriers;  // [2][kParts][kProductM] pairs and [2], shared addresses of the exchangers'
   int part;
   u32 uses = 0;
 
@@ -60,9 +65,9 @@ struct PartExchange {
       if (lane % 4 == 0)
         for (int lower = 0; lower < 2; ++lower)
           store_pair(own + lower * 8 * kPairBytes, first[lower], second[lower]);
-      named_barrier_sync(kExchangeBarrier, kConsumerThreads);
+      named_barrier_sync(kExchangeBarrier, kExchangeThreads);
     } else {
-      if (threadIdx.x == 0) barrier_arrive_expect(barrier, kParts * kPartBytes);
+      if (threadIdx.x % kExchangeThreads == 0) barrier_arrive_expect(barrier, kParts * kPartBytes);
       if (lane % 4 == 0) send_to_blocks(first, second, own, barrier);
       barrier_wait(barrier, (uses - 1) / 2 % 2);
     }
@@ -132,8 +137,11 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
   const u32 buffer =
       shared_address(shared + kStoreOffset + consumer * kStoreBytes + warp * kStoreBufferBytes);
   float* vectors = reinterpret_cast<float*>(shared + kVectorOffset + consumer * kVectorBytes);
-  GroupSum group_sum = {{shared_address(shared + kExchangeOffset), ring.resident_barrier + 8,
-                         static_cast<int>(rank * kColumnParts + consumer)}};
+  const int exchanger = consumer / kColumnParts;
+  GroupSum group_sum = {
+      {shared_address(shared + kExchangeOffset + exchanger * 2 * kExchangeBufferBytes),
+       ring.resident_barrier + 8 + exchanger * 2 * 8,
+       static_cast<int>(rank * kColumnParts + consumer % kColumnParts)}};
   const TileOrder order(e.m, e.n);
   const Share share(consumer);
   const int turn = kPingPong ? consumer : 0;

@@ -10,6 +10,7 @@
 constexpr int kWarpColumns = kWarpN;
 constexpr int kVectorColumns = kBlockN, kVectorThreads = kThreads;
 constexpr bool kPacksAffine = false;
+constexpr int kSpareRegisters = 128;  // no tile was seen to spill
 #include "gemm/norm_epilogue.cuh"
 
 static_assert(kWarpsN % kParts == 0, "a group's warps are in one block");
