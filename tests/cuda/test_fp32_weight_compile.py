@@ -1,4 +1,4 @@
-"""The Hopper kernel that converts W on the way compiles without a GPU: no spills, no stalls."""
+"""The Hopper kernels that convert W or x on the way compile without a GPU: no spills, no stalls."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from epinorm.backends.cuda.fp32.planes import split_shape
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
+    fp32_input_source,
     fp32_weight_source,
     split_and_sample_source,
 )
@@ -18,10 +19,11 @@ from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import (
     SHARED_LIMIT,
     Tile,
+    fp32_input_tiles,
+    fp32_shared_bytes,
     fp32_weight_tiles,
-    stages_of_weight,
+    stages_of_fp32,
 )
-from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_shared_bytes as shared_bytes
 from epinorm.backends.cuda.runtime.jit import Compiled, compiled
 from epinorm.problem import Problem
 
@@ -34,10 +36,12 @@ SMS = 132
 
 
 def check(problem: Problem, tile: Tile, writes_plane: bool = False) -> Compiled:
-    source = fp32_weight_source(hopper_plan.instance_for(problem, tile), writes_plane)
+    instance = hopper_plan.instance_for(problem, tile)
+    make = fp32_weight_source if tile.fp32_weight else fp32_input_source
+    source = make(instance, writes_plane)
     layout = (
-        f"static_assert(kBarrierOffset + kBarrierBytes == {shared_bytes(tile)}, "
-        '"gemm/hopper/fp32_weight.py and the kernel lay it out differently");\n'
+        f"static_assert(kBarrierOffset + kBarrierBytes == {fp32_shared_bytes(instance)}, "
+        '"hopper_tile.py and the kernel lay it out differently");\n'
     )
     result = compiled(dataclasses.replace(source, text=source.text + layout))
     assert (result.spill_bytes, result.stack_bytes) == (0, 0), result.log
@@ -69,11 +73,44 @@ def test_absent_parameters(parameters):
     check(problem_of(kind="high", parameters=parameters), TILES[0])
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.block_m} rows")
+OF_INPUT = [
+    (16, "add_residual", False),
+    (16, "gelu", True),
+    (256, "layer_norm|relu", False),
+    (12, EASY, True),
+    (16, HEAVY, False),
+    (16, HEAVY, True),
+]
+
+
+@pytest.mark.parametrize("channels, chain, training", OF_INPUT)
+def test_converting_x(channels, chain, training):
+    groups = 1 if "layer" in chain else 48
+    problem = problem_of(16384, 768, channels, groups, "high", training, chain)
+    tiles = [tile for tile in hopper_plan.candidates(problem) if tile.fp32_input]
+    assert tiles
+    for tile in tiles:
+        check(problem, tile, training)
+
+
+@pytest.mark.parametrize("tile", TILES + fp32_input_tiles(8, 256), ids=str)
 def test_the_rings_fit_and_one_slot_more_does_not(tile):
     stage = 128 * 256
-    assert shared_bytes(tile) <= SHARED_LIMIT < shared_bytes(tile) + stage
-    assert stages_of_weight(tile) >= 3
+    instance = hopper_plan.instance_for(problem_of(1024, 8192, 16, 512, "high"), tile)
+    assert fp32_shared_bytes(instance) <= SHARED_LIMIT < fp32_shared_bytes(instance) + stage
+    assert stages_of_fp32(instance) >= 3
+
+
+def test_x_is_converted_where_w_has_few_rows():
+    for m, k, n, taken in (
+        (16384, 768, 768, True),
+        (16384, 3072, 768, True),
+        (64, 768, 768, False),
+    ):
+        problem = problem_of(m, k, 16, n // 16, "high", chain="add_residual")
+        tile = hopper_plan.choose_tile(problem, SMS)
+        assert tile is not None
+        assert tile.fp32_input == taken, str(tile)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +137,7 @@ def test_it_is_for_one_plane_of_a_weight_as_it_is():
     problem = problem_of(kind="high")
     for other in (
         hopper_plan.choose_tile(problem, SMS, prepacked=True),
-        hopper_plan.choose_tile(problem, SMS, fp32_weight=False),
+        hopper_plan.choose_tile(problem, SMS, converts=False),
         hopper_plan.choose_tile(problem_of(kind="highest"), SMS),
         hopper_plan.choose_tile(problem_of(kind="bfloat16"), SMS),
         hopper_plan.choose_tile(problem_of(channels=24, groups=256, kind="high"), SMS),

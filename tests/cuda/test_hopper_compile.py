@@ -51,7 +51,7 @@ SHAPES = {
 def source_of(problem: Problem, tile: Tile | None = None) -> KernelSource:
     """The kernel's text; it asserts that it lays out the shared memory that the launch asks for."""
     assert hopper_plan.why_not(problem) is None
-    tile = tile or hopper_plan.choose_tile(problem, SMS, fp32_weight=False)
+    tile = tile or hopper_plan.choose_tile(problem, SMS, converts=False)
     assert tile is not None, problem
     instance = hopper_plan.instance_for(problem, tile)
     source = linear_norm_source(instance)

@@ -25,7 +25,7 @@ from conftest import CHAIN, make_case
 from epinorm.backends.cuda.fp32.norm_planes import DzPlanes
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.backends.cuda.gemm.hopper import product as hopper_product
-from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight
+from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting
 from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
 from epinorm.backends.cuda.gemm.portable import product as portable_product
 from epinorm.backends.cuda.plan.hopper_product import ProductShape
@@ -146,7 +146,7 @@ def weights_converted() -> None:
         # Two tiles for most blocks.
         case = make_product(2 * tile.block_m + 40, 136, 16, 528, "high", training=True)
         case.inputs.weight[5, 7], case.inputs.weight[9, 3] = 1e6, 1e-14
-        found = Fp32Weight(case.problem, tile, leaves=True)(case.inputs)
+        found = Converting(case.problem, tile, leaves=True)(case.inputs)
         torch.cuda.synchronize()
         assert all(bool(t.isfinite().all()) for t in found), tile
         print(f"W converted for {tile.block_m} rows of x: done", flush=True)

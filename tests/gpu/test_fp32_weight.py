@@ -22,7 +22,7 @@ import epinorm
 from epinorm.backends import memo
 from epinorm.backends.cuda.fp32 import kept_planes
 from epinorm.backends.cuda.fp32.planes import Planes, split
-from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight
+from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_tiles
 from epinorm.tools.accuracy import allowed_error, relative_error
@@ -215,7 +215,7 @@ def test_hard_weights(tile, change):
 
 
 def planes_left(case: ProductCase, tile) -> tuple[Planes, Planes]:
-    launch = Fp32Weight(case.problem, tile, leaves=True)
+    launch = Converting(case.problem, tile, leaves=True)
     left = launch(case.inputs).left
     return launch.of_x.planes_in(left.x), launch.of_weight.planes_in(left.weight)
 

@@ -16,6 +16,7 @@ from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.hopper_tile import (
     STEP_BYTES,
     Tile,
+    fp32_input_tiles,
     fp32_weight_tiles,
     largest_stages,
 )
@@ -175,7 +176,9 @@ def _cluster_shapes(problem: Problem) -> Iterator[Tile]:
     """Tiles of blocks that share a group, each block's warpgroups with rows of their own."""
     channels = columns_of(problem)
     elements = problem.chain.operand_kinds.count("element")
-    widest = 192 if elements > 1 or (elements and (problem.keeps_z or problem.chain.returns_sum)) else 256  # or registers spill
+    keeps = problem.keeps_z or problem.chain.returns_sum
+    many = elements > 1 or (elements and keeps) or problem.chain.rounding == "eager"
+    widest = 192 if many else 256  # or registers spill
     for blocks in range(2, LARGEST_CLUSTER + 1):
         width = channels // blocks
         if channels % (8 * blocks) or not 64 <= width <= widest:
@@ -204,22 +207,19 @@ def candidates(problem: Problem) -> Iterator[Tile]:
             yield fitted
             if _may_share_loads(problem, fitted):
                 yield dataclasses.replace(fitted, cluster=2)
-    if _may_convert_weight(problem):
-        yield from fp32_weight_tiles()
+    if _may_convert(problem):
+        channels = columns_of(problem)
+        tiles = fp32_weight_tiles()
+        if tiles[0].block_n % channels == 0 and rows_aligned(problem):
+            yield from tiles
+        elements = problem.chain.operand_kinds.count("element")
+        yield from fp32_input_tiles(math.lcm(channels, 8), 192 if elements > 1 else 256)
 
 
-def _may_convert_weight(problem: Problem) -> bool:
-    """fp32 at `high` throughout, rows that the copy engine can read, groups that divide a tile."""
+def _may_convert(problem: Problem) -> bool:
+    """fp32 at `high` throughout, rows that the copy engine can read."""
     fp32 = problem.dtype == problem.norm_dtype == problem.out_dtype == torch.float32
-    channels = columns_of(problem)
-    tile = fp32_weight_tiles()[0]
-    return (
-        fp32
-        and problem.precision == "high"
-        and problem.k % 4 == 0
-        and tile.block_n % channels == 0
-        and rows_aligned(problem)
-    )
+    return fp32 and problem.precision == "high" and problem.k % 4 == 0
 
 
 def _may_share_loads(problem: Problem, tile: Tile) -> bool:
@@ -258,9 +258,12 @@ def _may_be_tf32(problem: Problem) -> bool:
 
 def _step_cycles(tile: Tile, planes: int) -> float:
     """One step along k: the tensor cores' time or shared memory's."""
-    if tile.fp32_weight:
-        # W as it is goes through shared memory, and out of it once; x's plane twice.
-        both = 2 * 4 * tile.block_n * tile.block_k + 3 * tile.block_m * STEP_BYTES
+    if tile.converts:
+        # What is converted goes through shared memory, and out of it once; the other's plane twice.
+        fp32, plane = tile.block_n, tile.block_m
+        if tile.fp32_input:
+            fp32, plane = plane, fp32
+        both = 2 * 4 * fp32 * tile.block_k + 3 * plane * STEP_BYTES
         tensor = tile.block_m * tile.block_n / 32
         return max(tensor, both / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP_OF_FP32)
     products = 3 if planes == 2 else 1
@@ -302,8 +305,9 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
         total = START + rounds * (products + epilogue + BETWEEN_TILES)
     itemsize = planes * tile.element_bytes
     moved = (problem.m + problem.n) * problem.k * itemsize
-    if tile.fp32_weight:
-        moved += problem.n * problem.k * (4 if problem.training else 2)  # fp32, and a plane
+    if tile.converts:
+        converted = problem.n if tile.fp32_weight else problem.m
+        moved += converted * problem.k * (4 if problem.training else 2)  # fp32, and a plane
     elements = 1 + problem.chain.operand_kinds.count("element")
     moved += elements * problem.m * problem.n * problem.out_dtype.itemsize
     if problem.matrix_dtype is not None:
@@ -318,12 +322,14 @@ def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
     """The conversion of x, and of W where it is not prepacked, and what surrounds it."""
     if problem.dtype != torch.float32 or tile.tf32:
         return 0.0
-    converted = 0 if prepacked or tile.fp32_weight else problem.n
-    moved = (problem.m + converted) * problem.k * (4 + 2 * planes_of(problem))
-    if tile.fp32_weight:
-        moved += problem.n * min(problem.k * 4, SAMPLE_BYTES)
+    of_x = 0 if tile.fp32_input else problem.m
+    of_w = 0 if prepacked or tile.fp32_weight else problem.n
+    moved = (of_x + of_w) * problem.k * (4 + 2 * planes_of(problem))
+    if tile.converts:
+        sampled = problem.n if tile.fp32_weight else problem.m
+        moved += sampled * min(problem.k * 4, SAMPLE_BYTES)
     launches = 2 * LAUNCH_MICROSECONDS * CYCLES_PER_MICROSECOND
-    launches += FP32_WEIGHT_LAUNCH * CYCLES_PER_MICROSECOND * tile.fp32_weight
+    launches += FP32_WEIGHT_LAUNCH * CYCLES_PER_MICROSECOND * tile.converts
     return launches + moved / MEMORY_BYTES_PER_CYCLE
 
 
@@ -335,25 +341,25 @@ def cycles(problem: Problem, tile: Tile, sms: int, prepacked: bool = False) -> f
 
 @memo(4096)
 def choose_tile(
-    problem: Problem, sms: int, prepacked: bool = False, fp32_weight: bool = True
+    problem: Problem, sms: int, prepacked: bool = False, converts: bool = True
 ) -> Tile | None:
     """The tile that was measured fastest, else that of the least estimated time; None if none fits.
 
-    fp32_weight: W may be converted on the way; it is not where it is prepacked. `epinorm tune`
+    converts: W or x may be converted on the way; neither is where W is prepacked. `epinorm tune`
     clears what is kept here.
     """
-    converts = fp32_weight and not prepacked
+    converts = converts and not prepacked
     # It measures with conversions of W, and they are what decides whether TF32 is faster.
     if not (prepacked and problem.precision == "high"):
         remembered = tuned.choice(problem, candidates)
         tile = None if remembered is None else remembered.tile
-        if tile is not None and (converts or not tile.fp32_weight):
+        if tile is not None and (converts or not tile.converts):
             return tile
     channels = columns_of(problem)
     key = (planes_of(problem), channels, problem.m, problem.k, problem.n)
     if key in MEASURED:
         return _fitted(problem, MEASURED[key])
-    tiles = [tile for tile in candidates(problem) if converts or not tile.fp32_weight]
+    tiles = [tile for tile in candidates(problem) if converts or not tile.converts]
     if not tiles:
         return None
     return min(tiles, key=lambda tile: cycles(problem, tile, sms, prepacked))

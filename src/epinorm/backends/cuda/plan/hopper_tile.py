@@ -14,13 +14,14 @@ __all__ = [
     "STEP_BYTES",
     "WARPGROUP",
     "Tile",
-    "fp32_weight_shared_bytes",
+    "fp32_input_tiles",
+    "fp32_shared_bytes",
     "fp32_weight_tiles",
     "largest_stages",
     "product_shared_bytes",
     "shared_bytes",
     "stage_bytes",
-    "stages_of_weight",
+    "stages_of_fp32",
 ]
 
 STEP_BYTES = 128
@@ -45,7 +46,7 @@ class Tile:
     statistics. resident_steps: steps of B, where it is one column tile, that stay in shared memory;
     0: B goes through the ring. consumers: warpgroups that multiply; more than two take turns at
     small tiles. fp32_weight: by `hopper_fp32_weight.cu`, which converts W on the way; stages are of
-    x's ring.
+    x's ring. fp32_input: by `hopper_fp32_input.cu`, which converts x; stages are of W's ring.
     """
 
     block_m: int
@@ -62,12 +63,18 @@ class Tile:
     resident_steps: int = 0
     consumers: int = 2
     fp32_weight: bool = False
+    fp32_input: bool = False
 
     def __str__(self) -> str:
         order = "pingpong" if self.ping_pong else "cooperative"
         text = f"{self.block_m} x {self.block_n}, {self.stages} stages, {order}"
         text += f", cluster of {self.cluster_blocks}" * (self.cluster_blocks > 1)
         return text + ", W in shared memory" * (self.resident_steps > 0) + ", TF32" * self.tf32
+
+    @property
+    def converts(self) -> bool:
+        """fp32 on the way: W or x."""
+        return self.fp32_weight or self.fp32_input
 
     @property
     def threads(self) -> int:
@@ -143,8 +150,8 @@ def largest_stages(instance: Instance[Tile]) -> int:
 
 
 BLOCK_N = 128
-STAGE_BYTES_OF_WEIGHT = BLOCK_N * 2 * STEP_BYTES
-"""64 columns of fp32, for as many halves of x's rows."""
+STAGE_BYTES_OF_FP32 = BLOCK_N * 2 * STEP_BYTES
+"""64 columns of fp32, for as many halves of the other matrix's rows."""
 _VERDICT_BYTES = 16
 
 
@@ -154,15 +161,35 @@ def fp32_weight_tiles() -> list[Tile]:
     return [Tile(m, BLOCK_N, 4, ping_pong=False, group=4, fp32_weight=True) for m in (128, 256)]
 
 
-def stages_of_weight(tile: Tile) -> int:
-    """Slots of W's ring: as many as fit beside x's."""
+def fp32_input_tiles(unit: int, widest: int) -> list[Tile]:
+    """128 rows of x by columns of y, multiples of ``unit`` up to ``widest``."""
+    widths = [width for width in (256, 192, 128) if width % unit == 0 and width <= widest]
+    return [Tile(BLOCK_N, n, 3, ping_pong=False, group=8, fp32_input=True) for n in widths]
+
+
+def _besides_rings(instance: Instance[Tile]) -> int:
+    """Bytes for the verdict and, where x is converted, for what the epilogue needs."""
+    tile = instance.tile
+    if tile.fp32_weight:
+        return _VERDICT_BYTES
+    return _VERDICT_BYTES + 2 * (_STORE_BYTES + vectors(instance) * tile.block_n * 4)
+
+
+def _plane_stage_bytes(tile: Tile) -> int:
+    return (tile.block_m if tile.fp32_weight else tile.block_n) * STEP_BYTES
+
+
+def stages_of_fp32(instance: Instance[Tile]) -> int:
+    """Slots of the fp32 matrix's ring: as many as fit beside the plane's."""
+    tile = instance.tile
     barriers = 16  # of a slot of either ring, and the verdict's and the epilogue's
-    left = SHARED_LIMIT - tile.stages * (tile.block_m * STEP_BYTES + barriers)
-    return (left - barriers - _VERDICT_BYTES) // (STAGE_BYTES_OF_WEIGHT + barriers)
+    left = SHARED_LIMIT - tile.stages * (_plane_stage_bytes(tile) + barriers)
+    left -= barriers + _besides_rings(instance)
+    return left // (STAGE_BYTES_OF_FP32 + barriers)
 
 
-def fp32_weight_shared_bytes(tile: Tile) -> int:
-    """Dynamic shared memory of a block, as `hopper_fp32_weight.cu` lays it out."""
-    stages = stages_of_weight(tile)
-    rings = stages * STAGE_BYTES_OF_WEIGHT + tile.stages * tile.block_m * STEP_BYTES
-    return rings + _VERDICT_BYTES + (stages + tile.stages + 1) * 16
+def fp32_shared_bytes(instance: Instance[Tile]) -> int:
+    """Dynamic shared memory of a block, as the kernels that convert on the way lay it out."""
+    tile, stages = instance.tile, stages_of_fp32(instance)
+    rings = stages * STAGE_BYTES_OF_FP32 + tile.stages * _plane_stage_bytes(tile)
+    return rings + _besides_rings(instance) + (stages + tile.stages + 1) * 16

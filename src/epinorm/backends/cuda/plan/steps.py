@@ -105,8 +105,8 @@ class _Forward:
         problem = self.problem
         tile, why = _tile(problem, core)
         direct = problem.dtype != torch.float32 or (isinstance(tile, Tile) and tile.tf32)
-        if isinstance(tile, Tile) and tile.fp32_weight:
-            self._fp32_weight(tile, why)
+        if isinstance(tile, Tile) and tile.converts:
+            self._converts(tile, why)
         elif direct:
             name = "portable_linear_norm" if core == "portable" else "linear_norm"
             otherwise = "copies of x or W first, where their rows are not aligned to 16 bytes"
@@ -145,19 +145,28 @@ class _Forward:
         self.steps.append(Step(kernel, self.y, why, tile))
         self.steps.append(Step("rescue", self.y, _GUARD))
 
-    def _fp32_weight(self, tile: Tile, why: str) -> None:
+    def _converts(self, tile: Tile, why: str) -> None:
         problem = self.problem
         of_x = PlaneLayout(1, problem.k, problem.m, 0)
         of_w = PlaneLayout(1, problem.k, problem.n, 0)
         leaves = self._leaves("hopper")
-        makes = "x's plane, scales of W"
-        self.steps.append(Step("split_and_sample", makes, "W is converted in the product"))
-        otherwise = "by planes of x and W, where the copy engine cannot read W's rows"
-        self.steps.append(Step("linear_norm_fp32_weight", self.y, why, tile, otherwise))
+        plane, converted, rows = "x", "W", problem.m
+        if tile.fp32_input:
+            plane, converted, rows = "W", "x", problem.n
+        makes, reason = (
+            f"{plane}'s plane, scales of {converted}",
+            f"{converted} is converted in the product",
+        )
+        self.steps.append(Step("split_and_sample", makes, reason))
+        otherwise = f"by planes of x and W, where the copy engine cannot read {converted}'s rows"
+        kernel = "linear_norm_fp32_input" if tile.fp32_input else "linear_norm_fp32_weight"
+        self.steps.append(Step(kernel, self.y, why, tile, otherwise))
         self.steps.append(Step("rescue", self.y, _GUARD))
         first, last = "split_and_sample", "rescue"
-        ordered = problem.m * -(-problem.k // 32) * 64
-        self.scratch.append(Buffer("x's plane in the order of fragments", ordered, first, last))
+        ordered = rows * -(-problem.k // 32) * 64
+        self.scratch.append(
+            Buffer(f"{plane}'s plane in the order of fragments", ordered, first, last)
+        )
         if leaves:
             self._save("W's planes", of_w.nbytes, "dX")
             self._save("x's planes", of_x.nbytes, "dW")

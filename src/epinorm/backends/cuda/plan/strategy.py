@@ -95,7 +95,7 @@ def _auto(problem: Problem) -> Plan:
     if core == "hopper":
         remembered = tuned.choice(problem, hopper_plan.candidates)
         tile = None if remembered is None else remembered.tile
-        converts = tile is not None and tile.fp32_weight  # nothing is left to, if prepacked
+        converts = tile is not None and tile.converts  # nothing is left to, if prepacked
         if remembered is not None and not (converts and problem.prepacked):
             measured = (
                 f"`epinorm tune` measured it fastest here, at {remembered.microseconds:.1f} us"
@@ -203,27 +203,28 @@ def _why_not_guarded(problem: Problem) -> str | None:
 
 
 def _tile_text(problem: Problem, core: Core) -> str:
-    kind, rows, columns, tf32, fp32_weight = _tile_facts(problem, core)
+    kind, rows, columns, tf32, converted = _tile_facts(problem, core)
     operands = ""
     if problem.dtype == torch.float32:
         count = hopper_plan.planes_of(problem)
         planes = "two fp16 planes" if count == 2 else "one fp16 plane"
         operands = ", as TF32" if tf32 else f", as {planes}"
-        operands += ", the weight's made on the way" * fp32_weight
+        operands += f", {converted} made on the way" if converted else ""
     return f"one kernel{operands}, tiles of {rows} x {columns}, {kind}"
 
 
-def _tile_facts(problem: Problem, core: Core) -> tuple[str, int, int, bool, bool]:
-    """What multiplies, a tile's rows and columns, whether it is TF32, and whether the weight is
-    converted on the way."""
+def _tile_facts(problem: Problem, core: Core) -> tuple[str, int, int, bool, str]:
+    """What multiplies, a tile's rows and columns, whether it is TF32, and whose plane is made on
+    the way."""
     if core == "portable":
         portable = portable_plan.choose_tile(problem, gpu_of(problem.device))
         assert portable is not None
-        return "the portable core (mma.sync)", portable.block_m, portable.block_n, False, False
+        return "the portable core (mma.sync)", portable.block_m, portable.block_n, False, ""
     tile = hopper_plan.choose_tile(problem, sm_count(problem.device), problem.prepacked)
     assert tile is not None
     kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
-    return kind, tile.block_m, tile.block_n, tile.tf32, tile.fp32_weight
+    converted = "the weight's" if tile.fp32_weight else "the input's" if tile.fp32_input else ""
+    return kind, tile.block_m, tile.block_n, tile.tf32, converted
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,10 @@ def _choice(entry: Any) -> Choice:
 def _tile(fields: Any) -> Tile:
     if not isinstance(fields, dict):
         raise ValueError(f"{fields!r} is not a tile")
-    fields = {"fp32_weight": False} | fields  # of a table from before there was such a tile
+    fields = {
+        "fp32_weight": False,
+        "fp32_input": False,
+    } | fields  # of a table from before there was such a tile
     if set(fields) != set(_FIELD_TYPES):
         raise ValueError(f"{fields!r} is not a tile")
     for name, value in fields.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, room_for
 from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
-from epinorm.backends.cuda.gemm.hopper.fp32_forward import Fp32Weight, readable
+from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting, readable
 from epinorm.backends.cuda.gemm.hopper.launch import Launch
 from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
@@ -133,13 +133,13 @@ def _keeping(problem: Problem, ordinary: _Launch) -> _Leaving | None:
         return None
     if not planes_taken(problem, True, True)[0]:
         return None
-    if isinstance(ordinary, _Fp32Weight):
-        return _Fp32Weight(problem, ordinary.tile, leaves=True)
+    if isinstance(ordinary, _Converting):
+        return _Converting(problem, ordinary.tile, leaves=True)
     return _Split(problem, ordinary.tile, prepacked=True)
 
 
-def _launch_of(problem: Problem, prepacked: bool, fp32_weight: bool = True) -> _Launch:
-    tile = choose_tile(problem, sm_count(problem.device), prepacked, fp32_weight)
+def _launch_of(problem: Problem, prepacked: bool, converts: bool = True) -> _Launch:
+    tile = choose_tile(problem, sm_count(problem.device), prepacked, converts)
     if tile is None:
         raise RuntimeError(f"no tile of the Hopper kernel fits {problem}")
     return launch_with(problem, tile, prepacked)
@@ -147,14 +147,14 @@ def _launch_of(problem: Problem, prepacked: bool, fp32_weight: bool = True) -> _
 
 def launch_with(problem: Problem, tile: Tile, prepacked: bool = False) -> _Launch:
     """A function from ``Inputs`` to ``Forward``, by the kernel with this tile."""
-    if tile.fp32_weight:
-        return _Fp32Weight(problem, tile)
+    if tile.converts:
+        return _Converting(problem, tile)
     scaled = problem.dtype == torch.float32 and not tile.tf32
     return _Split(problem, tile, prepacked) if scaled else _Direct(problem, tile)
 
 
-class _Fp32Weight(Fp32Weight):
-    """Converts W on the way; as planes where the copy engine cannot read it."""
+class _Converting(Converting):
+    """Converts W or x on the way; as planes where the copy engine cannot read it."""
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
         run = super().bind(x_stride, w_stride, y_size)
@@ -162,10 +162,13 @@ class _Fp32Weight(Fp32Weight):
 
         def run_where_readable(x: Tensor, weight: Tensor, *more: Any) -> Forward:
             nonlocal otherwise
-            if readable(weight.data_ptr(), w_stride):
+            at = (
+                (weight.data_ptr(), w_stride) if self.tile.fp32_weight else (x.data_ptr(), x_stride)
+            )
+            if readable(*at):
                 return run(x, weight, *more)
             if otherwise is None:
-                split = _launch_of(self.problem, False, fp32_weight=False)
+                split = _launch_of(self.problem, False, converts=False)
                 otherwise = split.bind(x_stride, w_stride, y_size)
             return otherwise(x, weight, *more)
 
@@ -374,4 +377,4 @@ def _readable(matrix: Tensor) -> Tensor:
     return matrix
 
 
-_Launch = _Direct | _Split | _Fp32Weight
+_Launch = _Direct | _Split | _Converting

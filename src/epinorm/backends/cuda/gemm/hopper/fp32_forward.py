@@ -1,7 +1,8 @@
-"""The launches of `hopper_fp32_weight.cu`: fp32 at `high` without a pass that makes a plane of W.
+"""The launches of `hopper_fp32_weight.cu` and `hopper_fp32_input.cu`: fp32 at `high` without a pass
+that makes a plane of W, or of x.
 
-Three: x becomes a plane while the scales of W's rows are estimated, the product with the chain in
-its epilogue, and the range guard (rescue.py).
+Three: the other matrix becomes a plane while the scales of this one's rows are estimated, the
+product with the chain in its epilogue, and the range guard (rescue.py).
 """
 
 from __future__ import annotations
@@ -16,35 +17,37 @@ from epinorm.backends.cuda.fp32.planes import ORDERED_MULTIPLE, VECTOR_BYTES, sp
 from epinorm.backends.cuda.fp32.planes import THREADS as SPLIT_THREADS
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
+    fp32_input_source,
     fp32_weight_source,
     split_and_sample_source,
 )
 from epinorm.backends.cuda.gemm.hopper.launch import Launch
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
-from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile
-from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_shared_bytes as shared_bytes
+from epinorm.backends.cuda.plan.hopper_tile import BLOCK_N, STEP_BYTES, Tile, fp32_shared_bytes
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.problem import Forward, Inputs, Problem, StepForward
 
-__all__ = ["Fp32Weight", "readable"]
+__all__ = ["Converting", "readable"]
 
 SIGNATURE = "mm" + "ppppp" + "ppp" + "plpppp" + "iiii"
-"""Maps of x and W; y, z, bias, gamma, beta; x's scale, mean, rstd; W and its row stride, scale,
-flags, spoilt columns, plane; m, n, k, the plane's columns."""
+"""Maps of the plane and of the converted matrix; y, z, bias, gamma, beta; the plane's scale, mean,
+rstd; the converted matrix and its row stride, scale, flags, spoilt columns, plane; m, n, k, the
+plane's columns."""
 PREPARING_SIGNATURE = "pl" + "ppppp" + "pl" + "ppp" + "iiii"
-"""x and its row stride; plane, ordered plane, scale, flags, spoilt columns; W and its row stride,
-scale, flags, spoilt columns; m, n, k, the plane's columns."""
+"""The matrix that becomes a plane and its row stride; plane, ordered plane, scale, flags, spoilt
+columns; the converted one and its row stride, scale, flags, spoilt columns; the rows of either, k,
+the plane's columns."""
 
 
-def readable(w_at: int, w_stride: int) -> bool:
-    """Can the copy engine read W's rows from this address, so many numbers apart?"""
-    return not (w_at | w_stride * 4) % VECTOR_BYTES
+def readable(at: int, stride: int) -> bool:
+    """Can the copy engine read fp32 rows from this address, so many numbers apart?"""
+    return not (at | stride * 4) % VECTOR_BYTES
 
 
-class Fp32Weight(Launch):
+class Converting(Launch):
     """One problem's launches; ``leaves``: x's and W's planes, for the backward pass."""
 
     def __init__(self, problem: Problem, tile: Tile, leaves: bool = False) -> None:
@@ -59,7 +62,9 @@ class Fp32Weight(Launch):
         nbytes_weight = self.of_weight.nbytes - self.missing[1]
         self.new_x = new_tensor((nbytes_x,), torch.uint8, device)
         self.new_weight = new_tensor((nbytes_weight,), torch.uint8, device)
-        self.new_ordered = new_tensor((m, self.ordered), torch.float16, device)
+        # Rows of the matrix that becomes a plane, and of the one that is converted on the way.
+        self.rows = (m, n) if tile.fp32_weight else (n, m)
+        self.new_ordered = new_tensor((self.rows[0], self.ordered), torch.float16, device)
         self.kernels: dict[bool, tuple[Callable[..., None], Callable[..., None]]] = {}
         if m:
             self.launch = self._prepare()
@@ -76,10 +81,11 @@ class Fp32Weight(Launch):
 
     def _prepare(self) -> Callable[..., None]:
         problem, tile = self.problem, self.tile
-        dynamic = shared_bytes(tile)
-        source = fp32_weight_source(instance_for(problem, tile), self.leaves)
+        instance = instance_for(problem, tile)
+        dynamic = fp32_shared_bytes(instance)
+        make = fp32_weight_source if tile.fp32_weight else fp32_input_source
         tiles = -(-problem.m // tile.block_m) * -(-problem.n // tile.block_n)
-        return load(source, problem.device, dynamic).prepare(
+        return load(make(instance, self.leaves), problem.device, dynamic).prepare(
             SIGNATURE + self.chain_signature,
             persistent_blocks(tiles, sm_count(problem.device)),
             tile.threads,
@@ -88,11 +94,13 @@ class Fp32Weight(Launch):
         )
 
     def _load(self, aligned: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Of the kernel before the product and the one behind; aligned: x is, as W must be."""
+        """Of the kernel before the product and the one behind; aligned: the matrix that becomes a
+        plane is, as the other must be."""
         problem, device = self.problem, self.problem.device
-        shape = split_shape(problem.m, problem.k, sm_count(device))
+        of_plane, converted = self.rows
+        shape = split_shape(of_plane, problem.k, sm_count(device))
         source = split_and_sample_source(problem.k, aligned, shape, self.leaves)
-        blocks = -(-problem.m // shape.block_rows) + -(-problem.n // (SPLIT_THREADS // 32))
+        blocks = -(-of_plane // shape.block_rows) + -(-converted // (SPLIT_THREADS // 32))
         kernel = load(source, device)
         convert = kernel.prepare(PREPARING_SIGNATURE, blocks, SPLIT_THREADS, dependent=True)
         found = convert, rescue_launch(problem, aligned, flags_late=True)
@@ -100,13 +108,13 @@ class Fp32Weight(Launch):
         return found
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
-        """As ``Launch.bind``, for a W that is ``readable``."""
+        """As ``Launch.bind``, for a converted matrix that is ``readable``."""
         outputs, launch, maps, kernels = self.outputs(y_size), self.launch, self.maps, self.kernels
         new_x, new_ordered, new_weight = self.new_x, self.new_ordered, self.new_weight
-        of_x, of_weight, sizes = self.of_x, self.of_weight, self.sizes
+        of_x, of_weight, sizes, rows = self.of_x, self.of_weight, self.sizes, self.rows
         missing_x, missing_weight = self.missing
         numbers = (*sizes, of_x.padded)
-        leaves, chain_arguments = self.leaves, self.constants
+        leaves, chain_arguments, of_input = self.leaves, self.constants, self.tile.fp32_input
 
         def run(
             x: Tensor,
@@ -119,35 +127,39 @@ class Fp32Weight(Launch):
         ) -> Forward:
             out, numbers_of_chain = outputs(), chain_arguments(constants)
             of_rows, of_columns, ordered = new_x(), new_weight(), new_ordered()
-            x_at, w_at, ordered_at = x.data_ptr(), w.data_ptr(), ordered.data_ptr()
-            x_plane, w_plane = (
-                of_rows.data_ptr() - missing_x,
-                of_columns.data_ptr() - missing_weight,
-            )
-            scale, flags = x_plane + of_x.scale, x_plane + of_x.flags
-            w_flags = w_plane + of_weight.flags
-            of_w = w_plane + of_weight.scale, w_flags, w_plane + of_weight.spoilt
-            matrices = x_at, x_stride, w_at, w_stride
-            aligned = not (x_at | x_stride * 4) % VECTOR_BYTES
+            x_plane = of_rows.data_ptr() - missing_x
+            w_plane = of_columns.data_ptr() - missing_weight
+            first = (x, x_stride, x_plane, of_x)
+            second = (w, w_stride, w_plane, of_weight)
+            if of_input:
+                first, second = second, first
+            plain, plain_stride, plane, of_plain = first
+            fp32, stride, own_plane, of_fp32 = second
+            plain_at, fp32_at, ordered_at = plain.data_ptr(), fp32.data_ptr(), ordered.data_ptr()
+            scale, flags = plane + of_plain.scale, plane + of_plain.flags
+            own = own_plane + of_fp32.scale, own_plane + of_fp32.flags, own_plane + of_fp32.spoilt
+            aligned = not (plain_at | plain_stride * 4) % VECTOR_BYTES
             convert, guard = kernels.get(aligned) or self._load(aligned)
             convert(
-                x_at, x_stride, x_plane, ordered_at, scale, flags, x_plane + of_x.spoilt,
-                w_at, w_stride, *of_w, *numbers,
+                plain_at, plain_stride, plane, ordered_at, scale, flags, plane + of_plain.spoilt,
+                fp32_at, stride, *own, *rows, *numbers[2:],
             )  # fmt: skip
-            key = ordered_at, w_at, w_stride
-            found = maps.get(key) or self._new_maps(key, ordered, w)
+            key = ordered_at, fp32_at, stride
+            found = maps.get(key) or self._new_maps(key, ordered, fp32)
             parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = out.addresses
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(
                 *found, y, z, *parameters, scale, mean, rstd,
-                w_at, w_stride, *of_w, w_plane, *numbers,
+                fp32_at, stride, *own, own_plane, *numbers,
                 *[operand.data_ptr() for operand in dense], *numbers_of_chain,
             )  # fmt: skip
             given = matrix_arguments(operands)[0] if operands else ()
             guard(
-                *matrices, *parameters, flags, w_flags, *targets, *sizes, *given, *numbers_of_chain
-            )
+                x.data_ptr(), x_stride, w.data_ptr(), w_stride, *parameters,
+                x_plane + of_x.flags, w_plane + of_weight.flags,
+                *targets, *sizes, *given, *numbers_of_chain,
+            )  # fmt: skip
             if not leaves:
                 return out
             more = StepForward._make(out)
@@ -156,7 +168,8 @@ class Fp32Weight(Launch):
 
         return run if self.problem.m else lambda *_: outputs()
 
-    def _new_maps(self, key: tuple[int, ...], ordered: Tensor, w: Tensor) -> tuple[bytes, ...]:
+    def _new_maps(self, key: tuple[int, ...], ordered: Tensor, fp32: Tensor) -> tuple[bytes, ...]:
         tile = self.tile
-        of_w = w, tile.block_n, STEP_BYTES // 4
-        return self.keep_maps(key, [(ordered, tile.block_m, tile.block_k), of_w])
+        rows = tile.block_m if tile.fp32_weight else tile.block_n
+        of_fp32 = fp32, BLOCK_N, STEP_BYTES // 4
+        return self.keep_maps(key, [(ordered, rows, tile.block_k), of_fp32])

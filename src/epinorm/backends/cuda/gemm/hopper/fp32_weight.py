@@ -1,7 +1,8 @@
-"""The Hopper kernel that reads W as fp32 and converts it on the way: its instances.
+"""The Hopper kernels that read W or x as fp32 and convert it on the way: their instances.
 
-One plane alone (`high`). `hopper_fp32_weight.cu` says how it works, `plan/hopper.py` when it is
-taken: where x has so few rows that a pass which makes a plane of W costs more.
+One plane alone (`high`). `hopper_fp32_weight.cu` and `hopper_fp32_input.cu` say how they work,
+`plan/hopper.py` when they are taken: where the other matrix has so few rows that a pass which makes
+a plane of this one costs more.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from epinorm.backends.cuda.gemm.hopper.text import ARCH
 from epinorm.backends.cuda.plan.hopper_tile import (
     BLOCK_N,
     Tile,
-    stages_of_weight,
+    stages_of_fp32,
 )
 from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.instance import Instance, constants, epilogue_prelude
 from epinorm.backends.cuda.text.source import kernel_text
 
 __all__ = [
+    "fp32_input_source",
     "fp32_weight_source",
     "split_and_sample_source",
 ]
@@ -28,22 +30,36 @@ def fp32_weight_source(instance: Instance[Tile], writes_plane: bool) -> KernelSo
 
     writes_plane: W's plane is kept for the backward pass.
     """
+    prelude = _prelude(instance, instance.tile.block_m, writes_plane)
+    prelude += constants({"kLendsRing": True})
+    text = kernel_text("gemm/hopper/hopper_fp32_weight.cu", prelude)
+    return KernelSource("linear_norm_fp32_weight", text, ARCH)
+
+
+def fp32_input_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:
+    """The same of the kernel that converts x on the way; writes_plane: x's plane is kept."""
+    prelude = _prelude(instance, instance.tile.block_n, writes_plane)
+    prelude += constants({"kLendsRing": False, "kAlignedRows": instance.aligned_rows})
+    text = kernel_text("gemm/hopper/hopper_fp32_input.cu", prelude)
+    return KernelSource("linear_norm_fp32_input", text, ARCH)
+
+
+def _prelude(instance: Instance[Tile], plane_rows: int, writes_plane: bool) -> str:
+    """plane_rows: of a tile, of the matrix that is a plane."""
     tile = instance.tile
-    prelude = constants(
+    numbers = constants(
         {
             "kBlockN": BLOCK_N,
-            "kBlockM": tile.block_m,
-            "kStagesW": stages_of_weight(tile),
+            "kBlockM": plane_rows,
+            "kStagesW": stages_of_fp32(instance),
             "kStagesX": tile.stages,
             "kTileGroup": tile.group,
             "kWritesPlane": writes_plane,
             "kPlanes": 1,
         }
     )
-    prelude += f"constexpr float kTolerance = {TOLERANCE[1]};\n"
-    prelude += _wgmma_text(tile.block_m) + epilogue_prelude(instance)
-    text = kernel_text("gemm/hopper/hopper_fp32_weight.cu", prelude)
-    return KernelSource("linear_norm_fp32_weight", text, ARCH)
+    numbers += f"constexpr float kTolerance = {TOLERANCE[1]};\n"
+    return numbers + _wgmma_text(plane_rows) + epilogue_prelude(instance)
 
 
 def _wgmma_text(columns: int) -> str:

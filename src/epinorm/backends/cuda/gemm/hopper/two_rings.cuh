@@ -1,7 +1,8 @@
 // The rings of hopper_fp32_weight.cu: W goes through one as fp32, x through another as a plane of fp16.
-// Two threads load, one each. x's ring is lent to the epilogue at a tile's end, while W's is filled on.
+// Two threads load, one each. x's ring is lent to the epilogue at a tile's end (kLendsRing), while W's is
+// filled on.
 //
-// The prelude defines kBlockN, the rows of W of a tile, and kBlockM, those of x; kStagesW, kStagesX;
+// The prelude defines kBlockN, the rows of W of a tile, and kBlockM, those of x; kStagesW, kStagesX; kLendsRing;
 // kTileGroup (TileOrder).
 #pragma once
 #include "common/hopper_barrier.cuh"
@@ -128,6 +129,6 @@ __device__ __forceinline__ void load_x(const Rings& rings, const TensorMap* x,
         tma_load(rings.x(slot.stage), x, full, step * kStepK, row);
       }
     } while (wait_for_verdict(rings, again, parity));
-    barrier_wait(rings.returned(), returned);
+    if (kLendsRing) barrier_wait(rings.returned(), returned);
   }
 }
