@@ -29,7 +29,7 @@ from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting
 from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
 from epinorm.backends.cuda.gemm.portable import product as portable_product
 from epinorm.backends.cuda.plan.hopper_product import ProductShape
-from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_tiles
+from epinorm.backends.cuda.plan.hopper_tile import fp32_input_tiles, fp32_weight_tiles
 from epinorm.chain import Rounding
 from epinorm.problem import Strategy, Wanted
 
@@ -142,14 +142,16 @@ def hopper_kernels() -> None:
 
 def weights_converted() -> None:
     """On the way into the product, and left as planes; a scale is corrected, an element noted."""
-    for tile in fp32_weight_tiles():
+    for tile in (*fp32_weight_tiles(), *fp32_input_tiles(8, 256)[:1]):
         # Two tiles for most blocks.
-        case = make_product(2 * tile.block_m + 40, 136, 16, 528, "high", training=True)
-        case.inputs.weight[5, 7], case.inputs.weight[9, 3] = 1e6, 1e-14
+        rows = 2 * tile.block_m + 40 if tile.fp32_weight else 1000
+        case = make_product(rows, 136, 16, 528, "high", training=True)
+        matrix = case.inputs.weight if tile.fp32_weight else case.inputs.x
+        matrix[5, 7], matrix[9, 3] = 1e6, 1e-14
         found = Converting(case.problem, tile, leaves=True)(case.inputs)
         torch.cuda.synchronize()
         assert all(bool(t.isfinite().all()) for t in found), tile
-        print(f"W converted for {tile.block_m} rows of x: done", flush=True)
+        print(f"converted on the way by {tile}: done", flush=True)
 
 
 def cluster_kernels() -> None:

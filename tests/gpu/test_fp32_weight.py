@@ -1,4 +1,4 @@
-"""The Hopper kernel that converts W on the way: values, planes left, flags, scales corrected.
+"""The Hopper kernels that convert W or x on the way: values, planes left, flags, scales corrected.
 
 Yardsticks as in test_hopper.py. What the range guard computes again has fp32's error, so results
 with flags are compared as any other.
@@ -24,7 +24,7 @@ from epinorm.backends.cuda.fp32 import kept_planes
 from epinorm.backends.cuda.fp32.planes import Planes, split
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting
 from epinorm.backends.cuda.plan import hopper as hopper_plan
-from epinorm.backends.cuda.plan.hopper_tile import fp32_weight_tiles
+from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_input_tiles, fp32_weight_tiles
 from epinorm.tools.accuracy import allowed_error, relative_error
 
 pytestmark = pytest.mark.skipif(
@@ -32,11 +32,11 @@ pytestmark = pytest.mark.skipif(
     reason="needs a Hopper GPU",
 )
 
-SMALL, LARGE = fp32_weight_tiles()
+TILES = [*fp32_weight_tiles(), *fp32_input_tiles(128, 256)]
 HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
 
 
-@pytest.fixture(params=[SMALL, LARGE], ids=["128 rows", "256 rows"])
+@pytest.fixture(params=TILES, ids=[f"{t.block_m}x{t.block_n}" for t in TILES])
 def tile(request):
     with forced_tile(request.param):
         yield request.param
@@ -44,6 +44,15 @@ def tile(request):
 
 def make(m: int = 300, k: int = 520, channels: int = 16, groups: int = 24, **more) -> ProductCase:
     return make_product(m, k, channels, groups, "high", training=True, **more)
+
+
+def converted(case: ProductCase, tile: Tile) -> Tensor:
+    """The matrix that the kernel reads as fp32; the other is a plane."""
+    return case.inputs.weight if tile.fp32_weight else case.inputs.x
+
+
+def plain(case: ProductCase, tile: Tile) -> Tensor:
+    return case.inputs.x if tile.fp32_weight else case.inputs.weight
 
 
 # ---- values ----
@@ -91,11 +100,11 @@ def test_parameters_that_are_not_there(tile, present):
 def test_more_tiles_than_blocks(tile):
     """A block's second tile: rings and barriers go on, scales are corrected in both."""
     case = make(m=tile.block_m * 2 + 88, k=132, groups=8448 // 16)
-    w = case.inputs.weight
-    w[5, 7] = w[-3, 100] = w[4000, 131] = 1e4
+    w = converted(case, tile)
+    w[5, 7] = w[-3, 100] = w[w.shape[0] // 2, 131] = 1e4
     case.check()
-    x, planes = planes_left(case, tile)
-    assert torch.equal(bits(x.hi), bits(split(case.inputs.x, 1).hi))
+    other, planes = planes_left(case, tile)
+    assert torch.equal(bits(other.hi), bits(split(plain(case, tile), 1).hi))
     found = planes.hi[:, :132].double() * planes.scale.double()[:, None]
     error = (found - w.double()).norm(dim=1) / w.double().norm(dim=1)
     assert error[planes.flags == 0].max() < 2.0**-11
@@ -115,7 +124,7 @@ def test_rows_with_a_stride(tile):
 
 @pytest.mark.parametrize("of", ["x", "weight"])
 def test_rows_off_16_bytes(tile, of):
-    """x is read number by number, and W becomes a plane first."""
+    """One is read number by number; the one to be converted becomes a plane first."""
     case = make()
     matrix = getattr(case.inputs, of)
     off = torch.empty(matrix.numel() + 1, device="cuda")[1:].view(matrix.shape).copy_(matrix)
@@ -123,7 +132,7 @@ def test_rows_off_16_bytes(tile, of):
     case.check()
 
 
-# ---- hard weights ----
+# ---- hard matrices ----
 
 
 def outliers(w: Tensor) -> None:
@@ -187,11 +196,12 @@ def where_finite(ours: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("change", HARD)
-def test_hard_weights(tile, change):
+def test_hard_matrices(tile, change):
     """Each row of z as accurate as TF32, or 1e-3 (docs/precision.md); the same bits twice."""
     case = make(m=600, k=1032)
-    untouched = case.inputs.weight.clone()
-    change(case.inputs.weight)
+    matrix = converted(case, tile)
+    untouched = matrix.clone()
+    change(matrix)
     first, second = case.ours(), case.ours()
     for ours, again in zip(first, second, strict=True):
         assert torch.equal(bits(ours), bits(again))
@@ -205,34 +215,38 @@ def test_hard_weights(tile, change):
     for channel in range(0, case.problem.n, 5):
         ours, exact = where_finite(first.z[:, channel], truth[:, channel])
         assert (ours - exact).norm().item() <= 1e-3 * exact.norm().item()
-    # A hard row of W must not spoil the channels of the others.
-    ordinary = (case.inputs.weight == untouched).all(1)
-    error = (first.z - truth)[:, ordinary].norm() / truth[:, ordinary].norm()
+    # A hard row must not spoil the results of the others.
+    ordinary = (matrix == untouched).all(1)
+    ours, exact = (z.t() if tile.fp32_weight else z for z in (first.z, truth))
+    error = (ours - exact)[ordinary].norm() / exact[ordinary].norm()
     assert ordinary.sum() == 0 or error < 1e-3
 
 
 # ---- the planes that are left ----
 
 
-def planes_left(case: ProductCase, tile) -> tuple[Planes, Planes]:
+def planes_left(case: ProductCase, tile: Tile) -> tuple[Planes, Planes]:
+    """Of the matrix that became a plane first, and of the converted one."""
     launch = Converting(case.problem, tile, leaves=True)
     left = launch(case.inputs).left
-    return launch.of_x.planes_in(left.x), launch.of_weight.planes_in(left.weight)
+    planes = launch.of_x.planes_in(left.x), launch.of_weight.planes_in(left.weight)
+    return planes if tile.fp32_weight else planes[::-1]
 
 
 @pytest.mark.parametrize(
     "k, change", [(8, None), (60, None), (132, None), *[(1032, change) for change in HARD]]
 )
 def test_planes_are_left_as_split_makes_them(tile, change, k):
-    """x's to the bit. W's: what is not flagged is held to 2^-8, each row of it to 2^-11."""
+    """One to the bit. The other: what is not flagged is held to 2^-8, each row of it to 2^-11."""
     case = make(m=600, k=k)
+    matrix = converted(case, tile)
     if change is not None:
-        change(case.inputs.weight)
-    x, w = planes_left(case, tile)
-    expected = split(case.inputs.x, 1)
+        change(matrix)
+    other, w = planes_left(case, tile)
+    expected = split(plain(case, tile), 1)
     for name in ("hi", "scale", "flags"):
-        assert torch.equal(bits(getattr(x, name)), bits(getattr(expected, name))), name
-    exact = case.inputs.weight.double()
+        assert torch.equal(bits(getattr(other, name)), bits(getattr(expected, name))), name
+    exact = matrix.double()
     found = w.hi[:, :k].double() * w.scale.double()[:, None]
     held = (found - exact).abs() <= 2.0**-8 * exact.abs()
     listed = torch.zeros_like(held)
@@ -246,7 +260,7 @@ def test_planes_are_left_as_split_makes_them(tile, change, k):
     assert held[w.flags == 0].all()
     errors = (found - exact).norm(dim=1)
     assert (errors <= 2.0**-11 * exact.norm(dim=1))[w.flags == 0].all()
-    split_flags = split(case.inputs.weight, 1).flags
+    split_flags = split(matrix, 1).flags
     assert ((w.flags != 0) | (split_flags == 0)).all(), "what split flags is flagged here"
     assert (w.hi[:, k:] == 0).all()
 
@@ -254,7 +268,7 @@ def test_planes_are_left_as_split_makes_them(tile, change, k):
 def test_nothing_is_flagged_without_need(tile):
     for change in (outliers, zero_rows, zeros_by_out_of_range, unseen):
         case = make(m=600, k=1032)
-        w = case.inputs.weight
+        w = converted(case, tile)
         w.add_(w.sign() * 1e-3)  # nothing near zero by chance
         change(w)
         _, planes = planes_left(case, tile)
