@@ -292,9 +292,9 @@ def forced_tile(tile: Tile) -> Iterator[None]:
     before = hopper_forward.choose_tile
 
     def chosen(
-        problem: Problem, sms: int, prepacked: bool = False, fp32_weight: bool = True
+        problem: Problem, sms: int, prepacked: bool = False, converts: bool = True
     ) -> Tile | None:
-        if tile.fp32_weight and (prepacked or not fp32_weight):
+        if tile.converts and (prepacked or not converts):
             return before(problem, sms, prepacked, False)
         return fitted(problem, tile)
 

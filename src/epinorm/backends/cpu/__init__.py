@@ -12,12 +12,14 @@ import torch
 from epinorm.backends.cpu import build
 from epinorm.backends.cpu.build import warn_once
 from epinorm.backends.cpu.codegen import CPP_TYPES, kernel_source
+from epinorm.chain import LayerNorm
 from epinorm.problem import Plan, Problem, Step, Strategy
 
 __all__ = ["plan_cpu", "supports"]
 
 # Measured on two cores (docs/cpu.md): beyond these, cutting the product into parts loses more than
 # one pass over its result wins.
+_PLAIN_LAYER_NORM = "PyTorch's own layers: its LayerNorm of whole rows is as fast as one fused"
 LONE_ROWS = 4
 LONE_WEIGHT = 2**20
 DOUBLE_WEIGHT = 2**20
@@ -28,6 +30,8 @@ def plan_cpu(problem: Problem, strategy: Strategy) -> Plan:
     why_not = supports(problem)
     if why_not is not None:
         return Plan("reference", why_not)
+    if strategy == "auto" and _plain_layer_norm(problem):
+        return Plan("reference", _PLAIN_LAYER_NORM, chosen=True)
     reason = "blocks of rows stay in cache from the product to the last operation"
     forward = (Step("epinorm_forward", problem.made_by_forward, reason),)
     backward = (Step("epinorm_backward", "all gradients", reason),) if problem.training else ()
@@ -55,6 +59,18 @@ def supports(problem: Problem) -> str | None:
     if reason is not None:
         warn_once(reason)
     return reason
+
+
+def _plain_layer_norm(problem: Problem) -> bool:
+    """A LayerNorm with at most one operation beside it, in float32.
+
+    Measured on one thread, 64 to 2048 rows of 256 to 768 channels: fused steps took 1.05 to 1.6
+    times as long, forward passes 1.05 to 1.4 times.
+    """
+    chain = problem.chain
+    beside = len(chain.pre) + len(chain.post)
+    one = isinstance(chain.norm, LayerNorm) and beside <= 1
+    return one and problem.dtype == problem.out_dtype == torch.float32
 
 
 def _does_not_pay(problem: Problem) -> str | None:
