@@ -67,8 +67,18 @@ CLUSTER = 1.01
 """Multicast loads never paid on an H200, where power is the limit (docs/hopper.md)."""
 
 SHARED_GROUP = 2.0
-"""A group that blocks of a cluster share: 1.7 to 2.7 times the estimate in 16 bit, for 768 and 1024
+"""A group that blocks of 64 rows share: 1.7 to 2.7 times the estimate in 16 bit, for 768 and 1024
 channels."""
+CLUSTERS_AT_ONCE = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+"""That an H200 with its 132 multiprocessors holds: a cluster stays within a GPC."""
+L2_BYTES_PER_CYCLE = 46
+"""Of a multiprocessor, where warpgroups with rows of their own share groups with other blocks."""
+FEWEST_SHARED_CHANNELS = 640
+"""Of such groups: for 512, two warpgroups that split 64 rows' columns were as fast or faster."""
+NARROWEST_SHARE = 128
+"""Columns of a block's part of such a group: more blocks wait longer for each other."""
+FP32_INPUT = 1.25
+"""What the kernel that converts x was measured to take of its estimate."""
 
 OPERATION = {
     **dict.fromkeys(("gelu", "gelu_tanh", "mish", "softplus"), 1.6),
@@ -168,7 +178,7 @@ def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
             if channels % (16 * blocks) == 0 and 64 <= channels // blocks <= widest:
                 width = channels // blocks
                 yield Tile(64, width, 0, False, split_columns=True, group_blocks=blocks)
-        if problem.dtype != torch.float32:
+        if problem.dtype != torch.float32 and channels >= FEWEST_SHARED_CHANNELS:
             yield from _cluster_shapes(problem)
 
 
@@ -179,14 +189,14 @@ def _cluster_shapes(problem: Problem) -> Iterator[Tile]:
     keeps = problem.keeps_z or problem.chain.returns_sum
     many = elements > 1 or (elements and keeps) or problem.chain.rounding == "eager"
     widest = 192 if many else 256  # or registers spill
-    for blocks in range(2, LARGEST_CLUSTER + 1):
+    for blocks, at_once in CLUSTERS_AT_ONCE.items():
         width = channels // blocks
-        if channels % (8 * blocks) or not 64 <= width <= widest:
+        if channels % (8 * blocks) or not NARROWEST_SHARE <= width <= widest:
             continue
-        yield Tile(128, width, 0, ping_pong=False, group_blocks=blocks)
-        yield Tile(64, width, 0, group_blocks=blocks)
-        if width <= widest // 2:
-            yield Tile(128, width, 0, group_blocks=blocks)
+        groups = problem.n // channels
+        for rows, ping_pong in ((128, False), (64, True)):
+            if math.ceil(problem.m / rows) * groups >= at_once:  # fewer leave the GPU half empty
+                yield Tile(rows, width, 0, ping_pong, group_blocks=blocks)
 
 
 def candidates(problem: Problem) -> Iterator[Tile]:
@@ -274,7 +284,20 @@ def _step_cycles(tile: Tile, planes: int) -> float:
     written = planes * rows * STEP_BYTES
     if tile.tf32:  # read, rounded and written once more
         written *= 3 if tile.resident_steps else 5
-    return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP)
+    from_l2 = written / L2_BYTES_PER_CYCLE if _own_rows(tile) else 0.0
+    return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, from_l2, SHORTEST_STEP)
+
+
+def _own_rows(tile: Tile) -> bool:
+    """Whether blocks share groups, and each of their warpgroups has rows of its own."""
+    return tile.group_blocks > 1 and not tile.split_columns
+
+
+def _at_once(tile: Tile, sms: int) -> int:
+    """Blocks that run together."""
+    if _own_rows(tile):
+        return CLUSTERS_AT_ONCE[tile.group_blocks] * tile.group_blocks * sms // 132
+    return sms // tile.cluster_blocks * tile.cluster_blocks
 
 
 def _epilogue_weight(problem: Problem) -> float:
@@ -291,7 +314,7 @@ def _epilogue_weight(problem: Problem) -> float:
 def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     planes = planes_of(problem)
     tiles = math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
-    rounds = math.ceil(tiles / (sms // tile.cluster_blocks * tile.cluster_blocks))
+    rounds = math.ceil(tiles / _at_once(tile, sms))
     products = math.ceil(problem.k / tile.block_k) * _step_cycles(tile, planes)
     wide = 1.3 if tile.consumer_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
     weight = wide * _epilogue_weight(problem)
@@ -313,8 +336,10 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     if problem.matrix_dtype is not None:
         moved += problem.m * problem.n * problem.matrix_dtype.itemsize
     memory = START + moved / MEMORY_BYTES_PER_CYCLE
-    if tile.group_blocks > 1:
+    if tile.group_blocks > 1 and tile.split_columns:
         total *= SHARED_GROUP
+    if tile.fp32_input:
+        total *= FP32_INPUT
     return max(total, memory) + NOT_HIDDEN * min(total, memory)
 
 
