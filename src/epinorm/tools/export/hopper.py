@@ -17,7 +17,7 @@ from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
 )
 from epinorm.backends.cuda.gemm.hopper.text import ARCH, linear_norm_source
 from epinorm.backends.cuda.plan.hopper import choose_tile, instance_for, planes_of, why_not
-from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_weight_shared_bytes, shared_bytes
+from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_shared_bytes, shared_bytes
 from epinorm.problem import Problem
 from epinorm.tools.export.backward import products_of
 from epinorm.tools.export.core import Instance, Part, part_of, why_not_guarded
@@ -54,6 +54,8 @@ def _why_not(problem: Problem) -> str | None:
 
 def _tile(problem: Problem) -> Tile:
     tile = choose_tile(problem, SMS)
+    if tile is not None and tile.fp32_input:  # that kernel is not exported
+        tile = choose_tile(problem, SMS, converts=False)
     assert tile is not None
     return tile
 
@@ -107,7 +109,7 @@ def _converting(problem: Problem, tile: Tile) -> _Macros:
         "FP32_WEIGHT": 1,
         "ELEMENT_TYPE": ELEMENTS[torch.float16],
         "ELEMENT_BYTES": 2,
-        "SHARED_BYTES": fp32_weight_shared_bytes(tile),
+        "SHARED_BYTES": fp32_shared_bytes(instance_for(problem, tile)),
         "MULTIPLY_THREADS": tile.threads,
     }
     multiply = fp32_weight_source(instance_for(problem, tile), writes_plane=False)

@@ -91,8 +91,6 @@ struct ElementPart {
   }
 };
 
-__device__ constexpr bool is_element(int k) { return !chain::is_channel(k) && !chain::is_seed(k); }
-
 // None.
 struct NoParts {
   static constexpr bool kAny = false;
@@ -111,7 +109,7 @@ struct OperandParts {
   ElementPart<NormType, kPartColumns> parts[kEnd - kFirst];
 
   static __device__ constexpr bool holds(int k) {
-    return k >= kFirst && k < kEnd && is_element(k);
+    return k >= kFirst && k < kEnd && chain::is_element(k);
   }
   __device__ __forceinline__ OperandParts(const Epilogue& e, u32 buffer, int row, int column)
       : e(e), buffer(buffer), row(row), column(column) {
@@ -136,7 +134,7 @@ struct OperandParts {
 };
 
 __device__ constexpr bool any_element(int first, int end) {
-  return first < end && (is_element(first) || any_element(first + 1, end));
+  return first < end && (chain::is_element(first) || any_element(first + 1, end));
 }
 
 template <bool kStaged, int kFirst, int kEnd, int kPartColumns>

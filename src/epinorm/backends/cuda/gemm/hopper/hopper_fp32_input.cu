@@ -114,7 +114,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     take_registers<240>();
     const Epilogue e = {bias, gamma, beta, OPERAND_LIST, CONSTANT_LIST, AFFINE_SCALE,
-                        x_scale, column_scale, y, z, mean, rstd, m, n};
+                        x_scale, column_scale, y, z, mean, rstd, m, n,
+                        chain::drops_of<float>(CONSTANT_LIST, OPERAND_LIST)};
     const Weight input = {x, x_stride, x_scale, x_flags, x_columns, x_plane, k_padded};
     consume(rings, e, input, shared, warpgroup, k, k_steps);
   }
