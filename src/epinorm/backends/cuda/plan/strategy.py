@@ -133,7 +133,7 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
     if why_not_single:
         reason += f"; {why_not_single}"
     eager = next((way[0] for way in ways if way[2] == "reference"), None)
-    return Plan(strategy, reason, core, chosen=True, gain=eager and eager / time)
+    return Plan(strategy, reason, core, chosen=True, gain=eager / time if eager and time else None)
 
 
 def _planes_core(problem: Problem) -> tuple[Core | None, str]:

@@ -1,0 +1,247 @@
+"""Random shapes, `auto` against eager: none may be wrong, nor slower than 0.97 times eager.
+
+    python benchmarks/sweep.py             # 200 forward, 100 training: results/sweep/<gpu>.json
+    python benchmarks/sweep.py --draw      # docs/sweep-light.svg and -dark.svg from these
+
+A row whose error is beyond what eager's allows (epinorm.tools.accuracy) has no times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from epinorm.chain import Chain
+from epinorm.chain.reference import epilogue
+from epinorm.operator.functional import apply_chain
+from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.results import commit, device_name, device_slug, write_atomic
+from epinorm.tools.speedups import THEMES, Theme
+from epinorm.tools.timing import Runner, Settings, time_interleaved
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "sweep"
+NORMS = ("layer_norm", "rms_norm(1e-06)", "group_norm({groups})", None)
+AFTER = ("", "|silu", "|gelu", "|relu", "|leaky_relu(0.01)|scale(2)")
+BEFORE = ("", "", "add_residual|", "silu|")
+KINDS = ((torch.float32, "highest"), (torch.float32, "high"), (torch.bfloat16, "native"))
+WIDTHS = (256, 384, 512, 768, 1000, 1024, 1536, 2048, 3072, 4096, 8192)
+MOST_FLOPS = 2.0e11
+LOSS = 0.97
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One random problem; ``precision``: of float32 products."""
+
+    m: int
+    k: int
+    n: int
+    chain: str
+    dtype: str
+    precision: str
+    training: bool
+
+
+def shapes(forward: int = 200, training: int = 100, seed: int = 7) -> list[Shape]:
+    """The same for the same seed."""
+    rng, found = random.Random(seed), []
+    for index in range(forward + training):
+        dtype, precision = rng.choice(KINDS)
+        channels = rng.choice((8, 12, 16, 32, 40, 64, 100, 128, 256))
+        norm = rng.choice(NORMS)
+        grouped = norm is not None and "group" in norm
+        n = channels * rng.randint(2, 64) if grouped else rng.choice(WIDTHS)
+        k = rng.choice((64, 128, 256, 512, 768, 1000, 1024, 2048, 3072, 4096, 8192))
+        m = round(2 ** rng.uniform(3, 15.5))
+        while 2.0 * m * n * k > MOST_FLOPS:
+            m //= 2
+        text = rng.choice(BEFORE) + (norm or "identity") + rng.choice(AFTER)
+        name = str(dtype).removeprefix("torch.")
+        text = text.format(groups=n // channels)
+        found.append(Shape(m, k, n, text, name, precision, index >= forward))
+    return found
+
+
+class Case:
+    """A shape's tensors, and both ways to compute it."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.chain = shape, Chain.parse(shape.chain)
+        dtype, m, n = getattr(torch, shape.dtype), shape.m, shape.n
+        generator = torch.Generator("cuda").manual_seed(shape.m)
+
+        def draw(*size: int, around: float = 0.0, width: float = 1.0) -> Tensor:
+            drawn = torch.randn(size, device="cuda", generator=generator)
+            return (drawn * width + around).to(dtype).requires_grad_(shape.training)
+
+        affine = [None, None]
+        if self.chain.norm is not None:
+            affine = [draw(n, around=1, width=0.25), draw(n, width=0.5)]
+            if "rms" in shape.chain:
+                affine[1] = None
+        self.given = [draw(m, shape.k), draw(n, shape.k, width=shape.k**-0.5), draw(n), *affine]
+        self.operands = tuple(draw(m, n) for _ in self.chain.operand_kinds)
+        self.dy = torch.randn(m, n, device="cuda", generator=generator).to(dtype)
+
+    def ours(self) -> Tensor:
+        return apply_chain(*self.given, self.operands, self.shape.chain)
+
+    def eager(self, dtype: torch.dtype | None = None) -> Tensor:
+        x, weight, bias, *affine = (
+            t if t is None or dtype is None else t.to(dtype) for t in self.given
+        )
+        operands = tuple(t if dtype is None else t.to(dtype) for t in self.operands)
+        return epilogue(F.linear(x, weight, bias), self.chain, *affine, operands)
+
+    def runner(self, way: Callable[[], Tensor]) -> Runner:
+        leaves = [t for t in (*self.given, *self.operands) if t is not None]
+
+        def step() -> None:
+            y = way()
+            if self.shape.training:
+                y.backward(self.dy)
+
+        def clear() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+
+        return Runner(step, clear)
+
+    def right(self) -> bool:
+        with torch.no_grad():
+            truth, dtype = self.eager(torch.float64), getattr(torch, self.shape.dtype)
+            allowed = allowed_error(relative_error(self.eager(), truth), dtype)
+            return relative_error(self.ours(), truth) <= allowed
+
+
+def _prepared(shape: Shape) -> Case:
+    high = "high" if shape.precision == "high" else "highest"
+    torch.set_float32_matmul_precision(high)
+    return Case(shape)
+
+
+def _compile(shape: Shape) -> None:
+    case = _prepared(shape)
+    case.runner(case.ours).run()
+    torch.cuda.synchronize()
+
+
+def measure(chosen: list[Shape], processes: int) -> list[dict[str, Any]]:
+    """Compiled by many processes first, then timed by this one."""
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.map(_compile, chosen, chunksize=4)
+    rows, settings = [], Settings(runs=9, warmup=2)
+    for shape in chosen:
+        case = _prepared(shape)
+        row: dict[str, Any] = {**asdict(shape), "verified": case.right()}
+        if row["verified"]:
+            ways = {name: case.runner(getattr(case, name)) for name in ("ours", "eager")}
+            times = time_interleaved(ways, DEVICE, settings)
+            row |= {f"{name}_us": round(time, 1) for name, time in times.items()}
+        where = {"gpu": device_name(DEVICE), "torch": torch.__version__, "commit": commit()}
+        rows.append(row | where)
+    return rows
+
+
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 800, 360, 44, 64, 54, 30
+
+
+def svg(rows: list[dict[str, Any]], theme: Theme) -> str:
+    """Eager's time over ours against eager's, one dot a shape; both axes logarithmic."""
+    dots = [
+        (row["eager_us"], row["eager_us"] / row["ours_us"], row["training"])
+        for row in rows
+        if row["verified"]
+    ]
+    low, high = min(t for t, *_ in dots) / 1.2, max(t for t, *_ in dots) * 1.2
+    most = max(2.0, *(ratio for _, ratio, _ in dots)) * 1.2
+    least = min(0.8, *(ratio for _, ratio, _ in dots)) / 1.1
+    panel = (WIDTH - LEFT - GAP - 10) / 2
+
+    def place(time: float, ratio: float, right: bool) -> tuple[float, float]:
+        x = LEFT + right * (panel + GAP) + panel * math.log(time / low) / math.log(high / low)
+        share = math.log(ratio / least) / math.log(most / least)
+        return x, HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP)
+
+    def text(x: float, y: float, words: str, colour: str, size: int = 13, more: str = "") -> str:
+        at = f'x="{x:.1f}" y="{y:.1f}"'
+        return f'<text {at} font-size="{size}" fill="{colour}" {more}>{words}</text>'
+
+    middle, bold = 'text-anchor="middle"', 'font-weight="600"'
+    slower = sum(ratio < LOSS for _, ratio, _ in dots)
+    wrong = sum(not r["verified"] for r in rows)
+    where = f"{rows[0]['gpu']}, PyTorch {rows[0]['torch']}"
+    found = f"{slower} slower than {LOSS} × eager, {wrong} beyond the allowed error"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" font-family="-apple-system, Segoe UI, Arial, sans-serif" role="img">',
+        "<title>Random shapes: times as fast as eager</title>",
+        text(8, 22, f"{len(rows)} random shapes, times as fast as eager", theme.text, 17, bold),
+        text(8, HEIGHT - 6, f"{where}; {found}.", theme.muted),
+    ]  # fmt: skip
+    for right, title in ((False, "forward"), (True, "forward + backward")):
+        x0, x1 = place(low, 1, right)[0], place(high, 1, right)[0]
+        parts.append(text(x0, 46, title, theme.text, 14, bold))
+        for tick in (0.5, 1, 2, 4, 8, 16, 32, 64):
+            y = place(low, tick, right)[1]
+            if least < tick < most:
+                line = (
+                    f'stroke="{theme.muted}" stroke-width="2"'
+                    if tick == 1
+                    else f'stroke="{theme.grid}"'
+                )
+                parts.append(f'<path d="M{x0:.1f} {y:.1f}H{x1:.1f}" {line}/>')
+                parts.append(text(x0 - 6, y + 4, f"{tick:g}", theme.muted, 12, 'text-anchor="end"'))
+        for tick in (10, 30, 100, 300, 1000, 3000, 10000):
+            if low < tick < high:
+                x = place(tick, 1, right)[0]
+                parts.append(text(x, HEIGHT - BOTTOM + 18, f"{tick} µs", theme.muted, 12, middle))
+    for time, ratio, training in dots:
+        x, y = place(time, ratio, training)
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{theme.ours}" fill-opacity="0.75"/>'
+        )
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draw", action="store_true", help="draw what was measured")
+    parser.add_argument("--forward", type=int, default=200)
+    parser.add_argument("--training", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=14, help="that compile")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/results/sweep/<gpu>.json")
+    options = parser.parse_args()
+    if options.draw:
+        rows = json.loads((options.out or next(RESULTS.glob("*.json"))).read_text())
+        for name, theme in THEMES.items():
+            write_atomic(ROOT / "docs" / f"sweep-{name}.svg", svg(rows, theme))
+        return
+    rows = measure(shapes(options.forward, options.training), options.processes)
+    out = options.out or RESULTS / f"{device_slug(device_name(DEVICE))}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    wrong = [row for row in rows if not row["verified"]]
+    slow = [r for r in rows if r["verified"] and r["eager_us"] / r["ours_us"] < LOSS]
+    for row in (*wrong, *slow):
+        print(json.dumps(row))
+    print(f"{len(rows)} shapes: {len(wrong)} wrong, {len(slow)} slower than {LOSS} x eager")
+    sys.exit(bool(wrong or slow))
+
+
+if __name__ == "__main__":
+    main()
