@@ -17,8 +17,8 @@ from epinorm.problem import Inputs, Layout, Plan, Problem
 FACTS = ("layer_norm", "auto", False, None)
 
 
-def problem(device="cpu", dtype=torch.float32, m=8):
-    chain = Chain.parse("group_norm(4)|relu")
+def problem(device="cpu", dtype=torch.float32, m=8, text="group_norm(4)|relu"):
+    chain = Chain.parse(text)
     flags = (True, True, True, False)
     return Problem(chain, m, 16, 32, dtype, dtype, dtype, *flags, torch.device(device), "highest")
 
@@ -58,6 +58,15 @@ def test_cpu_kernel_where_it_serves(fake_cpu):
     assert plan_for(problem()).strategy == "cpu"
     assert plan_for(problem(), "cpu").strategy == "cpu"
     assert plan_for(problem(), strict=True).strategy == "cpu"
+
+
+def test_a_plain_layer_norm_is_left_to_pytorch_on_a_cpu(fake_cpu):
+    """Its own layers are faster there; what else the chain does makes up for it."""
+    plan = plan_for(problem(text="layer_norm|silu"))
+    assert (plan.strategy, plan.chosen) == ("reference", True)
+    assert plan_for(problem(text="layer_norm|silu"), "cpu").strategy == "cpu"
+    for text in ("add_residual|layer_norm|silu", "rms_norm|silu"):
+        assert plan_for(problem(text=text)).strategy == "cpu"
 
 
 def test_reference_on_the_cpu_where_it_does_not(fake_cpu):
