@@ -100,7 +100,7 @@ def test_rounding_as_eager_does_stalls_no_product(shape, chain, kind, training):
     check(dataclasses.replace(source, text=f"#define EPINORM_STATISTICS {kept}\n{source.text}"))
 
 
-GROUP_SIZES = (2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 60, 64, 96, 128, 192, 256, 384, 1024, 2048)
+GROUP_SIZES = (2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 1024, 2048, 12, 20, 60)
 
 
 @pytest.mark.parametrize("channels", GROUP_SIZES)
@@ -108,7 +108,9 @@ def test_group_sizes(channels):
     kinds = list(KINDS) * 2
     first = GROUP_SIZES.index(channels) % 4
     for i, kind in enumerate(kinds[first : first + 2]):
-        shape = (4096, 1024, channels, max(1, 1024 // channels))
+        groups = max(1, 1024 // channels)
+        groups += groups % 2 if channels % 8 == 4 else 0  # rows of whole 16-byte units
+        shape = (4096, 1024, channels, groups)
         check(source_of(problem_of(*shape, kind, i == 1)))
 
 

@@ -119,7 +119,7 @@ def portable_kernels() -> None:
         case = make_product(m, k, channels, groups, kind, training=training)
         found = dataclasses.replace(case, core="portable").run()
         torch.cuda.synchronize()
-        assert all(bool(t.isfinite().all()) for t in found), (m, k, channels, kind)
+        assert all(bool(t.isfinite().all()) for t in found.outputs), (m, k, channels, kind)
         print(f"{m} x {k}, {channels} channels, {kind}: done", flush=True)
     products(portable_product.prepare_product, PRODUCTS)
 
@@ -128,7 +128,7 @@ def linear_norm_kernels(cases: Iterable[tuple[int, int, int, int, str, bool]]) -
     for m, k, channels, groups, kind, training in cases:
         found = make_product(m, k, channels, groups, kind, training=training).run()
         torch.cuda.synchronize()
-        assert all(bool(t.isfinite().all()) for t in found), (m, k, channels, kind)
+        assert all(bool(t.isfinite().all()) for t in found.outputs), (m, k, channels, kind)
         print(f"{m} x {k}, {channels} channels, {kind}: done", flush=True)
 
 
@@ -150,7 +150,7 @@ def weights_converted() -> None:
         matrix[5, 7], matrix[9, 3] = 1e6, 1e-14
         found = Converting(case.problem, tile, leaves=True)(case.inputs)
         torch.cuda.synchronize()
-        assert all(bool(t.isfinite().all()) for t in found), tile
+        assert all(bool(t.isfinite().all()) for t in found.outputs), tile
         print(f"converted on the way by {tile}: done", flush=True)
 
 

@@ -315,7 +315,7 @@ def test_nan_and_inf_in_x_stay_in_their_row(kind, value):
     assert torch.equal(found.y.isnan(), eager.isnan())
     assert found.y[70].isnan().all()
     others = torch.arange(200, device="cuda") != 70
-    for ours, before in zip(found, clean, strict=True):
+    for ours, before in zip(found.outputs, clean.outputs, strict=True):
         assert torch.equal(ours[others], before[others])
 
 
@@ -448,12 +448,12 @@ def test_a_cuda_graph_replays_with_new_inputs(kind):
     for source in (torch.randn, torch.rand):
         case.inputs.x.copy_(source(300, 264, device="cuda"))
         for forward in captured:
-            for tensor in forward:
+            for tensor in forward.outputs:
                 tensor.fill_(float("nan"))
         graph.replay()
         expected = case.ours()
         for forward in captured:
-            for found, right in zip(forward, expected, strict=True):
+            for found, right in zip(forward.outputs, expected.outputs, strict=True):
                 assert torch.equal(found, right)
 
 
@@ -492,7 +492,7 @@ def test_a_thousand_runs_give_the_same_bits(tile, kind):
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(1000):
             again = case.run()
-            for found, expected in zip(again, first, strict=True):
+            for found, expected in zip(again.outputs, first.outputs, strict=True):
                 wrong += (found != expected).sum()
                 found.fill_(float("nan"))  # the next run gets this memory
         assert wrong.item() == 0
