@@ -216,10 +216,15 @@ __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const E
   }
 }
 
-// Element operands go through the warp's buffer where y's rows are whole units of them, and registers allow.
+__device__ constexpr bool any_seed(int first) {
+  return first < chain::kOperands && (chain::is_seed(first) || any_seed(first + 1));
+}
+
+// Element operands go through the warp's buffer where y's rows are whole units of them, and registers allow:
+// those of a dropout do not.
 constexpr bool kStagesOperands =
     kAlignedRows && sizeof(typename NormType::Storage) == sizeof(typename OutType::Storage) &&
-    (!kKeep || kSpareRegisters >= 128);
+    (!kKeep || kSpareRegisters >= 128) && !any_seed(0);
 template <int kColumns>
 using OperandsBefore = StagedOperands<kStagesOperands, 0, chain::kPreOperands, kColumns>;
 template <int kColumns>  // of a chain without a norm all are read there
