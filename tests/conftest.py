@@ -27,15 +27,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keep compiled kernels out of the user's cache folder: one folder for the test run.
+    """Keep compiled kernels out of the user's cache folder: one folder for the test run, which
+    pytest-xdist's workers share, so that each kernel is compiled once.
 
     A folder named by EPINORM_CACHE_DIR is used as it is, so that repeated runs can start warm.
     """
     if named := os.environ.get("EPINORM_CACHE_DIR"):
         yield Path(named)
         return
-    folder = tmp_path_factory.mktemp("epinorm-cache")
-    folder.chmod(0o700)
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "epinorm-cache"
+    folder.mkdir(mode=0o700, exist_ok=True)
     os.environ["EPINORM_CACHE_DIR"] = str(folder)
     yield folder
     del os.environ["EPINORM_CACHE_DIR"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -85,27 +86,40 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A cache as a first use leaves it, and what that said."""
+    folder = tmp_path_factory.mktemp("built") / "new"
+    return folder, *run(folder)
+
+
+@pytest.fixture
+def warm(built, tmp_path):
+    """A copy of that cache."""
+    return Path(shutil.copytree(built[0], tmp_path / "c"))
+
+
 @needs_compiler
-def test_first_use_compiles_and_second_use_does_not(tmp_path):
-    out, err = run(tmp_path / "new")
+def test_first_use_compiles_and_second_use_does_not(built, warm):
+    folder, out, err = built
     assert "before: None\nafter: None" in out
     assert "warning" not in out
     assert err.count("epinorm: compiling") == 2, err
     assert len([line for line in err.splitlines() if "epinorm" in line]) == 2
-    kept = files(tmp_path / "new")
+    kept = files(folder)
     assert len(kept) == 2
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept)
-    out, err = run(tmp_path / "new")
+    before = files(warm)
+    out, err = run(warm)
     assert "before: None" in out
     assert err == ""
-    assert files(tmp_path / "new") == kept
+    assert files(warm) == before
 
 
 @needs_compiler
 @pytest.mark.parametrize("harm", ["damaged", "writable by others", "a link"])
-def test_kept_code_that_cannot_be_trusted_is_not_loaded(tmp_path, harm):
-    run(tmp_path / "c")
-    for path in files(tmp_path / "c"):
+def test_kept_code_that_cannot_be_trusted_is_not_loaded(warm, harm):
+    for path in files(warm):
         if harm == "damaged":
             path.write_bytes(path.read_bytes()[:-100] + bytes(100))
         elif harm == "writable by others":
@@ -113,41 +127,48 @@ def test_kept_code_that_cannot_be_trusted_is_not_loaded(tmp_path, harm):
         else:
             path.rename(path.with_suffix(".moved"))
             path.symlink_to(path.with_suffix(".moved"))
-    out, err = run(tmp_path / "c")
+    out, err = run(warm)
     assert "before: None\nafter: None" in out
     assert err.count("epinorm: compiling") == 2
 
 
-@needs_compiler
-def test_killed_build_does_not_stop_the_next(tmp_path):
-    """PyTorch's own build leaves a lock behind here, and waits for it forever."""
-    first = start(tmp_path / "c", TMPDIR=str(tmp_path))
-    deadline = time.monotonic() + 100
-    while not list(tmp_path.glob("epinorm-build-*/log")) and time.monotonic() < deadline:
+def killed_while_compiling(process, temporary):
+    """End a process, and all that it started, once its compiler runs."""
+    deadline = time.monotonic() + 200
+    while not list(temporary.glob("epinorm-build-*/log")) and time.monotonic() < deadline:
         time.sleep(0.005)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+@needs_compiler
+def test_a_killed_build_does_not_stop_the_next_and_is_removed_later(tmp_path):
+    """PyTorch's own build leaves a lock behind here, and waits for it forever."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    killed_while_compiling(start(tmp_path / "c", TMPDIR=str(temporary)), temporary)
+    (left,) = temporary.iterdir()
     extensions = tmp_path / "extensions"
     for folder in (extensions, extensions / "runner"):
         folder.mkdir()
         (folder / "lock").touch()
     began = time.monotonic()
-    out, _ = run(tmp_path / "c", TORCH_EXTENSIONS_DIR=str(extensions), TMPDIR=str(tmp_path))
+    out, _ = run(tmp_path / "c", TORCH_EXTENSIONS_DIR=str(extensions), TMPDIR=str(temporary))
     assert "after: None" in out
     assert time.monotonic() - began < 100
+    assert left.exists()  # it might be under way
+    os.utime(left, (0, time.time() - 3600))
+    run(tmp_path / "other", TMPDIR=str(temporary))
+    assert not list(temporary.iterdir())
 
 
 @needs_compiler
 @pytest.mark.timeout(500)
-def test_eight_processes_at_once_of_which_one_is_killed(tmp_path):
+def test_four_processes_at_once_of_which_one_is_killed(tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    killed, *others = [start(tmp_path / "c", TMPDIR=str(temporary)) for _ in range(8)]
-    deadline = time.monotonic() + 200
-    while not list(temporary.glob("epinorm-build-*/log")) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
+    killed, *others = [start(tmp_path / "c", TMPDIR=str(temporary)) for _ in range(4)]
+    killed_while_compiling(killed, temporary)
     for process in others:
         out, err = process.communicate(timeout=400)
         assert process.returncode == 0, err
@@ -155,22 +176,6 @@ def test_eight_processes_at_once_of_which_one_is_killed(tmp_path):
     assert len(files(tmp_path / "c")) == 2
     out, err = run(tmp_path / "c", TMPDIR=str(temporary))
     assert "compiling" not in err
-
-
-@needs_compiler
-def test_what_a_killed_build_left_is_removed_by_a_later_one(tmp_path):
-    first = start(tmp_path / "c", TMPDIR=str(tmp_path))
-    deadline = time.monotonic() + 100
-    while not list(tmp_path.glob("epinorm-build-*/log")) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate()
-    (left,) = [path for path in tmp_path.iterdir() if path.name != "c"]
-    run(tmp_path / "c", TMPDIR=str(tmp_path))
-    assert left.exists()  # it might be under way
-    os.utime(left, (0, time.time() - 3600))
-    run(tmp_path / "other", TMPDIR=str(tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"c", "other"}
 
 
 LIAR = """#!/bin/sh
@@ -198,24 +203,26 @@ def test_what_a_compiler_made_wrong_once_is_neither_used_nor_kept(tmp_path, lie)
     assert "bits of the reference: True" in out
     assert "plan: reference" in out
     assert out.count("warning: ") == 1
-    (tmp_path / "lie").unlink()
-    out, _ = run(tmp_path / "c", CXX=str(compiler))
-    assert "after: None" in out
-    assert len(files(tmp_path / "c")) == 2
+    kept = len(files(tmp_path / "c"))
+    assert kept <= ("wrong" in lie)  # one of the two was made right
+    if kept and lie != "a wrong gradient":  # nothing but the cache passes to a later process
+        (tmp_path / "lie").unlink()
+        out, _ = run(tmp_path / "c", CXX=str(compiler))
+        assert "after: None" in out
+        assert len(files(tmp_path / "c")) == 2
 
 
 @needs_compiler
-def test_kept_code_that_computes_something_else_is_compiled_again(tmp_path):
-    run(tmp_path / "c")
-    for path in files(tmp_path / "c"):  # as another machine or C library could have made it
+def test_kept_code_that_computes_something_else_is_compiled_again(warm):
+    for path in files(warm):  # as another machine or C library could have made it
         record = cache._parse(path.read_bytes(), path.stem, path)
         body = json.dumps(dict(record.facts)).encode() + b"\n" + b"\x7fELF of another world"
         digest = hashlib.sha256(body).hexdigest().encode()
         path.write_bytes(b"\n".join((path.read_bytes().partition(b"\n")[0], digest, body)))
-    out, err = run(tmp_path / "c")
+    out, err = run(warm)
     assert "after: None" in out
     assert err.count("epinorm: compiling") == 2
-    assert run(tmp_path / "c")[1] == ""
+    assert run(warm)[1] == ""
 
 
 FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))\n"
