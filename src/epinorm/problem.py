@@ -120,8 +120,11 @@ class Problem:
     @property
     def bias_in_z(self) -> bool:
         """Whether z has the bias, rounded as PyTorch's linear layer rounds its output: also where
-        the sum, which may be z itself, is a result."""
-        return self.has_bias and (self.chain.rounding == "eager" or self.chain.saves_sum)
+        the sum, which may be z itself, is a result, and in 16 bit where a derivative reads it. With
+        the bias added behind the rounding it would fall on the other side of a kink now and then.
+        """
+        read = self.dtype.itemsize == 2 and self.chain.reads_z
+        return self.has_bias and (self.chain.rounding == "eager" or self.chain.saves_sum or read)
 
     @property
     def stats_dtype(self) -> torch.dtype:

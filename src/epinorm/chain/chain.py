@@ -266,11 +266,16 @@ class Chain:
         return self.returns_sum and not any(op.reads_input for op in self.pre)
 
     @property
+    def reads_z(self) -> bool:
+        """Whether a derivative in front of the norm depends on the linear's output."""
+        return any(op.reads_input for op in self.pre)
+
+    @property
     def keeps_z(self) -> bool:
         """Whether gradients need the linear's output: not where sums alone follow it."""
         if self.norm is not None:
             return not self.saves_sum
-        return any(op.reads_input for op in self.pre)
+        return self.reads_z
 
     def sum_dtype(self, dtype: torch.dtype, norm_dtype: torch.dtype) -> torch.dtype:
         """What enters the norm has PyTorch's dtype, between those of the linear and the norm."""

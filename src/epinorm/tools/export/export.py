@@ -162,6 +162,7 @@ def _filled(
         "before": parts.before.strip("\n"),
         "chain": f"Linear → {str(recipe.chain).replace('|', ' → ')}",
         "rounding": recipe.chain.rounding,
+        "reads_z": str(recipe.chain.reads_z),
         "cuda": norm_cuda_text(recipe),
         "binding_common": binding_text(recipe, "common"),
         "binding_norm": binding_text(recipe, "norm"),
