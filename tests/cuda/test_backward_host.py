@@ -106,7 +106,7 @@ def run(dtype, wanted=ALL, left=None, into=None):
     alive = weakref.ref(kept[0])
     dy = torch.randn(M, N).to(dtype)
     yield alive
-    yield calls.run_backward(tensors, FACTS, kept, dy, wanted, None, left, into)
+    yield calls.run_backward(tensors, FACTS, kept, dy, wanted, None, None, left, into)
 
 
 NORM = ["norm_backward", "norm_column_sums"]
@@ -193,7 +193,7 @@ def test_what_is_done_with_is_gone_before_more_is_allocated(launched, written, b
     launched.notes.append(
         lambda so_far: fate.append((so_far[-1], [t() is not None for t in alive]))
     )
-    calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, made, left)
+    calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, None, made, left)
     assert fate[1:] == [
         *HELD[beside],
         ("rescue_gradient", [True, True, False]),
@@ -311,7 +311,7 @@ def test_planes_that_were_left_are_used_and_dropped_one_by_one(launched):
         lambda so_far: fate.append((so_far[-1], x_alive() is not None, w_alive() is not None))
     )
     kept = [torch.randn(M, N), *torch.rand(2, M, GROUPS)]
-    calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, made, left)
+    calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, None, made, left)
     assert launched == [*NORM, "split_gradient", *PRODUCTS]  # no split of x or W
     assert fate[-3:] == [
         ("rescue_gradient", True, True),  # of dX
@@ -321,7 +321,7 @@ def test_planes_that_were_left_are_used_and_dropped_one_by_one(launched):
     assert nbytes_kept(CPU) == 0
     assert x_alive() is None
     kept = [torch.randn(M, N), *torch.rand(2, M, GROUPS)]
-    calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, made, left)
+    calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, None, made, left)
     assert launched[-9:] == ["split", "split", *NORM, "split_gradient", *PRODUCTS][-9:]
 
 

@@ -67,7 +67,9 @@ def host_library(chain: Chain, folder: Path) -> ctypes.CDLL:
     device_header = read_kernel("common/chain.cuh")
     assert text.startswith(device_header)
     text = text.removeprefix(device_header)
-    text = text.replace(read_kernel("common/chain_functions.cuh"), "")  # HOST has the host's
+    # HOST has the host's; dropout has tests of its own.
+    text = text.replace(read_kernel("common/chain_functions.cuh"), "")
+    text = text.replace(read_kernel("common/chain_drops.cuh"), "")
     (folder / "chain.cpp").write_text(HOST + text + EXPORTS)
     library = folder / "chain.so"
     command = ["g++", "-std=c++17", "-O0", "-shared", "-fPIC", "-o", library, folder / "chain.cpp"]

@@ -44,12 +44,17 @@ class NormCase:
         operands = tuple(True for _ in self.inputs.operands)
         return Wanted(True, True, p.has_bias, p.has_norm_weight, p.has_norm_bias, operands)
 
+    @property
+    def given(self) -> Tensor:
+        """What the kernels are given of the linear: with its bias where they expect that."""
+        return self.z + self.inputs.bias if self.problem.bias_in_z else self.z
+
     def forward(self) -> Forward:
         """Our forward kernel, its outputs pre-filled with NaN."""
         shape = (self.problem.m, self.problem.groups)
         stats = torch.empty(shape, dtype=self.problem.stats_dtype, device=self.z.device)
         with poisoned_memory([self.dy, stats]):
-            return NormForward(self.problem)(self.z, self.inputs)
+            return NormForward(self.problem)(self.given, self.inputs)
 
     def backward(self, kept: Forward, dy: Tensor | None = None) -> dict[str, Tensor]:
         """Our backward kernel, its outputs pre-filled with NaN, by the gradients' names."""
@@ -67,7 +72,9 @@ class NormCase:
         def leaf(t: Tensor | None) -> Tensor | None:
             return None if t is None else t.detach().to(dtype or t.dtype).requires_grad_()
 
-        z, bias, weight, norm_bias = map(leaf, (self.z, *self.inputs[2:5]))
+        z, bias, weight, norm_bias = map(leaf, (self.given, *self.inputs[2:5]))
+        if bias is not None and p.bias_in_z:  # it is in z already, and has its gradient still
+            bias = torch.zeros_like(bias).requires_grad_()
         given = weight
         if weight is None and norm_bias is not None:  # PyTorch 2.11: its backward raises
             given = torch.ones_like(norm_bias)
@@ -108,8 +115,9 @@ class NormCase:
     def check_statistics(self, kept: Forward) -> None:
         """mean and rstd of what enters the norm."""
         p = self.problem
-        z = self.z.double()
-        z = z if self.inputs.bias is None else z + self.inputs.bias.double()
+        z = self.given.double()
+        if self.inputs.bias is not None and not p.bias_in_z:
+            z = z + self.inputs.bias.double()
         remaining = iter(self.inputs.operands)
         for operation in p.chain.pre:
             z = operation(z, next(remaining).double() if operation.operand else None)

@@ -95,7 +95,7 @@ class ProductCase:
             return F.linear(x, weight, b)
 
     def pytorch(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """y, z without the bias, and the statistics by PyTorch: in ``dtype``, or as eager does."""
+        """y, z as it is kept, and the statistics by PyTorch: in ``dtype``, or as eager does."""
         p = self.problem
         kind = dtype or p.norm_dtype
         biased = self.linear(dtype).to(kind)
@@ -103,7 +103,7 @@ class ProductCase:
         operands = tuple(t.to(kind) for t in self.inputs.operands)
         y = epilogue(biased, p.chain, weight, norm_bias, operands)
         mean, rstd = self._statistics(biased)
-        return {"y": y, "z": self.linear(dtype, bias=False), "mean": mean, "rstd": rstd}
+        return {"y": y, "z": self.linear(dtype, p.bias_in_z), "mean": mean, "rstd": rstd}
 
     def _statistics(self, biased: Tensor) -> tuple[Tensor, Tensor]:
         p = self.problem

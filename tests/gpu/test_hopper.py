@@ -414,8 +414,8 @@ def gradients(case, dtype, dy):
 
 
 def test_what_it_cannot_serve_is_an_error_that_says_why():
-    with pytest.raises(RuntimeError, match="'single' cannot serve.*a group of 12 channels"):
-        public(make_product(8, 64, 12, 5))
+    with pytest.raises(RuntimeError, match="'single' cannot serve.*a group of 13 channels"):
+        public(make_product(8, 64, 13, 5))
 
 
 def test_auto_takes_it_for_the_benchmark(monkeypatch):

@@ -50,7 +50,7 @@ def precision(request, monkeypatch):
     """Both, always as planes: small problems at ``high`` would else be multiplied as TF32, and
     others add in another order (docs/prepack.md)."""
     monkeypatch.setattr(hopper_plan, "_may_be_tf32", lambda problem: False)
-    monkeypatch.setattr(hopper_plan, "_may_convert_weight", lambda problem: False)
+    monkeypatch.setattr(hopper_plan, "_may_convert", lambda problem: False)
     memo.clear()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param)

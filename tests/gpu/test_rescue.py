@@ -205,7 +205,7 @@ def splits(request, monkeypatch):
 
 def test_nothing_flagged_writes_nothing():
     for m, groups in ((1, 1), (1024, 16), (3001, 5)):
-        for found in make_case(16, groups, m).compute():
+        for found in make_case(16, groups, m).compute().outputs:
             assert found.isnan().all()
 
 

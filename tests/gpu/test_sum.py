@@ -25,7 +25,7 @@ CASES = [
     (130, 1024, 1024, SCALED, ("planes", "epilogue")),
     (257, 256, 256, RESIDUAL, ("single", "epilogue")),
     (200, 128, 256, GROUPS, ("epilogue", "planes")),
-    (130, 64, 128, "group_norm(16)|leaky_relu(0.01)|returns(sum)", ("single", "planes")),
+    (130, 64, 128, "group_norm(16)|silu|returns(sum)", ("single", "planes")),
     (33, 40, 75, "rms_norm(1e-06)|returns(sum)", ("epilogue",)),
     (5, 512, 16384, RESIDUAL, ("epilogue",)),
     (0, 64, 128, RESIDUAL, ("epilogue",)),

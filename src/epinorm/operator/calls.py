@@ -282,7 +282,7 @@ def executable_for_call(
     ``executable_of``."""
     given = Inputs(*(*tensors, constants_of(facts)))
     dense = _inputs(*given)
-    copied = dense.weight is not given.weight
+    copied = facts[1] == "auto" and dense.weight is not given.weight
     if copied and dense.x.device.type == "cpu" and len(dense.x) < _ROWS_WORTH_A_COPY:
         facts = (facts[0], "reference", *facts[2:])
     executable = executable_of(dense, facts, training, whole_step, y_size)

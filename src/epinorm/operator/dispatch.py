@@ -104,7 +104,7 @@ class Caller:
 
     def again(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results | None:
         """What the call gives if it is like an earlier one, else None; tensors: operands last."""
-        found = self._kinds.find(tensors, (_is_grad_enabled(), facts[3]))
+        found = self._kinds.find(tensors, _modes(facts))
         if found is None:
             return None
         if isinstance(found.executable, calls.Eager):
@@ -129,8 +129,7 @@ class Caller:
         return made.y if made.sum is None else (made.y, made.sum.view(made.y.shape))
 
     def _keep(self, tensors: tuple[Any, ...], facts: calls.Facts) -> None:
-        fact = _is_grad_enabled(), facts[3]
-        self._kinds.keep(tensors, fact, partial(self._find, tensors, facts))
+        self._kinds.keep(tensors, _modes(facts), partial(self._find, tensors, facts))
 
     def _find(self, tensors: tuple[Any, ...], facts: calls.Facts) -> _Found | None:
         """What computes these tensors; None where x or an operand cannot be folded as it lies."""
@@ -147,6 +146,12 @@ class Caller:
         given = (matrix, weight, *vectors, operands)
         made = calls.executable_for_call(given, facts, training, training, y_size)
         return _Found(calls.eager_for(made) or made, training, matrix is not x and bool(operands))
+
+
+def _modes(facts: calls.Facts) -> tuple[Any, ...]:
+    """What a call depends on besides its tensors; facts[3]: the norm's dtype under autocast."""
+    low = None if facts[3] is None else torch.get_autocast_dtype("cuda")
+    return _is_grad_enabled(), facts[3], low
 
 
 @lru_cache(maxsize=1024)

@@ -306,7 +306,7 @@ def _errors(found: Forward, truth: Forward, bias: torch.Tensor | None) -> dict[s
     errors = {}
     for name in Forward._fields:
         ours, exact = getattr(found, name), getattr(truth, name)
-        if exact.numel() == 0:
+        if exact is None or exact.numel() == 0:
             continue
         if name == "z" and bias is not None:
             ours = ours.double() + bias.double()

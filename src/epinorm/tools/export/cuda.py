@@ -125,7 +125,11 @@ def norm_cuda_text(recipe: Recipe) -> str:
     chain, constants = chain_macros(recipe)
     parts = [chain, _operands(recipe, len(constants))]
     parts += [expanded(name, seen).strip("\n") for name in SHARED_HEADERS if name not in seen]
-    forward = "#define kKeepStatistics (rstd != nullptr)\n"
+    forward = (
+        "#define kKeepStatistics (rstd != nullptr)\n"
+        "constexpr bool kWritesSum = false;\n"
+        "#define EPINORM_SUM_PARAMETER\n#define EPINORM_SUM static_cast<S*>(nullptr)\n"
+    )
     parts.append(_kernel("forward", "FORWARD", "norm/norm_forward.cu", seen, forward))
     parts.append(_kernel("backward", "BACKWARD", "norm/norm_backward.cu", seen, _outputs(recipe)))
     parts.append(_kernel("column_sums", "", "norm/norm_column_sums.cu", seen, _sums(recipe)))
