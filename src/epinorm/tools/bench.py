@@ -260,9 +260,9 @@ def model_runner(
             leaf.grad = None
 
     def step() -> Any:
-        outputs = [
-            v for v in tree_leaves(call(*fresh)) if isinstance(v, Tensor) and v.requires_grad
-        ]
+        tensors = [v for v in tree_leaves(call(*fresh)) if isinstance(v, Tensor)]
+        # Some outputs of a model may have no gradient. If none has one, autograd says so.
+        outputs = [v for v in tensors if v.requires_grad] or tensors
         if not dys:
             dys.extend(draw_dy(outputs, dy_seed))
         torch.autograd.backward(outputs, dys)

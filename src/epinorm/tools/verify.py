@@ -140,7 +140,8 @@ def run_model(
         for value in inputs
     )
     model.zero_grad(set_to_none=True)
-    outputs = [output for output in _floating_leaves(call(*inputs)) if output.requires_grad]
+    every = _floating_leaves(call(*inputs))
+    outputs = [output for output in every if output.requires_grad] or every  # autograd says which
     dys = draw_dy(outputs, dy_seed)
     for dy, keep in zip(dys, kept, strict=False):
         if keep is not None and keep.shape == dy.shape:
