@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(folder) / "extensions")  # a first build
         path = Path(folder) / "model_new.py"
-        path.write_text(export(chosen.problem, "own").text)
+        path.write_text(export(chosen.problem).text)
         solution = loaded(path)
         for name in chosen.settings:
             dtype, precision = SETTINGS[name]

@@ -130,10 +130,11 @@ def export(
     ] = Path("model_new.py"),
     strategy: Annotated[
         str,
-        typer.Option(help="single (our product), epilogue (PyTorch's), auto: ours where it can."),
+        typer.Option(help="single, planes (our product), epilogue (PyTorch's), auto: the fastest."),
     ] = "auto",
-    gemm: Annotated[
-        str | None, typer.Option(help="own or library; by default what the strategy says.")
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(help="h200, a100, l40s, b200, rtx5090; repeatable. By default the first two."),
     ] = None,
     rounding: Annotated[
         str,
@@ -143,18 +144,21 @@ def export(
     """Write FILE's Model as ModelNew: one file that needs nothing but torch and a compiler."""
     with one_sentence():
         from epinorm.chain import Rounding
+        from epinorm.problem import Strategy
         from epinorm.tools.console import out, progress
-        from epinorm.tools.export.export import GEMMS, STRATEGIES, chosen_gemm
+        from epinorm.tools.export.dump import GPUS
+        from epinorm.tools.export.export import DEFAULT_GPUS, STRATEGIES
         from epinorm.tools.export.export import export as run
         from epinorm.tools.results import write_atomic
 
         one_of("--strategy", strategy, STRATEGIES)
-        if gemm is not None:
-            one_of("--gemm", gemm, GEMMS)
+        for name in gpu or ():
+            one_of("--gpu", name, tuple(GPUS))
         one_of("--rounding", rounding, get_args(Rounding))
         with progress(file.name) as notify:
             notify("reading and writing", 0.3)
-            exported = run(file, chosen_gemm(strategy, gemm), cast("Rounding", rounding))
+            chosen = cast("Strategy", strategy), cast("Rounding", rounding)
+            exported = run(file, *chosen, tuple(gpu or DEFAULT_GPUS))
         try:
             write_atomic(out_file, exported.text)
         except OSError as error:

@@ -5,6 +5,8 @@ import torch
 
 from epinorm.backends.cuda.fp32 import kept_planes
 from epinorm.backends.cuda.fp32.kept_planes import VARIABLE, KeptPlanes, nbytes_kept, room_for
+from epinorm.backends.cuda.runtime.device import Gpu
+from epinorm.backends.cuda.runtime.recorder import recording
 
 CPU = torch.device("cpu")
 
@@ -55,9 +57,8 @@ def test_only_what_the_wanted_gradients_read_is_kept(x, weight, left):
 def test_the_limit_is_a_share_of_the_gpu_or_what_the_variable_says(monkeypatch):
     monkeypatch.undo()
     limit = kept_planes._limit.__wrapped__
-    memory = type("Properties", (), {"total_memory": 1600})()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    assert limit(CPU) == 100
+    with recording(Gpu((9, 0), 132, 232448, 233472, memory=1600)):
+        assert limit(CPU) == 100
     monkeypatch.setenv(VARIABLE, "2.5")
     assert limit(CPU) == 2_500_000
     monkeypatch.setenv(VARIABLE, "0")

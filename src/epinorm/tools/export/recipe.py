@@ -56,6 +56,16 @@ class Recipe:
     checks: Mapping[str, Any]
 
     @property
+    def facts(self) -> tuple[Any, ...]:
+        """What the text was read with and the model could change."""
+        return (*(c.value for c in self.constants if c.expression), *self.checks.values())
+
+    @property
+    def fact_expressions(self) -> tuple[str, ...]:
+        """What reads ``facts`` from self."""
+        return (*(c.expression for c in self.constants if c.expression), *self.checks)
+
+    @property
     def constants(self) -> tuple[Constant, ...]:
         """Every number of the chain in its order: pre, eps, post."""
         before = len(self.chain.pre)

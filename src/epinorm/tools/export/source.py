@@ -91,10 +91,10 @@ def _model_new(lines: list[str], model: ast.ClassDef, recipe: Recipe) -> str:
     )  # fmt: skip
     indent = " " * model.body[0].col_offset
     docstring = textwrap.indent(f'"""{_summary(recipe)}"""', indent) + "\n\n"
-    parts = [header, docstring, body.strip("\n") + "\n"]
-    if "extra_repr" not in methods:
-        parts.append("\n" + textwrap.indent(_EXTRA_REPR, indent))
-    parts.append("\n" + textwrap.indent(_forward(forward, recipe), indent))
+    own = "".join(line for n, line in enumerate(lines, 1) if n in _span(forward))
+    own = re.sub(r"\bdef forward\(", "def _by_layers(", own, count=1)
+    parts = [header, docstring, body.strip("\n") + "\n\n", own, "\n"]
+    parts.append(textwrap.indent(_forward(forward, recipe), indent))
     text = re.sub(r"\bsuper\(Model, self\)", "super()", "".join(parts))
     return re.sub(r"\bModel\b", "ModelNew", text)
 
@@ -104,25 +104,20 @@ def _summary(recipe: Recipe) -> str:
     return textwrap.fill(f"Linear → {chain}, fused, with the parameters of its layers.", 92)
 
 
-_EXTRA_REPR = """def extra_repr(self) -> str:
-    return CHAIN
-"""
-
-
 def _forward(forward: ast.FunctionDef, recipe: Recipe) -> str:
     returns = f" -> {ast.unparse(forward.returns)}" if forward.returns else ""
-    lines = [f"def forward({ast.unparse(forward.args)}){returns}:"]
-    for name, value in recipe.checks.items():
-        lines.append(f"    _expect({name!r}, {name}, {value!r})")
-    norm = f"{recipe.norm_weight}, {recipe.norm_bias}"
-    lines += [
-        "    return _linear_norm(",
-        f"        {recipe.x}, {recipe.weight}, {recipe.bias},",
-        f"        {norm},",
-        f"        groups={recipe.groups},",
-        f"        constants={_tuple(c.expression for c in recipe.constants if c.expression)},",
+    arguments = forward.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
+    names += [f"{a.arg}={a.arg}" for a in arguments.kwonlyargs]
+    lines = [
+        f"def forward({ast.unparse(arguments)}){returns}:",
+        "    y = _fused(",
+        f"        0, {recipe.x}, {recipe.weight}, {recipe.bias},",
+        f"        {recipe.norm_weight}, {recipe.norm_bias},",
         f"        operands={_tuple(recipe.operands)},",
+        f"        facts={_tuple(recipe.fact_expressions)},",
         "    )",
+        f"    return self._by_layers({', '.join(names)}) if y is None else y",
     ]
     return "\n".join(lines) + "\n"
 

@@ -16,6 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from epinorm.backends.cuda.runtime.device import gpu_of
+
 __all__ = ["KeptPlanes", "nbytes_kept", "room_for"]
 
 SHARE = 1 / 16
@@ -76,7 +78,7 @@ def nbytes_kept(device: torch.device) -> int:
 def _limit(device: torch.device) -> int:
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
-        return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
+        return int(SHARE * gpu_of(device).memory)
     try:
         megabytes = float(text)
     except ValueError:

@@ -23,7 +23,7 @@ import torch
 
 from epinorm.backends import cache
 from epinorm.backends.cuda.plan.hopper_tile import Tile
-from epinorm.backends.cuda.runtime.device import device_index
+from epinorm.backends.cuda.runtime.device import device_index, stand_in
 from epinorm.backends.memo import cleared_with
 from epinorm.problem import Problem
 
@@ -48,8 +48,8 @@ class Choice:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """The GPU's name as PyTorch says it; None where there is none."""
-    if not torch.cuda.is_available():
+    """The GPU's name as PyTorch says it; None where there is none, or a recorder in its place."""
+    if stand_in() is not None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_name(device_index(device))
 

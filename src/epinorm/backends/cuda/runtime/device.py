@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 __all__ = [
     "Gpu",
+    "StandIn",
     "arch_of",
     "arch_of_capability",
     "capability",
@@ -19,6 +22,8 @@ __all__ = [
     "gpu_of",
     "max_shared_bytes",
     "sm_count",
+    "stand_in",
+    "standing_in",
     "supported",
 ]
 
@@ -30,12 +35,51 @@ Device = torch.device | int | str | None
 
 @dataclass(frozen=True)
 class Gpu:
-    """What sizes a kernel. shared_of_block, shared_of_multiprocessor: bytes of shared memory."""
+    """What sizes a kernel. shared_of_block, shared_of_multiprocessor: bytes of shared memory;
+    memory: bytes of its own."""
 
     capability: tuple[int, int]
     multiprocessors: int
     shared_of_block: int
     shared_of_multiprocessor: int
+    memory: int = 80 * 2**30
+
+
+class StandIn(Protocol):
+    """Answers for the GPU, its kernels and tensor maps; see recorder.py."""
+
+    gpu: Gpu
+
+    def kernel(self, source: Any) -> Any:
+        """Of a ``jit.KernelSource``, in a loaded ``launch.Kernel``'s place."""
+        ...
+
+    def tensor_map(
+        self, tensor: torch.Tensor, box_rows: int, box_columns: int, swizzle: int, l2_promotion: int
+    ) -> bytes:
+        """Of ``tensor_map.tensor_map``'s arguments, in a CUtensorMap's place."""
+        ...
+
+
+_stand_in: StandIn | None = None
+
+
+def stand_in() -> StandIn | None:
+    """What answers in the GPU's place now; None: nothing does."""
+    return _stand_in
+
+
+@contextmanager
+def standing_in(given: StandIn) -> Iterator[None]:
+    """Let ``given`` answer for every GPU, in all threads: meant for a tool's own process."""
+    global _stand_in
+    if _stand_in is not None:
+        raise RuntimeError("something stands in for the GPU already")
+    _stand_in = given
+    try:
+        yield
+    finally:
+        _stand_in = None
 
 
 def device_index(device: Device = None) -> int:
@@ -81,11 +125,15 @@ def max_shared_bytes(device: Device = None) -> int:
 
 def gpu_of(device: Device = None) -> Gpu:
     """The facts of this GPU, as the driver reports them."""
+    if _stand_in is not None:
+        return _stand_in.gpu
     return gpu_at(device_index(device))
 
 
 def supported(device: Device = None) -> str | None:
     """None where our kernels can run on this device, else one sentence that says why not."""
+    if _stand_in is not None:
+        return None
     if device is not None and not isinstance(device, int):
         kind = torch.device(device).type
         if kind != "cuda":
@@ -130,4 +178,5 @@ def gpu_at(index: int) -> Gpu:
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
         properties.shared_memory_per_multiprocessor,
+        properties.total_memory,
     )

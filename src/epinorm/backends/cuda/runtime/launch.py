@@ -273,7 +273,7 @@ class Kernel:
             )
 
 
-def _three(dimensions: Dimensions) -> tuple[int, int, int]:
+def three(dimensions: Dimensions) -> tuple[int, int, int]:
     if isinstance(dimensions, int):
         return dimensions, 1, 1
     if len(dimensions) > 3:
@@ -290,8 +290,8 @@ def _shape(
     cluster: Dimensions | None,
     dependent: bool,
 ) -> _Shape:
-    numbers = (*_three(grid), *_three(block), shared_bytes)
-    cluster_size = math.prod(_three(cluster or 1))
+    numbers = (*three(grid), *three(block), shared_bytes)
+    cluster_size = math.prod(three(cluster or 1))
     return _Shape(numbers, shared_bytes, cluster_size, *_attributes(cluster, dependent))
 
 
@@ -301,7 +301,7 @@ def _attributes(cluster: Dimensions | None, dependent: bool) -> tuple[int, int]:
     # CUlaunchAttribute: 4 bytes of identifier, 4 of padding, 64 of value.
     entries = []
     if cluster is not None:
-        entries.append(struct.pack("<I4x3I52x", _CLUSTER_DIMENSION, *_three(cluster)))
+        entries.append(struct.pack("<I4x3I52x", _CLUSTER_DIMENSION, *three(cluster)))
     if dependent:
         entries.append(struct.pack("<I4xi60x", _PROGRAMMATIC_STREAM_SERIALIZATION, 1))
     if not entries:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.backends.cuda.runtime.driver import check, driver
 from epinorm.backends.memo import memo
 
@@ -54,6 +55,8 @@ def tensor_map(
     Raises `ValueError` or `TypeError` for what the hardware cannot address. Source: PTX ISA,
     section "Tensors"; CUDA driver API, cuTensorMapEncodeTiled.
     """
+    if (instead := stand_in()) is not None:
+        return TensorMap(instead.tensor_map(tensor, box_rows, box_cols, swizzle, l2_promotion))
     return _encode(
         tensor.data_ptr(),
         tuple(tensor.shape),

@@ -49,6 +49,7 @@ from typing import cast
 import torch
 from torch.torch_version import TorchVersion
 
+from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.backends.cuda.text.backward_chain import BackwardChain
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.backends.memo import memo
@@ -129,9 +130,12 @@ _KEEPS_STATISTICS = TorchVersion(torch.__version__) >= "2.13"
 def statistics_text(chain: Chain, dtype: torch.dtype) -> str:
     """EPINORM_STATISTICS, where eager rounds the statistics of a norm of this dtype."""
     rounds = chain.rounding == "eager" and isinstance(chain.norm, GroupNorm)
-    if not rounds or dtype.itemsize != 2 or _KEEPS_STATISTICS:
+    if not rounds or dtype.itemsize != 2:
         return ""
-    return f"#define EPINORM_STATISTICS {CUDA_TYPES[dtype]}\n"
+    line = f"#define EPINORM_STATISTICS {CUDA_TYPES[dtype]}\n"
+    if stand_in() is not None:  # an exported file asks the PyTorch that it runs under
+        return f"#if PYTORCH_ROUNDS_STATISTICS\n{line}#endif\n"
+    return "" if _KEEPS_STATISTICS else line
 
 
 def _bool(value: bool) -> str:

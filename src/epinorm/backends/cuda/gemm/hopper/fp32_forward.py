@@ -138,11 +138,12 @@ class Converting(Launch):
             plain_at, fp32_at, ordered_at = plain.data_ptr(), fp32.data_ptr(), ordered.data_ptr()
             scale, flags = plane + of_plain.scale, plane + of_plain.flags
             own = own_plane + of_fp32.scale, own_plane + of_fp32.flags, own_plane + of_fp32.spoilt
+            planes = (plane, own_plane) if leaves else (0, 0)
             aligned = not (plain_at | plain_stride * 4) % VECTOR_BYTES
             convert, guard = kernels.get(aligned) or self._load(aligned)
             convert(
-                plain_at, plain_stride, plane, ordered_at, scale, flags, plane + of_plain.spoilt,
-                fp32_at, stride, *own, *rows, *numbers[2:],
+                plain_at, plain_stride, planes[0], ordered_at, scale, flags,
+                plane + of_plain.spoilt, fp32_at, stride, *own, *rows, *numbers[2:],
             )  # fmt: skip
             key = ordered_at, fp32_at, stride
             found = maps.get(key) or self._new_maps(key, ordered, fp32)
@@ -151,7 +152,7 @@ class Converting(Launch):
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(
                 *found, y, z, *parameters, scale, mean, rstd,
-                fp32_at, stride, *own, own_plane, *numbers,
+                fp32_at, stride, *own, planes[1], *numbers,
                 *[operand.data_ptr() for operand in dense], *numbers_of_chain,
             )  # fmt: skip
             given = matrix_arguments(operands)[0] if operands else ()
