@@ -268,22 +268,9 @@ def test_a_strategy_that_serves_nothing_is_refused() -> None:
 
 
 REFUSED = {
-    "no chain": (
-        "return self.fc(x).relu()",
-        "Model holds no chain that can be fused",
-    ),
-    "goes on": (
-        "return self.gn(self.fc(x)).sum(1)",
-        "its forward goes on after the chain group_norm",
-    ),
-    "drops": (
-        "return self.gn(torch.nn.functional.dropout(self.fc(x), 0.1, self.training))",
-        "no chain that can be fused: dropout drops values in a way of its own",
-    ),
-    "goes before": (
-        "return self.gn(self.fc(x.sin()))",
-        "computed before the linear layer, outside the chain",
-    ),
+    "no Linear": ("return x.relu()", "there is no Linear in it"),
+    "goes on": ("return self.gn(self.fc(x)).sum(1)", "in the midst of a statement"),
+    "goes before": ("return self.gn(self.fc(x.sin()))", "is no variable where it begins"),
 }
 
 

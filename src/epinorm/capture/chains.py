@@ -111,11 +111,16 @@ class Search:
     """What a graph holds; no node is in two chains.
 
     rounding "eager": what is taken for one operation is one in the graph too, so that it is rounded
-    where eager rounds. drops: whether dropout is taken, with a mask that is not PyTorch's.
+    where eager rounds. accept: says of a chain whether it may be as it is; a shorter one may.
     """
 
-    def __init__(self, graph: fx.Graph, rounding: Rounding = "once", drops: bool = True) -> None:
-        self.graph, self.rounding, self.drops = graph, rounding, drops
+    def __init__(
+        self,
+        graph: fx.Graph,
+        rounding: Rounding = "once",
+        accept: Callable[[Found], bool] = lambda found: True,
+    ) -> None:
+        self.graph, self.rounding, self.accept = graph, rounding, accept
         self.order = {node: index for index, node in enumerate(graph.nodes)}
         touched = ((node, changes(node)) for node in graph.nodes)
         self.effects = [(n, changed) for n, changed in touched if changed or not is_pure(n)]
@@ -145,7 +150,7 @@ class _Walk:
 
     def __init__(self, search: Search, start: fx.Node, linear: Linear) -> None:
         self.start, self.linear, self.rounding = start, linear, search.rounding
-        self.drops = search.drops
+        self.accept = search.accept
         self.order, self.effects, self.taken = search.order, search.effects, search.taken
         self.steps: list[_Step] = []
         self.norm_at = -1
@@ -211,7 +216,7 @@ class _Walk:
         if dropout is False and node.args and node.args[0] is x:
             return _Step("cast", (node,))
         operation = read_pointwise(node, x)
-        if operation is not None and (self.drops or operation.operand != "seed"):
+        if operation is not None:
             return _Step("pointwise", (node,), operation)
         binary = read_binary(node, x)
         if binary is not None:
@@ -293,6 +298,9 @@ class _Walk:
         why = ""
         for end in range(count, self.norm_at, -1):
             found = _gather(self.linear, self.steps[:end], self.rounding, self.kept_at)
+            if not self.accept(found):
+                why = "it was not to go on"
+                continue
             unfit = self._disturbed(found) or _unfit(found, self.steps[:end])
             if unfit is None and found.kept is not None:
                 unfit = self._late(found, found.kept) or _watched(found.kept)

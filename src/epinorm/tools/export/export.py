@@ -9,17 +9,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from epinorm.chain import Rounding
 from epinorm.problem import Strategy
 from epinorm.tools.export.dump import MODES, Tables
 from epinorm.tools.export.header import covered, header
-from epinorm.tools.export.recipe import read_recipe
-from epinorm.tools.export.source import split_problem
+from epinorm.tools.export.recipe import read_recipes
+from epinorm.tools.export.source import chain_of, forward_of, model_class, split_problem
 from epinorm.tools.export.text import template, values_of
-from epinorm.tools.kernelbench.problem import ProblemError, load_problem
+from epinorm.tools.kernelbench.problem import ProblemError, ProblemFile, load_problem
 from epinorm.tools.kernelbench.protocol import NoChainError
 
 __all__ = ["STRATEGIES", "Exported", "export", "forbidden_words"]
@@ -53,20 +55,21 @@ def export(
     and NoChainError, with the reason, where it holds nothing that can be exported.
     """
     problem = load_problem(path)
-    model, inputs = problem.make(torch.float32, "cpu")
-    recipe = read_recipe(path.name, model, inputs)
-    recipe = dataclasses.replace(recipe, chain=dataclasses.replace(recipe.chain, rounding=rounding))
-    parts = split_problem(path, recipe)
+    model, inputs = _made(problem)
+    found, left = read_recipes(path, forward_of(model_class(path)), model, inputs)
     _check_imports(path)
-    tables = Tables(gpus, modes, strategy)
-    dims = next(value.dim() for value in inputs if isinstance(value, torch.Tensor))
-    tables.add(recipe.chain, *recipe.m_k_n, recipe.has, recipe.facts, dims)
+    tables, recipes = Tables(gpus, modes, strategy), []
+    for recipe in found:
+        chain = dataclasses.replace(recipe.chain, rounding=rounding)
+        tables.add(chain, *recipe.m_k_n, recipe.has, recipe.facts, recipe.dims)
+        recipes.append(dataclasses.replace(recipe, chain=chain))
     if not tables.tables:
-        why = "; ".join(tables.refused)
+        why = "; ".join(dict.fromkeys(tables.refused))
         raise NoChainError(f"{path.name} cannot be exported: {why}")
+    parts = split_problem(path, recipes)
     values = {
         "future": parts.future,
-        "header": header(path.name, recipe, tables),
+        "header": header(path.name, recipes, tables),
         "before": parts.before.strip("\n"),
         "model": parts.model_new.strip("\n"),
         "after": parts.after.strip("\n"),
@@ -75,13 +78,22 @@ def export(
     text = re.sub(r"@(\w+)@", lambda match: values[match[1]], template("model_new.py.in"))
     text = re.sub(r"\n{4,}", "\n\n\n", text).rstrip("\n") + "\n"
     compile(text, "model_new.py", "exec")
-    remarks = covered(tables)
+    remarks = (*covered(tables), *(f"left to PyTorch: {said}" for said in left))
     if words := forbidden_words(text):
         remarks += (
             f"the problem file's own text holds {', '.join(words)}, which static checkers of "
             "KernelBench reject",
         )
-    return Exported(text, str(recipe.chain), remarks)
+    return Exported(text, "; ".join(chain_of(recipe) for recipe in recipes), remarks)
+
+
+def _made(problem: ProblemFile) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model and its inputs without values; with them where its code asks for a value."""
+    try:
+        with torch.device("meta"):
+            return problem.make(torch.float32, "meta")
+    except ProblemError:
+        return problem.make(torch.float32, "cpu")
 
 
 def forbidden_words(text: str) -> list[str]:

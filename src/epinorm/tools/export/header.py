@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from epinorm.tools.export.dump import Tables
 from epinorm.tools.export.recipe import Recipe
+from epinorm.tools.export.source import chain_of
 from epinorm.tools.results import commit
 
 __all__ = ["covered", "header"]
@@ -23,14 +25,16 @@ def covered(tables: Tables) -> tuple[str, ...]:
     return (*said, ELSEWHERE)
 
 
-def header(name: str, recipe: Recipe, tables: Tables) -> str:
+def header(name: str, recipes: Sequence[Recipe], tables: Tables) -> str:
     """The docstring of the file exported from the problem file ``name``."""
-    m, k, n = recipe.m_k_n
     made = f" at commit {commit()}" if commit() else ""
     lines = [
-        f"ModelNew for {name}: Linear → {str(recipe.chain).replace('|', ' → ')}.",
+        f"ModelNew for {name}.",
         "",
-        f"For ({m}, {k}) → {n}; the launches are those of the library, written down as tables.",
+        *(_said(number, recipe) for number, recipe in enumerate(recipes)),
+        "",
+        "The launches are those of the library, written down as tables; everything around these "
+        "chains is the problem file's own text.",
         "",
         *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in covered(tables)),
         "",
@@ -43,3 +47,8 @@ def header(name: str, recipe: Recipe, tables: Tables) -> str:
         "with float64. `epinorm judge` compares this very file.",
     ]
     return "\n".join(textwrap.fill(line, 98) for line in lines)
+
+
+def _said(number: int, recipe: Recipe) -> str:
+    m, k, n = recipe.m_k_n
+    return f"{number}: {chain_of(recipe)}, ({m}, {k}) → {n}."

@@ -1,4 +1,4 @@
-"""What of a problem's Model is to be exported: its one chain, and where each value comes from.
+"""What of a problem's Model is to be exported: its chains, and where each value comes from.
 
 The exported file reads weights and constants from the module that it constructs, so that it serves
 other constructor arguments too. ``Recipe`` holds Python expressions for them.
@@ -6,21 +6,26 @@ other constructor arguments too. ``Recipe`` holds Python expressions for them.
 
 from __future__ import annotations
 
-import inspect
+import ast
+import dataclasses
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from epinorm.capture.chains import Found, Place, Search
+from epinorm.capture.chains import Found, Search
 from epinorm.capture.dynamo import run_without_values
 from epinorm.capture.purity import value_of
-from epinorm.chain import Chain, GroupNorm
+from epinorm.capture.spelling import is_dropout
+from epinorm.chain import Chain
 from epinorm.chain.pointwise import Pointwise, of_module
+from epinorm.tools.export.statements import Body, Span, parameters_of
 from epinorm.tools.kernelbench.protocol import NoChainError
 
-__all__ = ["Constant", "Recipe", "read_recipe"]
+__all__ = ["Constant", "Recipe", "read_recipes"]
 
 
 @dataclass(frozen=True)
@@ -33,25 +38,28 @@ class Constant:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One chain over the whole of ``forward``. From ``x`` on, all are Python expressions.
+    """One chain and the statements of ``forward`` that compute it. From ``x`` on, all are Python
+    expressions, as they read where the first of these statements begins.
 
-    ``has``: is there a bias, a norm weight, a norm bias as the problem file constructs it.
+    ``has``: is there a bias, a norm weight, a norm bias as the problem file constructs it; dims: of
+    x, whose first ones are folded to m.
 
     ``operations`` pairs each pointwise operation, pre before post, with its constants. ``checks``
     are expressions that the chain was read with, and the values that they must keep.
     """
 
     chain: Chain
+    span: Span
     operations: tuple[tuple[Pointwise, tuple[Constant, ...]], ...]
     eps: Constant | None
     m_k_n: tuple[int, int, int]
+    dims: int
     has: tuple[bool, bool, bool]
     x: str
     weight: str
     bias: str
     norm_weight: str
     norm_bias: str
-    groups: str
     operands: tuple[str, ...]
     checks: Mapping[str, Any]
 
@@ -76,14 +84,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class _Reading:
-    """One captured graph: its chain, and where the tensors and modules of its nodes come from.
+    """One captured graph, and where the tensors and modules of its nodes come from.
 
-    paths: of each placeholder that is a tensor of the model; names: of each that is an input.
+    paths: of each placeholder that is a tensor of the model; names: of each that is an input or a
+    local variable.
     """
 
     model: nn.Module
-    places: tuple[Place, ...]
-    output: Any
+    graph: fx.Graph
+    body: Body
     paths: Mapping[fx.Node, str]
     names: Mapping[fx.Node, str]
     modules: Mapping[str, str]
@@ -104,24 +113,88 @@ class _Reading:
         return path_expression(self.model, self.paths[node]) if node in self.paths else None
 
 
-def read_recipe(name: str, model: nn.Module, inputs: Sequence[Any]) -> Recipe:
-    """Read the model; raises NoChainError with the reason where it cannot be exported."""
+class _Captured(NamedTuple):
+    """A graph, the paths of the model's tensors among its inputs, and of modules by their id."""
+
+    gm: fx.GraphModule
+    paths: Mapping[fx.Node, str]
+    modules: Mapping[str, str]
+
+
+def read_recipes(
+    path: Path, forward: ast.FunctionDef, model: nn.Module, inputs: Sequence[Any]
+) -> tuple[list[Recipe], list[str]]:
+    """The chains that whole statements of ``forward`` compute, in their order, and why others are
+    left to PyTorch; raises NoChainError with the reason where none can be exported."""
 
     def refuse(reason: str) -> NoChainError:
-        return NoChainError(f"{name} cannot be exported: {reason}")
+        return NoChainError(f"{path.name} cannot be exported: {reason}")
 
-    readings = [_read_mode(model, inputs, training, refuse) for training in (True, False)]
-    chains = [_whole_chain(reading, refuse) for reading in readings]
-    if len({str(found.chain) for found in chains}) > 1:
-        raise refuse("its chain in train() is not that in eval()")
-    return _recipe(readings[0], chains[0], inputs, refuse)
+    train, evaluate = (
+        _read_mode(path, forward, model, inputs, training, refuse) for training in (True, False)
+    )
+    ends: set[int] | None = None
+    for reading in (train, evaluate, train):  # what is in one mode a chain's end is so in the other
+        chains, left = _chains(reading, ends)
+        ends = {span.last for _, span in chains}
+    same = {(str(found.chain), span.first, span.last) for found, span in _chains(evaluate, ends)[0]}
+    recipes = []
+    for found, span in chains:
+        if (str(found.chain), span.first, span.last) not in same:
+            left.append(f"{found.chain}: it is another chain in eval()")
+            continue
+        try:
+            recipes.append(_recipe(train, found, span))
+        except NoChainError as error:
+            left.append(f"{found.chain}: {error}")
+    if not recipes:
+        raise refuse("; ".join(left) or "there is no Linear in it")
+    return recipes, left
 
 
-def _read_mode(model: nn.Module, inputs: Sequence[Any], training: bool, refuse: Any) -> _Reading:
-    """Capture the model's call in one mode, which has to be one graph."""
-    readings: list[_Reading] = []
+def _chains(reading: _Reading, ends: set[int] | None) -> tuple[list[tuple[Found, Span]], list[str]]:
+    """The chains that whole statements compute (that end with one of ``ends``, if given), and why
+    other Linears are in none.
+
+    None holds a dropout: an evaluator may compare its mask, which is PyTorch's own."""
+    refused: dict[fx.Node, str] = {}
+
+    def accept(found: Found) -> bool:
+        span = reading.body.span(found)
+        why = span if isinstance(span, str) else ""
+        if found.kept is not None or found.views:
+            why = "its value is needed on the way, or its rows are reshaped"
+        elif any(is_dropout(node) is not None for node in found.nodes):
+            why = "dropout is left to PyTorch"
+        elif not why and ends is not None and span.last not in ends:  # type: ignore[union-attr]
+            why = "it ends elsewhere in train() than in eval()"
+        if why:
+            refused[found.linear.nodes[0]] = why
+        return not why
+
+    search = Search(reading.graph, accept=accept)
+    # A Linear whose chain cannot end behind its norm may be one without.
+    places = [*search.places(), *search.linears()]
+    found = {p.linear: p.found for p in places if p.found is not None}
+    left = {p.linear: refused.get(p.linear, p.obstacle) for p in places if p.linear not in found}
+    pairs = [(each, reading.body.span(each)) for each in found.values()]
+    spans = [(each, span) for each, span in pairs if isinstance(span, Span)]
+    ordered = sorted(spans, key=lambda pair: pair[1].first)
+    return ordered, [f"{node.name}: {why}" for node, why in left.items()]
+
+
+def _read_mode(
+    path: Path,
+    forward: ast.FunctionDef,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    training: bool,
+    refuse: Any,
+) -> _Reading:
+    """Capture the model's call in one mode; of several graphs the first, in which the arguments are
+    what they are called."""
+    graphs: list[_Captured] = []
     before = model.training
-    parameters = list(inspect.signature(model.forward).parameters)
 
     def backend_for(twin: nn.Module) -> Any:
         tensors = dict(twin.named_parameters()) | dict(twin.named_buffers())
@@ -133,11 +206,7 @@ def _read_mode(model: nn.Module, inputs: Sequence[Any], training: bool, refuse: 
             paths = {
                 n: of_model[id(t)] for n, t in zip(nodes, given, strict=True) if id(t) in of_model
             }
-            rest = [n for n in nodes if n not in paths and value_of(n) is not None]
-            names = dict(zip(rest, parameters, strict=False))
-            output = next(node for node in gm.graph.nodes if node.op == "output").args[0]
-            places = tuple(Search(gm.graph, drops=False).places())
-            readings.append(_Reading(model, places, output, paths, names, modules))
+            graphs.append(_Captured(gm, paths, modules))
             return gm.forward
 
         return backend
@@ -148,61 +217,46 @@ def _read_mode(model: nn.Module, inputs: Sequence[Any], training: bool, refuse: 
         raise refuse(f"its forward cannot be captured: {error}") from error
     finally:
         model.train(before)
-    if len(readings) != 1:
-        found = "no graph" if not readings else f"{len(readings)} graphs"
-        raise refuse(f"Model holds no chain that can be fused: its forward is {found}")
-    return readings[0]
+    if not graphs:
+        raise refuse("nothing of its forward was captured")
+    (gm, paths, of_modules), *others = graphs
+    rest = [n for n in gm.graph.nodes if n.op == "placeholder" and n not in paths]
+    rest = [node for node in rest if value_of(node) is not None]
+    arguments = dict(zip(parameters_of(forward), rest, strict=False))
+    broken = [n.meta.get("stack_trace") or "" for other in others for n in other.gm.graph.nodes]
+    reasons = [getattr(one.gm, "compile_subgraph_reason", None) for one in graphs]
+    broken += ["".join(traceback.format_list(r.user_stack or ())) for r in reasons if r and others]
+    body = Body(str(path), forward, gm.graph, arguments, broken)
+    return _Reading(model, gm.graph, body, paths, {}, of_modules)
 
 
-def _whole_chain(reading: _Reading, refuse: Any) -> Found:
-    """The chain that is all of ``forward``."""
-    chains = [place.found for place in reading.places if place.found]
-    obstacles = [place.obstacle for place in reading.places if not place.found]
-    if not chains:
-        reason = obstacles[0] if obstacles else "there is no Linear → pointwise* → norm in it"
-        raise refuse(f"Model holds no chain that can be fused: {reason}")
-    if len(reading.places) > 1:
-        raise refuse("Model holds several chains, and an exported file holds one")
-    (found,) = chains
-    if found.linear.x not in reading.names:
-        raise refuse(f"{found.linear.x} is computed before the linear layer, outside the chain")
-    last = found.nodes[-1]
-    if list(reading.output) != [last] or len(last.users) != 1:
-        after = ", ".join(str(user) for user in last.users)
-        raise refuse(
-            f"its forward goes on after the chain {found.chain}: the result is used by {after}"
-        )
-    if found.kept is not None:
-        raise refuse("what enters its norm is read outside the chain too")
-    if found.views:
-        raise refuse("its rows are reshaped within the chain")
-    return found
+def _recipe(reading: _Reading, found: Found, span: Span) -> Recipe:
+    reading = dataclasses.replace(reading, names=span.names)
 
-
-def _recipe(reading: _Reading, found: Found, inputs: Sequence[Any], refuse: Any) -> Recipe:
     def text(node: fx.Node | None) -> str:
         expression = reading.expression(node)
         if expression is None:
-            raise refuse(f"{node}, which takes part in the chain, is computed outside it")
+            raise NoChainError(f"{node}, which takes part in it, is no variable where it begins")
         return expression
 
     x, weight = value_of(found.linear.x), value_of(found.linear.weight)
     assert x is not None
     assert weight is not None
-    groups, eps = _norm(reading, found)
+    eps = _eps(reading, found)
     norm = found.norm
     return Recipe(
         chain=found.chain,
+        span=span,
         operations=_operations(reading, found),
         eps=eps,
         m_k_n=(x.shape[:-1].numel(), x.shape[-1], weight.shape[0]),
+        dims=x.dim(),
         has=(found.bias is not None, norm.weight is not None, norm.bias is not None),
         x=text(found.linear.x),
         weight=text(found.linear.weight),
         bias=_tensor(reading, found.linear.nodes[-1], found.bias, "bias", text),
         norm_weight=_tensor(reading, found.norm_node, norm.weight, "weight", text),
         norm_bias=_tensor(reading, found.norm_node, norm.bias, "bias", text),
-        groups=groups,
         operands=tuple(text(node) for node in found.operands),
         checks=_checks(reading, found),
     )
@@ -233,18 +287,13 @@ def path_expression(root: nn.Module, path: str) -> str:
     return expression
 
 
-def _norm(reading: _Reading, found: Found) -> tuple[str, Constant | None]:
+def _eps(reading: _Reading, found: Found) -> Constant | None:
     norm = found.norm.norm
-    assert norm is not None
-    assert found.norm_node is not None
+    if norm is None or norm.eps is None or found.norm_node is None:
+        return None
     path = reading.module_of(found.norm_node)
     owner = None if path is None else path_expression(reading.model, path)
-    eps = None
-    if norm.eps is not None:
-        eps = Constant(norm.eps, None if owner is None else f"{owner}.eps")
-    if not isinstance(norm, GroupNorm):
-        return "1", eps
-    return (str(norm.num_groups) if owner is None else f"{owner}.num_groups"), eps
+    return Constant(norm.eps, None if owner is None else f"{owner}.eps")
 
 
 def _operations(

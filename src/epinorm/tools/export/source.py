@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from epinorm.tools.export.recipe import Recipe
 from epinorm.tools.kernelbench.problem import ProblemError
 
-__all__ = ["Parts", "split_problem"]
+__all__ = ["Parts", "chain_of", "forward_of", "model_class", "split_problem"]
 
 OWN_IMPORTS = ("import functools", "import hashlib", "import inspect", "import torch")
 """Lines that the exported file has anyway."""
@@ -28,18 +29,29 @@ class Parts:
     after: str
 
 
-def split_problem(path: Path, recipe: Recipe) -> Parts:
-    """The file's text around its class Model, and that class as ModelNew.
-
-    Raises ProblemError where Model is not a plain class statement of the file.
-    """
-    text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    lines = text.splitlines(keepends=True)
+def model_class(path: Path) -> ast.ClassDef:
+    """The class Model of a problem file; raises ProblemError where it is not a plain class
+    statement of the file with a method forward."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     found = [s for s in tree.body if isinstance(s, ast.ClassDef) and s.name == "Model"]
     if len(found) != 1:
         raise ProblemError(f"{path.name} must define class Model once, at its top level")
-    model = found[0]
+    if not any(isinstance(s, ast.FunctionDef) and s.name == "forward" for s in found[0].body):
+        raise ProblemError(f"{path.name}: class Model must define forward itself")
+    return found[0]
+
+
+def forward_of(model: ast.ClassDef) -> ast.FunctionDef:
+    """The method forward of a class that defines it."""
+    return next(s for s in model.body if isinstance(s, ast.FunctionDef) and s.name == "forward")
+
+
+def split_problem(path: Path, recipes: Sequence[Recipe]) -> Parts:
+    """The file's text around its class Model, and that class as ModelNew."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    lines = text.splitlines(keepends=True)
+    model = model_class(path)
     first = min([model.lineno, *(d.lineno for d in model.decorator_list)])
     before, skip = lines[: first - 1], set[int]()
     future = ""
@@ -59,7 +71,7 @@ def split_problem(path: Path, recipe: Recipe) -> Parts:
             if n not in skip and line.strip() not in OWN_IMPORTS
         ).strip()
         + "\n",
-        model_new=_model_new(lines, model, recipe),
+        model_new=_model_new(lines, model, recipes),
         after="".join(lines[model.end_lineno :]).strip() + "\n",
     )
 
@@ -75,51 +87,62 @@ def _span(node: ast.stmt) -> range:
     return range(first, (node.end_lineno or node.lineno) + 1)
 
 
-def _model_new(lines: list[str], model: ast.ClassDef, recipe: Recipe) -> str:
-    methods = {s.name: s for s in model.body if isinstance(s, ast.FunctionDef)}
-    forward = methods["forward"]
-    dropped = set(_span(forward))
-    if _is_text(model.body[0]):
-        dropped |= set(_span(model.body[0]))
-    start = model.lineno
+def _model_new(lines: list[str], model: ast.ClassDef, recipes: Sequence[Recipe]) -> str:
+    forward = forward_of(model)
+    dropped = set(_span(model.body[0])) if _is_text(model.body[0]) else set[int]()
+    changed = _changed(lines, forward, recipes)
     body_start = min(_span(model.body[0]))
-    header = "".join(lines[start - 1 : body_start - 1])
-    kept = [line for n, line in enumerate(lines, 1) if body_start <= n <= (model.end_lineno or n)]
-    body = "".join(
-        line for n, line in zip(range(body_start, body_start + len(kept)), kept, strict=True)
-        if n not in dropped
-    )  # fmt: skip
+    text = ["".join(lines[model.lineno - 1 : body_start - 1])]
     indent = " " * model.body[0].col_offset
-    docstring = textwrap.indent(f'"""{_summary(recipe)}"""', indent) + "\n\n"
-    own = "".join(line for n, line in enumerate(lines, 1) if n in _span(forward))
-    own = re.sub(r"\bdef forward\(", "def _by_layers(", own, count=1)
-    parts = [header, docstring, body.strip("\n") + "\n\n", own, "\n"]
-    parts.append(textwrap.indent(_forward(forward, recipe), indent))
-    text = re.sub(r"\bsuper\(Model, self\)", "super()", "".join(parts))
-    return re.sub(r"\bModel\b", "ModelNew", text)
+    text.append(textwrap.indent(f'"""{_summary(recipes)}"""', indent) + "\n\n")
+    kept = range(body_start, (model.end_lineno or body_start) + 1)
+    body = "".join(changed.get(n, lines[n - 1]) for n in kept if n not in dropped)
+    text.append(body.strip("\n") + "\n")
+    renamed = re.sub(r"\bsuper\(Model, self\)", "super()", "".join(text))
+    return re.sub(r"\bModel\b", "ModelNew", renamed)
 
 
-def _summary(recipe: Recipe) -> str:
-    chain = str(recipe.chain).replace("|", " → ")
-    return textwrap.fill(f"Linear → {chain}, fused, with the parameters of its layers.", 92)
+def _summary(recipes: Sequence[Recipe]) -> str:
+    chains = "; ".join(dict.fromkeys(chain_of(recipe) for recipe in recipes))
+    return textwrap.fill(f"{chains}: fused, with the parameters of its layers.", 92)
 
 
-def _forward(forward: ast.FunctionDef, recipe: Recipe) -> str:
-    returns = f" -> {ast.unparse(forward.returns)}" if forward.returns else ""
-    arguments = forward.args
-    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
-    names += [f"{a.arg}={a.arg}" for a in arguments.kwonlyargs]
-    lines = [
-        f"def forward({ast.unparse(arguments)}){returns}:",
-        "    y = _fused(",
-        f"        0, {recipe.x}, {recipe.weight}, {recipe.bias},",
-        f"        {recipe.norm_weight}, {recipe.norm_bias},",
-        f"        operands={_tuple(recipe.operands)},",
-        f"        facts={_tuple(recipe.fact_expressions)},",
-        "    )",
-        f"    return self._by_layers({', '.join(names)}) if y is None else y",
-    ]
-    return "\n".join(lines) + "\n"
+def chain_of(recipe: Recipe) -> str:
+    """The chain for people: Linear → ... ."""
+    text = str(dataclasses.replace(recipe.chain, rounding="once"))
+    return " → ".join(["Linear", *(part for part in text.split("|") if part != "identity")])
+
+
+def _changed(
+    lines: list[str], forward: ast.FunctionDef, recipes: Sequence[Recipe]
+) -> dict[int, str]:
+    """Lines of the file, by number, that each chain's first and other statements become."""
+    names = {n.id for n in ast.walk(forward) if isinstance(n, ast.Name)}
+    fused = next(name for name in ("fused", "fused_", "fused__") if name not in names)
+    changed: dict[int, str] = {}
+    for number, recipe in enumerate(recipes):
+        of = forward.body[recipe.span.first : recipe.span.last + 1]
+        span = range(of[0].lineno, (of[-1].end_lineno or of[-1].lineno) + 1)
+        indent = " " * of[0].col_offset
+        call = [
+            f"# {chain_of(recipe)}",
+            f"{fused} = _fused(",
+            f"    {number}, {recipe.x}, {recipe.weight}, {recipe.bias},",
+            f"    {recipe.norm_weight}, {recipe.norm_bias},",
+            f"    operands={_tuple(recipe.operands)}, facts={_tuple(recipe.fact_expressions)},",
+            ")",
+        ]
+        own = [lines[n - 1] for n in span]
+        if recipe.span.target is None:
+            call += [f"if {fused} is not None:", f"    return {fused}"]
+            rest = "".join(own)
+        else:
+            call.append(f"if {fused} is None:")
+            rest = "".join(f"    {line}" if line.strip() else line for line in own)
+            rest += f"{indent}else:\n{indent}    {recipe.span.target} = {fused}\n"
+        changed |= dict.fromkeys(span, "")
+        changed[span[0]] = "".join(f"{indent}{line}\n" for line in call) + rest
+    return changed
 
 
 def _tuple(expressions: Iterable[str]) -> str:
