@@ -30,7 +30,7 @@ def values_of(tables: Tables) -> dict[str, str]:
     """The template's values: files, shared, kernels, tables, chains, and PARTS."""
     split = [_split(source) for source in tables.sources]
     pieces = [_pieces(before) for before, _ in split]
-    count = Counter(piece for found in pieces for piece in set(found))
+    count = Counter(piece for found in pieces for piece in dict.fromkeys(found))
     shared = [p for p, uses in count.items() if uses > 1 and len(p) >= SHORTEST_SHARED]
     place = {piece: i for i, piece in enumerate(shared)}
     kernels = []
