@@ -74,6 +74,32 @@ def get_init_inputs():
 """
 
 
+WHOLE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, k, n):
+        super().__init__()
+        self.fc = nn.Linear(k, n)
+        self.out = nn.Linear(n, k, bias=False)
+        self.gn = nn.GroupNorm(8, k)
+
+    def forward(self, x):
+        kept = x
+        x = torch.relu(self.fc(x))
+        x = self.out(x) + kept
+        x = self.gn(x)
+        return torch.logsumexp(x, dim=1)
+
+def get_inputs():
+    return [torch.rand(256, 512)]
+
+def get_init_inputs():
+    return [512, 1024]
+"""
+
+
 @pytest.fixture(scope="session")
 def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.getbasetemp()
@@ -189,6 +215,14 @@ def test_other_sizes_are_judged_clean(
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "highest"), ("bfloat16", "native")])
 def test_operands_and_leading_dimensions(tmp_path: Path, dtype: str, precision: Precision) -> None:
     check_judged(tmp_path, LAYER_NORM, dtype, precision, 2)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "highest"), ("bfloat16", "native")])
+def test_chains_within_a_forward_of_the_users_own(
+    tmp_path: Path, dtype: str, precision: Precision
+) -> None:
+    """By name: in 16 bit PyTorch's own layers are as fast at this size."""
+    check_judged(tmp_path, WHOLE, dtype, precision, 3, strategy="single")
 
 
 LIBRARY_KERNELS = ("gemm", "cutlass", "nvjet", "xmma", "splitk")
