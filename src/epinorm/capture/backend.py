@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from epinorm.capture.chains import Place
+from epinorm.capture.found import Place
 from epinorm.capture.fuse import checked_settings
 from epinorm.capture.rewriting import rewrite
 from epinorm.chain.reference import Results

@@ -3,14 +3,13 @@ Linear → pointwise* where there is no norm, or none that can be reached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from epinorm.capture.found import Found, Place, Step, gather, unfit
 from epinorm.capture.norms import NormRead, read_norm_function
 from epinorm.capture.purity import changed_argument, changes, is_pure, storage_of, value_of
 from epinorm.capture.regions import exits, read_activation, read_norm
@@ -25,86 +24,13 @@ from epinorm.capture.spelling import (
     read_pointwise,
     same_shape,
 )
-from epinorm.chain import Chain, GroupNorm, Rounding
-from epinorm.chain.chain import AUTOCAST_TO_FP32
+from epinorm.chain import Rounding
 from epinorm.chain.pointwise import Pointwise
 
-__all__ = ["Found", "Place", "Search"]
+__all__ = ["Search"]
 
 _MOST_STEPS = 64
 _DEPTH_OF_SEARCH = 8
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """From one value of a chain to the next: ``nodes``, of which the last one is that value."""
-
-    kind: Literal["view", "cast", "pointwise", "operand", "norm"]
-    nodes: tuple[fx.Node, ...]
-    operation: Pointwise | None = None
-    operand: fx.Node | None = None
-    norm: NormRead | None = None
-
-    @property
-    def end(self) -> fx.Node:
-        return self.nodes[-1]
-
-
-@dataclass
-class Found:
-    """A chain that can be fused, by the nodes that it replaces and those that it reads.
-
-    spelt: the node of each operation, pre before post, and ``norm_node`` that of the norm. kept:
-    what enters the norm, where others read it too; ``kept_views`` of the views lead to it.
-    """
-
-    linear: Linear
-    bias: fx.Node | None
-    norm: NormRead
-    pre: list[Pointwise] = field(default_factory=list)
-    post: list[Pointwise] = field(default_factory=list)
-    operands: list[fx.Node] = field(default_factory=list)
-    views: list[fx.Node] = field(default_factory=list)
-    nodes: list[fx.Node] = field(default_factory=list)
-    spelt: list[fx.Node] = field(default_factory=list)
-    rounding: Rounding = "once"
-    norm_node: fx.Node | None = None
-    kept: fx.Node | None = None
-    kept_views: int = 0
-
-    @property
-    def chain(self) -> Chain:
-        sides = tuple(self.pre), tuple(self.post)
-        return Chain(self.norm.norm, *sides, self.rounding, self.kept is not None)
-
-    @property
-    def reads(self) -> list[fx.Node]:
-        """Every tensor that the chain reads."""
-        given = (self.linear.x, self.linear.weight, self.bias, self.norm.weight, self.norm.bias)
-        return [*(node for node in given if node is not None), *self.operands]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a Linear's result reaches a norm: with ``found``, or the obstacle and the path.
-
-    norm: None for a Linear with what follows it, and no norm, as a chain of its own. taken: whether
-    our operation is to compute what was found.
-    """
-
-    linear: fx.Node
-    norm: fx.Node | None
-    path: tuple[fx.Node, ...]
-    found: Found | None = None
-    obstacle: str = ""
-    ends: str = ""
-    taken: bool = True
-
-    @property
-    def has_norm(self) -> bool:
-        """Whether the chain's operation has a norm, which BatchNorm in eval mode is none of."""
-        return self.found is not None and self.found.norm.norm is not None
 
 
 class Search:
@@ -152,7 +78,7 @@ class _Walk:
         self.start, self.linear, self.rounding = start, linear, search.rounding
         self.accept = search.accept
         self.order, self.effects, self.taken = search.order, search.effects, search.taken
-        self.steps: list[_Step] = []
+        self.steps: list[Step] = []
         self.norm_at = -1
         self.kept_at = -1
         self.stopped = ""
@@ -187,7 +113,7 @@ class _Walk:
         path = tuple(step.end for step in self.steps)
         return Place(self.start, None, path, found, "" if found else why)
 
-    def _step(self, x: fx.Node) -> _Step | None:
+    def _step(self, x: fx.Node) -> Step | None:
         """The next step of a chain whose value so far is x; None: ``stopped`` says why."""
         users = list(x.users)
         if len(users) != 1:
@@ -207,37 +133,37 @@ class _Walk:
             if isinstance(norm, str):
                 self.stopped = norm
                 return None
-            return _Step("norm", (node,), norm=norm)
+            return Step("norm", (node,), norm=norm)
         if is_view_of_rows(node, x):
-            return _Step("view", (node,))
+            return Step("view", (node,))
         if is_cast(node, x):
-            return _Step("cast", (node,))
+            return Step("cast", (node,))
         dropout = is_dropout(node)
         if dropout is False and node.args and node.args[0] is x:
-            return _Step("cast", (node,))
+            return Step("cast", (node,))
         operation = read_pointwise(node, x)
         if operation is not None:
-            return _Step("pointwise", (node,), operation)
+            return Step("pointwise", (node,), operation)
         binary = read_binary(node, x)
         if binary is not None:
             return self._with_operand(node, x, *binary)
         self.stopped = _why_no_step(node, x, dropout)
         return None
 
-    def _to_norm(self, x: fx.Node) -> list[_Step]:
+    def _to_norm(self, x: fx.Node) -> list[Step]:
         """From what several nodes read to the first norm among them, through views and casts."""
         if self.norm_at >= 0 or len(x.users) < 2:
             return []
         for user in x.users:
-            value, node, steps = x, user, list[_Step]()
+            value, node, steps = x, user, list[Step]()
             while node not in self.taken:
                 norm = read_norm_function(node, value)
                 if isinstance(norm, NormRead):
-                    return [*steps, _Step("norm", (node,), norm=norm)]
+                    return [*steps, Step("norm", (node,), norm=norm)]
                 kind: Literal["view", "cast"] = "view" if is_view_of_rows(node, value) else "cast"
                 if changed_argument(node) or not (kind == "view" or is_cast(node, value)):
                     break
-                steps.append(_Step(kind, (node,)))
+                steps.append(Step(kind, (node,)))
                 value = node
                 if len(value.users) != 1:
                     break
@@ -247,26 +173,26 @@ class _Walk:
                 return [*steps, region]
         return []
 
-    def _norm_region(self, x: fx.Node) -> _Step | None:
+    def _norm_region(self, x: fx.Node) -> Step | None:
         """A norm that is written out, of a value that others may read too."""
         if self.rounding == "eager":
             return None
         for nodes in exits(x, has_readers=True):
             norm = None if self.taken.intersection(nodes) else read_norm(nodes, x)
             if norm is not None:
-                return _Step("norm", tuple(nodes), norm=NormRead(norm))
+                return Step("norm", tuple(nodes), norm=NormRead(norm))
         return None
 
-    def _region(self, x: fx.Node, users: Sequence[fx.Node]) -> _Step | None:
+    def _region(self, x: fx.Node, users: Sequence[fx.Node]) -> Step | None:
         for nodes in exits(x):
             if self.rounding == "eager" or self.taken.intersection(nodes):
                 break
             operation = read_activation(nodes, x)
             if operation is not None:
-                return _Step("pointwise", tuple(nodes), operation)
+                return Step("pointwise", tuple(nodes), operation)
             norm = read_norm(nodes, x) if self.norm_at < 0 else None
             if norm is not None:
-                return _Step("norm", tuple(nodes), norm=NormRead(norm))
+                return Step("norm", tuple(nodes), norm=NormRead(norm))
         names = list(dict.fromkeys(_user_name(user) for user in users))
         self.stopped = (
             f"the result of {name_of(x)} is used more than once, by {', '.join(names)}: a chain's "
@@ -274,13 +200,13 @@ class _Walk:
         )
         return None
 
-    def _with_operand(self, node: fx.Node, x: fx.Node, kind: str, other: fx.Node) -> _Step | None:
+    def _with_operand(self, node: fx.Node, x: fx.Node, kind: str, other: fx.Node) -> Step | None:
         value, given = value_of(x), value_of(other)
         assert value is not None
         assert given is not None
         shape = list(given.shape)
         if given.dim() <= value.dim() and _is_row(given, value):
-            return _Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
+            return Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
         if kind == "sub":
             self.stopped = f"it subtracts a tensor of shape {shape}, not one value per channel"
             return None
@@ -291,22 +217,22 @@ class _Walk:
             )
             return None
         name = "mul_element" if kind == "mul" else "add_residual"
-        return _Step("operand", (node,), Pointwise(name), other)
+        return Step("operand", (node,), Pointwise(name), other)
 
     def _found(self, count: int) -> tuple[Found | None, str]:
         """The longest chain of the first steps that is safe to fuse, and why it is no longer."""
         why = ""
         for end in range(count, self.norm_at, -1):
-            found = _gather(self.linear, self.steps[:end], self.rounding, self.kept_at)
+            found = gather(self.linear, self.steps[:end], self.rounding, self.kept_at)
             if not self.accept(found):
                 why = "it was not to go on"
                 continue
-            unfit = self._disturbed(found) or _unfit(found, self.steps[:end])
-            if unfit is None and found.kept is not None:
-                unfit = self._late(found, found.kept) or _watched(found.kept)
-            if unfit is None:
+            why_not = self._disturbed(found) or unfit(found, self.steps[:end])
+            if why_not is None and found.kept is not None:
+                why_not = self._late(found, found.kept) or _watched(found.kept)
+            if why_not is None:
                 return found, why
-            why = unfit
+            why = why_not
         return None, why
 
     def _disturbed(self, found: Found) -> str | None:
@@ -387,121 +313,6 @@ def _is_row(given: Tensor, value: Tensor) -> bool:
         return False
     alone = all(isinstance(n, int) and n == 1 for n in given.shape[:-1])
     return alone and not (value.dim() > 1 and same_shape(given.shape, value.shape))
-
-
-def _gather(linear: Linear, steps: Iterable[_Step], rounding: Rounding, kept_at: int = -1) -> Found:
-    """kept_at: how many steps lead to what others read too, -1 for nothing."""
-    found = Found(linear, linear.bias, NormRead(None), nodes=[*linear.nodes], rounding=rounding)
-    seen_norm = False
-    for i, step in enumerate(steps):
-        if i == kept_at:
-            found.kept, found.kept_views = found.nodes[-1], len(found.views)
-        found.nodes += step.nodes
-        if step.norm is not None:
-            found.norm, found.norm_node, seen_norm = step.norm, step.end, True
-        elif step.kind == "view":
-            found.views.append(step.end)
-        elif step.operation is not None and not _absorb(found, step, seen_norm):
-            (found.post if seen_norm else found.pre).append(step.operation)
-            found.operands += [] if step.operand is None else [step.operand]
-            found.spelt.append(step.end)
-    return found
-
-
-def _absorb(found: Found, step: _Step, seen_norm: bool) -> bool:
-    """Take a multiplication or sum per channel for the weight or bias that is not there."""
-    norm, operand = found.norm, step.operand
-    value = value_of(operand)
-    if found.rounding == "eager" or value is None or value.dim() != 1 or step.operation is None:
-        return False
-    name = step.operation.name
-    if not seen_norm:
-        if name == "add_channel" and found.bias is None and not found.pre:
-            found.bias = operand
-            return True
-        return False
-    if found.post:
-        return False
-    if name == "mul_channel" and norm.weight is None and norm.bias is None:
-        found.norm = NormRead(norm.norm, operand, None)
-        return True
-    if name == "add_channel" and norm.bias is None:
-        found.norm = NormRead(norm.norm, norm.weight, operand)
-        return True
-    return False
-
-
-def _unfit(found: Found, steps: Sequence[_Step]) -> str | None:
-    """Why the operator would not compute what these nodes compute, in shapes and dtypes."""
-    values = [value_of(node) for node in found.reads]
-    if any(value is None for value in values):
-        return "something other than a tensor takes part in it"
-    for value in values:
-        assert value is not None
-        strided = value.layout is torch.strided and not value.is_nested
-        if is_traceable_wrapper_subclass(value) or not strided:
-            return f"a {type(value).__name__} of layout {value.layout} takes part in it"
-    linear, end = value_of(found.linear.nodes[-1]), value_of(found.nodes[-1])
-    assert linear is not None
-    assert end is not None
-    if found.linear.turned and linear.dtype.itemsize == 2:
-        return (
-            "its weight is kept as (in, out), as Conv1D does: in 16 bit turning it at each call "
-            "costs what fusing saves; an nn.Linear with the transposed weight is served"
-        )
-    if linear.dtype not in _DTYPES:
-        return f"a linear layer in {linear.dtype} is not served"
-    if len({value.device for value in values if value is not None}) > 1:
-        return "its tensors are on several devices"
-    return _unfit_dtypes(found, steps, linear, end)
-
-
-def _dtype_of_sum(found: Found, dtype: torch.dtype) -> torch.dtype:
-    """What PyTorch makes of the linear's dtype on the way to the norm (operator/transforms.py)."""
-    operands = iter(found.operands)
-    for operation in found.pre:
-        if operation.operand is not None:
-            dtype = torch.promote_types(dtype, value_of(next(operands)).dtype)  # type: ignore[union-attr]
-        elif operation.name in AUTOCAST_TO_FP32:
-            dtype = torch.promote_types(dtype, torch.float32)
-    return dtype
-
-
-def _unfit_dtypes(found: Found, steps: Sequence[_Step], linear: Tensor, end: Tensor) -> str | None:
-    values: list[Any] = [value_of(node) for node in found.reads]
-    several = "its tensors are of several dtypes: " + ", ".join(
-        sorted({str(v.dtype).removeprefix("torch.") for v in values})
-    )
-    changes_dtype = [
-        s for s in steps if s.kind == "norm" and len(s.nodes) == 1
-        and value_of(s.end).dtype != value_of(s.end.args[0]).dtype  # type: ignore[union-attr]
-    ]  # fmt: skip
-    inputs = {v.dtype for v in values[:2]}
-    if inputs != {linear.dtype} or changes_dtype:  # autocast
-        if linear.device.type != "cuda":
-            return f"under autocast PyTorch's layers mix dtypes on {linear.device.type}"
-        kept = value_of(found.kept)
-        if kept is not None and kept.dtype != _dtype_of_sum(found, linear.dtype):
-            return "autocast gives what enters the norm another dtype"
-        return None if end.dtype == torch.float32 else "autocast gives it another dtype"
-    if any(v.dtype != linear.dtype for v in values):
-        return several
-    kept = value_of(found.kept)
-    if kept is not None and kept.dtype != linear.dtype:
-        return f"what enters the norm is {kept.dtype}, the linear layer's result {linear.dtype}"
-    if end.dtype != linear.dtype:
-        return f"its result is {end.dtype}, the linear layer's is {linear.dtype}"
-    wide = linear.dtype.itemsize
-    for step in steps:
-        value = value_of(step.end)
-        assert value is not None
-        if value.dtype != linear.dtype and (
-            value.dtype.itemsize <= wide or found.rounding == "eager"
-        ):
-            return f"it rounds to {value.dtype} on its way"
-    if isinstance(found.norm.norm, GroupNorm) and value_of(found.linear.x).dim() != 2:  # type: ignore[union-attr]
-        return "GroupNorm after a reshape to rows is not served"
-    return None
 
 
 def _path_to_norm(start: fx.Node, taken: set[fx.Node], depth: int) -> list[fx.Node] | None:

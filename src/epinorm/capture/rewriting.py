@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from epinorm.backends.engine import plan_for
 from epinorm.capture.batch_norm import Lowered, batch_norm_of
-from epinorm.capture.chains import Found, Place, Search
+from epinorm.capture.chains import Search
+from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.spelling import name_of

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from epinorm.capture.chains import Found, Search
+from epinorm.capture.chains import Search
+from epinorm.capture.found import Found
 from epinorm.capture.purity import value_of
 from epinorm.chain.dropout import draw_seeds
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from epinorm.capture.chains import Found, Search
+from epinorm.capture.chains import Search
 from epinorm.capture.dynamo import run_without_values
+from epinorm.capture.found import Found
 from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import is_dropout
 from epinorm.chain import Chain

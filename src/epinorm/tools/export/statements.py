@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from epinorm.capture.chains import Found
+from epinorm.capture.found import Found
 from epinorm.capture.purity import is_pure
 
 __all__ = ["Body", "Span", "parameters_of"]

@@ -1,0 +1,209 @@
+"""A chain in a captured graph: its steps, what they make together, and whether the operator
+computes the same in shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from epinorm.capture.norms import NormRead
+from epinorm.capture.purity import value_of
+from epinorm.capture.spelling import Linear
+from epinorm.chain import Chain, GroupNorm, Rounding
+from epinorm.chain.chain import AUTOCAST_TO_FP32
+from epinorm.chain.pointwise import Pointwise
+
+__all__ = ["Found", "Place", "Step", "gather", "unfit"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Step:
+    """From one value of a chain to the next: ``nodes``, of which the last one is that value."""
+
+    kind: Literal["view", "cast", "pointwise", "operand", "norm"]
+    nodes: tuple[fx.Node, ...]
+    operation: Pointwise | None = None
+    operand: fx.Node | None = None
+    norm: NormRead | None = None
+
+    @property
+    def end(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+@dataclass
+class Found:
+    """A chain that can be fused, by the nodes that it replaces and those that it reads.
+
+    spelt: the node of each operation, pre before post, and ``norm_node`` that of the norm. kept:
+    what enters the norm, where others read it too; ``kept_views`` of the views lead to it.
+    """
+
+    linear: Linear
+    bias: fx.Node | None
+    norm: NormRead
+    pre: list[Pointwise] = field(default_factory=list)
+    post: list[Pointwise] = field(default_factory=list)
+    operands: list[fx.Node] = field(default_factory=list)
+    views: list[fx.Node] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
+    spelt: list[fx.Node] = field(default_factory=list)
+    rounding: Rounding = "once"
+    norm_node: fx.Node | None = None
+    kept: fx.Node | None = None
+    kept_views: int = 0
+
+    @property
+    def chain(self) -> Chain:
+        sides = tuple(self.pre), tuple(self.post)
+        return Chain(self.norm.norm, *sides, self.rounding, self.kept is not None)
+
+    @property
+    def reads(self) -> list[fx.Node]:
+        """Every tensor that the chain reads."""
+        given = (self.linear.x, self.linear.weight, self.bias, self.norm.weight, self.norm.bias)
+        return [*(node for node in given if node is not None), *self.operands]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a Linear's result reaches a norm: with ``found``, or the obstacle and the path.
+
+    norm: None for a Linear with what follows it, and no norm, as a chain of its own. taken: whether
+    our operation is to compute what was found.
+    """
+
+    linear: fx.Node
+    norm: fx.Node | None
+    path: tuple[fx.Node, ...]
+    found: Found | None = None
+    obstacle: str = ""
+    ends: str = ""
+    taken: bool = True
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether the chain's operation has a norm, which BatchNorm in eval mode is none of."""
+        return self.found is not None and self.found.norm.norm is not None
+
+
+def gather(linear: Linear, steps: Iterable[Step], rounding: Rounding, kept_at: int = -1) -> Found:
+    """What steps make together; kept_at: how many lead to what others read too, -1 for nothing."""
+    found = Found(linear, linear.bias, NormRead(None), nodes=[*linear.nodes], rounding=rounding)
+    seen_norm = False
+    for i, step in enumerate(steps):
+        if i == kept_at:
+            found.kept, found.kept_views = found.nodes[-1], len(found.views)
+        found.nodes += step.nodes
+        if step.norm is not None:
+            found.norm, found.norm_node, seen_norm = step.norm, step.end, True
+        elif step.kind == "view":
+            found.views.append(step.end)
+        elif step.operation is not None and not _absorb(found, step, seen_norm):
+            (found.post if seen_norm else found.pre).append(step.operation)
+            found.operands += [] if step.operand is None else [step.operand]
+            found.spelt.append(step.end)
+    return found
+
+
+def _absorb(found: Found, step: Step, seen_norm: bool) -> bool:
+    """Take a multiplication or sum per channel for the weight or bias that is not there."""
+    norm, operand = found.norm, step.operand
+    value = value_of(operand)
+    if found.rounding == "eager" or value is None or value.dim() != 1 or step.operation is None:
+        return False
+    name = step.operation.name
+    if not seen_norm:
+        if name == "add_channel" and found.bias is None and not found.pre:
+            found.bias = operand
+            return True
+        return False
+    if found.post:
+        return False
+    if name == "mul_channel" and norm.weight is None and norm.bias is None:
+        found.norm = NormRead(norm.norm, operand, None)
+        return True
+    if name == "add_channel" and norm.bias is None:
+        found.norm = NormRead(norm.norm, norm.weight, operand)
+        return True
+    return False
+
+
+def unfit(found: Found, steps: Sequence[Step]) -> str | None:
+    """Why the operator would not compute what these nodes compute, in shapes and dtypes."""
+    values = [value_of(node) for node in found.reads]
+    if any(value is None for value in values):
+        return "something other than a tensor takes part in it"
+    for value in values:
+        assert value is not None
+        strided = value.layout is torch.strided and not value.is_nested
+        if is_traceable_wrapper_subclass(value) or not strided:
+            return f"a {type(value).__name__} of layout {value.layout} takes part in it"
+    linear, end = value_of(found.linear.nodes[-1]), value_of(found.nodes[-1])
+    assert linear is not None
+    assert end is not None
+    if found.linear.turned and linear.dtype.itemsize == 2:
+        return (
+            "its weight is kept as (in, out), as Conv1D does: in 16 bit turning it at each call "
+            "costs what fusing saves; an nn.Linear with the transposed weight is served"
+        )
+    if linear.dtype not in _DTYPES:
+        return f"a linear layer in {linear.dtype} is not served"
+    if len({value.device for value in values if value is not None}) > 1:
+        return "its tensors are on several devices"
+    return _unfit_dtypes(found, steps, linear, end)
+
+
+def _dtype_of_sum(found: Found, dtype: torch.dtype) -> torch.dtype:
+    """What PyTorch makes of the linear's dtype on the way to the norm (operator/transforms.py)."""
+    operands = iter(found.operands)
+    for operation in found.pre:
+        if operation.operand is not None:
+            dtype = torch.promote_types(dtype, value_of(next(operands)).dtype)  # type: ignore[union-attr]
+        elif operation.name in AUTOCAST_TO_FP32:
+            dtype = torch.promote_types(dtype, torch.float32)
+    return dtype
+
+
+def _unfit_dtypes(found: Found, steps: Sequence[Step], linear: Tensor, end: Tensor) -> str | None:
+    values: list[Any] = [value_of(node) for node in found.reads]
+    several = "its tensors are of several dtypes: " + ", ".join(
+        sorted({str(v.dtype).removeprefix("torch.") for v in values})
+    )
+    changes_dtype = [
+        s for s in steps if s.kind == "norm" and len(s.nodes) == 1
+        and value_of(s.end).dtype != value_of(s.end.args[0]).dtype  # type: ignore[union-attr]
+    ]  # fmt: skip
+    inputs = {v.dtype for v in values[:2]}
+    if inputs != {linear.dtype} or changes_dtype:  # autocast
+        if linear.device.type != "cuda":
+            return f"under autocast PyTorch's layers mix dtypes on {linear.device.type}"
+        kept = value_of(found.kept)
+        if kept is not None and kept.dtype != _dtype_of_sum(found, linear.dtype):
+            return "autocast gives what enters the norm another dtype"
+        return None if end.dtype == torch.float32 else "autocast gives it another dtype"
+    if any(v.dtype != linear.dtype for v in values):
+        return several
+    kept = value_of(found.kept)
+    if kept is not None and kept.dtype != linear.dtype:
+        return f"what enters the norm is {kept.dtype}, the linear layer's result {linear.dtype}"
+    if end.dtype != linear.dtype:
+        return f"its result is {end.dtype}, the linear layer's is {linear.dtype}"
+    wide = linear.dtype.itemsize
+    for step in steps:
+        value = value_of(step.end)
+        assert value is not None
+        if value.dtype != linear.dtype and (
+            value.dtype.itemsize <= wide or found.rounding == "eager"
+        ):
+            return f"it rounds to {value.dtype} on its way"
+    if isinstance(found.norm.norm, GroupNorm) and value_of(found.linear.x).dim() != 2:  # type: ignore[union-attr]
+        return "GroupNorm after a reshape to rows is not served"
+    return None
