@@ -200,7 +200,7 @@ def sized(m: int, k: int, n: int, groups: int) -> str:
         # Few rows of a wide weight, which is converted on its way; many of x, which is; a long sum,
         # split over blocks.
         ((300, 4096, 8192, 512), "float32", "high", "auto"),
-        ((65536, 512, 256, 16), "float32", "high", "auto"),
+        ((8192, 2048, 256, 16), "float32", "high", "single"),
         # Groups of 12 channels.
         ((512, 256, 768, 64), "bfloat16", "native", "single"),
         ((8192, 128, 128, 8), "float32", "highest", "auto"),
