@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
-    DeviceMesh,
     DTensor,
     Replicate,
     Shard,

@@ -1,4 +1,7 @@
-"""Chains of DTensors: whether they can be fused, and what the graph is told of their placements."""
+"""Chains of DTensors: whether they can be fused, and what the graph is told of their placements.
+
+``found`` is a ``chains.Found``, whose room calls this one.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from epinorm.capture.purity import value_of
 from epinorm.operator.undisturbed import is_distributed
 
 if TYPE_CHECKING:
-    from epinorm.capture.chains import Found
     from epinorm.operator.sharded import Layout
 
 __all__ = ["as_in_eager", "layout_of_found", "unfit"]
 
 
-def layout_of_found(found: Found) -> Layout | None:
+def layout_of_found(found: Any) -> Layout | None:
     """How a chain of DTensors is computed; None for plain tensors, and where PyTorch's own layers
     compute it."""
-    x, weight = value_of(found.linear.x), value_of(found.linear.weight)
+    x: Any = value_of(found.linear.x)
+    weight: Any = value_of(found.linear.weight)
     if not is_distributed((x,)) or found.linear.turned:
         return None
     from epinorm.operator.sharded import layout_of  # loads torch.distributed.tensor
@@ -28,10 +31,10 @@ def layout_of_found(found: Found) -> Layout | None:
     given = iter(found.operands)
     kinds = found.chain.operand_kinds
     operands: Any = [None if kind == "seed" else value_of(next(given)) for kind in kinds]
-    return layout_of(x, weight, operands, found.chain)  # type: ignore[arg-type]
+    return layout_of(x, weight, operands, found.chain)
 
 
-def unfit(found: Found, values: Sequence[Tensor | None]) -> str | None:
+def unfit(found: Any, values: Sequence[Tensor | None]) -> str | None:
     """Why a chain in which DTensors take part is left to PyTorch's own layers."""
     if not is_distributed(values):
         return None

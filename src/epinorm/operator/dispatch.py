@@ -209,23 +209,23 @@ def _sharded(*arguments: Any) -> Results:
     """A call with DTensors."""
     from epinorm.operator import sharded  # loads torch.distributed.tensor
 
-    *tensors, text, strategy, strict = arguments
+    x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict = arguments
 
     def local(part: str, *given: Any) -> Results:
         of_norm = Chain.parse(part).norm is not None
         facts = (strategy, strict) if of_norm or strategy == "reference" else ("auto", False)
         return caller_of(part, *facts)(*given)
 
-    chain = Chain.parse(text)
-    results = sharded.linear_norm(*tensors, chain, local)
+    chain, norm = Chain.parse(text), (norm_weight, norm_bias)
+    results = sharded.linear_norm(x, weight, bias, *norm, operands, chain, local)
     if results is not None:
         return results
     if strict or strategy not in ("auto", "reference"):
         raise RuntimeError(
             f"DTensors of these placements are computed by PyTorch's own layers alone: {chain} of "
-            f"a weight {tensors[1].placements}"
+            f"a weight {weight.placements}"
         )
-    return reference.linear_norm(*tensors[:3], chain, *tensors[3:])
+    return reference.linear_norm(x, weight, bias, chain, *norm, operands)
 
 
 def _with_seeds(

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as distributed
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm, reference
@@ -139,11 +140,10 @@ class _Summed(torch.autograd.Function):
         return gradients[0].redistribute(placements=ctx.placements)
 
 
-def _local(tensor: Tensor | None, placements: Placements, gradient: Placements) -> Tensor | None:
+def _local(tensor: Any, placements: Placements, gradient: Placements) -> Any:
     """This process' part of a tensor that is first placed so; gradient: how that of the part is."""
     if tensor is None:
         return None
-    assert isinstance(tensor, DTensor)
     if tensor.placements != placements:
         tensor = tensor.redistribute(placements=placements)
     elif gradient != placements and tensor.requires_grad:
@@ -276,7 +276,15 @@ def _sharded_norm(
 ) -> Results:
     """A norm of rows of which this process has some channels."""
     before = sum(op.operand is not None for op in chain.pre)
-    z = local(str(layout.of_part(chain, 1, 1, 1)[0]), x, weight, bias, None, None, tuple(operands[:before]))
+    z = local(
+        str(layout.of_part(chain, 1, 1, 1)[0]),
+        x,
+        weight,
+        bias,
+        None,
+        None,
+        tuple(operands[:before]),
+    )
     assert isinstance(z, Tensor)
     norm = chain.norm
     assert isinstance(norm, (LayerNorm, RMSNorm))
