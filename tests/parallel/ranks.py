@@ -27,9 +27,9 @@ def run(worker: str, ranks: int, folder: Path, *more: str) -> list[tuple[int, st
     return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
 
 
-def results_of(worker: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+def results_of(worker: str, ranks: int, folder: Path, *more: str) -> list[dict[str, Any]]:
     """What ``finish`` was given in each rank, all of which end well."""
-    ended = run(worker, ranks, folder)
+    ended = run(worker, ranks, folder, *more)
     assert not any(status for status, _ in ended), "\n".join(text for _, text in ended)[-6000:]
     found: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return found

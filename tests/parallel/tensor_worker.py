@@ -1,6 +1,6 @@
 """One rank of test_tensor_parallel.py: pairs of blocks split over RANKS processes, and their twins.
 
-    python tensor_worker.py RANK RANKS FOLDER [cpu | cuda]
+    python tensor_worker.py RANK RANKS FOLDER [cpu | cuda [CASE ...]]
 
 Rank 0 writes FOLDER/results.json: for each rank and case the largest difference of the output or a
 gradient from those of one process, relative to the largest value, and what else the case tells.
@@ -8,6 +8,7 @@ gradient from those of one process, relative to the largest value, and what else
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -263,4 +264,5 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 if __name__ == "__main__":
     _, RANKS, FOLDER, DEVICE = start()
     MESH = init_device_mesh(DEVICE, (RANKS,))
-    finish(FOLDER, {name: case() for name, case in CASES.items()})
+    asked = sys.argv[5:] or CASES
+    finish(FOLDER, {name: CASES[name]() for name in asked})
