@@ -47,18 +47,12 @@ def prepared(model: nn.Module, way: str) -> nn.Module:
 
 
 def step(model: nn.Module, way: str, failing: str) -> None:
-    rows = ROWS
     if failing == "raises":
         raise KeyError("a bug of this rank's own")
     if failing == "dies":
         os._exit(9)
-    if failing == "shape":
-        rows, model = ROWS + 1, model
-    x = torch.randn(rows, WIDTH, device=DEVICE)
-    given = DTensor.from_local(x, MESH, [Shard(0)]) if way == "tensor" else x
-    if failing == "shape" and way != "tensor":
-        given = torch.randn(rows, WIDTH + 1, device=DEVICE)
-    y = model(given)
+    x = torch.randn(ROWS + (failing == "shape"), WIDTH, device=DEVICE)
+    y = model(DTensor.from_local(x, MESH, [Shard(0)]) if way == "tensor" else x)
     y.square().mean().backward()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
