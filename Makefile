@@ -80,12 +80,10 @@ test-gpu:  ## run tests/gpu with the Python that is there (nothing is installed)
 	  exit $$failed
 
 GPUS ?= 2
-test-gpus:  ## data parallel on GPUS GPUs of this machine: gradients, then times (nothing is installed)
-	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && export PYTHONPATH=src && ranks=() && \
-	  for rank in $$(seq 0 $$(($(GPUS) - 1))); do \
-	    timeout 300 $${PYTHON:-python3} tests/parallel/worker.py $$rank $(GPUS) "$$folder" cuda & ranks+=($$!); \
-	  done && for rank in $${ranks[@]}; do wait $$rank; done && cat "$$folder/results.json" && \
-	  timeout 300 $${PYTHON:-python3} -m torch.distributed.run --nproc-per-node $(GPUS) benchmarks/parallel.py $(ARGS)
+test-gpus:  ## data and tensor parallel on GPUS GPUs of this machine: gradients, then times (nothing is installed)
+	@export PYTHONPATH=src; python=$${PYTHON:-python3}; \
+	  $$python tests/parallel/on_gpus.py $(GPUS) && timeout 300 \
+	    $$python -m torch.distributed.run --nproc-per-node $(GPUS) benchmarks/parallel.py $(ARGS)
 
 sanitize-gpu:  ## run every kind of kernel under compute-sanitizer (nothing is installed)
 	@for tool in memcheck initcheck racecheck synccheck; do \

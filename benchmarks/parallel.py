@@ -1,10 +1,12 @@
-"""A training step of four wide blocks on several GPUs: eager and fused under DDP and FSDP2.
+"""Training steps and forwards on several GPUs: data parallel and tensor parallel, eager and fused.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel.py --out rows.json
+    torchrun --nproc-per-node 2 benchmarks/parallel.py --out benchmarks/results/parallel
 
-Four of Linear 4096 → 4096, GroupNorm of 256 groups, LeakyReLU. Rows are those of one GPU. A row has
-medians in ms: of the step by the wall, and of the host until it has launched all of it; "one" is
-the same on one GPU without communication, measured in the same process.
+Data parallel: a step of four blocks of Linear 4096 → 4096, GroupNorm of 256 groups, LeakyReLU; rows
+are those of one GPU. Tensor parallel: the pair 4096 → 16384 (GroupNorm, SiLU) → 4096 (residual,
+LayerNorm); rows are those of all GPUs. A row has medians in ms: by the wall, and of the host until
+it has launched all of it; "one" is one GPU without communication, measured in the same process.
+Tensor parallel rows are timed after the outputs were compared with those of one GPU.
 """
 
 from __future__ import annotations
@@ -13,20 +15,26 @@ import argparse
 import json
 import os
 import time
-from datetime import timedelta
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import epinorm
+from epinorm.parallel import ColwiseParallel, RowwiseParallel
 
-WARM_UP, STEPS = 6, 12
+STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def blocks(width: int, count: int, dtype: torch.dtype, device: torch.device) -> nn.Sequential:
@@ -38,7 +46,20 @@ def blocks(width: int, count: int, dtype: torch.dtype, device: torch.device) -> 
     return nn.Sequential(*made).to(device, dtype)
 
 
-def prepared(model: nn.Sequential, way: str, fused: bool, mesh: Any) -> nn.Module:
+class Pair(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = 4 * width
+        self.up = epinorm.LinearNorm(
+            width, hidden, norm=epinorm.GroupNorm(hidden // 16), post="silu"
+        )
+        self.down = epinorm.LinearNorm(hidden, width, norm=epinorm.LayerNorm(), pre="add_residual")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x), x)
+
+
+def prepared(model: nn.Sequential, way: str, fused: bool, mesh: DeviceMesh) -> nn.Module:
     if way == "fsdp2":
         for block in model:
             fully_shard(block, mesh=mesh)
@@ -47,64 +68,182 @@ def prepared(model: nn.Sequential, way: str, fused: bool, mesh: Any) -> nn.Modul
     return DistributedDataParallel(made, gradient_as_bucket_view=True) if way == "ddp" else made
 
 
-def timed(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[float, float]:
-    cuda = x.device.type == "cuda"
+def timed(run: Callable[[], Any], steps: int, device: torch.device, at_once: int = 1) -> Any:
+    """Medians of the wall and of the host, ms a run; at_once: runs between two synchronisations."""
+    cuda = device.type == "cuda"
     wall, host = [], []
-    for i in range(WARM_UP + STEPS):
+    for i in range(3 + steps):  # the first compile and fill pools
         if cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        model(x).backward(dy)
+        for _ in range(at_once):
+            run()
         launched = time.perf_counter()
-        model.zero_grad()
         if cuda:
             torch.cuda.synchronize()
-        if i >= WARM_UP:
-            wall.append(time.perf_counter() - start)
-            host.append(launched - start)
-    return median(wall) * 1e3, median(host) * 1e3
+        if i >= 3:
+            wall.append((time.perf_counter() - start) / at_once)
+            host.append((launched - start) / at_once)
+    return {"ms": round(median(wall) * 1e3, 4), "host_ms": round(median(host) * 1e3, 4)}
+
+
+def step_of(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        model(x).backward(dy)
+        model.zero_grad()
+
+    return step
+
+
+def forward_of(model: Callable[[Any], Any], x: Tensor) -> Callable[[], None]:
+    def forward() -> None:
+        with torch.no_grad():
+            model(x)
+
+    return forward
+
+
+class Bench:
+    """What all rows have in common, and where they go."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
+        self.device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(self.device)
+        backend = "nccl" if cuda else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=60))
+        self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        self.given = given
+        self.gpu = torch.cuda.get_device_name(self.device) if cuda else "cpu"
+        self.rows: list[dict[str, Any]] = []
+
+    def note(self, precision: str, **facts: Any) -> None:
+        row = {
+            **facts, "precision": precision, "gpus": dist.get_world_size(), "gpu": self.gpu,
+            "torch": torch.__version__, "commit": os.environ.get("COMMIT", ""),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }  # fmt: skip
+        self.rows.append(row)
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+            if self.given.out:  # after each: a job may end early
+                folder = Path(self.given.out)
+                folder.mkdir(parents=True, exist_ok=True)
+                name = self.gpu.lower().replace(" ", "-")
+                (folder / f"{name}-x{dist.get_world_size()}.json").write_text(
+                    json.dumps(self.rows, indent=1) + "\n"
+                )
+
+    def data(self, precision: str, dtype: torch.dtype, rows: int) -> None:
+        x = torch.randn(rows, self.given.width, device=self.device, dtype=dtype)
+        dy = torch.randn_like(x)
+        for way in self.given.ways:
+            for fused in (False, True):
+                slow = not fused and precision == "highest" and rows > 8192
+                torch._dynamo.reset()
+                model = blocks(self.given.width, 4, dtype, self.device)
+                model = prepared(model, way, fused, self.mesh)
+                found = timed(step_of(model, x, dy), 3 if slow else 10, self.device)
+                self.note(precision, what="blocks", way=way, fused=fused, rows=rows, **found)
+                del model
+
+    def tensor(self, precision: str, dtype: torch.dtype) -> None:
+        """The pair on one GPU and split, fused; outputs compared before anything is timed."""
+        width, rows, n = self.given.width, self.given.pair_rows, dist.get_world_size()
+        one, split = Pair(width), Pair(width)
+        torch.manual_seed(0)
+        for a, b in zip(one.parameters(), split.parameters(), strict=True):
+            nn.init.normal_(a, std=width**-0.5 / 2)
+            b.data.copy_(a.data)
+        one, split = one.to(self.device, dtype), split.to(self.device, dtype)
+        parallelize_module(split, self.mesh, STYLES)
+        x = torch.randn(rows, width, device=self.device, dtype=dtype)
+        dist.broadcast(x, 0)
+        mine = x.chunk(n)[dist.get_rank()]
+        parts = DTensor.from_local(mine.clone(), self.mesh, [Shard(0)])
+        with torch.no_grad():
+            a, b = one(x).chunk(n)[dist.get_rank()].float(), split(parts).to_local().float()
+            again = split(parts).to_local().float()
+        differs = ((a - b).abs().max() / a.abs().max()).item()
+        x.requires_grad_()
+        parts.requires_grad_()
+        dy = torch.randn_like(x)
+        dist.broadcast(dy, 0)
+        dy_parts = DTensor.from_local(dy.chunk(n)[dist.get_rank()].clone(), self.mesh, [Shard(0)])
+        for model, given, g, way in ((one, x, dy, "one"), (split, parts, dy_parts, "tensor")):
+            facts: dict[str, Any] = {"what": "pair", "way": way, "fused": True, "rows": rows}
+            if way == "tensor":
+                facts |= {"difference": differs, "repeats": torch.equal(b, again)}
+            for name, run in (
+                ("forward", forward_of(model, given)),
+                ("step", step_of(model, given, g)),
+            ):
+                self.note(precision, **facts, **{"pass": name}, **timed(run, 6, self.device, 4))
+        if self.device.type == "cuda":
+            for chunks in (2, 4):
+                run = forward_of(partial(by_chunks, split, chunks), parts)
+                facts = {"what": "pair", "way": f"tensor, {chunks} chunks", "fused": True}
+                facts |= {"rows": rows, "pass": "forward"}
+                self.note(precision, **facts, **timed(run, 6, self.device, 4))
+
+    def links(self) -> None:
+        """Collectives by themselves, for docs/scale.md's cost model; MiB of the whole."""
+        if self.device.type != "cuda":
+            return
+        n = dist.get_world_size()
+        for mib in (1, 32, 128, 512):
+            whole = torch.empty(mib << 19, dtype=torch.bfloat16, device=self.device)
+            part = torch.empty(whole.numel() // n, dtype=torch.bfloat16, device=self.device)
+            for name, run in (
+                ("all_gather", partial(dist.all_gather_into_tensor, whole, part)),
+                ("reduce_scatter", partial(dist.reduce_scatter_tensor, part, whole)),
+                ("all_reduce", partial(dist.all_reduce, whole)),
+            ):
+                self.note("bf16", what=name, mib=mib, **timed(run, 5, self.device, 10))
+
+
+def by_chunks(model: nn.Module, chunks: int, x: DTensor) -> Tensor:
+    """The rows in parts, each on a stream of its own, so that one's collectives run beside the
+    products of another: all parts are gathered first, as NCCL keeps the order of the calls."""
+    current = torch.cuda.current_stream()
+    streams = [torch.cuda.Stream(priority=-(i == 0)) for i in range(chunks)]
+    replicated = []
+    for stream, part in zip(streams, x.to_local().chunk(chunks), strict=True):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            whole = DTensor.from_local(part, x.device_mesh, x.placements)
+            replicated.append(whole.full_tensor())
+    made = []
+    for stream, rows in zip(streams, replicated, strict=True):
+        with torch.cuda.stream(stream):
+            y: Any = model(DTensor.from_local(rows, x.device_mesh, [Replicate()]))
+            made.append(y.to_local())
+    for stream in streams:
+        current.wait_stream(stream)
+    return torch.cat(made)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 32768])
+    parser.add_argument("--pair-rows", type=int, default=8192)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--precisions", nargs="+", default=["bf16", "highest"])
-    parser.add_argument("--ways", nargs="+", default=["one", "ddp", "fsdp2"])
-    parser.add_argument("--out")
-    given = parser.parse_args()
-    rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=60))
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    found = []
-    for precision in given.precisions:
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    parser.add_argument("--ways", nargs="*", default=["one", "ddp", "fsdp2"])
+    parser.add_argument("--out", help="a folder")
+    bench = Bench(parser.parse_args())
+    settings = [
+        (p, torch.bfloat16 if p == "bf16" else torch.float32) for p in bench.given.precisions
+    ]
+    for precision, dtype in settings:
         torch.set_float32_matmul_precision("highest" if precision == "bf16" else precision)
-        for rows in given.rows:
-            x = torch.randn(rows, given.width, device=device, dtype=dtype)
-            dy = torch.randn_like(x)
-            for way in given.ways:
-                for fused in (False, True):
-                    torch._dynamo.reset()
-                    model = prepared(blocks(given.width, 4, dtype, device), way, fused, mesh)
-                    wall, host = timed(model, x, dy)
-                    row = {
-                        "way": way, "gpus": dist.get_world_size(), "fused": fused, "rows": rows,
-                        "precision": precision,
-                        "step_ms": round(wall, 3), "host_ms": round(host, 3),
-                        "gpu": torch.cuda.get_device_name(device) if cuda else "cpu",
-                        "torch": torch.__version__,
-                    }  # fmt: skip
-                    found.append(row)
-                    if rank == 0:
-                        print(json.dumps(row), flush=True)
-                        if given.out:  # after each: a job may end early
-                            with open(given.out, "w") as file:
-                                json.dump(found, file, indent=1)
-                    del model
+        bench.tensor(precision, dtype)
+    bench.links()
+    for rows in bench.given.rows:
+        for precision, dtype in settings:
+            torch.set_float32_matmul_precision("highest" if precision == "bf16" else precision)
+            bench.data(precision, dtype, rows)
     dist.destroy_process_group()
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import results_of
 
-WORKER = Path(__file__).with_name("worker.py")
 CASES = [
     "fuse, fully_shard",
     "fully_shard, fuse",
@@ -30,20 +26,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """Of each rank, each case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    arguments = ["2", str(folder)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)[-6000:]
-    return json.loads((folder / "results.json").read_text())
+    return results_of("worker.py", 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,16 +9,13 @@ the case rounds; chains fused; calls that went the long way after the second ste
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import finish, start
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -67,7 +64,7 @@ def ddp(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def fsdp1(model: nn.Module) -> nn.Module:
-    device = torch.device(DEVICE)
+    device = torch.zeros((), device=DEVICE).device
     return FullyShardedDataParallel(model, use_orig_params=True, device_id=device)
 
 
@@ -175,24 +172,9 @@ def counted(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    DEVICE = sys.argv[4] if len(sys.argv) > 4 else "cpu"
-    if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
-        DEVICE = f"cuda:{rank}"
-    torch.set_num_threads(1)
+    rank, ranks, folder, DEVICE = start()
     dispatch.call = counted  # type: ignore[assignment]
-    dist.init_process_group(
-        "nccl" if DEVICE.startswith("cuda") else "gloo",
-        *(f"file://{folder}/store", timedelta(seconds=60)),
-        rank=rank,
-        world_size=ranks,
-    )
-    MESH = init_device_mesh(DEVICE.partition(":")[0], (ranks,))
+    MESH = init_device_mesh(DEVICE, (ranks,))
     results: dict[str, Any] = {name: run(make, rank, ranks) for name, make in CASES.items()}
     results["checkpoint"] = checkpoint(folder)
-    every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, results)
-    if rank == 0:
-        (folder / "results.json").write_text(json.dumps(every))
-    dist.destroy_process_group()
+    finish(folder, results)

@@ -218,7 +218,7 @@ def _row(site: Site, recorder: Recorder) -> Row:
         plan = plan_for(problem, strategy)
     except (RuntimeError, ValueError) as error:
         return Row(site.chain, site.where, True, strategy, str(error), site.shape)
-    reason = plan.reason
+    reason = f"{site.split}; there {plan.reason}" if site.split else plan.reason
     if problem.prepacked and plan.strategy == "single":
         reason += "; its weight is prepacked"
     if site.ends:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from epinorm.capture import distributed
 from epinorm.capture.norms import NormRead
 from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import Linear
 from epinorm.chain import Chain, GroupNorm, Rounding
 from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.pointwise import Pointwise
+from epinorm.operator.undisturbed import is_distributed
 
 __all__ = ["Found", "Place", "Step", "gather", "unfit"]
 
@@ -144,8 +146,11 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     for value in values:
         assert value is not None
         strided = value.layout is torch.strided and not value.is_nested
-        if is_traceable_wrapper_subclass(value) or not strided:
+        subclass = is_traceable_wrapper_subclass(value) and not is_distributed((value,))
+        if subclass or not strided:
             return f"a {type(value).__name__} of layout {value.layout} takes part in it"
+    if (obstacle := distributed.unfit(found, values)) is not None:
+        return obstacle
     linear, end = value_of(found.linear.nodes[-1]), value_of(found.nodes[-1])
     assert linear is not None
     assert end is not None

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from epinorm.backends.engine import plan_for
 from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Search
+from epinorm.capture.distributed import as_in_eager, layout_of_found
 from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.capture.seeds import draw_at_once
@@ -60,7 +61,7 @@ class Site:
     """One place of a captured graph, without its nodes. ``problem``: None where it cannot be fused.
 
     weight: the tensor that the Linear had, which may be prepacked since. taken: whether our
-    operation computes it.
+    operation computes it. split: what each process computes of DTensors, and what is communicated.
     """
 
     chain: str
@@ -71,6 +72,7 @@ class Site:
     problem: Problem | None = None
     weight: weakref.ref[Tensor] | None = None
     taken: bool = True
+    split: str = ""
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,7 @@ def _replace(
             for view in views:
                 made = graph.create_node(view.op, view.target, (made, *view.args[1:]), view.kwargs)
                 made.meta = dict(view.meta)
+            made = as_in_eager(graph, made, of)
             made.meta["example_value"] = value_of(of)
             of.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inside)
             return made
@@ -390,7 +393,9 @@ def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Si
     problem, shape = _problem(found)
     weight = inputs.get(found.linear.weight)
     known = weakref.ref(weight) if isinstance(weight, Tensor) else None
-    return Site(str(found.chain), where, "", place.ends, shape, problem, known, place.taken)
+    layout = layout_of_found(found)
+    split = "" if layout is None else str(layout)
+    return Site(str(found.chain), where, "", place.ends, shape, problem, known, place.taken, split)
 
 
 def layer_of(node: fx.Node, names: dict[str, str]) -> str:
@@ -415,7 +420,10 @@ def _number(size: Any) -> int:
 
 
 def _problem(found: Found) -> tuple[Problem, str]:
-    x, weight = value_of(found.linear.x), value_of(found.linear.weight)
+    x, weight, layout = (
+        *(value_of(found.linear.x), value_of(found.linear.weight)),
+        layout_of_found(found),
+    )
     assert x is not None
     assert weight is not None
     z = value_of(found.linear.nodes[-1])
@@ -423,12 +431,15 @@ def _problem(found: Found) -> tuple[Problem, str]:
     for size in leading:
         m *= size
     n, k = (_number(size) for size in (weight.shape[::-1] if found.linear.turned else weight.shape))
+    shape, chain = f"{[*leading, k]} → {[*leading, n]}", found.chain
+    if layout is not None:
+        chain, m, n, k = layout.of_part(chain, m, n, k)
     dtype = z.dtype if z is not None else x.dtype
     mixed = x.dtype != dtype or weight.dtype != dtype
     wide = torch.float32 if mixed else dtype
     reads = [value_of(node) for node in found.reads]
     problem = Problem(
-        chain=found.chain,
+        chain=chain,
         m=m,
         k=k,
         n=n,
@@ -436,10 +447,10 @@ def _problem(found: Found) -> tuple[Problem, str]:
         norm_dtype=wide,
         out_dtype=wide,
         has_bias=found.bias is not None,
-        has_norm_weight=found.norm.weight is not None,
-        has_norm_bias=found.norm.bias is not None,
+        has_norm_weight=chain.norm is not None and found.norm.weight is not None,
+        has_norm_bias=chain.norm is not None and found.norm.bias is not None,
         training=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in reads),
         device=weight.device,
         precision=product_precision(dtype, weight.device.type, (m, k, n)),
     )
-    return problem, f"{[*leading, k]} → {[*leading, n]}"
+    return problem, shape

@@ -1,0 +1,116 @@
+"""Tensor parallelism: styles for ``torch.distributed.tensor.parallel.parallelize_module``.
+
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+Each is for one block: an ``epinorm.LinearNorm``, or a module with an nn.Linear and the norm behind
+it, which ``epinorm.fuse`` makes one operation. Between blocks rows are sharded (sequence
+parallelism), within a pair channels are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["ColwiseParallel", "RowwiseParallel"]
+
+
+class _BlockStyle(ParallelStyle):
+    """A block whose Linears and other parameters are placed as a style says, with DTensors in and
+    out; plain tensors that come in are this process' parts."""
+
+    weight: Placement
+    vectors: Placement
+
+    def __init__(
+        self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool
+    ) -> None:
+        super().__init__()
+        self.input_layouts, self.output_layouts = (input_layouts,), (output_layouts,)
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        hooks = partial(self._enter), partial(self._leave)
+        return distribute_module(module, device_mesh, self._place, *hooks)
+
+    def _place(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                continue
+            placement = self.weight if parameter.dim() == 2 else self.vectors
+            if placement.is_shard() and parameter.shape[placement.dim] % mesh.size():  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"{name}.{key} of shape {list(parameter.shape)} cannot be split evenly over "
+                    f"{mesh.size()} processes"
+                )
+            placed = distribute_tensor(parameter.data, mesh, [placement])
+            module.register_parameter(key, nn.Parameter(placed, parameter.requires_grad))
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+        layouts = (self.input_layouts, *(self.output_layouts,) * (len(inputs) - 1))
+        return tuple(
+            DTensor.from_local(t, mesh, layout, run_check=False)
+            if isinstance(t, Tensor) and not isinstance(t, DTensor)
+            else t
+            for t, layout in zip(inputs, layouts, strict=True)
+        )
+
+    def _leave(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        if isinstance(outputs, tuple):
+            return tuple(self._leave(module, output, mesh) for output in outputs)
+        if outputs.placements != self.output_layouts:
+            outputs = outputs.redistribute(placements=self.output_layouts)
+        return outputs.to_local() if self.use_local_output else outputs
+
+
+class ColwiseParallel(_BlockStyle):
+    """The block's weight, bias and norm split along the output's channels: the first of a pair.
+
+    x (..., K) comes as ``input_layouts``, rows by default, and is gathered; y (..., N) has its
+    channels sharded. GroupNorm's groups split with them, and nothing is exchanged for it; LayerNorm
+    and RMSNorm exchange two numbers a row. Raises ValueError where channels do not split evenly.
+    """
+
+    weight, vectors = Shard(0), Shard(0)
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        super().__init__(input_layouts or Shard(0), output_layouts or Shard(1), use_local_output)
+
+
+class RowwiseParallel(_BlockStyle):
+    """The block's weight split along the input's channels, the rest copied: the second of a pair.
+
+    x (..., K) comes with its channels sharded; partial products are summed and scattered, and
+    bias, residual, norm and what follows are computed on each process' rows. y (..., N) comes out
+    as ``output_layouts``, rows by default. Residuals come as y comes out. Raises ValueError where
+    channels do not split evenly.
+    """
+
+    weight, vectors = Shard(1), Replicate()
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        super().__init__(input_layouts or Shard(1), output_layouts or Shard(0), use_local_output)

@@ -1,0 +1,268 @@
+"""One rank of test_tensor_parallel.py: pairs of blocks split over RANKS processes, and their twins.
+
+    python tensor_worker.py RANK RANKS FOLDER [cpu | cuda [CASE ...]]
+
+Rank 0 writes FOLDER/results.json: for each rank and case the largest difference of the output or a
+gradient from those of one process, relative to the largest value, and what else the case tells.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ranks import finish, start
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import epinorm
+from epinorm.parallel import ColwiseParallel, RowwiseParallel
+
+IN, HIDDEN, ROWS = 32, 64, 24
+STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+GROUPS = epinorm.GroupNorm(8)
+
+
+class Pair(nn.Module):
+    """The pair as modules of ours: by channels, then with a residual by rows."""
+
+    def __init__(self, norm: Any, post: str = "silu", return_sum: bool = False) -> None:
+        super().__init__()
+        self.up = epinorm.LinearNorm(IN, HIDDEN, norm=norm, post=post)
+        self.down = epinorm.LinearNorm(
+            HIDDEN, IN, norm=epinorm.LayerNorm(), pre="add_residual", return_sum=return_sum
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x), x)
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(inputs, outputs), norm
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        h = self.linear(x)
+        if residual is not None:
+            return self.norm(h + residual)
+        return nn.functional.silu(self.norm(h))
+
+
+class Written(nn.Module):
+    """The pair as a user writes it, for ``fuse``."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = Block(IN, HIDDEN, norm), Block(HIDDEN, IN, nn.LayerNorm(IN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x), x)
+
+
+def drawn(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    model = make()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.to(DEVICE, dtype)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Outputs, x's gradient and the parameters', each as every rank has it whole."""
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    outputs = model(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum((i + 1) * y.double().square().mean() for i, y in enumerate(outputs)).backward()  # type: ignore[union-attr]
+    gradients = [x.grad, *(p.grad for p in model.parameters())]
+    assert all(isinstance(g, DTensor) == isinstance(x, DTensor) for g in gradients)
+    return [whole(t).detach().clone() for t in (*outputs, *gradients)]  # type: ignore[arg-type]
+
+
+def rows(shape: tuple[int, ...], axis: int = 0, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(3)
+    x = torch.rand(*shape).to(DEVICE, dtype)
+    return x, distribute_tensor(x, MESH, [Shard(axis)])
+
+
+def compared(
+    one: nn.Module, split: nn.Module, shape: tuple[int, ...] = (ROWS, IN), axis: int = 0
+) -> dict[str, Any]:
+    """The largest difference, and whether a second run gives the same bits."""
+    x, parts = rows(shape, axis, next(one.parameters()).dtype)
+    truth, found, again = step(one, x), step(split, parts), step(split, parts)
+    error = max(relative(a, b) for a, b in zip(found, truth, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    return {"error": error, "repeats": same}
+
+
+def modules(norm: Any, dtype: torch.dtype = torch.float64, **more: Any) -> dict[str, Any]:
+    one, split = (drawn(lambda: Pair(norm, **more), dtype) for _ in range(2))
+    return compared(one, parallelize_module(split, MESH, STYLES))
+
+
+def sequences() -> dict[str, Any]:
+    """(batch, sequence, channels), split along the sequence."""
+    one, split = (drawn(lambda: Pair(epinorm.LayerNorm())) for _ in range(2))
+    layouts = {"input_layouts": Shard(1), "output_layouts": Shard(2)}
+    turned = {"input_layouts": Shard(2), "output_layouts": Shard(1)}
+    styles = {"up": ColwiseParallel(**layouts), "down": RowwiseParallel(**turned)}
+    return compared(one, parallelize_module(split, MESH, styles), (3, ROWS, IN), 1)
+
+
+def written(norm: Callable[[], nn.Module], fused_first: bool) -> dict[str, Any]:
+    torch._dynamo.reset()
+    one, split = (drawn(lambda: Written(norm())) for _ in range(2))
+    split = epinorm.fuse(split) if fused_first else split
+    split = parallelize_module(split, MESH, STYLES)
+    found = compared(one, split if fused_first else epinorm.fuse(split))
+    told = epinorm.explain(split)
+    return found | {"fused": told.fused, "why": [row.reason for row in told.rows]}
+
+
+def read_by_plain_code() -> dict[str, Any]:
+    """What eager gathers before the user takes the local tensor is gathered here too."""
+    torch._dynamo.reset()
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = Block(IN, HIDDEN, nn.LayerNorm(HIDDEN))
+
+        def forward(self, x: Any) -> Tensor:
+            y = self.up(x)
+            return y.to_local() if isinstance(y, DTensor) else y
+
+    one, split = (drawn(Reader) for _ in range(2))
+    style = ColwiseParallel(output_layouts=Replicate())
+    epinorm.fuse(parallelize_module(split, MESH, {"up": style}))
+    x, parts = rows((ROWS, IN))
+    return {"error": relative(split(parts), one(x)), "repeats": True}
+
+
+def uneven() -> dict[str, Any]:
+    """Rows that do not split evenly; and channels, which PyTorch's own layers compute."""
+    torch.manual_seed(5)
+    x, w, b = (torch.randn(*s, dtype=torch.float64) for s in ((11, IN), (42, IN), (42,)))
+    chain = {"norm": epinorm.GroupNorm(2), "post": "silu"}
+    truth = epinorm.linear_norm(x, w, b, **chain)
+    worst = 0.0
+    for placement in (Shard(0), Shard(1), Replicate()):
+        vector = Shard(0) if placement == Shard(0) else Replicate()
+        for rows_of_x in (Shard(0), Shard(1), Replicate()):
+            placed = ((x, rows_of_x), (w, placement), (b, vector))
+            y = epinorm.linear_norm(*(distribute_tensor(t, MESH, [p]) for t, p in placed), **chain)
+            worst = max(worst, relative(whole(y), truth))
+    return {"error": worst, "repeats": True}
+
+
+def dropout() -> dict[str, Any]:
+    """Parts drop by seeds of their own, forward and backward alike; a seed drops alike again."""
+    model = drawn(lambda: epinorm.LinearNorm(IN, HIDDEN, norm=GROUPS, post="dropout(0.5)"))
+    split = parallelize_module(model, MESH, ColwiseParallel())
+    _, parts = rows((ROWS, IN))
+    torch.manual_seed(9)
+    y = split(parts)
+    torch.manual_seed(9)
+    again = split(parts)
+    parts_of_y = whole(y).view(ROWS, RANKS, -1) == 0
+    differ = all(not torch.equal(parts_of_y[:, 0], parts_of_y[:, i]) for i in range(1, RANKS))
+    kept = (whole(y) != 0).double().mean().item()
+    repeats = torch.equal(y.to_local(), again.to_local()) and differ and 0.4 < kept < 0.6
+    return {"error": 0.0, "repeats": repeats}
+
+
+def state() -> dict[str, Any]:
+    """A split model's state is the plain one's, name by name."""
+    one, split = (drawn(lambda: Pair(GROUPS)) for _ in range(2))
+    parallelize_module(split, MESH, STYLES)
+    known = get_model_state_dict(split, options=StateDictOptions(full_state_dict=True))
+    expected = one.state_dict()
+    same = known.keys() == expected.keys()
+    return {
+        "error": 0.0,
+        "repeats": same and all(torch.equal(known[k], expected[k]) for k in known),
+    }
+
+
+def on_two_dimensions() -> dict[str, Any]:
+    """Rows over one dimension of the mesh by fully_shard, channels over the other."""
+    torch._dynamo.reset()
+    one, split = (drawn(lambda: Written(nn.GroupNorm(8, HIDDEN))) for _ in range(2))
+    mesh = init_device_mesh(DEVICE, (RANKS // 2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(split, mesh["tensor"], STYLES)
+    epinorm.fuse(fully_shard(split, mesh=mesh["data"]))
+    x, _ = rows((ROWS, IN))
+    truth = step(one, x)
+    mine = x.chunk(RANKS // 2)[mesh.get_local_rank("data")]
+    parts = distribute_tensor(mine, mesh["tensor"], [Shard(0)])
+    worst = 0.0
+    for _ in range(2):
+        split.zero_grad()
+        y = split(parts)
+        y.square().mean().backward()
+        gradients = [whole(p.grad) for p in split.parameters()]  # type: ignore[arg-type]
+        share = truth[0].chunk(RANKS // 2)[mesh.get_local_rank("data")]
+        pairs = zip((whole(y), *gradients), (share, *truth[2:]), strict=True)
+        worst = max(worst, *(relative(a, b) for a, b in pairs))
+    return {"error": worst, "repeats": True, "fused": epinorm.explain(split).fused}
+
+
+def refused() -> dict[str, Any]:
+    """Errors that say what is wrong, in all ranks, and a group that works afterwards."""
+    said = []
+
+    def attempt(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    odd = epinorm.LinearNorm(IN, 31, norm=epinorm.LayerNorm())
+    attempt(lambda: parallelize_module(odd.to(DEVICE), MESH, ColwiseParallel()))
+    split = parallelize_module(drawn(lambda: Pair(GROUPS)), MESH, STYLES)
+    _, parts = rows((ROWS, IN + 1))
+    attempt(lambda: split(parts))
+    x, _ = rows((ROWS, IN))
+    attempt(lambda: epinorm.linear_norm(x, split.up.linear.weight, norm=GROUPS))
+    return modules(GROUPS) | {"said": said}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "group norm": lambda: modules(GROUPS),
+    "layer norm": lambda: modules(epinorm.LayerNorm()),
+    "rms norm": lambda: modules(epinorm.RMSNorm()),
+    "sum": lambda: modules(GROUPS, return_sum=True),
+    "float32": lambda: modules(GROUPS, torch.float32),
+    "sequences": sequences,
+    "fuse, parallelize_module": lambda: written(lambda: nn.GroupNorm(8, HIDDEN), True),
+    "parallelize_module, fuse": lambda: written(lambda: nn.GroupNorm(8, HIDDEN), False),
+    "layer norm, fused": lambda: written(lambda: nn.LayerNorm(HIDDEN), False),
+    "read by plain code": read_by_plain_code,
+    "uneven": uneven,
+    "dropout": dropout,
+    "state": state,
+    "two dimensions": on_two_dimensions,
+    "refused": refused,
+}
+
+if __name__ == "__main__":
+    _, RANKS, FOLDER, DEVICE = start()
+    MESH = init_device_mesh(DEVICE, (RANKS,))
+    asked = sys.argv[5:] or CASES
+    finish(FOLDER, {name: CASES[name]() for name in asked})

@@ -1,0 +1,28 @@
+"""examples/train_parallel.py on four processes: rows over two of them, each pair over two."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_parallel.py"
+
+
+def test_losses_on_a_mesh_are_those_of_one_process() -> None:
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "4",
+        "--standalone",
+    ]
+    small = ["--layout", "mesh", "--depth", "2", "--steps", "4", "--width", "32"]
+    ended = subprocess.run(
+        [*launch, str(EXAMPLE), *small], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert float(re.search(r"difference: (\S+)", ended.stdout)[1]) < 2e-6  # type: ignore[index]
+    assert "4 of 4 chains fused" in ended.stdout

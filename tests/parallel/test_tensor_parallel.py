@@ -1,0 +1,68 @@
+"""Blocks split over 2 and 4 processes of a CPU: tensor_worker.py is one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import results_of
+
+CASES = [
+    *("group norm", "layer norm", "rms norm", "sum", "sequences", "read by plain code", "uneven"),
+    *("fuse, parallelize_module", "parallelize_module, fuse", "layer norm, fused"),
+]
+OF_FOUR = ["group norm", "layer norm", "uneven", "parallelize_module, fuse"]
+OTHERS = ["float32", "dropout", "state", "two dimensions", "refused"]
+ROUNDINGS = 16
+"""Of sums in another order, in units of the largest value's last place."""
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of each rank, each case."""
+    cases = OF_FOUR if request.param == 4 else CASES
+    folder = tmp_path_factory.mktemp("ranks")
+    return results_of("tensor_worker.py", request.param, folder, "cpu", *cases, *OTHERS)
+
+
+def test_outputs_and_gradients_are_those_of_one_process(results: Any) -> None:
+    for of_rank in results:
+        for case in set(CASES) & of_rank.keys():
+            assert of_rank[case]["error"] <= ROUNDINGS * 2.0**-53, case
+            assert of_rank[case]["repeats"], case
+
+
+def test_float32_differs_by_roundings_alone(results: Any) -> None:
+    for of_rank in results:
+        assert of_rank["float32"]["error"] <= ROUNDINGS * 2.0**-24
+        assert of_rank["float32"]["repeats"]
+
+
+@pytest.mark.parametrize("case", ["dropout", "state"])
+def test_dropout_and_state(case: str, results: Any) -> None:
+    assert all(of_rank[case]["repeats"] for of_rank in results)
+
+
+def test_both_chains_are_fused_and_explain_says_how_they_are_split(results: Any) -> None:
+    for of_rank in results:
+        for case in {"fuse, parallelize_module", "parallelize_module, fuse"} & of_rank.keys():
+            columns, rows = of_rank[case]["why"]
+            assert of_rank[case]["fused"] == 2
+            assert columns.startswith(f"by columns over {len(results)} processes")
+            assert rows.startswith(f"by rows over {len(results)} processes")
+
+
+def test_data_and_tensor_parallel_on_one_mesh(results: Any) -> None:
+    for of_rank in results:
+        found = of_rank["two dimensions"]
+        assert found["error"] <= ROUNDINGS * 2.0**-53
+        assert found["fused"] == 2
+
+
+def test_what_does_not_fit_is_said_and_does_no_harm(results: Any) -> None:
+    for of_rank in results:
+        uneven, shape, plain = of_rank["refused"]["said"]
+        assert uneven.startswith("ValueError: linear.weight of shape [31, 32] cannot be split")
+        assert shape.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+        assert plain.startswith("RuntimeError: x is a torch.Tensor beside DTensors")
+        assert of_rank["refused"]["error"] <= ROUNDINGS * 2.0**-53
