@@ -172,6 +172,7 @@ def test_without_a_gpu_the_layers_run(pair: tuple[Path, Path]) -> None:
     assert torch.equal(y, model(*inputs))
 
 
+@pytest.mark.parametrize("pair", ["zoo"], indirect=True)
 def test_it_needs_no_epinorm(pair: tuple[Path, Path]) -> None:
     code = (
         "import sys; sys.path.insert(0, '.'); import model_new as m; "
