@@ -72,7 +72,7 @@ def bench_model(
         torch._dynamo.reset()  # earlier rows' compilations count towards its limits
         ways = _ways(model, setting, competitors)
         judged, reasons = _verify(ways, inputs, setting, training, notify)
-        explained = _explained(ways["fused"].model, inputs, setting, training)
+        explained = epinorm.explain(ways["fused"].model)
         row = _row(subject, setting, training, device, judged.get("fused"), most_dropout(model))
         row = replace(
             row,
@@ -102,11 +102,6 @@ def _ways(model: nn.Module, setting: Setting, competitors: Sequence[str]) -> dic
         name: _Way(owner, partial(setting.call, function))
         for name, (owner, function) in functions.items()
     }
-
-
-def _explained(fused: nn.Module, inputs: tuple[Any, ...], setting: Setting, training: bool) -> Any:
-    with torch.set_grad_enabled(training):
-        return setting.call(partial(epinorm.explain, fused), *inputs)
 
 
 def _verify(
