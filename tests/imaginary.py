@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import hashlib
 import re
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +25,6 @@ from epinorm.operator import calls
 from epinorm.problem import Inputs
 
 H200 = device.Gpu((9, 0), 132, 232448, 233472)
-MEMORY = SimpleNamespace(total_memory=150 * 2**30)
 PRODUCTS = ("mm", "addmm", "addmm_", "linear")
 GroupNorm, LayerNorm, RMSNorm = epinorm.GroupNorm, epinorm.LayerNorm, epinorm.RMSNorm
 
@@ -168,7 +166,6 @@ def imaginary_h200() -> Any:
         (torch.cuda, "device", lambda index: contextlib.nullcontext()),
         (torch.cuda, "init", lambda: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (torch.cuda, "get_device_properties", lambda index: MEMORY),
         (cuda_plan, "supported", lambda device: None),
         (tuned, "choice", lambda *_: None),
         (calls, "plan_for", plan_for),

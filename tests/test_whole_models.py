@@ -2,21 +2,25 @@
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from epinorm.tools.accuracy import Comparison
 from epinorm.tools.kinks import rows_away_from_kinks
 from epinorm.tools.models import SETTINGS, bench_model, load_subject, read_model_rows
 from epinorm.tools.models.families import family
 from epinorm.tools.models.rows import ModelRow, merge_model_rows
 from epinorm.tools.models.subject import dropout_off
 from epinorm.tools.models.tables import details_table, models_table
-from epinorm.tools.models.verify import judge_candidate, truth_of
+from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
 from epinorm.tools.timing import Settings
 from epinorm_cli.commands import app
 
@@ -73,49 +77,134 @@ def test_each_row_says_what_was_measured(rows: list[ModelRow]) -> None:
     assert 1e-4 < training.ours_gradient_error <= 1.1 * training.eager_gradient_error < 1e-1
 
 
+HIGHEST = SETTINGS["highest"]
+
+
+def judged(
+    model: nn.Module, candidate: nn.Module, inputs: tuple[Tensor], training: bool = True
+) -> Judged:
+    draws = []
+    for seed in range(3):
+        truth = truth_of(model, inputs, HIGHEST, training, seed)
+        candidate.load_state_dict(model.state_dict())
+        draws.append(compare_candidate(truth, candidate, candidate, inputs, HIGHEST, training))
+    return judge(draws, HIGHEST)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_a_wrong_model_is_found(training: bool) -> None:
     model, inputs = net()
     model.drop.p = 0.0
-    truth = truth_of(model, inputs, SETTINGS["highest"], training)
-    right = copy.deepcopy(model)
-    assert (
-        judge_candidate(truth, right, right, inputs, SETTINGS["highest"], training).reason is None
+    wrong = copy.deepcopy(model)
+    assert judged(model, wrong, inputs, training).reason is None
+    wrong.wrong = 1e-4
+    assert "allowed" in judged(model, wrong, inputs, training).reason
+
+
+def _scaled(model: Net) -> None:
+    model.norm.bias.register_hook(lambda gradient: gradient * 1.001)
+
+
+def _without_one_row(model: Net) -> None:
+    fc = model.fc
+    fc.forward = lambda x: torch.cat(
+        [F.linear(x[:1], fc.weight.detach(), fc.bias), F.linear(x[1:], fc.weight, fc.bias)]
     )
-    right.wrong = 1e-4
-    reason = judge_candidate(truth, right, right, inputs, SETTINGS["highest"], training).reason
-    assert "allowed" in reason
 
 
-def test_one_wrong_gradient_is_found() -> None:
+def _turned(model: Net) -> None:
+    fc = model.fc
+
+    def forward(x: Tensor) -> Tensor:
+        turned = F.linear(x, fc.weight.detach().t())
+        return F.linear(x.detach(), fc.weight, fc.bias) + turned - turned.detach()
+
+    fc.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("wrong", "gradient"),
+    [(_scaled, "norm.bias"), (_without_one_row, "fc.weight"), (_turned, "embed.weight")],
+)
+def test_one_wrong_gradient_is_found(wrong: Callable[[Net], None], gradient: str) -> None:
     model, inputs = net()
     model.drop.p = 0.0
-    truth = truth_of(model, inputs, SETTINGS["highest"], True)
-    model.norm.bias.register_hook(lambda grad: grad * (1 + 1e-4))
-    reason = judge_candidate(truth, model, model, inputs, SETTINGS["highest"], True).reason
-    assert reason.startswith("gradient of norm.bias")
+    candidate = copy.deepcopy(model)
+    wrong(candidate)
+    found = {c.what: c.passed for c in judged(model, candidate, inputs).comparisons}
+    assert not found.pop(f"gradient of {gradient}")
+    assert not found.pop("all gradients together") or gradient == "norm.bias"
+    assert all(found.values())
 
 
-class KeyBias(nn.Module):
-    """A softmax does not change where the same is added to all of its row."""
+class Attention(nn.Module):
+    """One layer, of tokens that have nearly all in common: what they have in common adds nothing to
+    the gradients of queries and keys, but its roundings do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc = nn.Linear(16, 8)
-        self.bias = nn.Parameter(torch.ones(1))
+        self.qkv = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.common = nn.Parameter(torch.randn(32))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(self.fc(x) + self.bias, -1)
+        x = x * 0.01 + self.common
+        q, k, v = (layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer in self.qkv)
+        return F.scaled_dot_product_attention(q, k, v)
 
 
-def test_a_gradient_that_is_zero_but_for_roundings_is_no_yardstick() -> None:
-    model, inputs = KeyBias(), (torch.randn(64, 16),)
-    truth = truth_of(model, inputs, SETTINGS["highest"], True)
-    model.bias.register_hook(lambda grad: grad * 3)
-    judged = judge_candidate(truth, model, model, inputs, SETTINGS["highest"], True)
-    (of_bias,) = [c for c in judged.comparisons if c.what == "gradient of bias"]
+class Permuted(nn.Module):
+    """A model on its features in another order: the same function, rounded otherwise."""
+
+    def __init__(self, model: Attention) -> None:
+        super().__init__()
+        self.model, self.order = model, torch.randperm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        model, order = self.model, self.order
+        x = x[..., order] * 0.01 + model.common[order]
+        made = (F.linear(x, fc.weight[:, order], fc.bias) for fc in model.qkv)
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in made)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.fixture(scope="module")
+def another_order() -> tuple[Attention, Tensor, list[tuple[Comparison, ...]]]:
+    """Draws of what eager gives in another order of summation."""
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(8, 64, 32)
+    order, draws = Permuted(model), []
+    for seed in range(24):
+        truth = truth_of(model, (x,), HIGHEST, True, seed)
+        draws.append(compare_candidate(truth, model, order, (x,), HIGHEST, True))
+    return model, x, draws
+
+
+def test_orders_of_summation_are_equivalent_over_several_draws(another_order: Any) -> None:
+    _, _, draws = another_order
+    alone = [judge([draw], HIGHEST).reason for draw in draws]
+    assert any("qkv.0" in reason for reason in alone if reason)
+    for first in range(0, len(draws), DRAWS):
+        assert judge(draws[first : first + DRAWS], HIGHEST).reason is None
+
+
+def test_a_wrong_gradient_whose_terms_cancel_is_found(another_order: Any) -> None:
+    model, x, _ = another_order
+    wrong = copy.deepcopy(model)
+    wrong.qkv[1].weight.register_hook(lambda gradient: gradient * 1.02)
+    found = judged(model, wrong, (x,))
+    (key,) = [c for c in found.comparisons if c.what == "gradient of qkv.1.weight"]
+    assert key.eager > 1e-3
+    assert found.reason.startswith("gradient of qkv.1.weight")
+
+
+def test_a_gradient_that_is_zero_but_for_roundings_is_no_yardstick(another_order: Any) -> None:
+    model, x, _ = another_order
+    noisy = copy.deepcopy(model)
+    noisy.qkv[1].bias.register_hook(lambda gradient: gradient * 3)
+    found = judged(model, noisy, (x,))
+    (of_bias,) = [c for c in found.comparisons if c.what == "gradient of qkv.1.bias"]
     assert of_bias.eager > 0.5
-    assert judged.reason is None
+    assert found.reason is None
 
 
 def test_rows_near_a_kink_of_any_layer_are_left_out() -> None:

@@ -29,7 +29,7 @@ from imaginary import believe_in
 
 CPU = torch.device("cpu")
 SHARED = 232448
-M, K, N, GROUPS = 64, 32, 48, 6
+M, K, N, GROUPS = 40, 32, 48, 6
 FACTS = (f"group_norm({GROUPS})|silu", "single", False, None)
 ALL = (True,) * 5
 
@@ -290,10 +290,10 @@ def test_z_is_gone_before_the_products(launched):
     assert ("hopper_product", True) not in fate
 
 
-def bound(dtype):
+def bound(dtype, m=M):
     """What computes a step, and its tensors."""
 
-    shapes = [(M, K), (N, K), (N,), (N,), (N,)]
+    shapes = [(m, K), (N, K), (N,), (N,), (N,)]
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     inputs = Inputs(*tensors, (), calls.constants_of(FACTS))
     return calls.executable_of(inputs, FACTS, True, True), (*tensors, ())
@@ -323,6 +323,26 @@ def test_planes_that_were_left_are_used_and_dropped_one_by_one(launched):
     kept = [torch.randn(M, N), *torch.rand(2, M, GROUPS)]
     calls.run_backward(tensors, FACTS, kept, torch.randn(M, N), ALL, None, made, left)
     assert launched[-9:] == ["split", "split", *NORM, "split_gradient", *PRODUCTS][-9:]
+
+
+@pytest.mark.parametrize("m", [N // 2, 2 * N])
+def test_the_larger_planes_are_gone_before_the_other_product(launched, m):
+    """W's before dW where W is larger than x, x's before dX where x is."""
+    made, tensors = bound(torch.float32, m)
+    sizes = [splitter(2, K, rows, 0, CPU).nbytes for rows in (m, N)]
+    buffers = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    alive = [weakref.ref(buffer) for buffer in buffers]
+    left = KeptPlanes(*buffers)
+    del buffers
+    fate = []
+    launched.notes.append(
+        lambda so_far: fate.append((so_far[-1], *[buffer() is not None for buffer in alive]))
+    )
+    kept = [torch.randn(m, N), *torch.rand(2, m, GROUPS)]
+    found = calls.run_backward(tensors, FACTS, kept, torch.randn(m, N), ALL, None, made, left)
+    assert [tuple(g.shape) for g in found[:2]] == [(m, K), (N, K)]
+    products = [there for kernel, *there in fate if kernel == "hopper_product"]
+    assert products == [[True, True], [False, True] if m > N else [True, False]]
 
 
 def test_no_rows_need_no_kernel(launched):

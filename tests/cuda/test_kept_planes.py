@@ -1,19 +1,17 @@
-"""Planes that wait for their backward pass are counted, and given back."""
+"""Planes that wait for their backward pass: whose, how many, and that they are given back."""
 
 import pytest
 import torch
 
 from epinorm.backends.cuda.fp32 import kept_planes
-from epinorm.backends.cuda.fp32.kept_planes import VARIABLE, KeptPlanes, nbytes_kept, room_for
-from epinorm.backends.cuda.runtime.device import Gpu
-from epinorm.backends.cuda.runtime.recorder import recording
+from epinorm.backends.cuda.fp32.kept_planes import VARIABLE, KeptPlanes, make_room, nbytes_kept
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def hundred_bytes(monkeypatch):
-    monkeypatch.setattr(kept_planes, "_limit", lambda device: 100)
+    monkeypatch.setattr(kept_planes, "_limit", lambda: 100)
     assert nbytes_kept(CPU) == 0
     yield
     assert nbytes_kept(CPU) == 0
@@ -26,8 +24,6 @@ def buffer(nbytes):
 def test_what_is_taken_is_no_longer_counted():
     kept = KeptPlanes(buffer(30), buffer(50))
     assert nbytes_kept(CPU) == 80
-    assert room_for(20, CPU)
-    assert not room_for(21, CPU)
     assert kept.take_weight().numel() == 50
     assert nbytes_kept(CPU) == 30
     assert kept.take_weight() is None
@@ -54,16 +50,32 @@ def test_only_what_the_wanted_gradients_read_is_kept(x, weight, left):
     assert (kept.weight is not None, kept.x is not None) == (x, weight)
 
 
-def test_the_limit_is_a_share_of_the_gpu_or_what_the_variable_says(monkeypatch):
+def test_the_oldest_make_room():
+    first, second = KeptPlanes(buffer(30), buffer(20)), KeptPlanes(buffer(40), None)
+    assert not make_room(101, CPU)
+    assert make_room(10, CPU)
+    assert (first.nbytes, second.nbytes) == (50, 40)
+    assert make_room(30, CPU)
+    assert (first.nbytes, second.nbytes) == (0, 40)
+    assert first.take_x() is first.take_weight() is None
+
+
+def test_those_of_one_layer_wait_unless_the_variable_says_more(monkeypatch):
+    monkeypatch.setattr(kept_planes, "_limit", lambda: None)
+    first = KeptPlanes(buffer(10), buffer(10))
+    assert make_room(1000, CPU)
+    assert first.nbytes == 0
+
+
+def test_the_limit_is_what_the_variable_says(monkeypatch):
     monkeypatch.undo()
     limit = kept_planes._limit.__wrapped__
-    with recording(Gpu((9, 0), 132, 232448, 233472, memory=1600)):
-        assert limit(CPU) == 100
+    assert limit() is None
     monkeypatch.setenv(VARIABLE, "2.5")
-    assert limit(CPU) == 2_500_000
+    assert limit() == 2_500_000
     monkeypatch.setenv(VARIABLE, "0")
-    assert limit(CPU) == 0
+    assert limit() == 0
     for wrong in ("-1", "inf", "nan", "much"):
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(ValueError, match=f"{VARIABLE} is a number of megabytes"):
-            limit(CPU)
+            limit()

@@ -23,6 +23,7 @@ from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.spelling import name_of
+from epinorm.capture.together import groups_of, put_together
 from epinorm.chain import Rounding
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller
@@ -206,8 +207,14 @@ def rewrite(
     fused: dict[fx.Node, fx.Node] = {}
     taken = [(p, p.found) for p in (*places, *linears) if p.found is not None and p.taken]
     seeds = draw_at_once(search, [found for _, found in taken])
+    groups = {} if settings.strategy != "auto" else groups_of(search, linears, _problem_alone)
     for place, found in taken:
+        if found.nodes[0] in fused:
+            continue  # with others of its x
         made = apply(place, str(found.chain))
+        if found.nodes[0] in groups:
+            fused |= put_together(gm.graph, groups[found.nodes[0]], made, fused)
+            continue
         fused |= _replace(gm.graph, found, made, fused, seeds.get(found.nodes[-1], ()))
     if batch_norms is not None:
         batch_norms.restore()
@@ -417,6 +424,10 @@ def _number(size: Any) -> int:
         return size
     hint = size.node.hint
     return int(hint) if hint is not None else 1
+
+
+def _problem_alone(found: Found) -> Problem:
+    return _problem(found)[0]
 
 
 def _problem(found: Found) -> tuple[Problem, str]:

@@ -10,6 +10,7 @@ again in plain fp32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ class PlaneProducts:
         self.dz_planes: DzPlanes | None = None
         if choice.writes_planes:
             self.dz_planes = DzPlanes(problem, self.planes, self.split_x, self.split_weight, norm)
-        self.beside_dx = choice.beside_dx
+        self.beside_dx, self.weight_first = choice.beside_dx, choice.weight_first
 
         def product(rows: int, length: int, major_k_a: bool) -> Product:
             shape = ProductShape(rows, k, length, self.planes, 4)
@@ -153,7 +154,8 @@ class PlaneProducts:
     ) -> tuple[Tensor | None, Tensor | None]:
         """dX (m, k) and dW (n, k), fp32, where they are computed here.
 
-        operands: one, taken out of the list, so that W's planes are free before dW is allocated.
+        operands: one, taken out of the list, so that the planes of the product that comes first are
+        free before the other's result is allocated.
         into: (n, k) fp32, contiguous, that dW may be added to; where it was, it is returned for dW.
         """
         by = list(self.split_gradient(dz, operands[0].factors, largest))
@@ -167,33 +169,46 @@ class PlaneProducts:
         by: list[GradientPlanes | None],
         into: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `multiply`; dz: launches what fills it, asked for behind dX's product; by: its planes
-        for dX and for dW, taken out of the list too."""
+        """As `multiply`; dz: launches what fills it, asked for behind dX's product where that is
+        first; by: its planes for dX and for dW, taken out of the list too."""
         weight, x, _ = operands.pop()
-        by_column, by_row = by.pop(), by.pop()
-        dx = dw = in_fp32 = None
-        if self.dx is not None and weight is not None and by_row is not None:
-            dx = self.dx(*self._given(by_row, weight, self.split_weight))
-            flags = by_row.flags, *_flags_in(weight, self.split_weight)
-            in_fp32 = dz()
-            prepare_rescue(dx, in_fp32, inputs.weight, False, *flags)()
-        weight = by_row = None
-        if self.dw is not None and x is not None and by_column is not None:
-            given = self._given(by_column, x, self.split_x)
-            flags = by_column.flags, *_flags_in(x, self.split_x)
-            if in_fp32 is None:
-                in_fp32 = dz()
-            adding = None if into is None else self._adding()
-            if into is None or adding is None:
-                dw = self.dw(*given)
-                prepare_rescue(dw, in_fp32, inputs.x, True, *flags)()
-            else:
-                dw = into
-                rescue = prepare_rescue(dw, in_fp32, inputs.x, True, *flags, adds=True)
-                self.adds_loaded = True
-                adding(*given, dw, *flags[:2])
-                rescue()
-        return dx, dw
+        of_weight, of_x = [by.pop(), x], [by.pop(), weight]
+        del weight, x
+        in_fp32 = cache(dz)
+        dw = self._dw(inputs, of_weight, in_fp32, into) if self.weight_first else None
+        dx = self._dx(inputs, of_x, in_fp32)
+        return dx, dw if self.weight_first else self._dw(inputs, of_weight, in_fp32, into)
+
+    def _dx(self, inputs: Inputs, of: list[Any], dz: Callable[[], Tensor]) -> Tensor | None:
+        """of: dz's planes and W's, taken out."""
+        weight, by_row = of.pop(), of.pop()
+        if self.dx is None or weight is None or by_row is None:
+            return None
+        dx = self.dx(*self._given(by_row, weight, self.split_weight))
+        flags = by_row.flags, *_flags_in(weight, self.split_weight)
+        prepare_rescue(dx, dz(), inputs.weight, False, *flags)()
+        return dx
+
+    def _dw(
+        self, inputs: Inputs, of: list[Any], dz: Callable[[], Tensor], into: Tensor | None
+    ) -> Tensor | None:
+        """of: dz's planes and x's, taken out."""
+        x, by_column = of.pop(), of.pop()
+        if self.dw is None or x is None or by_column is None:
+            return None
+        in_fp32 = dz()  # with it come the scales of its planes
+        given = self._given(by_column, x, self.split_x)
+        flags = by_column.flags, *_flags_in(x, self.split_x)
+        adding = None if into is None else self._adding()
+        if into is None or adding is None:
+            dw = self.dw(*given)
+            prepare_rescue(dw, in_fp32, inputs.x, True, *flags)()
+            return dw
+        rescue = prepare_rescue(into, in_fp32, inputs.x, True, *flags, adds=True)
+        self.adds_loaded = True
+        adding(*given, into, *flags[:2])
+        rescue()
+        return into
 
     def _adding(self) -> AddingProduct | None:
         """What adds dW to a gradient that is there already, where our core can.

@@ -19,7 +19,7 @@ from epinorm.tools.bench import fp32_precision_set, model_runner
 from epinorm.tools.models.families import families_of
 from epinorm.tools.models.rows import OURS, ModelRow
 from epinorm.tools.models.subject import Setting, Subject, dropout_off, most_dropout
-from epinorm.tools.models.verify import Judged, judge_candidate, truth_of
+from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
 from epinorm.tools.results import commit, device_name, today
 from epinorm.tools.timing import (
     Settings,
@@ -72,7 +72,7 @@ def bench_model(
         torch._dynamo.reset()  # earlier rows' compilations count towards its limits
         ways = _ways(model, setting, competitors)
         judged, reasons = _verify(ways, inputs, setting, training, notify)
-        explained = _explained(ways["fused"].model, inputs, setting, training)
+        explained = epinorm.explain(ways["fused"].model)
         row = _row(subject, setting, training, device, judged.get("fused"), most_dropout(model))
         row = replace(
             row,
@@ -104,11 +104,6 @@ def _ways(model: nn.Module, setting: Setting, competitors: Sequence[str]) -> dic
     }
 
 
-def _explained(fused: nn.Module, inputs: tuple[Any, ...], setting: Setting, training: bool) -> Any:
-    with torch.set_grad_enabled(training):
-        return setting.call(partial(epinorm.explain, fused), *inputs)
-
-
 def _verify(
     ways: Mapping[str, _Way],
     inputs: tuple[Any, ...],
@@ -117,30 +112,34 @@ def _verify(
     notify: Notify,
 ) -> tuple[dict[str, Judged], dict[str, str]]:
     """How exact each way is, and for those that are wrong or do not run the reason."""
-    model = ways["eager"].model
-    judged: dict[str, Judged] = {}
+    model, fused = ways["eager"].model, ways["fused"].model
+    draws: dict[str, list[Any]] = {name: [] for name in ways if name != "eager"}
     reasons: dict[str, str] = {}
-    with dropout_off(model, ways["fused"].model):
-        notify("running it in float64", 0.05)
-        truth = truth_of(model, inputs, setting, training)
-        ways["fused"].model.load_state_dict(model.state_dict())
-        for index, (name, way) in enumerate(ways.items()):
-            if name == "eager":
-                continue
-            notify(f"verifying {name}", 0.1 + 0.1 * index)
-            try:
-                judged[name] = judge_candidate(
-                    truth, way.model, way.call, inputs, setting, training
-                )
-            except (
-                Exception
-            ) as error:  # a compiler's failure costs its column alone; the row says it
-                text = next((line for line in str(error).splitlines() if line.strip()), "")
-                reasons[name] = f"{type(error).__name__}: {text.strip()}"[:300]
-                continue
-            # torch.compile's exactness is its own matter; ours has to be eager's.
-            if name in OURS and (reason := judged[name].reason):
-                reasons[name] = reason
+    count = DRAWS if training else 1
+    with dropout_off(model, fused):
+        for seed in range(count):
+            notify("running it in float64", 0.05 + 0.4 * seed / count)
+            truth = truth_of(model, inputs, setting, training, seed)
+            fused.load_state_dict(model.state_dict())
+            for name in [name for name in draws if name not in reasons]:
+                way = ways[name]
+                notify(f"verifying {name}", 0.1 + 0.4 * seed / count)
+                try:
+                    compared = compare_candidate(
+                        truth, way.model, way.call, inputs, setting, training
+                    )
+                except (
+                    Exception
+                ) as error:  # a compiler's failure costs its column alone; the row says it
+                    text = next((line for line in str(error).splitlines() if line.strip()), "")
+                    reasons[name] = f"{type(error).__name__}: {text.strip()}"[:300]
+                    continue
+                draws[name].append(compared)
+            del truth  # of the next draw there is one more
+    judged = {name: judge(each, setting) for name, each in draws.items() if name not in reasons}
+    for name in OURS:  # torch.compile's exactness is its own matter; ours has to be eager's
+        if name in judged and (reason := judged[name].reason):
+            reasons[name] = reason
     return judged, reasons
 
 
@@ -174,7 +173,7 @@ def _row(
     row = replace(row, ours_error=judged.output.ours, eager_error=judged.output.eager)
     if judged.pooled is None:
         return row
-    ours, eager = judged.pooled
+    ours, eager = judged.pooled.ours, judged.pooled.eager
     return replace(row, ours_gradient_error=ours, eager_gradient_error=eager)
 
 

@@ -63,7 +63,8 @@ class Subject:
     def make(self, setting: Setting, device: torch.device, seed: int = 0) -> Made:
         """The model and its inputs in a setting, the same at each call."""
         torch.manual_seed(seed)
-        model, inputs = self.factory()
+        with device:  # a CPU takes long for millions of random numbers
+            model, inputs = self.factory()
         model = model.to(device=device, dtype=setting.dtype)
 
         def place(value: Any) -> Any:

@@ -28,7 +28,7 @@ from epinorm.tools.bench import fp32_precision_set, model_runner
 from epinorm.tools.kernelbench.problem import ProblemError, ProblemFile, load_problem
 from epinorm.tools.models.bench import FEW_RUNS
 from epinorm.tools.models.subject import SETTINGS, dropout_off
-from epinorm.tools.models.verify import judge_candidate, truth_of
+from epinorm.tools.models.verify import compare_candidate, judge, truth_of
 from epinorm.tools.results import commit, device_name, put_values, rounded, today
 from epinorm.tools.timing import Settings, sample_interleaved
 
@@ -210,7 +210,8 @@ def _judged(
     with dropout_off(model, fused):
         truth = truth_of(model, inputs, setting, training=False)
         fused.load_state_dict(model.state_dict())
-        judged = judge_candidate(truth, fused, fused, inputs, setting, training=False)
+        compared = compare_candidate(truth, fused, fused, inputs, setting, training=False)
+        judged = judge([compared], setting)
     output = judged.output
     row = replace(row, ours_error=output.ours, eager_error=output.eager)
     if output.eager > NO_YARDSTICK:

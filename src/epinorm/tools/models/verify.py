@@ -1,8 +1,9 @@
 """Is a whole model as exact as eager's? Truth is the same model in float64.
 
-A model's error is the sum of those of all its operations, most of them PyTorch's own, so single
-gradients' errors vary by luck. The outputs are judged as those of a chain are; the gradients all
-together, as one long vector; and each by itself more loosely, so that a wrong one shows.
+The outputs are judged as those of a chain are; the gradients all together, as one long vector; and
+each by itself more loosely, so that a wrong one shows. A gradient whose terms cancel, as those of
+an attention's queries and keys do, has an error of a few random numbers, so it is judged over
+several draws (docs/measuring.md has the derivation, and how far two orders of summation differ).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,10 @@ from epinorm.tools.kinks import rows_away_from_kinks
 from epinorm.tools.models.subject import Setting
 from epinorm.tools.verify import poisoned_memory, randomize_parameters, run_model
 
-__all__ = ["Judged", "Truth", "judge_candidate", "truth_of"]
+__all__ = ["DRAWS", "Judged", "Truth", "compare_candidate", "judge", "truth_of"]
 
+DRAWS = 4
+"""Of parameters and dy, over which a gradient's error is the root of the mean square."""
 SINGLE_LIMIT = 2.0
 """How many times eager's error that of a single gradient may be."""
 NO_DIGIT = 0.5
@@ -31,23 +34,25 @@ NO_DIGIT = 0.5
 attention's keys: it counts among all gradients together alone."""
 POOLED_LIMIT = 1.1
 """How many times eager's error that of all gradients together may be."""
+POOLED = "all gradients together"
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What float64 and eager give, and for each output where dy is not zero (None: everywhere)."""
+    """What float64 and eager give, and for each output where dy is not zero (None: everywhere);
+    seed: of the parameters and dy."""
 
     exact: Outcome
     eager: Outcome
     kept: tuple[Tensor | None, ...]
+    seed: int
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate's comparisons; ``pooled``: ours and eager's error of all gradients together."""
+    """A candidate's comparisons over all draws, its errors and eager's their root mean squares."""
 
     comparisons: tuple[Comparison, ...]
-    pooled: tuple[float, float] | None
 
     @property
     def reason(self) -> str | None:
@@ -61,10 +66,17 @@ class Judged:
         outputs = [c for c in self.comparisons if c.what.startswith("output")]
         return max(outputs, key=lambda c: c.strain)
 
+    @property
+    def pooled(self) -> Comparison | None:
+        """All gradients together; None where there was no backward pass."""
+        return next((c for c in self.comparisons if c.what == POOLED), None)
 
-def truth_of(model: nn.Module, inputs: tuple[Any, ...], setting: Setting, training: bool) -> Truth:
+
+def truth_of(
+    model: nn.Module, inputs: tuple[Any, ...], setting: Setting, training: bool, seed: int = 0
+) -> Truth:
     """Run the model in float64 and as it is; norms' and biases' parameters become random."""
-    randomize_parameters(model)
+    randomize_parameters(model, seed)
     twin = copy.deepcopy(model).double()
     wide = tuple(
         v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in inputs
@@ -74,47 +86,61 @@ def truth_of(model: nn.Module, inputs: tuple[Any, ...], setting: Setting, traini
     exact = run_model(twin, wide, False)
     plain = run_model(model, inputs, False, call=eager)
     if not training:
-        return Truth(exact, plain, ())
+        return Truth(exact, plain, (), seed)
     error = max(c.eager for c in compare(exact, plain, plain, setting.products, "as given"))
     kept = rows_away_from_kinks(twin, wide, [t.shape for t in exact.outputs], error)
-    exact = run_model(twin, wide, True, 0, kept)
-    return Truth(exact, run_model(model, inputs, True, 0, kept, eager), tuple(kept))
+    exact = run_model(twin, wide, True, seed, kept)
+    return Truth(exact, run_model(model, inputs, True, seed, kept, eager), tuple(kept), seed)
 
 
-def judge_candidate(
+def compare_candidate(
     truth: Truth,
     model: nn.Module,
     call: Callable[..., Any],
     inputs: tuple[Any, ...],
     setting: Setting,
     training: bool,
-) -> Judged:
-    """Compare ``call`` on ``model``, which has the parameters that the truth was made with."""
+) -> tuple[Comparison, ...]:
+    """Compare ``call`` on ``model``, which has the parameters that the truth was made with: each
+    output, and in training each gradient and all of them together."""
     with poisoned_memory([tensor for _, tensor in truth.eager.tensors()], copies=1):
-        ours = run_model(model, inputs, training, 0, truth.kept, call)
+        ours = run_model(model, inputs, training, truth.seed, truth.kept, call)
     compared = compare(truth.exact, truth.eager, ours, setting.products, "as given")
-    outputs = [c for c in compared if c.what.startswith("output")]
-    gradients = [_single(c, setting.products) for c in compared if c not in outputs]
     if not training:
-        return Judged(tuple(outputs), None)
+        return tuple(c for c in compared if c.what.startswith("output"))
     norms = {name: _norm(tensor) for name, tensor in truth.exact.tensors() if tensor is not None}
+    gradients = [c for c in compared if not c.what.startswith("output")]
     weights = [norms[c.what] for c in gradients]
     errors = (
         _together([c.ours for c in gradients], weights),
         _together([c.eager for c in gradients], weights),
     )
-    limit = max(POOLED_LIMIT * errors[1], _floor(setting.products))
-    together = Comparison("all gradients together", "as given", *errors, limit)
-    return Judged((*outputs, *gradients, together), errors)
+    return (*compared, Comparison(POOLED, "as given", *errors, math.inf))
 
 
-def _single(c: Comparison, dtype: torch.dtype) -> Comparison:
-    limit = SINGLE_LIMIT * c.eager if c.eager < NO_DIGIT else math.inf
-    return replace(c, allowed=max(limit, allowed_error(c.eager, dtype)))
+def judge(draws: Sequence[Sequence[Comparison]], setting: Setting) -> Judged:
+    """The verdict over one or several draws, each as ``compare_candidate`` gives it."""
+    found = []
+    for comparisons in zip(*draws, strict=True):
+        first = comparisons[0]
+        reason = next((c.reason for c in comparisons if c.reason), None)
+        ours, eager = (_rms([getattr(c, name) for c in comparisons]) for name in ("ours", "eager"))
+        allowed = _allowed(first.what, eager, setting.products)
+        found.append(Comparison(first.what, first.inputs, ours, eager, allowed, reason))
+    return Judged(tuple(found))
 
 
-def _floor(dtype: torch.dtype) -> float:
-    return FLOOR_ULPS[dtype] * torch.finfo(dtype).eps
+def _allowed(what: str, eager: float, dtype: torch.dtype) -> float:
+    if what == POOLED:
+        return max(POOLED_LIMIT * eager, FLOOR_ULPS[dtype] * torch.finfo(dtype).eps)
+    least = allowed_error(eager, dtype)
+    if what.startswith("output"):
+        return least
+    return max(least, SINGLE_LIMIT * eager) if eager < NO_DIGIT else math.inf
+
+
+def _rms(errors: Sequence[float]) -> float:
+    return math.hypot(*errors) / len(errors) ** 0.5
 
 
 def _norm(tensor: Tensor) -> float:

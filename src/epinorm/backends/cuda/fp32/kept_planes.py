@@ -1,27 +1,25 @@
 """x's and W's planes from an fp32 chain's forward pass, for the backward pass of the same step.
 
 The backward products read the same planes, and making them again costs about a tenth of a step.
-They are kept as long as a share of the GPU's memory suffices for all layers together, and given
-back by the backward pass as soon as each was used, W's before dW is allocated. Where they are gone,
-after a first backward pass through a retained graph say, they are made again: the bits are the
-same, but for a W that was converted on its way into the product (docs/training.md).
+Those of one layer wait, the one whose forward pass was last: its backward pass comes first, takes
+them, and allocates as much for dX and dW, W's being given back before dW is allocated. Planes of
+more layers would add to a step's peak, where all activations wait too. Where they are gone they are
+made again: the bits are the same, but for a W that was converted on its way into the product
+(docs/training.md).
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import weakref
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.runtime.device import gpu_of
+__all__ = ["KeptPlanes", "make_room", "nbytes_kept"]
 
-__all__ = ["KeptPlanes", "nbytes_kept", "room_for"]
-
-SHARE = 1 / 16
-"""Of the GPU's memory, for all planes that wait for their backward pass."""
 VARIABLE = "EPINORM_KEPT_PLANES_MB"
 
 
@@ -31,54 +29,64 @@ class KeptPlanes:
     def __init__(self, x: Tensor | None, weight: Tensor | None) -> None:
         self.x = x
         self.weight = weight
-        self._counted = _nbytes(x) + _nbytes(weight)
-        self._device = next((t.device for t in (x, weight) if t is not None), None)
-        if self._device is not None:
-            _count(self._device, self._counted)
+        device = next((t.device for t in (x, weight) if t is not None), None)
+        if device is not None:
+            with _lock:
+                _waiting.setdefault(device, []).append(weakref.ref(self))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is still there."""
+        return sum(t.numel() for t in (self.x, self.weight) if t is not None)
 
     def restrict(self, x: bool, weight: bool) -> None:
         """Free what serves other gradients than those of x or of the weight: dX needs W."""
         if not x:
-            self.take_weight()
+            self.weight = None
         if not weight:
-            self.take_x()
+            self.x = None
 
     def take_x(self) -> Tensor | None:
         """x's planes, which are the caller's from now on."""
         taken, self.x = self.x, None
-        self._uncount(_nbytes(taken))
         return taken
 
     def take_weight(self) -> Tensor | None:
         """W's planes, which are the caller's from now on."""
         taken, self.weight = self.weight, None
-        self._uncount(_nbytes(taken))
         return taken
 
-    def _uncount(self, nbytes: int) -> None:
-        if self._device is not None and nbytes:
-            self._counted -= nbytes
-            _count(self._device, -nbytes)
 
-    def __del__(self) -> None:
-        self._uncount(self._counted)
-
-
-def room_for(nbytes: int, device: torch.device) -> bool:
-    """Whether planes of ``nbytes`` bytes may wait for their backward pass on this GPU."""
-    return nbytes_kept(device) + nbytes <= _limit(device)
+def make_room(nbytes: int, device: torch.device) -> bool:
+    """Free planes that have waited longest until ``nbytes`` more are within the limit; False where
+    they never are."""
+    limit = _limit()
+    limit = nbytes if limit is None else limit
+    if nbytes > limit:
+        return False
+    with _lock:
+        waiting = _still_waiting(device)
+        there = sum(kept.nbytes for kept in waiting)
+        while there + nbytes > limit:
+            oldest = waiting.pop(0)
+            there -= oldest.nbytes
+            oldest.restrict(False, False)
+        _waiting[device] = [weakref.ref(kept) for kept in waiting]
+    return True
 
 
 def nbytes_kept(device: torch.device) -> int:
     """Bytes of planes that wait for their backward pass on this GPU."""
-    return _kept.get(device, 0)
+    with _lock:
+        return sum(kept.nbytes for kept in _still_waiting(device))
 
 
 @cache
-def _limit(device: torch.device) -> int:
+def _limit() -> int | None:
+    """Bytes that may wait on a GPU; None for those of one layer."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
-        return int(SHARE * gpu_of(device).memory)
+        return None
     try:
         megabytes = float(text)
     except ValueError:
@@ -88,14 +96,11 @@ def _limit(device: torch.device) -> int:
     return int(megabytes * 1e6)
 
 
-_kept: dict[torch.device, int] = {}
+_waiting: dict[torch.device, list[weakref.ref[KeptPlanes]]] = {}
+"""In the order of their forward passes."""
 _lock = threading.Lock()
 
 
-def _nbytes(buffer: Tensor | None) -> int:
-    return 0 if buffer is None else buffer.numel()
-
-
-def _count(device: torch.device, nbytes: int) -> None:
-    with _lock:
-        _kept[device] = _kept.get(device, 0) + nbytes
+def _still_waiting(device: torch.device) -> list[KeptPlanes]:
+    found = (known() for known in _waiting.get(device, ()))
+    return [kept for kept in found if kept is not None and kept.nbytes]

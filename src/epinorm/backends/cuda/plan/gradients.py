@@ -113,8 +113,8 @@ class BackwardChoice:
     """How the gradients are computed.
 
     core: what multiplies planes. x, weight: dX and dW are computed from planes. writes_planes: dz
-    is written once, as the planes of both; beside_dx: when its scales for dW are. dx, dw: our
-    product of 16-bit matrices; None: the library's, or planes.
+    is written once, as the planes of both; beside_dx: when its scales for dW are. weight_first: dW
+    is computed before dX. dx, dw: our product of 16-bit matrices; None: the library's, or planes.
     """
 
     core: Core | None
@@ -122,6 +122,7 @@ class BackwardChoice:
     weight: bool
     writes_planes: bool
     beside_dx: bool
+    weight_first: bool
     dx: tuple[ProductShape, Choice] | None
     dw: tuple[ProductShape, Choice] | None
 
@@ -143,5 +144,7 @@ def backward_choice(problem: Problem, plan: Plan, want: Wanted) -> BackwardChoic
         dx = product_in_16_bit(problem, core, problem.m, problem.n)
     if want.weight and not weight:
         dw = product_in_16_bit(problem, core, problem.n, problem.m)
-    beside = writes_planes and beside_dx(problem, planes)
-    return BackwardChoice(core, x, weight, writes_planes, beside, dx, dw)
+    # The larger planes are to be free before the other product's result is allocated.
+    weight_first = x and weight and problem.m > problem.n
+    beside = writes_planes and not weight_first and beside_dx(problem, planes)
+    return BackwardChoice(core, x, weight, writes_planes, beside, weight_first, dx, dw)

@@ -128,7 +128,7 @@ class _Forward:
         kernel = "portable_linear_norm" if core == "portable" else "linear_norm"
         if self._leaves(core):
             reason = f"{_planes(planes)}; the backward pass reads them too"
-            otherwise = "x and W in one launch, where no memory is left for planes that wait"
+            otherwise = "x and W in one launch, where no memory may be taken for planes that wait"
             self.steps.append(Step("split", "W's planes", reason, otherwise=otherwise))
             self.steps.append(Step("split", "x's planes", reason))
             self._save("W's planes", of_w.nbytes, "dX")
@@ -285,10 +285,9 @@ class _Backward:
             self.steps.append(Step("split_gradient", makes, "with the scales of W and x"))
             nbytes = (x + weight) * 2 * planes * m * n + 4 * (m * x + n * weight)
             self._take("dz's planes", nbytes, "split_gradient", "dW")
-            if x:
-                self._guarded("dX", m, n)
-            if weight:
-                self._guarded("dW", n, m)
+            products = [("dX", m, n)] * x + [("dW", n, m)] * weight
+            for product in reversed(products) if self.choice.weight_first else products:
+                self._guarded(*product)
             return
         vector = vector_width(n // problem.groups, problem.dtype.itemsize, ())
         rows_plan = next(rows_plans(problem, vector))
@@ -306,10 +305,13 @@ class _Backward:
         makes = "scales of x for dW, sums over rows"
         self.steps.append(Step("rescale_planes", makes, reason, otherwise=otherwise))
         self._norm(dz, if_wanted=True)
+        if self.choice.weight_first:
+            self._guarded("dW", n, m)
         if not beside:
             self._product_of_planes("dX", m, n)
         self.steps.append(Step("rescue_gradient", "dX", _GUARD))
-        self._guarded("dW", n, m)
+        if not self.choice.weight_first:
+            self._guarded("dW", n, m)
 
     def _guarded(self, name: str, rows: int, length: int) -> None:
         self._product_of_planes(name, rows, length)

@@ -35,14 +35,12 @@ Device = torch.device | int | str | None
 
 @dataclass(frozen=True)
 class Gpu:
-    """What sizes a kernel. shared_of_block, shared_of_multiprocessor: bytes of shared memory;
-    memory: bytes of its own."""
+    """What sizes a kernel. shared_of_block, shared_of_multiprocessor: bytes of shared memory."""
 
     capability: tuple[int, int]
     multiprocessors: int
     shared_of_block: int
     shared_of_multiprocessor: int
-    memory: int = 80 * 2**30
 
 
 class StandIn(Protocol):
@@ -178,5 +176,4 @@ def gpu_at(index: int) -> Gpu:
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
         properties.shared_memory_per_multiprocessor,
-        properties.total_memory,
     )

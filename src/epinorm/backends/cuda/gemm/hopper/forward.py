@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, room_for
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
 from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting, readable
@@ -113,7 +113,7 @@ class HopperForward:
     def _with_planes_left(self, launch: _Leaving, inputs: Inputs) -> Forward | None:
         """The same, and the planes stay for the backward pass where there is room for them, in
         memory that backward gives back before dW is allocated."""
-        if not room_for(launch.nbytes_left, self.problem.device):
+        if not make_room(launch.nbytes_left, self.problem.device):
             return None
         return launch.leaving(inputs)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, room_for
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
 from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, Splitter, splitter
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
 from epinorm.backends.cuda.gemm.portable.text import linear_norm_source
@@ -106,7 +106,7 @@ class PortableForward:
     def _split_to_keep(self, weight: Tensor) -> Tensor | None:
         """W's planes in a buffer of their own, where they may wait for the backward pass."""
         device = self.problem.device
-        if not room_for(self.split_x.nbytes + self.split_weight.nbytes, device):
+        if not make_room(self.split_x.nbytes + self.split_weight.nbytes, device):
             return None
         buffer = torch.empty(self.split_weight.nbytes, dtype=torch.uint8, device=device)
         self.split_weight(buffer.data_ptr(), weight)

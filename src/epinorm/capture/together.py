@@ -1,0 +1,149 @@
+"""Linears that read one tensor, as the q, k and v of an attention, multiplied as one.
+
+fp32's x is then converted once instead of for each, forward and backward, dX is one product, and
+the launches and the host's work of one operation serve all. The weights are put together at each
+call, a copy that must be small beside the conversions of x that it saves.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from epinorm.backends.engine import plan_for
+from epinorm.backends.prepack import keeps, marked
+from epinorm.capture.chains import Found, Place, Search
+from epinorm.capture.purity import storage_of, value_of
+from epinorm.problem import CUDA_STRATEGIES, Problem
+
+__all__ = ["groups_of", "put_together"]
+
+_VIEWS = frozenset(
+    ("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous")
+)
+
+
+def groups_of(
+    search: Search, places: Sequence[Place], problem_of: Callable[[Found], Problem]
+) -> dict[fx.Node, list[Found]]:
+    """By each one's linear layer, the two or more that are faster as one."""
+    readers: dict[Any, list[Found]] = {}
+    for place in places:
+        found = place.found
+        if found is not None and place.taken and _is_plain(found):
+            given = [value_of(node) for node in (found.linear.weight, found.bias)]
+            asks = tuple(t is not None and t.requires_grad for t in given)
+            readers.setdefault((found.linear.x, found.bias is None, asks), []).append(found)
+    groups = {}
+    for group in readers.values():
+        if len(group) > 1 and _is_faster(group, problem_of) and _is_undisturbed(search, group):
+            groups.update(dict.fromkeys([each.nodes[0] for each in group], group))
+    return groups
+
+
+def _is_plain(found: Found) -> bool:
+    """Whether it is y = x Wᵀ + b of parameters, and all that read y can read parts of rows."""
+    if not found.chain.is_linear or found.linear.turned or len(found.nodes) != 1:
+        return False
+    if any(node.op not in ("placeholder", "get_attr") for node in found.reads[1:]):
+        return False
+    y = value_of(found.nodes[0])
+    if y is None or not all(isinstance(size, int) for size in y.shape):
+        return False
+    part = torch.empty((*y.shape[:-1], 2 * y.shape[-1]), device="meta")[..., : y.shape[-1]]
+    return _can_read(found.nodes[0], part)
+
+
+def _can_read(node: fx.Node, part: Tensor) -> bool:
+    """Whether no reader of a node, or of a view of it, needs the rows to be one behind another."""
+    for user in node.users:
+        if user.op == "output":
+            return False
+        method = user.op == "call_method" and user.target in _VIEWS
+        if method or user.target is operator.getitem:
+            name = str(user.target) if method else "__getitem__"
+            try:
+                made = getattr(part, name)(*user.args[1:], **user.kwargs)
+            except (RuntimeError, TypeError):
+                return False
+            if not _can_read(user, made):
+                return False
+        elif storage_of(user) == storage_of(node):
+            return False
+    return True
+
+
+def _is_faster(found: Sequence[Found], problem_of: Callable[[Found], Problem]) -> bool:
+    first = problem_of(found[0])
+    n = sum(problem_of(each).n for each in found)
+    if first.dtype != torch.float32 or (len(found) - 1) * first.m <= n:
+        return False
+    return plan_for(replace(first, n=n), "auto").strategy in CUDA_STRATEGIES
+
+
+def _is_undisturbed(search: Search, found: Sequence[Found]) -> bool:
+    """Whether nothing changes what they read between them, nor what they write at all: in place,
+    autograd lets nobody change one of several views."""
+    orders = [search.order[each.nodes[0]] for each in found]
+    read = {storage_of(node) for each in found for node in each.reads}
+    written = {storage_of(each.nodes[0]) for each in found}
+    for node, changed in search.effects:
+        memory = {storage_of(tensor) for tensor in changed}
+        between = min(orders) < search.order[node] < max(orders)
+        if not changed:
+            memory = {storage_of(given) for given in node.all_input_nodes} - {None}
+        if memory & written or (between and (not changed or memory & read)):
+            return False
+    return True
+
+
+class _Together:
+    """The linear layers of one x, by one call or, where a weight is prepacked, one by one."""
+
+    def __init__(self, apply: Callable[..., Any], sizes: tuple[int, ...]) -> None:
+        self.apply, self.sizes = apply, sizes
+        self.__name__ = "linears"
+
+    def __call__(
+        self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]
+    ) -> Sequence[Tensor]:
+        """biases: none or one for each."""
+        if marked and any(keeps(weight) for weight in weights):
+            each = biases or (None,) * len(weights)
+            pairs = zip(weights, each, strict=True)
+            return [self.apply(x, weight, bias, None, None, ()) for weight, bias in pairs]
+        bias = torch.cat(biases) if biases else None
+        y: Tensor = self.apply(x, torch.cat(weights), bias, None, None, ())
+        return y.split(self.sizes, -1)
+
+
+def put_together(
+    graph: fx.Graph,
+    found: Sequence[Found],
+    apply: Callable[..., Any],
+    fused: Mapping[fx.Node, fx.Node],
+) -> dict[fx.Node, fx.Node]:
+    """Put one call in the place of a group; returns what stands for its results now."""
+    first = found[0].linear
+    sizes = tuple(value_of(each.linear.weight).shape[0] for each in found)  # type: ignore[union-attr]
+    weights = tuple(each.linear.weight for each in found)
+    biases = tuple(each.bias for each in found if each.bias is not None)
+    results = {}
+    with graph.inserting_before(found[0].nodes[0]):
+        given = (fused.get(first.x, first.x), weights, biases)
+        made = graph.call_function(_Together(apply, sizes), given)
+        made.meta = dict(found[0].nodes[0].meta) | {"example_value": None}
+        for index, each in enumerate(found):
+            (old,) = each.nodes
+            part = graph.call_function(operator.getitem, (made, index))
+            part.meta = dict(old.meta)
+            old.replace_all_uses_with(part)
+            results[old] = part
+    for each in found:
+        graph.erase_node(each.nodes[0])
+    return results

@@ -1,0 +1,152 @@
+"""Linears of one input as one: which, and that values, gradients and errors stay eager's."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from epinorm.capture.chains import Found, Search
+from epinorm.capture.together import groups_of, put_together
+from epinorm.chain import Chain
+from epinorm.problem import Problem
+from imaginary import imaginary_h200
+
+K, N, ROWS = 12, 16, 5
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Attention(nn.Module):
+    """q, k and v of one tensor, and the last from another one besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(K, N, bias=True) for _ in range(3))
+        self.o = nn.Linear(N, K)
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        shape = (*x.shape[:-1], -1, 4)
+        return [layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        q = torch.cat((-q[..., 2:], q[..., :2]), -1)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Results(Attention):
+    def forward(self, x: Tensor) -> Any:
+        return self.q(x), self.k(x).view(-1).sum(), self.v(x).exp()
+
+
+class InPlace(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.q(x), self.k(x)
+        q.view(-1, N).mul_(2)
+        x = x * 1
+        return q + k * self.v(x) + self.q(x).exp() * self.k(x)
+
+
+class Changed(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, x = self.q(x), x.detach()
+        x.add_(1)
+        return q + self.k(x) * self.v(x)
+
+
+class OneFrozen(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k.requires_grad_(False)
+        self.v.bias = None
+
+
+CASES: dict[type[nn.Module], list[int]] = {
+    Attention: [3],
+    Results: [],
+    InPlace: [2],  # of the other x, where v is of another chain
+    OneFrozen: [],
+}
+
+
+def problem_of(found: Found) -> Problem:
+    return Problem(
+        Chain(None), 8192, 768, 768, torch.float32, torch.float32, torch.float32,
+        True, False, False, False, torch.device("cuda", 0), "highest",
+    )  # fmt: skip
+
+
+def rewritten(model: nn.Module, groups: list[int], smaller: bool = False) -> Callable[..., Any]:
+    """The model with groups put together as for an H200; notes how many each has."""
+
+    def apply(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def sized(found: Found) -> Problem:
+        return replace(problem_of(found), m=256) if smaller else problem_of(found)
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        search = Search(gm.graph)
+        with imaginary_h200():
+            found = groups_of(search, search.linears(), sized)
+        for each in {id(group): group for group in found.values()}.values():
+            groups.append(len(each))
+            put_together(gm.graph, each, apply, {})
+        gm.graph.lint()
+        gm.recompile()
+        return gm.forward
+
+    return torch.compile(model, backend=backend, dynamic=False)
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_values_and_gradients_are_eagers(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, groups = make(), list[int]()
+    twin = copy.deepcopy(model)
+    run = rewritten(twin, groups)
+    x = torch.randn(2, ROWS, K)
+    for m, call in ((model, model), (twin, run)):
+        results = call(x.clone())
+        results = results if isinstance(results, tuple) else (results,)
+        sum(result.square().sum() for result in results).backward()
+        m.results = results
+    torch.testing.assert_close(twin.results, model.results)
+    for ours, eagers in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, eagers.grad)
+    assert groups == CASES[make]
+
+
+def test_what_changes_between_them_keeps_them_apart() -> None:
+    model, groups = Changed(), list[int]()
+    x = torch.randn(2, ROWS, K)
+    with torch.no_grad():
+        torch.testing.assert_close(rewritten(model, groups)(x.clone()), model(x))
+    assert 3 not in groups
+
+
+def test_in_inference_too_but_not_for_few_rows() -> None:
+    model, groups = Attention(), list[int]()
+    x = torch.randn(2, ROWS, K)
+    with torch.no_grad():
+        torch.testing.assert_close(rewritten(model, groups)(x), model(x))
+        assert groups == [3]
+        torch._dynamo.reset()
+        rewritten(model, groups, smaller=True)(x)
+    assert groups == [3]
