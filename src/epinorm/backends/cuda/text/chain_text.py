@@ -93,6 +93,8 @@ def chain_text(chain: Chain) -> str:
         if chain.norm is None:  # y is rounded where it is stored
             pre_types[-1] = None
         post_types = [*["EPINORM_Y"] * len(chain.post), None]
+        pre_types = _needed(chain.pre, pre_types)
+        post_types = _needed(chain.post, post_types)
     lines = [
         read_kernel("common/chain.cuh") + "namespace chain {",
         read_kernel("common/chain_functions.cuh"),
@@ -113,6 +115,15 @@ def chain_text(chain: Chain) -> str:
         "}  // namespace chain\n",
     ]
     return "\n".join(lines)
+
+
+def _needed(operations: Sequence[Pointwise], types: Sequence[str | None]) -> list[str | None]:
+    """The roundings of ``types`` without those of what has that type already."""
+    has, needed = types[0], [types[0]]
+    for operation, to in zip(operations, types[1:], strict=True):
+        needed.append(None if operation.keeps_16_bits and to == has else to)
+        has = to
+    return needed
 
 
 def _of_sum(chain: Chain) -> tuple[bool, str]:
