@@ -6,8 +6,8 @@ Draws chains × shapes × strides × dtypes × modes by hypothesis, computes out
 by epinorm and by PyTorch's own layers, and compares both with float64. Where ours is further away
 than eager's, which on a few values may be luck, what roundings cost is asked of float64 itself
 (``Perturbed``). Each failure is shrunk and printed as a few lines that reproduce it; such a case
-belongs into the tests. Chains come out of a pool, since a new one is a new kernel to compile:
-another --seed is another pool.
+belongs into the tests. Chains come out of a pool, since a new one is a new kernel to compile; all
+workers share it, and so their kernels. Another --pool has other chains.
 """
 
 from __future__ import annotations
@@ -327,9 +327,8 @@ def check(case: Case, device: str) -> bool:
     return True
 
 
-def hunt(device: str, seconds: float, cases_wanted: int, seed: int) -> int:
+def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list[Kind]) -> int:
     """Draw until the time or the number is up; how many failed."""
-    chains = pool(seed, KINDS_OF_CHAINS)
     counts = {"cases": 0, "served": 0}
     ends, failures, chunk = time.monotonic() + seconds, 0, 0
     last: list[Case] = []
@@ -372,18 +371,23 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=10**9, help="of each worker")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--pool", type=int, help="default: the seed")
     chosen = parser.parse_args()
-    print(f"epinorm {epinorm.__version__} on {chosen.device}, seed {chosen.seed}", flush=True)
+    if chosen.pool is None:
+        chosen.pool = chosen.seed
+    version = f"epinorm {epinorm.__version__} on {chosen.device}"
+    print(f"{version}, seed {chosen.seed}, pool {chosen.pool}", flush=True)
     if chosen.workers > 1:
         own = [sys.executable, __file__, f"--seconds={chosen.seconds}", f"--device={chosen.device}"]
-        own += [f"--cases={chosen.cases}"]
+        own += [f"--cases={chosen.cases}", f"--pool={chosen.pool}"]
         started = [
             subprocess.Popen([*own, f"--seed={chosen.seed + i}"], env=os.environ.copy())
             for i in range(chosen.workers)
         ]
         return max(worker.wait() for worker in started)
     warnings.simplefilter("ignore")
-    return min(hunt(chosen.device, chosen.seconds, chosen.cases, chosen.seed), 1)
+    chains = pool(chosen.pool, KINDS_OF_CHAINS)
+    return min(hunt(chosen.device, chosen.seconds, chosen.cases, chosen.seed, chains), 1)
 
 
 if __name__ == "__main__":
