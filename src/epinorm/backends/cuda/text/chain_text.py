@@ -5,6 +5,8 @@ float or double:
 
     namespace chain {
     constexpr bool kCentred;            // false for RMSNorm: no mean
+    constexpr bool kLayerNorm;
+    T eagers_rstd<columns>(T rstd, T mean);  // NaN where PyTorch's layer_norm has NaN
     template <T> T epsilon();           // the norm's eps
     template <T> struct Constants { T of[]; };    // Chain.arguments, which differ from call to call
     constexpr int kOperands;            // tensor operands, in the chain's order, pre before post
@@ -97,6 +99,7 @@ def chain_text(chain: Chain) -> str:
         post_types = _needed(chain.post, post_types)
     lines = [
         read_kernel("common/chain.cuh") + "namespace chain {",
+        f"constexpr bool kLayerNorm = {_bool(isinstance(chain.norm, LayerNorm))};",
         read_kernel("common/chain_functions.cuh"),
         CPP_FUNCTIONS,
         f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
