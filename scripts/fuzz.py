@@ -345,7 +345,7 @@ def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list
         )
         @given(cases(device, chains))
         def one(case: Case) -> None:
-            if time.monotonic() > ends + 30:
+            if time.monotonic() > ends + min(30, seconds / 4):  # of shrinking
                 return
             counts["cases"] += 1
             last[:] = [case]
