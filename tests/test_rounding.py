@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 import epinorm
-from epinorm.backends.cuda.text.chain_text import statistics_text
+from epinorm.backends.cuda.text.chain_text import chain_text, statistics_text
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue
 from epinorm.chain.reference import linear_norm as reference
@@ -199,3 +199,22 @@ def test_another_rounding_is_refused_at_once(wrong: str | None) -> None:
         epinorm.LinearNorm(8, 16, norm=NORM, rounding=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         epinorm.fuse(nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16)), rounding=wrong)  # type: ignore[arg-type]
+
+
+EXACT = {"relu": True, "identity": True, "hardtanh(-1,1)": True, "clamp(-inf,65280)": True}
+EXACT |= {"clamp(-0.1,1)": False, "clamp(0,65536)": False, "gelu": False}
+
+
+@pytest.mark.parametrize("text", EXACT)
+def test_what_is_of_16_bits_already_is_not_rounded_again(text: str) -> None:
+    """A bound that bf16 or fp16 has not comes out, and must be rounded."""
+    (operation,) = Chain.parse(f"{text}|layer_norm").pre
+    assert operation.keeps_16_bits == operation.structure.keeps_16_bits == EXACT[text]
+    counts = [
+        chain_text(Chain.parse(f"scale(3)|{more}layer_norm|gelu|rounding(eager)")).count(
+            "EPINORM_ROUNDED(EPINORM_Z"
+        )
+        for more in ("", f"{text}|")
+    ]
+    # The backward pass has its input, rounded, once more.
+    assert counts[1] - counts[0] == (1 if EXACT[text] else 2)

@@ -43,8 +43,9 @@ class Definition:
     they have where this operation is meant.
 
     kinks: from the constants to the places where the derivative jumps. homogeneous: whether
-    f(c x) = c f(x) for every c > 0. shorter_at: values of constants at which the bodies become
-    shorter, and which are compiled in; all other constants are arguments of the kernels.
+    f(c x) = c f(x) for every c > 0. selects: whether it gives x or one of its bounds. shorter_at:
+    values of constants at which the bodies become shorter, and which are compiled in; all other
+    constants are arguments of the kernels.
     ``operand_backward`` is the C++ body for the gradient of the tensor operand ``t``, before any
     sum over rows; a seed has none. complemented: constants that kernels get as 1 - c, so that it is
     rounded there and not before. check: raises ValueError for constants that make no sense.
@@ -60,6 +61,7 @@ class Definition:
     functions: tuple[Any, ...]
     kinks: Callable[..., tuple[float, ...]]
     homogeneous: bool
+    selects: bool = False
     partial: Mapping[Any, tuple[str, ...]] = field(default_factory=dict)
     where: Mapping[str, Any] = field(default_factory=dict)
     shorter_at: Mapping[str, float] = field(default_factory=dict)
@@ -120,6 +122,7 @@ ACTIVATIONS = (
         functions=(),
         kinks=_smooth,
         homogeneous=True,
+        selects=True,
     ),
     Definition(
         "leaky_relu",
@@ -141,6 +144,7 @@ ACTIVATIONS = (
         functions=(F.relu, torch.relu, torch.relu_, _aten.relu, "relu"),
         kinks=_at_zero,
         homogeneous=True,
+        selects=True,
     ),
     # nn.ReLU6 is a Hardtanh, with bounds that can be changed.
     Definition(
@@ -152,6 +156,7 @@ ACTIVATIONS = (
         functions=(F.relu6, _aten.relu6),
         kinks=lambda: (0.0, 6.0),
         homogeneous=False,
+        selects=True,
     ),
     Definition(
         "elu",
@@ -239,6 +244,7 @@ ACTIVATIONS = (
         functions=(F.hardtanh, F.hardtanh_, _aten.hardtanh),
         kinks=_at_bounds,
         homogeneous=False,
+        selects=True,
     ),
     # torch.clamp passes the gradient at the bounds themselves, hardtanh does not.
     Definition(
@@ -258,6 +264,7 @@ ACTIVATIONS = (
         },
         kinks=_at_bounds,
         homogeneous=False,
+        selects=True,
     ),
     Definition(
         "hardswish",

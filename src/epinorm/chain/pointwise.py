@@ -139,8 +139,18 @@ class Pointwise:
             value = constants[i]
             if isinstance(value, float):
                 is_power = self.name == "scale" and value > 0 and math.frexp(value)[0] == 0.5
-                constants[i] = Argument("power_of_two" if is_power else names[i])
+                name = "power_of_two" if is_power else names[i]
+                constants[i] = Argument(name + _EXACT * self.keeps_16_bits)
         return Pointwise(self.name, tuple(constants))
+
+    @property
+    def keeps_16_bits(self) -> bool:
+        """Whether it makes numbers of bf16 of such, and numbers of fp16 of such: rounding them once
+        more changes nothing. Of a structure: whether that is so of all that share it."""
+        return self.definition.selects and all(
+            c.name.endswith(_EXACT) if isinstance(c, Argument) else _has_16_bits(c)
+            for c in self.constants
+        )
 
     def filled(self, values: Iterator[float]) -> Pointwise:
         """A structure with the next values in the place of its names."""
@@ -170,6 +180,15 @@ class Pointwise:
         if not self.constants:
             return self.name
         return f"{self.name}({','.join(format_number(c) for c in self.constants)})"
+
+
+_EXACT = "_of_16_bits"
+
+
+def _has_16_bits(value: float) -> bool:
+    """Whether both bf16 and fp16 have the value."""
+    mantissa, exponent = math.frexp(value)
+    return math.isinf(value) or ((mantissa * 256).is_integer() and -13 <= exponent <= 16)
 
 
 SCALE_BY_POWER_OF_TWO = Pointwise("scale", (2.0,)).structure

@@ -24,6 +24,19 @@ EPINORM_FUNCTION T statistic(T x) {
 }
 #endif
 
+// PyTorch's layer_norm of whole units of four columns adds up parts of a row in 128 threads. In rows of less than
+// 512 it joins parts with threads that have none, by delta * delta * 0: NaN where the square of a part's mean
+// overflows, however little the row varies. The whole row's mean stands for its parts' here.
+template <int kColumns>
+EPINORM_FUNCTION float eagers_rstd(float rstd, float mean) {
+  constexpr bool kJoinsEmptyParts = kLayerNorm && kColumns % 4 == 0 && kColumns < 512;
+  return kJoinsEmptyParts && !(mean * mean < float(EPINORM_INFINITY)) ? float(EPINORM_INFINITY) * 0.0f : rstd;
+}
+template <int kColumns>
+EPINORM_FUNCTION double eagers_rstd(double rstd, double) {
+  return rstd;
+}
+
 // a / b within two ulp, without the branch that a division has for what lies outside 1e-38 to 1e37.
 EPINORM_FUNCTION float quotient(float a, float b) { return __fdividef(a, b); }
 EPINORM_FUNCTION double quotient(double a, double b) { return a / b; }

@@ -64,17 +64,14 @@ struct Statistics {
   float mean, rstd;
 };
 
-// How statistics are applied: as they are, or rounded as PyTorch's norm keeps them (norm_epilogue.cuh).
-struct ExactStatistics {
-  static constexpr bool kRounds = false, kKeepsMean = false;  // the mean is wanted afterwards too
-  static __device__ __forceinline__ float rounded(float value) { return value; }
-};
+// How statistics are applied is what ``Applied`` says (AppliedStatistics in norm_epilogue.cuh): rounded as
+// PyTorch's norm keeps them, rstd by the mean too, and whether the mean is wanted afterwards.
 
 // Normalises a segment of both rows in place, and finds their means and 1 / sqrt(variance + eps). The
 // variance is the mean of the centred squares: as the difference of two large numbers it would lose
 // everything. kLocalColumns of the group lie in this warp; whole_sum(sums) turns the lane's sums
 // of the two rows into the group's.
-template <int kGroupColumns, int kLocalColumns, bool kCentred, class Applied = ExactStatistics,
+template <int kGroupColumns, int kLocalColumns, bool kCentred, class Applied,
           int kCount, class WholeSum>
 __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&values)[kCount],
                                                 int segment, float eps, WholeSum& whole_sum) {
@@ -106,7 +103,7 @@ __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&
   whole_sum(whole);
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
-    stats[lower].rstd = reciprocal_root(whole[lower] * kWeight + eps, eps);
+    stats[lower].rstd = Applied::rstd(reciprocal_root(whole[lower] * kWeight + eps, eps), stats[lower].mean);
     if (Applied::kKeepsMean) shift[lower] = stats[lower].mean - Applied::rounded(stats[lower].mean);
     const float rstd = Applied::rounded(stats[lower].rstd);
     shift[lower] *= rstd;
@@ -120,7 +117,7 @@ __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&
 
 // The same for two groups that straddle: `second` lanes of a quad hold the second group's columns of the chunk
 // that both share, and get its statistics.
-template <int kGroupColumns, bool kCentred, class Applied = ExactStatistics, int kCount>
+template <int kGroupColumns, bool kCentred, class Applied, int kCount>
 __device__ __forceinline__ void normalise_straddling(Statistics (&stats)[2], float (&values)[kCount],
                                                      int segment, float eps) {
   constexpr float kWeight = 1.0f / kGroupColumns;
@@ -158,7 +155,7 @@ __device__ __forceinline__ void normalise_straddling(Statistics (&stats)[2], flo
         if (kCentred) value -= of[group].mean;
         return value * value;
       });
-      of[group].rstd = reciprocal_root(sum(group, squares, of_shared) + eps, eps);
+      of[group].rstd = Applied::rstd(reciprocal_root(sum(group, squares, of_shared) + eps, eps), of[group].mean);
 #pragma unroll
       for (int i = 0; i < 2 * kOwn; ++i) own(group, i) = applied(own(group, i), of[group]);
     }
@@ -172,7 +169,7 @@ __device__ __forceinline__ void normalise_straddling(Statistics (&stats)[2], flo
 // them: a part's mean and squares around it say all that the group needs (Chan, Golub and LeVeque,
 // "Updating formulae and a pairwise algorithm for computing sample variances", 1979). combine(means,
 // squares) turns this part's into the group's.
-template <int kGroupColumns, int kLocalColumns, class Applied = ExactStatistics, int kCount,
+template <int kGroupColumns, int kLocalColumns, class Applied, int kCount,
           class Combine>
 __device__ __forceinline__ void normalise_parts(Statistics (&stats)[2], float (&values)[kCount],
                                                 float eps, Combine& combine) {
@@ -194,8 +191,9 @@ __device__ __forceinline__ void normalise_parts(Statistics (&stats)[2], float (&
   combine(means, squares);
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
-    stats[lower] = {means[lower],
-                    reciprocal_root(squares[lower] * (1.0f / kGroupColumns) + eps, eps)};
+    stats[lower].mean = means[lower];
+    stats[lower].rstd =
+        Applied::rstd(reciprocal_root(squares[lower] * (1.0f / kGroupColumns) + eps, eps), means[lower]);
     const float rstd = Applied::rounded(stats[lower].rstd);
     const float shift = (own_means[lower] - Applied::rounded(means[lower])) * rstd;
 #pragma unroll

@@ -127,8 +127,8 @@ EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range
     squares = team_sum(squares);
     distances = chain::kCentred ? team_sum(distances) : 0.0f;
     const float shift = distances * kInverse;  // what rounding left out of the mean
-    const float rstd = reciprocal_sqrt(variance<kGroup>(squares, distances, shift) +
-                                       chain::epsilon<float>());
+    const float spread = variance<kGroup>(squares, distances, shift) + chain::epsilon<float>();
+    const float rstd = chain::eagers_rstd<kGroup>(reciprocal_sqrt(spread), mean);
 #pragma unroll 4
     for (int i = lane; i < end; i += kLanes) {
       const float factor = kHasGamma ? rstd * e.gamma[column + i] : rstd;

@@ -330,6 +330,9 @@ __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epi
 struct AppliedStatistics {
   static constexpr bool kRounds = chain::kRoundsStatistics, kKeepsMean = kKeep;
   static __device__ __forceinline__ float rounded(float value) { return chain::statistic(value); }
+  static __device__ __forceinline__ float rstd(float found, float mean) {
+    return chain::eagers_rstd<kGroupColumns>(found, mean);
+  }
 };
 
 // The same for all of a row block, where element operands are read part by part.

@@ -50,8 +50,8 @@ EPINORM_FUNCTION void statistics(TeamType& team, const Position& at, const T (&v
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
     stats[u].shift = chain::kCentred ? both[2 * u + 1] * kInverse : T(0);
-    stats[u].rstd = reciprocal_sqrt(variance<kChannels>(both[2 * u], both[2 * u + 1], stats[u].shift) +
-                                    chain::epsilon<T>());
+    const T spread = variance<kChannels>(both[2 * u], both[2 * u + 1], stats[u].shift) + chain::epsilon<T>();
+    stats[u].rstd = chain::eagers_rstd<kChannels>(reciprocal_sqrt(spread), stats[u].mean);
   }
 }
 

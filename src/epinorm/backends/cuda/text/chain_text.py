@@ -5,6 +5,8 @@ float or double:
 
     namespace chain {
     constexpr bool kCentred;            // false for RMSNorm: no mean
+    constexpr bool kLayerNorm;
+    T eagers_rstd<columns>(T rstd, T mean);  // NaN where PyTorch's layer_norm has NaN
     template <T> T epsilon();           // the norm's eps
     template <T> struct Constants { T of[]; };    // Chain.arguments, which differ from call to call
     constexpr int kOperands;            // tensor operands, in the chain's order, pre before post
@@ -93,8 +95,11 @@ def chain_text(chain: Chain) -> str:
         if chain.norm is None:  # y is rounded where it is stored
             pre_types[-1] = None
         post_types = [*["EPINORM_Y"] * len(chain.post), None]
+        pre_types = _needed(chain.pre, pre_types)
+        post_types = _needed(chain.post, post_types)
     lines = [
         read_kernel("common/chain.cuh") + "namespace chain {",
+        f"constexpr bool kLayerNorm = {_bool(isinstance(chain.norm, LayerNorm))};",
         read_kernel("common/chain_functions.cuh"),
         CPP_FUNCTIONS,
         f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
@@ -113,6 +118,15 @@ def chain_text(chain: Chain) -> str:
         "}  // namespace chain\n",
     ]
     return "\n".join(lines)
+
+
+def _needed(operations: Sequence[Pointwise], types: Sequence[str | None]) -> list[str | None]:
+    """The roundings of ``types`` without those of what has that type already."""
+    has, needed = types[0], [types[0]]
+    for operation, to in zip(operations, types[1:], strict=True):
+        needed.append(None if operation.keeps_16_bits and to == has else to)
+        has = to
+    return needed
 
 
 def _of_sum(chain: Chain) -> tuple[bool, str]:

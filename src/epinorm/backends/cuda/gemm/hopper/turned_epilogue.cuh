@@ -100,7 +100,8 @@ __device__ __forceinline__ void normalise_row(LaneVector& v, Statistics (&stats)
       return value * value;
     });
     constexpr float kEps = chain::epsilon<float>();
-    stats[group] = {sum, reciprocal_root(group_sum(squares) * kWeight + kEps, kEps)};
+    const float rstd = reciprocal_root(group_sum(squares) * kWeight + kEps, kEps);
+    stats[group] = {sum, chain::eagers_rstd<kGroupColumns>(rstd, sum)};
 #pragma unroll
     for (int i = 0; i < kOwnColumns; ++i) v[group * kOwnColumns + i] *= stats[group].rstd;
   }
