@@ -13,6 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import epinorm.backends.cuda.executable  # noqa: F401  (binds what `launched` replaces, before it does)
 from epinorm.backends import memo
 from epinorm.backends.cuda import plane_products
 from epinorm.backends.cuda.fp32 import gradient_planes, norm_planes, planes, rescue, rescue_gradient
