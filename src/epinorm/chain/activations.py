@@ -133,10 +133,7 @@ def _with_tensor(
 
 ACTIVATIONS = (
     Definition(
-        "identity",
-        lambda x: x,
-        "return x;",
-        "return g;",
+        *("identity", lambda x: x, "return x;", "return g;"),
         modules={nn.Identity: ()},
         functions=(),
         kinks=_smooth,
@@ -154,10 +151,7 @@ ACTIVATIONS = (
         **_RECTIFIER,
     ),
     Definition(
-        "relu",
-        F.relu,
-        "return x <= T(0) ? T(0) : x;",
-        "return x <= T(0) ? T(0) : g;",
+        *("relu", F.relu, "return x <= T(0) ? T(0) : x;", "return x <= T(0) ? T(0) : g;"),
         modules={nn.ReLU: ()},
         functions=(F.relu, torch.relu, torch.relu_, _aten.relu, "relu"),
         **_RECTIFIER,
@@ -227,10 +221,7 @@ ACTIVATIONS = (
         **_SMOOTH,
     ),
     Definition(
-        "tanh",
-        torch.tanh,
-        "return tanh(x);",
-        "const T h = tanh(x); return g * (T(1) - h * h);",
+        *("tanh", torch.tanh, "return tanh(x);", "const T h = tanh(x); return g * (T(1) - h * h);"),
         modules={nn.Tanh: ()},
         functions=(F.tanh, torch.tanh, torch.tanh_, _aten.tanh, "tanh"),
         **_SMOOTH,
@@ -313,10 +304,7 @@ ACTIVATIONS = (
     _with_tensor("mul_element", mul, "x * t", "g * t", "g * x", "element", homogeneous=True),
     # t is 0 or 1 / (1 - p): a product as in PyTorch, which makes NaN of a dropped infinity.
     Definition(
-        "dropout",
-        drop,
-        "return x * t;",
-        "return g * t;",
+        *("dropout", drop, "return x * t;", "return g * t;"),
         {"p": 0.5},
         modules={nn.Dropout: ("p",)},
         functions=(F.dropout,),
