@@ -157,6 +157,7 @@ def imaginary_h200(gpu: device.Gpu = H200) -> Any:
     patches = [
         *((module, "driver", lambda: api) for module in (driver, jit, launch, tensor_map)),
         (jit, "_load_library", load_library),
+        *((jit, name, {}) for name in ("_kernels", "_libraries", "_locks")),
         (jit, "compiled", text_of),
         (device, "device_index", lambda device=None: 0),
         (jit, "device_index", lambda device=None: 0),
