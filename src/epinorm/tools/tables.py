@@ -11,6 +11,7 @@ from typing import Any
 from epinorm.tools.results import Row, newest
 
 __all__ = [
+    "COMPETITORS",
     "accumulation_table",
     "judged_table",
     "markdown_lines",
@@ -26,6 +27,16 @@ __all__ = [
     "table",
     "times",
 ]
+
+COMPETITORS = (
+    ("ours", "epinorm"),
+    ("ours_prepacked", "epinorm, prepacked"),
+    ("eager", "eager"),
+    ("compile", "torch.compile"),
+    ("compile_autotune", "torch.compile max-autotune"),
+    ("linear", "linear alone"),
+)
+"""Each by its key in a row, and its name."""
 
 Cell = Callable[[Row], str]
 
