@@ -134,8 +134,8 @@ def believe_in(monkeypatch: Any, gpu: device.Gpu) -> None:
 
 
 @contextlib.contextmanager
-def imaginary_h200() -> Any:
-    """Let tensors of the CPU be computed as if they were on an H200; yields the driver."""
+def imaginary_h200(gpu: device.Gpu = H200) -> Any:
+    """Let tensors of the CPU be computed as if on an H200, or another GPU; yields the driver."""
     api = Driver()
 
     def load_library(source: Any) -> Any:
@@ -143,7 +143,9 @@ def imaginary_h200() -> Any:
         return real_load_library(source)
 
     real_load_library = jit._load_library
-    nothing = jit.Compiled(b"", "", 0, 0, 0, 0)
+
+    def text_of(source: Any) -> jit.Compiled:
+        return jit.Compiled(source.text.encode(), "", 0, 0, 0, 0)
 
     def plan_for(problem: Any, strategy: Any, strict: bool = False) -> Any:
         return cuda_plan.plan_cuda(problem, strategy)
@@ -155,10 +157,11 @@ def imaginary_h200() -> Any:
     patches = [
         *((module, "driver", lambda: api) for module in (driver, jit, launch, tensor_map)),
         (jit, "_load_library", load_library),
-        (jit, "compiled", lambda source: nothing),
+        *((jit, name, {}) for name in ("_kernels", "_libraries", "_locks")),
+        (jit, "compiled", text_of),
         (device, "device_index", lambda device=None: 0),
         (jit, "device_index", lambda device=None: 0),
-        (device, "gpu_at", lambda index: H200),
+        (device, "gpu_at", lambda index: gpu),
         (launch, "_current_device", lambda: 0),
         (launch, "_current_stream", lambda index: 5),
         (launch, "make_primary_context_current", lambda index: None),

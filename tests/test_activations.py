@@ -19,7 +19,6 @@ from epinorm.chain.pointwise import (
     DEFINITIONS,
     Pointwise,
     define,
-    module_constants,
     of_call,
     of_module,
 )
@@ -27,7 +26,8 @@ from epinorm.chain.pointwise import (
 K, N = 12, 16
 DEFINED = [d for d in ACTIVATIONS if d.operand != "seed"]  # dropout: test_dropout.py
 MODULES = sorted({cls for d in DEFINED for cls in d.modules}, key=lambda cls: cls.__name__)
-CONSTANTS = [(cls, name) for cls in MODULES for name in module_constants(cls)]
+NAMED = [(cls, [*names, *d.where]) for d in DEFINED for cls, names in d.modules.items()]
+CONSTANTS = [*dict.fromkeys((cls, name) for cls, names in NAMED for name in names)]
 VALUES: dict[str, list[Any]] = {}
 for _definition in DEFINED:
     for _name, _value in _definition.where.items():

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from epinorm.backends.reference import backward, forward
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm, reference
 from epinorm.precision import product_precision
-from epinorm.problem import Forward, Inputs, Plan, Problem, Wanted
+from epinorm.problem import Forward, Inputs, Problem, Wanted
 
 NORMS = [GroupNorm(4, eps=1e-3), LayerNorm(eps=1e-3), RMSNorm(eps=1e-3), RMSNorm()]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -60,7 +60,7 @@ def make(norm, dtype, training=True, pre="", post="leaky_relu|scale(2)", m=7, ou
         *(chain, m, k, n, dtype, out_dtype, out_dtype, True, True, True, training, device),
         product_precision(dtype, "cpu"),
     )
-    return problem, Plan("reference", "test"), inputs
+    return problem, inputs
 
 
 def eager(problem, inputs):
@@ -72,8 +72,8 @@ def eager(problem, inputs):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("training", [False, True])
 def test_backend_forward_is_eager_bit_for_bit(norm, dtype, training):
-    problem, plan, inputs = make(norm, dtype, training, "mul_channel", "relu|add_residual")
-    found = forward(problem, plan, inputs)
+    problem, inputs = make(norm, dtype, training, "mul_channel", "relu|add_residual")
+    found = forward(problem, inputs)
     assert torch.equal(found.y, eager(problem, inputs))
     assert found.y.dtype == dtype
 
@@ -82,8 +82,8 @@ def test_backend_forward_is_eager_bit_for_bit(norm, dtype, training):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("m", [0, 7])
 def test_backend_keeps_what_the_interface_says(norm, dtype, m):
-    problem, plan, inputs = make(norm, dtype, m=m)
-    _, z, mean, rstd, _ = forward(problem, plan, inputs)
+    problem, inputs = make(norm, dtype, m=m)
+    _, z, mean, rstd, _ = forward(problem, inputs)
     assert (z.shape, z.dtype) == ((m, 12), dtype)
     assert (rstd.shape, rstd.dtype) == ((m, problem.groups), problem.stats_dtype)
     assert mean.dtype == problem.stats_dtype
@@ -94,8 +94,8 @@ def test_backend_keeps_what_the_interface_says(norm, dtype, m):
 
 @pytest.mark.parametrize("norm", NORMS[:3], ids=str)
 def test_backend_statistics_are_those_of_z(norm):
-    problem, plan, inputs = make(norm, torch.float64)
-    _, z, mean, rstd, _ = forward(problem, plan, inputs)
+    problem, inputs = make(norm, torch.float64)
+    _, z, mean, rstd, _ = forward(problem, inputs)
     v = z.view(problem.m, problem.groups, -1)
     if isinstance(norm, RMSNorm):
         expected = (v.square().mean(2) + norm.eps).rsqrt()
@@ -108,46 +108,46 @@ def test_backend_statistics_are_those_of_z(norm):
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_backend_backward_is_eager_bit_for_bit(norm, dtype):
-    problem, plan, inputs = make(norm, dtype, True, "mul_channel|silu", "add_residual|relu")
-    kept = forward(problem, plan, inputs)
+    problem, inputs = make(norm, dtype, True, "mul_channel|silu", "add_residual|relu")
+    kept = forward(problem, inputs)
     leaves = [t.requires_grad_() for t in (*inputs[:5], *inputs.operands)]
     dy = torch.randn_like(kept.y)
     expected = torch.autograd.grad(eager(problem, inputs), leaves, dy)
     want = Wanted(True, True, True, True, True, (True, True))
-    found = backward(problem, plan, inputs, kept, dy, want)
+    found = backward(problem, inputs, kept, dy, want)
     for ours, theirs in zip((*found[:5], *found.operands), expected, strict=True):
         assert torch.equal(ours, theirs)
         assert ours.dtype == theirs.dtype
 
 
 def test_backend_computes_only_what_is_wanted():
-    problem, plan, inputs = make(GroupNorm(4), torch.float64, True, "mul_channel", "add_residual")
-    kept = forward(problem, plan, inputs)
+    problem, inputs = make(GroupNorm(4), torch.float64, True, "mul_channel", "add_residual")
+    kept = forward(problem, inputs)
     dy = torch.randn_like(kept.y)
     for at in range(7):
         flags = [i == at for i in range(7)]
         want = Wanted(*flags[:5], tuple(flags[5:]))  # type: ignore[call-arg]
-        found = backward(problem, plan, inputs, kept, dy, want)
+        found = backward(problem, inputs, kept, dy, want)
         assert [g is not None for g in (*found[:5], *found.operands)] == flags
 
 
 def test_a_residual_gradient_is_memory_of_its_own():
-    problem, plan, inputs = make(LayerNorm(), torch.float32, True, "", "add_residual|add_residual")
-    kept = forward(problem, plan, inputs)
+    problem, inputs = make(LayerNorm(), torch.float32, True, "", "add_residual|add_residual")
+    kept = forward(problem, inputs)
     dy = torch.randn_like(kept.y)
     want = Wanted(False, False, False, False, False, (True, True))
-    first, second = backward(problem, plan, inputs, kept, dy, want).operands
+    first, second = backward(problem, inputs, kept, dy, want).operands
     assert torch.equal(first, dy)
     assert len({first.data_ptr(), second.data_ptr(), dy.data_ptr()}) == 3
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_out_dtype_is_that_of_the_norm_and_all_after_it(norm):
-    problem, plan, inputs = make(norm, torch.bfloat16, True, "silu", out_dtype=torch.float32)
-    y, z, _, rstd, _ = kept = forward(problem, plan, inputs)
+    problem, inputs = make(norm, torch.bfloat16, True, "silu", out_dtype=torch.float32)
+    y, z, _, rstd, _ = kept = forward(problem, inputs)
     assert (y.dtype, z.dtype, rstd.dtype) == (torch.float32, torch.bfloat16, torch.float32)
     assert torch.equal(y, eager(problem, inputs))
     want = Wanted(True, True, True, True, True, ())
-    found = backward(problem, plan, inputs, Forward(*kept), torch.randn_like(y), want)
+    found = backward(problem, inputs, Forward(*kept), torch.randn_like(y), want)
     dtypes = [g.dtype for g in found[:5]]
     assert dtypes == [torch.bfloat16] * 3 + [torch.float32] * 2

@@ -289,5 +289,5 @@ def test_tables_show_times_ratios_and_what_is_not_verified(
     merge_model_rows(path, [good, bad, good])
     assert [row.setting for row in read_model_rows(path)] == ["bf16", "highest"]
     (tmp_path / "none.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="no results file"):
+    with pytest.raises(ValueError, match="not a results file"):
         read_model_rows(tmp_path / "none.json")

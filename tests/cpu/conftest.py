@@ -14,13 +14,12 @@ from torch import Tensor
 from epinorm.backends import reference as reference_backend
 from epinorm.backends.cpu import supports
 from epinorm.chain import Chain, reference
-from epinorm.problem import Inputs, Plan, Problem, Wanted
+from epinorm.problem import Inputs, Problem, Wanted
 from epinorm.tools.accuracy import allowed_error, relative_error
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kernels as backend
 
-PLAN = Plan("cpu", "a test")
 NAMES = ("y", "dx", "dweight", "dbias", "dnorm_weight", "dnorm_bias")
 
 
@@ -37,8 +36,8 @@ class Case:
         return Wanted(*given, (True,) * len(self.inputs.operands))  # type: ignore[arg-type]
 
     def run(self, module=backend) -> tuple[Tensor | None, ...]:
-        kept = module.forward(self.problem, PLAN, self.inputs)
-        gradients = module.backward(self.problem, PLAN, self.inputs, kept, self.dy, self.wanted())
+        kept = module.forward(self.problem, self.inputs)
+        gradients = module.backward(self.problem, self.inputs, kept, self.dy, self.wanted())
         return (kept.y, *gradients[:5], *gradients.operands)
 
     def eager(self) -> tuple[Tensor | None, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 from torch import Tensor
 
@@ -18,11 +17,11 @@ def _executable(problem: Problem) -> CpuExecutable:
     return CpuExecutable(problem, PLAN, Layout(problem.k, problem.k, (problem.m, problem.n)))
 
 
-def forward(problem: Problem, _: Any, inputs: Inputs) -> Forward:
+def forward(problem: Problem, inputs: Inputs) -> Forward:
     return _executable(problem).forward(*inputs)
 
 
 def backward(
-    problem: Problem, _: Any, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
+    problem: Problem, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted
 ) -> Gradients:
     return _executable(problem).backward(inputs, [kept], dy, want)

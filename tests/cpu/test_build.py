@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import textwrap
 import time
@@ -20,9 +19,10 @@ import torch
 from epinorm.backends import cache
 from epinorm.backends.cpu import build, supports
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the CPU kernels need Linux")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from processes import Process
 
-SOURCE = str(Path(build.__file__).parents[3])
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the CPU kernels need Linux")
 
 RUN = """
     import warnings, torch
@@ -47,27 +47,37 @@ RUN = """
         print("plan:", plan_for(problem))
     for warning in caught:
         print("warning:", warning.message)
-    expected = reference_backend.forward(problem, Plan("reference", ""), inputs).y
+    expected = reference_backend.forward(problem, inputs).y
     torch.testing.assert_close(y, expected)
     print("bits of the reference:", torch.equal(y, expected))
 """
 
 
-def start(cache_dir: Path, code: str = RUN, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={
-            **os.environ,
-            "PYTHONPATH": SOURCE,
-            "EPINORM_CACHE_DIR": str(cache_dir),
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+REMEMBERING = """#!/bin/sh
+[ "$1" = --version ] && exec g++ --version
+made={folder}/$({{ cat *.h *.cpp; echo "$@"; }} | sha256sum | cut -c1-64)
+[ -e $made ] || {{ g++ "$@" && cp kernel.so $made.$$ && mv $made.$$ $made; }} && cp $made kernel.so
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(tmp_path_factory):
+    """A compiler that compiles the same once for all of these tests, which is named in CXX."""
+    folder = tmp_path_factory.mktemp("compiler")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = tmp_path_factory.getbasetemp().parent / "compiler"
+        folder.mkdir(exist_ok=True)
+    path = folder / f"g++{os.getpid()}"
+    path.write_text(REMEMBERING.format(folder=folder))
+    path.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", str(path))
+        yield path
+
+
+def start(cache_dir: Path, code: str = RUN, **environment: str) -> Process:
+    cache = {"EPINORM_CACHE_DIR": str(cache_dir)}
+    return Process(code, {**os.environ, **cache, **environment})
 
 
 def run(cache_dir: Path, **environment: str) -> tuple[str, str]:
@@ -146,7 +156,7 @@ def test_a_killed_build_does_not_stop_the_next_and_is_removed_later(tmp_path):
     """PyTorch's own build leaves a lock behind here, and waits for it forever."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    killed_while_compiling(start(tmp_path / "c", TMPDIR=str(temporary)), temporary)
+    killed_while_compiling(start(tmp_path / "c", CXX="g++", TMPDIR=str(temporary)), temporary)
     (left,) = temporary.iterdir()
     extensions = tmp_path / "extensions"
     for folder in (extensions, extensions / "runner"):
@@ -167,39 +177,40 @@ def test_a_killed_build_does_not_stop_the_next_and_is_removed_later(tmp_path):
 def test_four_processes_at_once_of_which_one_is_killed(tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    killed, *others = [start(tmp_path / "c", TMPDIR=str(temporary)) for _ in range(4)]
+    slow = {"CXX": "g++", "TMPDIR": str(temporary)}
+    killed, *others = [start(tmp_path / "c", **slow) for _ in range(4)]
     killed_while_compiling(killed, temporary)
     for process in others:
         out, err = process.communicate(timeout=400)
         assert process.returncode == 0, err
         assert "after: None" in out
     assert len(files(tmp_path / "c")) == 2
-    out, err = run(tmp_path / "c", TMPDIR=str(temporary))
+    out, err = run(tmp_path / "c", **slow)
     assert "compiling" not in err
 
 
 LIAR = """#!/bin/sh
 [ "$1" = --version ] || [ ! -e {folder}/lie ] || {{ {lie}; }}
-exec g++ "$@"
+exec {compiler} "$@"
 """
 LIES = {
     "nothing": "exit 0",
     "text": "echo hello > kernel.so; exit 0",
     "a failure": "exit 3",
-    "a wrong kernel": "sed -i 's/- mean\\[l\\] - shift\\[l\\]/- shift[l]/' strip.h",
-    "a wrong gradient": "sed -i 's/rstd\\[l\\] \\* g\\[l\\]/g[l]/' strip.h",
+    "a wrong kernel": "sed -i 's/- mean\\[l\\] - shift\\[l\\]/- shift[l]/' stages.h",
+    "a wrong gradient": "sed -i 's/rstd\\[l\\] \\* g\\[l\\]/g[l]/' stages.h",
     "a wrong runner": "sed -i 's/p.bias != nullptr/false/' runner.cpp",
 }
 
 
 @needs_compiler
 @pytest.mark.parametrize("lie", LIES)
-def test_what_a_compiler_made_wrong_once_is_neither_used_nor_kept(tmp_path, lie):
-    compiler = tmp_path / "g++"
-    compiler.write_text(LIAR.format(folder=tmp_path, lie=LIES[lie]))
-    compiler.chmod(0o755)
+def test_what_a_compiler_made_wrong_once_is_neither_used_nor_kept(tmp_path, compiler, lie):
+    liar = tmp_path / "g++"
+    liar.write_text(LIAR.format(folder=tmp_path, lie=LIES[lie], compiler=compiler))
+    liar.chmod(0o755)
     (tmp_path / "lie").touch()
-    out, _ = run(tmp_path / "c", CXX=str(compiler))
+    out, _ = run(tmp_path / "c", CXX=str(liar))
     assert "bits of the reference: True" in out
     assert "plan: reference" in out
     assert out.count("warning: ") == 1
@@ -207,7 +218,7 @@ def test_what_a_compiler_made_wrong_once_is_neither_used_nor_kept(tmp_path, lie)
     assert kept <= ("wrong" in lie)  # one of the two was made right
     if kept and lie != "a wrong gradient":  # nothing but the cache passes to a later process
         (tmp_path / "lie").unlink()
-        out, _ = run(tmp_path / "c", CXX=str(compiler))
+        out, _ = run(tmp_path / "c", CXX=str(liar))
         assert "after: None" in out
         assert len(files(tmp_path / "c")) == 2
 

@@ -99,7 +99,7 @@ def test_short_products_round_less_than_eager(make_case):
     case = make_case(KB62, 4096, 128, 128)
     exact = case.inputs.x.double() @ case.inputs.weight.double().T + case.inputs.bias.double()
     ours, eager = (
-        relative_error(module.forward(case.problem, None, case.inputs).z, exact)
+        relative_error(module.forward(case.problem, case.inputs).z, exact)
         for module in (backend, reference_backend)
     )
     assert ours < 0.85 * eager
@@ -166,12 +166,12 @@ def test_expanded_gradient(make_case):
 
 def test_only_what_is_wanted(make_case):
     case = make_case("add_residual|group_norm(4)|mul_channel", 200, 24, 32)
-    kept = backend.forward(case.problem, None, case.inputs)
+    kept = backend.forward(case.problem, case.inputs)
     everything = case.run()[1:]
     for index in range(7):
         flags = [i == index for i in range(7)]
         want = Wanted(*flags[:5], tuple(flags[5:]))
-        some = backend.backward(case.problem, None, case.inputs, kept, case.dy, want)
+        some = backend.backward(case.problem, case.inputs, kept, case.dy, want)
         for i, gradient in enumerate((*some[:5], *some.operands)):
             assert (gradient is None) == (i != index)
         found = (*some[:5], *some.operands)[index]
@@ -180,8 +180,8 @@ def test_only_what_is_wanted(make_case):
 
 def test_what_is_kept(make_case):
     case = make_case(KB62, 100, 24, 32)
-    kept = backend.forward(case.problem, None, case.inputs)
-    theirs = reference_backend.forward(case.problem, None, case.inputs)
+    kept = backend.forward(case.problem, case.inputs)
+    theirs = reference_backend.forward(case.problem, case.inputs)
     assert [t.shape for t in kept.outputs] == [t.shape for t in theirs.outputs]
     torch.testing.assert_close(kept.z, theirs.z, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(kept.mean, theirs.mean, rtol=1e-5, atol=1e-6)
@@ -199,14 +199,14 @@ class _Fused(torch.autograd.Function):
             norm_bias=tensors[4].detach(),
             operands=tuple(t.detach() for t in tensors[5:]),
         )
-        kept = backend.forward(case.problem, None, inputs)
+        kept = backend.forward(case.problem, inputs)
         ctx.saved = (case, inputs, kept)
         return kept.y
 
     @staticmethod
     def backward(ctx, dy):
         case, inputs, kept = ctx.saved
-        gradients = backend.backward(case.problem, None, inputs, kept, dy, case.wanted())
+        gradients = backend.backward(case.problem, inputs, kept, dy, case.wanted())
         return (None, *gradients[:5], *gradients.operands)
 
 

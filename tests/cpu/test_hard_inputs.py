@@ -111,7 +111,7 @@ def test_bf16_rounds_to_nearest_even(make_case):
     problem = case.problem.__class__(**{**case.problem.__dict__, "out_dtype": torch.bfloat16})
     inputs: Inputs = case.inputs._replace(norm_bias=values)
 
-    y = backend.forward(problem, None, inputs).y
+    y = backend.forward(problem, inputs).y
     assert torch.equal(y.nan_to_num(7.0), values.bfloat16().nan_to_num(7.0).expand(5, n))
 
 

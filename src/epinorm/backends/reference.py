@@ -23,14 +23,14 @@ __all__ = ["ReferenceExecutable", "backward", "forward"]
 
 
 class ReferenceExecutable:
-    """A problem's two passes in PyTorch's own layers."""
+    """A problem's two passes in PyTorch's own layers; where a subclass says so, by other means."""
 
     def __init__(self, problem: Problem, plan: Plan, layout: Layout) -> None:
         self.problem, self.plan, self.y_size = problem, plan, layout.y_size
         self.forward: Run = self._forward if len(layout.y_size) == 2 else self._folded
 
     def _forward(self, *tensors: Any) -> Forward:
-        return forward(self.problem, self.plan, Inputs(*tensors))
+        return self.compute(Inputs(*tensors))
 
     def _folded(self, x: Tensor, *rest: Any) -> Forward:
         found = self._forward(x.view(self.problem.m, self.problem.k), *rest)
@@ -46,10 +46,20 @@ class ReferenceExecutable:
         into: Tensor | None = None,
         dsum: Tensor | None = None,
     ) -> Gradients:
-        return backward(self.problem, self.plan, inputs, kept.pop(), dy, want, dsum)
+        return self.differentiate(inputs, kept.pop(), dy, want, dsum)
+
+    def compute(self, inputs: Inputs) -> Forward:
+        """Both of the forward pass: y (M, N), and what backward needs."""
+        return forward(self.problem, inputs)
+
+    def differentiate(
+        self, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted, dsum: Tensor | None
+    ) -> Gradients:
+        """The wanted gradients, from what ``compute`` kept."""
+        return backward(self.problem, inputs, kept, dy, want, dsum)
 
 
-def forward(problem: Problem, plan: Plan, inputs: Inputs) -> Forward:
+def forward(problem: Problem, inputs: Inputs) -> Forward:
     """Compute y (M, N) with PyTorch's own layers; the statistics come out of the norm itself."""
     chain = problem.chain.filled(inputs.constants)
     z = F.linear(inputs.x, inputs.weight, inputs.bias)
@@ -85,7 +95,6 @@ def _normalize(
 
 def backward(
     problem: Problem,
-    plan: Plan,
     inputs: Inputs,
     kept: Forward,
     dy: Tensor,

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from epinorm.backends.engine import plan_for
 from epinorm.backends.prepack import keeps, marked
-from epinorm.capture.chains import Found, Place, Search
+from epinorm.capture.chains import Search
+from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import storage_of, value_of
 from epinorm.problem import CUDA_STRATEGIES, Problem
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from operator import add, mul, sub
 from typing import Any, Literal
 
 import torch
@@ -111,13 +112,28 @@ _TANH_INNER = (
 )
 _ARITHMETIC: Any = {"modules": {}, "functions": (), "kinks": _smooth, "homogeneous": False}
 """What users write with operators, whose other side decides what is meant: capture/spelling.py."""
+_SMOOTH: Any = {"kinks": _smooth, "homogeneous": False}
+_RECTIFIER: Any = {"kinks": _at_zero, "homogeneous": True}
+
+
+def _with_tensor(
+    name: str,
+    apply: Callable[..., Tensor],
+    forward: str,
+    backward: str,
+    operand_backward: str,
+    operand: OperandKind,
+    homogeneous: bool = False,
+) -> Definition:
+    """An operation of two tensors; the bodies are expressions."""
+    bodies = f"return {forward};", f"return {backward};"
+    facts = _ARITHMETIC | {"homogeneous": homogeneous, "operand": operand}
+    return Definition(name, apply, *bodies, operand_backward=f"return {operand_backward};", **facts)
+
 
 ACTIVATIONS = (
     Definition(
-        "identity",
-        lambda x: x,
-        "return x;",
-        "return g;",
+        *("identity", lambda x: x, "return x;", "return g;"),
         modules={nn.Identity: ()},
         functions=(),
         kinks=_smooth,
@@ -132,18 +148,13 @@ ACTIVATIONS = (
         {"negative_slope": 0.01},
         modules={nn.LeakyReLU: ("negative_slope",)},
         functions=(F.leaky_relu, F.leaky_relu_, _aten.leaky_relu),
-        kinks=_at_zero,
-        homogeneous=True,
+        **_RECTIFIER,
     ),
     Definition(
-        "relu",
-        F.relu,
-        "return x <= T(0) ? T(0) : x;",
-        "return x <= T(0) ? T(0) : g;",
+        *("relu", F.relu, "return x <= T(0) ? T(0) : x;", "return x <= T(0) ? T(0) : g;"),
         modules={nn.ReLU: ()},
         functions=(F.relu, torch.relu, torch.relu_, _aten.relu, "relu"),
-        kinks=_at_zero,
-        homogeneous=True,
+        **_RECTIFIER,
         selects=True,
     ),
     # nn.ReLU6 is a Hardtanh, with bounds that can be changed.
@@ -166,8 +177,7 @@ ACTIVATIONS = (
         {"alpha": 1.0},
         modules={nn.ELU: ("alpha",)},
         functions=(F.elu, F.elu_, _aten.elu),
-        kinks=_at_zero,
-        homogeneous=False,
+        **_RECTIFIER | {"homogeneous": False},
     ),
     Definition(
         "silu",
@@ -176,8 +186,7 @@ ACTIVATIONS = (
         _SIGMOID + "return g * s * (T(1) + x * (T(1) - s));",
         modules={nn.SiLU: ()},
         functions=(F.silu, _aten.silu),
-        kinks=_smooth,
-        homogeneous=False,
+        **_SMOOTH,
     ),
     Definition(
         "gelu",
@@ -188,8 +197,7 @@ ACTIVATIONS = (
         modules={nn.GELU: ()},
         functions=(F.gelu, _aten.gelu),
         where={"approximate": "none"},
-        kinks=_smooth,
-        homogeneous=False,
+        **_SMOOTH,
     ),
     Definition(
         "gelu_tanh",
@@ -201,8 +209,7 @@ ACTIVATIONS = (
         modules={nn.GELU: ()},
         functions=(F.gelu, _aten.gelu),
         where={"approximate": "tanh"},
-        kinks=_smooth,
-        homogeneous=False,
+        **_SMOOTH,
     ),
     Definition(
         "mish",
@@ -211,18 +218,13 @@ ACTIVATIONS = (
         _MISH + "return g * (h + x * quotient(e, T(1) + e) * (T(1) - h * h));",
         modules={nn.Mish: ()},
         functions=(F.mish, _aten.mish),
-        kinks=_smooth,
-        homogeneous=False,
+        **_SMOOTH,
     ),
     Definition(
-        "tanh",
-        torch.tanh,
-        "return tanh(x);",
-        "const T h = tanh(x); return g * (T(1) - h * h);",
+        *("tanh", torch.tanh, "return tanh(x);", "const T h = tanh(x); return g * (T(1) - h * h);"),
         modules={nn.Tanh: ()},
         functions=(F.tanh, torch.tanh, torch.tanh_, _aten.tanh, "tanh"),
-        kinks=_smooth,
-        homogeneous=False,
+        **_SMOOTH,
     ),
     Definition(
         "sigmoid",
@@ -231,8 +233,7 @@ ACTIVATIONS = (
         _SIGMOID + "return g * (T(1) - s) * s;",
         modules={nn.Sigmoid: ()},
         functions=(F.sigmoid, torch.sigmoid, torch.sigmoid_, _aten.sigmoid, "sigmoid"),
-        kinks=_smooth,
-        homogeneous=False,
+        **_SMOOTH,
     ),
     Definition(
         "hardtanh",
@@ -290,72 +291,20 @@ ACTIVATIONS = (
         homogeneous=False,
     ),
     Definition(
-        "scale",
-        lambda x, c: x * c,
-        "return x * factor;",
-        "return g * factor;",
-        {"factor": None},
+        *("scale", mul, "return x * factor;", "return g * factor;", {"factor": None}),
         **_ARITHMETIC | {"homogeneous": True},
     ),
     Definition(
-        "add",
-        lambda x, c: x + c,
-        "return x + constant;",
-        "return g;",
-        {"constant": None},
-        **_ARITHMETIC,
+        *("add", add, "return x + constant;", "return g;", {"constant": None}), **_ARITHMETIC
     ),
-    Definition(
-        "mul_channel",
-        lambda x, t: x * t,
-        "return x * t;",
-        "return g * t;",
-        operand="channel",
-        operand_backward="return g * x;",
-        **_ARITHMETIC | {"homogeneous": True},
-    ),
-    Definition(
-        "add_channel",
-        lambda x, t: x + t,
-        "return x + t;",
-        "return g;",
-        operand="channel",
-        operand_backward="return g;",
-        **_ARITHMETIC,
-    ),
-    Definition(
-        "sub_channel",
-        lambda x, t: x - t,
-        "return x - t;",
-        "return g;",
-        operand="channel",
-        operand_backward="return -g;",
-        **_ARITHMETIC,
-    ),
-    Definition(
-        "add_residual",
-        lambda x, t: x + t,
-        "return x + t;",
-        "return g;",
-        operand="element",
-        operand_backward="return g;",
-        **_ARITHMETIC,
-    ),
-    Definition(
-        "mul_element",
-        lambda x, t: x * t,
-        "return x * t;",
-        "return g * t;",
-        operand="element",
-        operand_backward="return g * x;",
-        **_ARITHMETIC | {"homogeneous": True},
-    ),
+    _with_tensor("mul_channel", mul, "x * t", "g * t", "g * x", "channel", homogeneous=True),
+    _with_tensor("add_channel", add, "x + t", "g", "g", "channel"),
+    _with_tensor("sub_channel", sub, "x - t", "g", "-g", "channel"),
+    _with_tensor("add_residual", add, "x + t", "g", "g", "element"),
+    _with_tensor("mul_element", mul, "x * t", "g * t", "g * x", "element", homogeneous=True),
     # t is 0 or 1 / (1 - p): a product as in PyTorch, which makes NaN of a dropped infinity.
     Definition(
-        "dropout",
-        drop,
-        "return x * t;",
-        "return g * t;",
+        *("dropout", drop, "return x * t;", "return g * t;"),
         {"p": 0.5},
         modules={nn.Dropout: ("p",)},
         functions=(F.dropout,),

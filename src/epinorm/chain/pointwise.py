@@ -31,7 +31,6 @@ __all__ = [
     "cpp_function",
     "define",
     "format_number",
-    "module_constants",
     "of_call",
     "of_module",
     "parse_pointwise",
@@ -234,15 +233,6 @@ def parse_pointwise(text: str) -> Pointwise:
     """Read one operation such as ``leaky_relu(0.01)``; raises ValueError saying what is wrong."""
     name, arguments = split_call(text)
     return Pointwise(name, tuple(parse_number(a, text) for a in arguments))
-
-
-def module_constants(cls: type[nn.Module]) -> tuple[str, ...]:
-    """The attributes of a module of this class that decide what it computes, if it is an operation
-    of a chain; else all that PyTorch declares to be its constants."""
-    if cls not in _MODULES:
-        return tuple(getattr(cls, "__constants__", ()))
-    named = [(*definition.modules[cls], *definition.where) for definition in _MODULES[cls]]
-    return tuple(dict.fromkeys(name for names in named for name in names))
 
 
 def of_module(module: nn.Module) -> Pointwise | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -19,42 +19,34 @@ from epinorm.problem import Strategy
 __all__ = ["apply_chain", "linear", "linear_norm"]
 
 
-@overload
-def linear_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Norm,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
-    post: str | PointwiseLike | Iterable[PointwiseLike] = (),
-    operands: Sequence[Tensor] = (),
-    return_sum: Literal[False] = False,
-    rounding: Rounding = "once",
-    strategy: Strategy = "auto",
-    strict: bool = False,
-) -> Tensor: ...
+Pointwise = str | PointwiseLike | Iterable[PointwiseLike]
+
+
+class _Options(TypedDict, total=False):
+    """Of both overloads, as the function itself has them."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    pre: Pointwise
+    post: Pointwise
+    operands: Sequence[Tensor]
+    rounding: Rounding
+    strategy: Strategy
+    strict: bool
 
 
 @overload
 def linear_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Norm,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
-    post: str | PointwiseLike | Iterable[PointwiseLike] = (),
-    operands: Sequence[Tensor] = (),
-    return_sum: Literal[True],
-    rounding: Rounding = "once",
-    strategy: Strategy = "auto",
-    strict: bool = False,
-) -> tuple[Tensor, Tensor]: ...
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Norm,
+    return_sum: Literal[False] = False, **options: Unpack[_Options],
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def linear_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Norm,
+    return_sum: Literal[True], **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def linear_norm(
@@ -65,8 +57,8 @@ def linear_norm(
     norm: Norm,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
-    pre: str | PointwiseLike | Iterable[PointwiseLike] = (),
-    post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    pre: Pointwise = (),
+    post: Pointwise = (),
     operands: Sequence[Tensor] = (),
     return_sum: bool = False,
     rounding: Rounding = "once",
@@ -103,7 +95,7 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    post: str | PointwiseLike | Iterable[PointwiseLike] = (),
+    post: Pointwise = (),
     operands: Sequence[Tensor] = (),
     strategy: Strategy = "auto",
     strict: bool = False,
@@ -121,30 +113,20 @@ def linear(
 
 
 def _chain_text(
-    norm: Norm | None,
-    pre: str | PointwiseLike | Iterable[PointwiseLike],
-    post: str | PointwiseLike | Iterable[PointwiseLike],
-    rounding: Rounding,
-    return_sum: bool,
+    norm: Norm | None, pre: Pointwise, post: Pointwise, rounding: Rounding, return_sum: bool
 ) -> str:
     # Texts alone may be remembered: a module's constants can change between calls.
     # Dynamo traces through a cache, and warns of it each time.
-    if torch.compiler.is_compiling():
-        return str(Chain.build(norm, pre, post, rounding, return_sum))
-    if (isinstance(pre, str) or pre == ()) and (isinstance(post, str) or post == ()):
-        return _known_chain_text(norm, pre, post, rounding, return_sum)
-    return str(Chain.build(norm, pre, post, rounding, return_sum))
+    facts: Any = norm, pre, post, rounding, return_sum
+    are_texts = (isinstance(pre, str) or pre == ()) and (isinstance(post, str) or post == ())
+    if are_texts and not torch.compiler.is_compiling():
+        return _known_chain_text(*facts)
+    return str(Chain.build(*facts))
 
 
 @lru_cache(maxsize=1024)
-def _known_chain_text(
-    norm: Norm | None,
-    pre: str | tuple[()],
-    post: str | tuple[()],
-    rounding: Rounding,
-    return_sum: bool,
-) -> str:
-    return str(Chain.build(norm, pre, post, rounding, return_sum))
+def _known_chain_text(*facts: Any) -> str:
+    return str(Chain.build(*facts))
 
 
 def apply_chain(

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from epinorm.tools.accuracy import Verification
 from epinorm.tools.results import Row
-from epinorm.tools.tables import microseconds, over_text, setting, size, times
+from epinorm.tools.tables import COMPETITORS, microseconds, over_text, setting, size, times
 
 __all__ = ["bench_table", "err", "interruptible", "out", "progress", "verification_table"]
 
@@ -23,14 +23,6 @@ err = Console(highlight=False, soft_wrap=True, stderr=True)
 
 Notify = Callable[[str, float], None]
 
-_COMPETITORS = (
-    ("ours", "epinorm"),
-    ("ours_prepacked", "epinorm, prepacked"),
-    ("eager", "eager"),
-    ("compile", "torch.compile"),
-    ("compile_autotune", "torch.compile max-autotune"),
-    ("linear", "linear alone"),
-)
 _PASSES = {"forward": "forward", "training": "forward + backward"}
 
 
@@ -102,7 +94,7 @@ def bench_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         table.add_column(_PASSES[row.pass_], justify="right")
         table.add_column("epinorm is", justify="right", style="dim")
-    for key, name in _COMPETITORS:
+    for key, name in COMPETITORS:
         values = [getattr(row, f"{key}_us") for row in rows]
         if all(value is None for value in values):
             continue

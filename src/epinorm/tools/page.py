@@ -7,7 +7,15 @@ import re
 from collections.abc import Sequence
 
 from epinorm.tools.results import KEY, Row
-from epinorm.tools.tables import microseconds, over_text, provenance, setting, size, table
+from epinorm.tools.tables import (
+    COMPETITORS,
+    microseconds,
+    over_text,
+    provenance,
+    setting,
+    size,
+    table,
+)
 from epinorm.tools.verdict import PASSES, verdict
 
 __all__ = ["html_page"]
@@ -37,15 +45,6 @@ th, td { padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); tex
   .bars > div { display: grid; grid-template-columns: subgrid; grid-column: 1 / -1; }
   .track { grid-column: 1 / -1; } .name, .time { grid-row: 1; } }
 """
-
-_BARS = (
-    ("ours", "epinorm"),
-    ("ours_prepacked", "epinorm, prepacked"),
-    ("eager", "eager"),
-    ("compile", "torch.compile"),
-    ("compile_autotune", "torch.compile max-autotune"),
-    ("linear", "linear alone"),
-)
 
 
 def html_page(title: str, rows: Sequence[Row], earlier: Sequence[Row] = ()) -> str:
@@ -95,7 +94,7 @@ def _heading(row: Row) -> str:
 
 def _bars(row: Row) -> list[str]:
     """One bar a competitor, as long as its time."""
-    found = [(key, name, getattr(row, f"{key}_us")) for key, name in _BARS]
+    found = [(key, name, getattr(row, f"{key}_us")) for key, name in COMPETITORS]
     timed = [(key, name, us) for key, name, us in found if us is not None]
     if row.ours_us is None or not timed:
         return []

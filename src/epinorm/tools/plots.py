@@ -18,7 +18,7 @@ from epinorm.tools.results import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "figure", "svg_text"]
+__all__ = ["draw", "figure"]
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,3 @@ def _same_names(svg: bytes) -> bytes:
     return re.sub(
         rb"\bp[0-9a-f]{10}\b", lambda m: names.setdefault(m[0], b"clip%d" % len(names)), svg
     )
-
-
-def svg_text(rows: Sequence[Row]) -> str:
-    """The picture as an ``<svg>`` element to stand inside a page."""
-    text = draw(rows, "svg").decode()
-    return text[text.index("<svg") :]

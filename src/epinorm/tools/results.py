@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 
 __all__ = [
+    "JsonRow",
     "Row",
     "add_run",
     "commit",
@@ -26,6 +27,7 @@ __all__ = [
     "newest",
     "put_values",
     "read_rows",
+    "read_rows_of",
     "rounded",
     "write_atomic",
 ]
@@ -34,11 +36,27 @@ KEY = ("shape", "dtype", "precision", "pass", "strategy", "gpu")
 """Two rows with the same values here measure the same thing: the newer one replaces the older."""
 
 
+class JsonRow:
+    """A dataclass that a results file holds; ``pass_`` is written as "pass"."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as it stands in a results file: numbers to four digits."""
+        values = asdict(self)  # type: ignore[call-overload]
+        return {("pass" if k == "pass_" else k): rounded(v) for k, v in values.items()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read a row back; keys that this version does not know are left out."""
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        renamed = {("pass_" if k == "pass" else k): v for k, v in values.items()}
+        return cls(**{k: v for k, v in renamed.items() if k in known})
+
+
 @dataclass(frozen=True)
-class Row:
+class Row(JsonRow):
     """One shape, dtype, precision and pass. Times in µs, memory in 10^6 bytes; None: not there.
 
-    ``pass_`` is written as "pass". Errors are those of ``error_of``, the tensor and input whose
+    Errors are those of ``error_of``, the tensor and input whose
     error comes closest to what is allowed. A row that is not ``verified`` has no times.
     ``spreads`` are those of ``verdict.spreads``, over ``runs`` rounds.
     """
@@ -86,18 +104,6 @@ class Row:
     compile_autotune_reason: str | None = None
     runs: int | None = None
     spreads: dict[str, list[float]] | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The row as it stands in a results file: errors and times to four digits."""
-        values = {("pass" if k == "pass_" else k): v for k, v in asdict(self).items()}
-        return {k: rounded(v) for k, v in values.items()}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Row:
-        """Read a row back; keys that this version does not know are left out."""
-        known = {f.name for f in fields(Row)}
-        renamed = {("pass_" if k == "pass" else k): v for k, v in values.items()}
-        return Row(**{k: v for k, v in renamed.items() if k in known})
 
     @property
     def speedup(self) -> float | None:
@@ -212,9 +218,17 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a results file; raises ValueError if the file is not one."""
+    return read_rows_of(Row, path)
+
+
+AnyRow = TypeVar("AnyRow", bound=JsonRow)
+
+
+def read_rows_of(kind: type[AnyRow], path: Path) -> list[AnyRow]:
+    """As ``read_rows``, for rows of this kind."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return [Row.from_json(value) for value in values]
+        return [kind.from_json(value) for value in values]
     except (json.JSONDecodeError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a results file: {error}") from None
 

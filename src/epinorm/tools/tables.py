@@ -11,10 +11,12 @@ from typing import Any
 from epinorm.tools.results import Row, newest
 
 __all__ = [
+    "COMPETITORS",
     "accumulation_table",
     "judged_table",
     "markdown_lines",
     "markdown_table",
+    "measured_table",
     "microseconds",
     "over",
     "over_text",
@@ -25,6 +27,16 @@ __all__ = [
     "table",
     "times",
 ]
+
+COMPETITORS = (
+    ("ours", "epinorm"),
+    ("ours_prepacked", "epinorm, prepacked"),
+    ("eager", "eager"),
+    ("compile", "torch.compile"),
+    ("compile_autotune", "torch.compile max-autotune"),
+    ("linear", "linear alone"),
+)
+"""Each by its key in a row, and its name."""
 
 Cell = Callable[[Row], str]
 
@@ -63,7 +75,11 @@ def over_text(row: Row, key: str) -> str:
 
 def setting(row: Row) -> str:
     """The row's dtype, with the precision of its products where PyTorch has a choice."""
-    return row.dtype if row.precision == "native" else f"{row.dtype} `{row.precision}`"
+    return _setting(vars(row))
+
+
+def _setting(row: Mapping[str, Any]) -> str:
+    return row["dtype"] + ("" if row["precision"] == "native" else f" `{row['precision']}`")
 
 
 def size(row: Row) -> str:
@@ -142,9 +158,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def markdown_table(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table, with the machine, torch and commit below it."""
-    if not rows:
-        return "Not measured yet."
-    return "\n".join([*markdown_lines(*table(rows)), "", provenance(rows)])
+    return measured_table(*table(rows), rows) if rows else NOT_MEASURED
 
 
 SHORT = ("shape", "dtype", "epinorm", "eager", "compile", "over eager")
@@ -156,12 +170,10 @@ def short_table(rows: Sequence[Row]) -> str:
     """As ``markdown_table``, but the columns SHORT, for SHORT_SHAPES, and of several strategies the
     newest row."""
     chosen = [row for row in newest(rows) if row.shape in SHORT_SHAPES]
-    if not chosen:
-        return "Not measured yet."
     chosen.sort(key=lambda r: (SHORT_SHAPES.index(r.shape), _SETTINGS.index(r.precision)))
     columns = dict(COLUMNS)
     cells = [[columns[head](row) for head in SHORT] for row in chosen]
-    return "\n".join([*markdown_lines(SHORT, cells), "", provenance(chosen)])
+    return measured_table(SHORT, cells, chosen)
 
 
 def markdown_lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
@@ -170,60 +182,62 @@ def markdown_lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list
     return [*lines, *("| " + " | ".join(line) + " |" for line in cells)]
 
 
-def provenance(rows: Sequence[Any]) -> str:
-    """Where, with what and when the rows were measured, in a line."""
-    return _provenance_of([vars(row) for row in rows])
-
-
-def _provenance_of(measured: Sequence[Mapping[str, Any]]) -> str:
+def provenance(measured: Sequence[Any]) -> str:
+    """Where, with what and when rows, or what JSON holds of them, were measured, in a line."""
+    facts = [one if isinstance(one, Mapping) else vars(one) for one in measured]
     parts = [
-        label + " and ".join(sorted({one[key] or "unknown" for one in measured}))
+        label + " and ".join(sorted({one[key] or "unknown" for one in facts}))
         for label, key in (("", "gpu"), ("PyTorch ", "torch"), ("commit ", "commit"), ("", "date"))
     ]
     return ", ".join(parts) + ". Medians of interleaved runs."
+
+
+NOT_MEASURED = "Not measured yet."
+
+
+def measured_table(
+    heads: Sequence[str], cells: Sequence[Sequence[str]], measured: Sequence[Any]
+) -> str:
+    """A Markdown table, with the machine, torch and commit of what was ``measured`` below it."""
+    if not measured:
+        return NOT_MEASURED
+    return "\n".join([*markdown_lines(heads, cells), "", provenance(measured)])
 
 
 def judged_table(folder: Path) -> str:
     """A line for each verdict's pass, with the machine, torch and commit below; a verdict that is
     not clean has no times."""
     verdicts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    if not verdicts:
-        return "Not measured yet."
     heads = ("problem", "dtype", "pass", "exported file", "eager", "over eager", "verdict")
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines = []
     for verdict in verdicts:
-        precision = verdict["precision"]
-        dtype = verdict["dtype"] + ("" if precision == "native" else f" `{precision}`")
         said = "clean" if verdict["clean"] else "not clean"
         timings = verdict["timings"] or [dict.fromkeys(("pass", "solution_us", "eager_us"))]
         for timing in timings:
             ours, eager = timing["solution_us"], timing["eager_us"]
-            cells = [verdict["problem"], dtype, timing["pass"] or "–", microseconds(ours)]
-            cells += [microseconds(eager, ours), times(over(eager, ours)), said]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", _provenance_of(verdicts)])
+            cells = [verdict["problem"], _setting(verdict), timing["pass"] or "–"]
+            cells += [microseconds(ours), microseconds(eager, ours), times(over(eager, ours)), said]
+            lines.append(cells)
+    return measured_table(heads, lines, verdicts)
 
 
 def accumulation_table(folder: Path) -> str:
     """A line for each row of ``benchmarks/accumulation.py``."""
     files = sorted(folder.glob("*.json"))
     measured = [row for path in files for row in json.loads(path.read_text())]
-    if not measured:
-        return "Not measured yet."
     heads = (
         *("shape", "dtype", "in place", "added by autograd", "eager", "compile"),
         *("over eager", "over compile", "peak MB, in place / added / eager"),
     )
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    names = ("in_place", "ours", "eager", "compile")
+    lines = []
     for row in measured:
-        native = row["precision"] == "native"
-        cells = [row["shape"], row["dtype"] + ("" if native else f" `{row['precision']}`")]
-        if not row["verified"]:
-            lines.append("| " + " | ".join([*cells, "not verified", *["–"] * 6]) + " |")
-            continue
-        names = ("in_place", "ours", "eager", "compile")
-        cells += [microseconds(row[f"{name}_us"]) for name in names]
-        cells += [times(over(row[f"{name}_us"], row["in_place_us"])) for name in names[2:]]
-        cells.append(" / ".join(f"{row[f'{name}_peak_mb']:.0f}" for name in names[:3]))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", _provenance_of(measured)])
+        cells = [row["shape"], _setting(row)]
+        if row["verified"]:
+            cells += [microseconds(row[f"{name}_us"]) for name in names]
+            cells += [times(over(row[f"{name}_us"], row["in_place_us"])) for name in names[2:]]
+            cells.append(" / ".join(f"{row[f'{name}_peak_mb']:.0f}" for name in names[:3]))
+        else:
+            cells += ["not verified", *["–"] * 6]
+        lines.append(cells)
+    return measured_table(heads, lines, measured)

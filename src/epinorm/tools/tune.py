@@ -233,7 +233,7 @@ def _verified(
 ) -> tuple[dict[int, Run], dict[int, float], dict[int, str]]:
     """By number of the way: what may be timed, errors of y, and why the others may not."""
     truth = _truth(problem, inputs)
-    layers = reference_backend.forward(problem, Plan("reference", ""), inputs)
+    layers = reference_backend.forward(problem, inputs)
     eager = _errors(layers, truth, None)
     runs: dict[int, Run] = {}
     errors: dict[int, float] = {}
@@ -290,7 +290,7 @@ def _truth(problem: Problem, inputs: Inputs) -> Forward:
         *(inputs.x.double(), inputs.weight.double(), bias, weight, norm_bias, operands),
         inputs.constants,
     )
-    return reference_backend.forward(exact, Plan("reference", ""), wide)
+    return reference_backend.forward(exact, wide)
 
 
 def _on_poisoned_memory(problem: Problem, run: Run, inputs: Inputs) -> Forward:

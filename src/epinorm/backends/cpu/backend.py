@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.backends import reference
 from epinorm.backends.cpu import abi
 from epinorm.backends.cpu.blocks import Blocks, choose_blocks
 from epinorm.backends.cpu.build import BuildError, load_kernel, load_runner, warn_once
 from epinorm.backends.cpu.codegen import kernel_source
+from epinorm.backends.reference import ReferenceExecutable
 from epinorm.chain import RMSNorm
 from epinorm.chain.pointwise import complement
-from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Run, Wanted
+from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Wanted
 
 __all__ = ["CpuExecutable"]
 
-_REFERENCE = Plan("reference", "a square overflows, and PyTorch's NaNs are its own")
 _NOTHING = torch.empty(0)
 
 
@@ -119,119 +118,96 @@ def _run(prepared: _Prepared, function: Callable[..., int], call: abi.Problem) -
         raise RuntimeError(prepared.runner.epinorm_message().decode(errors="replace"))
 
 
-class CpuExecutable:
-    """A problem's two passes by the compiled kernels.
+class CpuExecutable(ReferenceExecutable):
+    """A problem's two passes by the compiled kernels; where a square overflows, by PyTorch's own
+    layers, whose NaNs are their own.
 
     Where these cannot be built, warns once and raises BuildError.
     """
 
     def __init__(self, problem: Problem, plan: Plan, layout: Layout) -> None:
-        self.problem, self.plan, self.y_size = problem, plan, layout.y_size
-        self.forward: Run = self._forward if len(layout.y_size) == 2 else self._folded
+        super().__init__(problem, plan, layout)
         try:
             self.prepared = _make(problem)
         except BuildError as error:
             warn_once(str(error))
             raise
 
-    def _forward(self, *tensors: Any) -> Forward:
-        return _forward(self.problem, self.prepared, Inputs(*tensors))
+    def compute(self, inputs: Inputs) -> Forward:
+        """Raises RuntimeError with PyTorch's message where its product fails."""
+        problem, prepared = self.problem, self.prepared
+        m, n, x = problem.m, problem.n, inputs.x
+        y = x.new_empty((m, n), dtype=problem.out_dtype)
+        z = mean = rstd = total = None
+        if problem.chain.returns_sum:
+            total = x.new_empty((m, n), dtype=problem.sum_dtype)
+        if problem.keeps_z:
+            z = x.new_empty((m, n))
+        if problem.training:
+            rstd = x.new_empty((m, problem.groups), dtype=problem.stats_dtype)
+            if not isinstance(problem.chain.norm, RMSNorm):
+                mean = torch.empty_like(rstd)
+        call = _call(problem, prepared, inputs, mean, rstd)
+        call.y, call.y_stride, call.z = y.data_ptr(), n, _pointer(z)
+        call.call.sum = _pointer(total)
+        _run(prepared, prepared.runner.epinorm_forward, call)
+        if call.call.overflow:
+            return super().compute(inputs)
+        if rstd is None:
+            return Forward(y, _NOTHING, _NOTHING, _NOTHING, total)
+        z, mean = (x.new_empty(0) if t is None else t for t in (z, mean))
+        return Forward(y, z, mean, rstd, total)
 
-    def _folded(self, x: Tensor, *rest: Any) -> Forward:
-        found = self._forward(x.view(self.problem.m, self.problem.k), *rest)
-        return found._replace(y=found.y.view(self.y_size))
-
-    def backward(
-        self,
-        inputs: Inputs,
-        kept: list[Forward],
-        dy: Tensor,
-        want: Wanted,
-        left: Any = None,
-        into: Tensor | None = None,
-        dsum: Tensor | None = None,
+    def differentiate(
+        self, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted, dsum: Tensor | None
     ) -> Gradients:
-        """Compute the wanted gradients; raises as forward does."""
-        return _backward(self.problem, self.prepared, inputs, kept.pop(), dy, want, dsum)
+        problem, prepared = self.problem, self.prepared
+        m, k, n, x, blocks = problem.m, problem.k, problem.n, inputs.x, prepared.blocks
+        kinds = problem.chain.operand_kinds
+        if dy.stride(1) != 1 and n > 1:
+            dy = dy.contiguous()
+        if dsum is not None and dsum.stride(1) != 1 and n > 1:
+            dsum = dsum.contiguous()
 
-
-def _forward(problem: Problem, prepared: _Prepared, inputs: Inputs) -> Forward:
-    """Raises RuntimeError with PyTorch's message where its product fails."""
-    m, n, x = problem.m, problem.n, inputs.x
-    y = x.new_empty((m, n), dtype=problem.out_dtype)
-    z = mean = rstd = total = None
-    if problem.chain.returns_sum:
-        total = x.new_empty((m, n), dtype=problem.sum_dtype)
-    if problem.keeps_z:
-        z = x.new_empty((m, n))
-    if problem.training:
-        rstd = x.new_empty((m, problem.groups), dtype=problem.stats_dtype)
-        if not isinstance(problem.chain.norm, RMSNorm):
-            mean = torch.empty_like(rstd)
-    call = _call(problem, prepared, inputs, mean, rstd)
-    call.y, call.y_stride, call.z = y.data_ptr(), n, _pointer(z)
-    call.call.sum = _pointer(total)
-    _run(prepared, prepared.runner.epinorm_forward, call)
-    if call.call.overflow:
-        return reference.forward(problem, _REFERENCE, inputs)
-    if rstd is None:
-        return Forward(y, _NOTHING, _NOTHING, _NOTHING, total)
-    z, mean = (x.new_empty(0) if t is None else t for t in (z, mean))
-    return Forward(y, z, mean, rstd, total)
-
-
-def _backward(
-    problem: Problem,
-    prepared: _Prepared,
-    inputs: Inputs,
-    kept: Forward,
-    dy: Tensor,
-    want: Wanted,
-    dsum: Tensor | None,
-) -> Gradients:
-    m, k, n, x, blocks = problem.m, problem.k, problem.n, inputs.x, prepared.blocks
-    kinds = problem.chain.operand_kinds
-    if dy.stride(1) != 1 and n > 1:
-        dy = dy.contiguous()
-    if dsum is not None and dsum.stride(1) != 1 and n > 1:
-        dsum = dsum.contiguous()
-
-    by_parts = want.weight and blocks.weight_parts
-    dx = x.new_empty((m, k)) if want.x else None
-    dweight = x.new_empty((n, k)) if want.weight else None
-    weight_parts = x.new_empty((blocks.chunks, n, k)) if by_parts else None
-    whole_dz = (blocks.dx_rows and want.x) or (want.weight and not by_parts)
-    dz = x.new_empty((m, n)) if whole_dz else None
-    elements = tuple(
-        x.new_empty((m, n), dtype=problem.norm_dtype) if kind == "element" and wanted else None
-        for kind, wanted in zip(kinds, want.operands, strict=True)
-    )
-    mean = kept.mean if kept.mean.numel() else None
-    call = _call(problem, prepared, inputs, mean, kept.rstd, elements)
-    call.z, call.y, call.y_stride = kept.z.data_ptr(), dy.data_ptr(), dy.stride(0)
-    call.call.dsum, call.call.dsum_stride = _pointer(dsum), 0 if dsum is None else dsum.stride(0)
-    call.dz, call.dx, call.dweight = _pointer(dz), _pointer(dx), _pointer(dweight)
-    call.dweight_parts = _pointer(weight_parts)
-    # In the kernel's order: bias, norm_weight, norm_bias, then the operands that are channels.
-    sums = [
-        x.new_empty(n) if want.bias else None,
-        x.new_empty(n, dtype=problem.norm_dtype) if want.norm_weight else None,
-        x.new_empty(n, dtype=problem.norm_dtype) if want.norm_bias else None,
-    ]
-    sums += [
-        x.new_empty(n, dtype=problem.norm_dtype) if wanted else None
-        for kind, wanted in zip(kinds, want.operands, strict=True)
-        if kind == "channel"
-    ]
-    addresses = (ctypes.c_void_p * len(sums))(*(_pointer(t) for t in sums))
-    call.norm_dtype = abi.DTYPE_CODES[problem.norm_dtype]
-    call.column_sums = ctypes.addressof(addresses)
-    _run(prepared, prepared.runner.epinorm_backward, call)
-    if call.call.overflow:
-        return reference.backward(problem, _REFERENCE, inputs, kept, dy, want, dsum)
-    channels = iter(sums[3:])
-    operands = tuple(
-        next(channels) if kind == "channel" else element
-        for kind, element in zip(kinds, elements, strict=True)
-    )
-    return Gradients(dx, dweight, sums[0], sums[1], sums[2], operands)
+        by_parts = want.weight and blocks.weight_parts
+        dx = x.new_empty((m, k)) if want.x else None
+        dweight = x.new_empty((n, k)) if want.weight else None
+        weight_parts = x.new_empty((blocks.chunks, n, k)) if by_parts else None
+        whole_dz = (blocks.dx_rows and want.x) or (want.weight and not by_parts)
+        dz = x.new_empty((m, n)) if whole_dz else None
+        elements = tuple(
+            x.new_empty((m, n), dtype=problem.norm_dtype) if kind == "element" and wanted else None
+            for kind, wanted in zip(kinds, want.operands, strict=True)
+        )
+        mean = kept.mean if kept.mean.numel() else None
+        call = _call(problem, prepared, inputs, mean, kept.rstd, elements)
+        call.z, call.y, call.y_stride = kept.z.data_ptr(), dy.data_ptr(), dy.stride(0)
+        call.call.dsum, call.call.dsum_stride = (
+            _pointer(dsum),
+            0 if dsum is None else dsum.stride(0),
+        )
+        call.dz, call.dx, call.dweight = _pointer(dz), _pointer(dx), _pointer(dweight)
+        call.dweight_parts = _pointer(weight_parts)
+        # In the kernel's order: bias, norm_weight, norm_bias, then the operands that are channels.
+        sums = [
+            x.new_empty(n) if want.bias else None,
+            x.new_empty(n, dtype=problem.norm_dtype) if want.norm_weight else None,
+            x.new_empty(n, dtype=problem.norm_dtype) if want.norm_bias else None,
+        ]
+        sums += [
+            x.new_empty(n, dtype=problem.norm_dtype) if wanted else None
+            for kind, wanted in zip(kinds, want.operands, strict=True)
+            if kind == "channel"
+        ]
+        addresses = (ctypes.c_void_p * len(sums))(*(_pointer(t) for t in sums))
+        call.norm_dtype = abi.DTYPE_CODES[problem.norm_dtype]
+        call.column_sums = ctypes.addressof(addresses)
+        _run(prepared, prepared.runner.epinorm_backward, call)
+        if call.call.overflow:
+            return super().differentiate(inputs, kept, dy, want, dsum)
+        channels = iter(sums[3:])
+        operands = tuple(
+            next(channels) if kind == "channel" else element
+            for kind, element in zip(kinds, elements, strict=True)
+        )
+        return Gradients(dx, dweight, sums[0], sums[1], sums[2], operands)

@@ -37,7 +37,7 @@ from epinorm.problem import CannotCompile, Problem
 __all__ = ["BuildError", "compiler_problem", "failure", "load_kernel", "load_runner", "warn_once"]
 
 HERE = Path(__file__).parent
-KERNEL_HEADERS = ("call.h", "lanes.h", "elementary.h", "strip.h")
+KERNEL_HEADERS = ("call.h", "lanes.h", "elementary.h", "strip.h", "stages.h", "passes.h")
 RUNNER_FILES = ("call.h", "packed.h", "parts.h", "runner.cpp")
 TIME_LIMIT_SECONDS = 300.0
 OLDEST_GCC = 12

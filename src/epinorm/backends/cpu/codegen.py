@@ -29,7 +29,7 @@ namespace epinorm {{
 {random}
 }}  // namespace epinorm
 
-#include "strip.h"
+#include "passes.h"
 
 namespace epinorm {{
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from epinorm.tools.results import put_values, rounded
+from epinorm.tools.results import JsonRow, put_values, read_rows_of
 
 __all__ = ["COMPETITORS", "OURS", "ModelRow", "in_order", "merge_model_rows", "read_model_rows"]
 
@@ -22,7 +20,7 @@ KEY = ("model", "setting", "pass", "gpu")
 
 
 @dataclass(frozen=True)
-class ModelRow:
+class ModelRow(JsonRow):
     """One model, setting and pass. Times in ms: by CUDA's events, and ``wall`` from call to call in
     a loop; memory in 10^6 bytes; None: not there.
 
@@ -71,17 +69,6 @@ class ModelRow:
     families: dict[str, dict[str, float]] | None = None
     reasons: dict[str, str] | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """The row as it stands in a results file: numbers to four digits."""
-        return {("pass" if k == "pass_" else k): rounded(v) for k, v in asdict(self).items()}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> ModelRow:
-        """Read a row back; keys that this version does not know are left out."""
-        known = {f.name for f in fields(ModelRow)}
-        renamed = {("pass_" if k == "pass" else k): v for k, v in values.items()}
-        return ModelRow(**{k: v for k, v in renamed.items() if k in known})
-
     def over(self, name: str, other: str = "eager") -> float | None:
         """The time of ``other`` over that of ``name``; None where one is missing."""
         ours, theirs = getattr(self, f"{name}_ms"), getattr(self, f"{other}_ms")
@@ -90,11 +77,7 @@ class ModelRow:
 
 def read_model_rows(path: Path) -> list[ModelRow]:
     """The rows of a results file; raises ValueError if the file is not one."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return [ModelRow.from_json(value) for value in values]
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no results file of models: {error}") from None
+    return read_rows_of(ModelRow, path)
 
 
 def merge_model_rows(path: Path, rows: Iterable[ModelRow]) -> None:

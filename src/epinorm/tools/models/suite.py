@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from epinorm.tools.kernelbench.problem import ProblemError, ProblemFile, load_pr
 from epinorm.tools.models.bench import FEW_RUNS
 from epinorm.tools.models.subject import SETTINGS, dropout_off
 from epinorm.tools.models.verify import compare_candidate, judge, truth_of
-from epinorm.tools.results import commit, device_name, put_values, rounded, today
+from epinorm.tools.results import JsonRow, commit, device_name, put_values, read_rows_of, today
 from epinorm.tools.timing import Settings, sample_interleaved
 
 __all__ = [
@@ -58,7 +57,7 @@ Notify = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class SuiteRow:
+class SuiteRow(JsonRow):
     """One problem. Times in µs, by KernelBench's measure: forward, without gradients.
 
     ``seeds``: how many of SEEDS KernelBench's rule passes; ``exact_seeds``: how many it would of
@@ -84,10 +83,6 @@ class SuiteRow:
     ours_error: float | None = None
     eager_error: float | None = None
     reason: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """The row as it stands in a results file: numbers to four digits."""
-        return {k: rounded(v) for k, v in asdict(self).items()}
 
     def over(self, key: str) -> float | None:
         """The competitor's time over ours."""
@@ -227,10 +222,7 @@ def geometric_mean(rows: Iterable[SuiteRow], key: str = "eager") -> float | None
 
 def read_suite_rows(path: Path) -> list[SuiteRow]:
     """The rows of ``benchmarks/results/kernelbench/<gpu>.json``, by number."""
-    known = {f.name for f in fields(SuiteRow)}
-    values: Sequence[Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    rows = [SuiteRow(**{k: v for k, v in value.items() if k in known}) for value in values]
-    return sorted(rows, key=lambda row: row.problem)
+    return sorted(read_rows_of(SuiteRow, path), key=lambda row: row.problem)
 
 
 def merge_suite_rows(path: Path, rows: Iterable[SuiteRow]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from epinorm.tools.models.rows import COMPETITORS, OURS, ModelRow
 from epinorm.tools.models.suite import SEEDS, SuiteRow, geometric_mean
-from epinorm.tools.tables import markdown_lines, microseconds, provenance, times
+from epinorm.tools.tables import markdown_lines, measured_table, microseconds, provenance, times
 
 __all__ = [
     "NAMES",
@@ -44,11 +44,9 @@ def _cell(row: ModelRow, name: str) -> str:
 
 def models_table(rows: Sequence[ModelRow]) -> str:
     """Six columns: each way's time and how many times as fast as eager it is."""
-    if not rows:
-        return "Not measured yet."
     heads = ("model", "setting", *(NAMES[name] for name in COMPETITORS))
     cells = [[row.model, row.setting, *(_cell(row, name) for name in COMPETITORS)] for row in rows]
-    return "\n".join([*markdown_lines(heads, cells), "", provenance(rows)])
+    return measured_table(heads, cells, rows)
 
 
 SHORT_MODELS = ("bert_base", "vit_b", "llama_4", "mlp_2048")
@@ -66,26 +64,17 @@ def models_section(rows: Sequence[ModelRow]) -> str:
     for row in rows:
         timed = [name for name in OURS if getattr(row, f"{name}_ms")]
         ours = min(timed, key=lambda name: getattr(row, f"{name}_ms")) if timed else OURS[0]
-        cells.append(
-            [
-                row.model,
-                row.setting,
-                row.pass_,
-                *(_cell(row, n) for n in ("eager", "compile", ours)),
-            ]
-        )
-    lines = [*markdown_lines(heads, cells), "", provenance(rows)]
+        ways = [_cell(row, name) for name in ("eager", "compile", ours)]
+        cells.append([row.model, row.setting, row.pass_, *ways])
     said = (
         f"Whole models, by the faster of {NAMES['fused']} and {NAMES['backend']}; "
         "`epinorm bench bert_base` measures one, outputs and all gradients verified first."
     )
-    return "\n".join(["## Whole models", "", said, "", *lines])
+    return "\n".join(["## Whole models", "", said, "", measured_table(heads, cells, rows)])
 
 
 def details_table(rows: Sequence[ModelRow]) -> str:
     """What verification, memory and coverage were."""
-    if not rows:
-        return "Not measured yet."
     heads = (
         *("model", "setting", "error, ours / eager", "gradients' error, ours / eager"),
         *("peak MB, fused / eager", "chains and other Linears fused"),
@@ -100,7 +89,7 @@ def details_table(rows: Sequence[ModelRow]) -> str:
         ]
         for row in rows
     ]
-    return "\n".join([*markdown_lines(heads, cells), "", provenance(rows)])
+    return measured_table(heads, cells, rows)
 
 
 def _pair(ours: float | None, eager: float | None, form: str) -> str:
