@@ -118,6 +118,7 @@ class RMSNorm:
 
 
 Norm = GroupNorm | LayerNorm | RMSNorm
+_NORM_TYPES = get_args(Norm)  # Dynamo of PyTorch 2.9 knows no union in isinstance
 
 AUTOCAST_TO_FP32 = ("softplus",)
 _NORM_NAMES = ("group_norm", "layer_norm", "rms_norm")
@@ -171,7 +172,7 @@ class Chain:
 
         drops: whether an nn.Dropout among them does; None: in training, as its own mode says.
         """
-        if norm is not None and not isinstance(norm, Norm):
+        if norm is not None and not isinstance(norm, _NORM_TYPES):
             raise TypeError(
                 "norm must be epinorm.GroupNorm, epinorm.LayerNorm, epinorm.RMSNorm or None, "
                 f"got {type(norm).__name__}"
