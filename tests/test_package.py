@@ -66,7 +66,8 @@ first: nn.Module = model[0]
 fused: int = epinorm.explain(model).fused
 plain: nn.Sequential = epinorm.unfuse(model)
 with epinorm.prepacked(model), epinorm.accumulate_in_place():
-    epinorm.unprepack(epinorm.prepack(model))(x)
+    epinorm.prepack(model)(x)
+epinorm.unprepack(model)
 layer: nn.Module = epinorm.LinearNorm(8, 16, norm=epinorm.GroupNorm(4), post=nn.LeakyReLU(0.1))
 one: torch.Tensor = epinorm.linear(x, weight, post=torch.relu)
 y: torch.Tensor = epinorm.linear_norm(x, weight, norm=epinorm.LayerNorm(eps=1e-6), post=[F.silu])
