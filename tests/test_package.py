@@ -155,3 +155,19 @@ def test_importing_takes_little_beside_pytorch(tmp_path: Path) -> None:
     options = {"capture_output": True, "text": True, "env": environment, "check": True}
     first, *later = (float(subprocess.run(command, **options).stdout) for _ in range(3))  # type: ignore[call-overload]
     assert min(later) < 0.040, (first, later)
+
+
+def test_the_version_is_the_same_wherever_it_stands() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    released = re.findall(r"^## (\d\S*)", changelog, re.MULTILINE)
+    cited = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
+    assert [released[0]] == cited == [epinorm.__version__]
+    assert changelog.index("## Unreleased") < changelog.index(f"## {released[0]}")
+
+
+def test_the_matrix_begins_at_the_oldest_pytorch_that_is_accepted() -> None:
+    (asked,) = re.findall(
+        r"^TORCH_VERSIONS \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    (oldest,) = PROJECT["project"]["dependencies"]
+    assert oldest == f"torch>={asked.split()[0].rpartition('.')[0]}"

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 
@@ -73,6 +73,7 @@ class GroupNorm:
 
     num_groups: int
     eps: float = field(default=1e-5, kw_only=True)
+    centred: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.num_groups, bool) or not isinstance(self.num_groups, int):
@@ -91,6 +92,7 @@ class LayerNorm:
     """Layer normalisation over the output features (Ba, Kiros and Hinton, 2016)."""
 
     eps: float = 1e-5
+    centred: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eps", _number(self.eps))
@@ -108,6 +110,7 @@ class RMSNorm:
     """
 
     eps: float | None = None
+    centred: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.eps is not None:
@@ -260,6 +263,11 @@ class Chain:
     def is_linear(self) -> bool:
         """Whether nothing follows the linear layer, whose output's gradient then is y's."""
         return self.norm is None and not self.pre
+
+    @property
+    def centred(self) -> bool:
+        """Whether the norm takes the mean off, and keeps it for gradients."""
+        return self.norm is not None and self.norm.centred
 
     @property
     def saves_sum(self) -> bool:

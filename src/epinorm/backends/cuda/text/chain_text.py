@@ -55,7 +55,7 @@ from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.backends.cuda.text.backward_chain import BackwardChain
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.backends.memo import memo
-from epinorm.chain import Chain, GroupNorm, LayerNorm
+from epinorm.chain import Chain, GroupNorm
 from epinorm.chain.dropout import CPP_FUNCTIONS
 from epinorm.chain.pointwise import Pointwise, complement, cpp_function
 
@@ -103,7 +103,7 @@ def chain_text(chain: Chain) -> str:
         read_kernel("common/chain_functions.cuh"),
         CPP_FUNCTIONS,
         f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
-        f"constexpr bool kCentred = {_bool(isinstance(chain.norm, GroupNorm | LayerNorm))};",
+        f"constexpr bool kCentred = {_bool(chain.centred)};",
         _epsilon(chain),
         f"template <typename T> struct Constants {{ T of[{max(len(chain.arguments), 1)}]; }};",
         f"constexpr int kOperands = {len(kinds)};",
