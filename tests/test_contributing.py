@@ -60,7 +60,6 @@ for model in (
                     layer.alpha = alpha
         x = torch.randn(40, 24)
         exact = copy.deepcopy(model).double()
-        wanted = {name: p.grad for name, p in exact.named_parameters()}
         dy = torch.randn(40, 64)
         results = []
         for one in (exact, model, fused):
@@ -71,9 +70,9 @@ for model in (
         for truth, eager, ours in zip(*results):
             allowed = max((eager - truth).norm().item(), 4 * 2**-23 * truth.norm().item())
             assert (ours - truth).norm().item() <= 1.005 * allowed
-    assert epinorm.explain(fused).fused == 1
-    assert "celu" in epinorm.explain(fused).rows[0].chain
-assert epinorm.explain(fused).rows[0].strategy == "cpu"
+        if alpha is None:
+            (row,) = epinorm.explain(fused).rows
+            assert row.fused and row.strategy == "cpu" and "celu" in row.chain
 """
 
 NORM: Edits = {

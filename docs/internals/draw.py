@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent / "drawings"
-LETTER, LINE, PAD, GAP_X, GAP_Y = 7.0, 17, 10, 62, 34
+LETTER, LINE, PAD, GAP_X, GAP_Y = 7.4, 17, 11, 60, 34
 STYLE = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#d8dee6}}</style>"
 
 # Boxes by (column, row), and arrows between them with what they carry.
@@ -244,7 +244,8 @@ def draw(name: str) -> str:
             width = max(width, left[c] + widths[c] / 2 + len(said) * LETTER + 14)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" role="img" aria-label="{html.escape(name.replace("_", " "))}" '
+        f'width="{width:.0f}" style="max-width:100%;height:auto" role="img" '
+        f'aria-label="{html.escape(name.replace("_", " "))}" '
         'font-family="system-ui, sans-serif" font-size="13">',
         STYLE,
         f'<defs><marker id="{name}-tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" '

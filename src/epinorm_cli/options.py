@@ -15,6 +15,7 @@ import typer
 
 __all__ = [
     "INTERRUPTED",
+    "DetailsOption",
     "DeviceOption",
     "DtypeOption",
     "FileArgument",
@@ -109,6 +110,7 @@ ScaleOption = Annotated[
     ),
 ]
 StrategyOption = Annotated[str, typer.Option(help=f"How to compute: {', '.join(STRATEGIES)}.")]
+DetailsOption = Annotated[bool, typer.Option("--details", help="Show everything that was checked.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 
 

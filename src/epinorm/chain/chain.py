@@ -73,6 +73,7 @@ class GroupNorm:
 
     num_groups: int
     eps: float = field(default=1e-5, kw_only=True)
+    operator: ClassVar[str] = "group_norm"
     centred: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -92,6 +93,7 @@ class LayerNorm:
     """Layer normalisation over the output features (Ba, Kiros and Hinton, 2016)."""
 
     eps: float = 1e-5
+    operator: ClassVar[str] = "layer_norm"
     centred: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -110,6 +112,7 @@ class RMSNorm:
     """
 
     eps: float | None = None
+    operator: ClassVar[str] = "rms_norm"
     centred: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
