@@ -55,7 +55,7 @@ from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.backends.cuda.text.backward_chain import BackwardChain
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.backends.memo import memo
-from epinorm.chain import Chain, GroupNorm
+from epinorm.chain import Chain, GroupNorm, LayerNorm
 from epinorm.chain.dropout import CPP_FUNCTIONS
 from epinorm.chain.pointwise import Pointwise, complement, cpp_function
 
