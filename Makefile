@@ -24,7 +24,7 @@ PYTEST := -n $(WORKERS) --timeout $(TEST_SECONDS) --durations 10 -m "not gpu and
 # For the targets that run on a GPU machine as it is, with nothing installed.
 PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}
 
-.PHONY: help setup run record test models coverage lint format docs test-gpu test-gpus sanitize-gpu fuzz bench-gpu report build clean
+.PHONY: help setup run record test matrix models coverage lint format docs test-gpu test-gpus sanitize-gpu fuzz bench-gpu report build clean
 
 help:  ## say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1|/' | \
@@ -48,6 +48,11 @@ test: $(READY)  ## run the tests that need no GPU
 	@$(BIN)/python -m pytest $(PYTEST) $(ARGS)
 	@echo "Covered: everything a CPU can show, CUDA kernels compiled and their launches read." \
 	  "Left to a GPU: what kernels compute and how fast (make test-gpu, make sanitize-gpu)."
+
+# CPU builds where TORCH_INDEX names their index; PyPI's for Linux hold CUDA, several GB each.
+TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.14.1
+matrix:  ## run the tests that need no GPU against TORCH_VERSIONS, an environment each in .matrix
+	@scripts/matrix.sh $(TORCH_VERSIONS) -- $(ARGS)
 
 models: $(READY)  ## compare real architectures, fused, with eager: values, training, state_dict
 	@$(BIN)/pip install -q -r requirements-models.txt
@@ -115,6 +120,6 @@ build: $(READY)  ## build wheel and sdist into dist/
 	@$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:  ## remove the environment, builds and caches
-	rm -rf $(VENV) build dist site epinorm-results .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix build dist site epinorm-results .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf src/*.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -3,9 +3,9 @@
     PYTHONPATH=src python3 benchmarks/cpu.py [--shapes skinny,kb62_v0] [--dtypes float32] [--check]
 
 Rows go into benchmarks/results/cpu.json, each in place of the one with the same shape, dtype, pass,
-CPU and number of threads, and the table in docs/cpu.md is written from that file. With --check the
-exit code says whether the limits that the project set itself are met (LIMITS below); without it,
-whether every row was verified.
+CPU and number of threads, and the table in docs/internals/cpu.md is written from that file. With
+--check the exit code says whether the limits that the project set itself are met (LIMITS below);
+without it, whether every row was verified.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from run import summary
 from shapes import SHAPES, Shape
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "cpu.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "internals" / "cpu.md"
 BEGIN, END = "<!-- table from benchmarks/results/cpu.json -->", "<!-- end of the table -->"
 CPU_SHAPES = {
     shape.name: shape
@@ -126,7 +126,7 @@ def keep(path: Path, row: Row) -> None:
 
 
 def write_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Put the rows into docs/cpu.md, between the two marks."""
+    """Put the rows into docs/internals/cpu.md, between the two marks."""
     lines = [
         "| shape (m, k → n, groups) | dtype | pass | eager ms | compile ms | linear ms | ours ms "
         "| × eager | × compile | error / eager's |",

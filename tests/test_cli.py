@@ -317,29 +317,34 @@ def test_the_traceback_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) ->
     assert result.exit_code == 2
 
 
-def test_help_names_the_commands_and_needs_no_torch() -> None:
+def test_help_and_version_need_no_torch() -> None:
     program = (
         "import sys; from epinorm_cli import main; sys.argv = ['epinorm', *sys.argv[1:]]\n"
         "try: main()\n"
         "finally: assert not {'torch', 'epinorm', 'matplotlib'} & set(sys.modules)"
     )
-    seconds = []
-    for arguments in (["--help"], ["bench", "--help"], []):
+    seconds, said = [], []
+    for arguments in (["--help"], ["bench", "--help"], ["--version"], []):
         before = os.times().children_user
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         command = [sys.executable, "-c", program, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert "Traceback" not in done.stderr, done.stderr
         seconds.append(os.times().children_user - before)
+        said.append(done.stdout + done.stderr)
     assert min(seconds) < 0.5, seconds  # of the processor; the least, since others use it too
     for name in ("bench", "check", "explain", "info", "cache"):
-        assert name in done.stdout + done.stderr
+        assert name in said[0]
+        assert name in said[3]
+    assert said[2] == f"epinorm {epinorm.__version__}, PyTorch {torch.__version__}\n"
 
 
-def test_version() -> None:
-    result = call("--version")
-    assert result.exit_code == 0
-    assert result.stdout == f"epinorm {epinorm.__version__}, PyTorch {torch.__version__}\n"
+def test_what_an_ascii_pipe_cannot_show_is_written_in_plain_letters() -> None:
+    command = [sys.executable, "-m", "epinorm", "explain", *SMALL]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "fc -> gn" in done.stdout
 
 
 def test_piped_output_has_the_width_it_is_told_and_no_colour() -> None:

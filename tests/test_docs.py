@@ -1,5 +1,6 @@
 """The documentation's Python runs as it stands, and its commands exist."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -59,3 +60,15 @@ def test_links_of_the_pages_lead_somewhere() -> None:
             if "://" not in link and target and not (page.parent / target).exists():
                 broken.append(f"{named(page)}: {link}")
     assert broken == []
+
+
+def test_the_drawings_are_those_of_their_script() -> None:
+    spec = importlib.util.spec_from_file_location("draw", DOCS / "internals" / "draw.py")
+    assert spec is not None
+    assert spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    there = {path.stem: path.read_text("utf-8") for path in draw.HERE.glob("*.svg")}
+    assert there == {name: draw.draw(name) for name in draw.DRAWINGS}
+    pages = {page.stem for page in (DOCS / "internals").glob("*.md")}
+    assert pages == {name if name != "how_it_works" else "index" for name in there}

@@ -241,6 +241,9 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     assert "clean float32 highest on CPU" in result.stdout
     assert "seed 3" in result.stdout
+    assert "checks" in result.stdout
+    assert len(result.stdout.splitlines()) < 24
+    assert "all of 4 tensors equal" not in result.stdout
     assert run(app, ["judge", "nothing.py", str(ZOO / "right.py")]).exit_code == 2
     assert run(app, ["judge", *right, "--time-limit", "0"]).exit_code == 2
 

@@ -1,9 +1,12 @@
 """The installed package is complete: kernel texts and the typing marker ship with it."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -51,36 +54,55 @@ def test_every_public_name_is_listed_and_there() -> None:
 
 
 USERS_PROGRAM = """
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 import epinorm
 
-model: nn.Module = epinorm.fuse(nn.Linear(8, 8))
+x, weight = torch.randn(4, 8), torch.randn(16, 8)
+model = epinorm.fuse(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), rounding="eager")
+first: nn.Module = model[0]
 fused: int = epinorm.explain(model).fused
-wrong: int = epinorm.unfuse(model)
-epinorm.fused
+plain: nn.Sequential = epinorm.unfuse(model)
+with epinorm.prepacked(model), epinorm.accumulate_in_place():
+    epinorm.prepack(model)(x)
+epinorm.unprepack(model)
+layer: nn.Module = epinorm.LinearNorm(8, 16, norm=epinorm.GroupNorm(4), post=nn.LeakyReLU(0.1))
+one: torch.Tensor = epinorm.linear(x, weight, post=torch.relu)
+y: torch.Tensor = epinorm.linear_norm(x, weight, norm=epinorm.LayerNorm(eps=1e-6), post=[F.silu])
+y, residual = epinorm.linear_norm(x, weight, norm=epinorm.RMSNorm(), return_sum=True)
+chain: epinorm.Chain = epinorm.Chain.parse("layer_norm(1e-5)|gelu")
 """
+WRONG = """wrong: int = epinorm.unfuse(model)
+epinorm.fused
+epinorm.GroupNorm(8, 256)
+epinorm.fuse(model, strategy="fast")
+"""
+CHECKERS = {
+    "mypy": (
+        *("--strict", "--config-file=", "--follow-imports=silent"),
+        f"--cache-dir={ROOT / '.mypy_cache'}",
+    ),
+    "pyright": ("--pythonpath", sys.executable),
+}
 
 
 @pytest.mark.slow
-def test_a_users_program_is_checked_against_our_types(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(USERS_PROGRAM)
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--config-file=",
-        "--follow-imports=silent",
-    ]
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_a_users_program_is_checked_against_our_types(tmp_path: Path, checker: str) -> None:
+    if find_spec(checker) is None and "CI" not in os.environ:
+        pytest.skip(f"{checker} is not installed")
+    (tmp_path / "program.py").write_text(USERS_PROGRAM + WRONG)
+    settings = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT / "src")]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     done = subprocess.run(
-        [*command, f"--cache-dir={ROOT / '.mypy_cache'}", str(tmp_path / "program.py")],
+        [sys.executable, "-m", checker, *CHECKERS[checker], "program.py"], cwd=tmp_path,
         capture_output=True, text=True, env={**os.environ, "MYPYPATH": str(ROOT / "src")},
     )  # fmt: skip
-    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
-    assert len(errors) == 2, done.stdout + done.stderr
-    assert "expression has type" in errors[0]
-    assert 'Module has no attribute "fused"' in errors[1]
+    lines = {int(n) for n in re.findall(r"program\.py:(\d+).* error: ", done.stdout)}
+    before = USERS_PROGRAM.count("\n")
+    assert lines == {before + i for i in range(1, 5)}, done.stdout + done.stderr
 
 
 def test_the_library_needs_torch_alone() -> None:
@@ -115,3 +137,37 @@ def test_the_base_requirement_is_torch() -> None:
     assert {"cli", "bench", "cu12", "cu13", "docs"} <= set(
         PROJECT["project"]["optional-dependencies"]
     )
+
+
+@pytest.mark.slow
+def test_importing_takes_little_beside_pytorch(tmp_path: Path) -> None:
+    code = (
+        "import time, torch; start = time.process_time(); import epinorm; "
+        "print(time.process_time() - start)"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPYCACHEPREFIX": str(tmp_path),
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-c", code]
+    options = {"capture_output": True, "text": True, "env": environment, "check": True}
+    first, *later = (float(subprocess.run(command, **options).stdout) for _ in range(3))  # type: ignore[call-overload]
+    assert min(later) < 0.040, (first, later)
+
+
+def test_the_version_is_the_same_wherever_it_stands() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    released = re.findall(r"^## (\d\S*)", changelog, re.MULTILINE)
+    cited = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
+    assert [released[0]] == cited == [epinorm.__version__]
+    assert changelog.index("## Unreleased") < changelog.index(f"## {released[0]}")
+
+
+def test_the_matrix_begins_at_the_oldest_pytorch_that_is_accepted() -> None:
+    (asked,) = re.findall(
+        r"^TORCH_VERSIONS \?= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    (oldest,) = PROJECT["project"]["dependencies"]
+    assert oldest == f"torch>={asked.split()[0].rpartition('.')[0]}"

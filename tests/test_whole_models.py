@@ -230,7 +230,7 @@ def test_dropout_is_off_within_alone() -> None:
     [
         ("bert", "expected one of bert_base"),
         ("no.such:thing", "cannot be imported"),
-        ("tests.py:Net", "a problem file's model is Model"),
+        ("missing.py:net", "cannot be imported"),
     ],
 )
 def test_a_name_that_is_none_is_one_sentence(text: str, said: str) -> None:
@@ -239,6 +239,17 @@ def test_a_name_that_is_none_is_one_sentence(text: str, said: str) -> None:
     result = CliRunner().invoke(app, ["bench", text])
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+def test_a_factory_in_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("WIDTH = 6\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom neighbour import WIDTH\n"
+        "def factory():\n    return torch.nn.Linear(WIDTH, 2), torch.ones(3, WIDTH)\n"
+    )
+    subject = load_subject(f"{tmp_path}/mine.py:factory")
+    model, (x,) = subject.make(SETTINGS["highest"], CPU)
+    assert (subject.name, model(x).shape) == ("factory", (3, 2))
 
 
 def test_the_command_writes_rows_and_says_what_it_found(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from epinorm.operator.accumulation import accumulate_in_place
 from epinorm.operator.functional import linear, linear_norm
 from epinorm.operator.modules import LinearNorm
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["Chain", "GroupNorm", "LayerNorm", "LinearNorm", "RMSNorm", "__version__"]
 __all__ += ["accumulate_in_place", "explain", "fuse", "linear", "linear_norm", "unfuse"]

@@ -112,6 +112,11 @@ class Problem:
         return self.training and self.chain.norm is not None
 
     @property
+    def keeps_mean(self) -> bool:
+        """Whether forward keeps the mean too."""
+        return self.keeps_statistics and self.chain.centred
+
+    @property
     def made_by_forward(self) -> str:
         """What the forward pass writes, in words."""
         kept = ", z" * self.keeps_z + ", mean, rstd" * self.keeps_statistics

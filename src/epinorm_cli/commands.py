@@ -20,6 +20,7 @@ from epinorm_cli import kernelbench, tune  # noqa: F401  (they add their command
 from epinorm_cli.models import bench_models, bench_suite, is_whole_model
 from epinorm_cli.options import (
     INTERRUPTED,
+    DetailsOption,
     DeviceOption,
     DtypeOption,
     FileArgument,
@@ -42,6 +43,9 @@ ON_A_CPU = (
     "epinorm is for GPUs."
 )
 
+SHOWN = 12
+"""Lines of a verification without --details, so that both passes fit a screen."""
+
 cache_app = typer.Typer(no_args_is_help=False, help="The compiled kernels kept on disk.")
 app.add_typer(cache_app, name="cache")
 
@@ -52,7 +56,7 @@ def bench(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A problem FILE.py with one chain; or a whole model: FILE.py:Model, "
+            help="A problem FILE.py with one chain; or a whole model: FILE.py:factory or "
             "package.module:factory (which returns a model and its inputs), or a name: bert_base, "
             "bert_base_dropout, vit_b, llama_4, mlp_2048, tdmpc2, dreamer.",
         ),
@@ -223,6 +227,7 @@ def check(
     training: TrainingOption = None,
     scale: ScaleOption = 1,
     strategy: StrategyOption = "auto",
+    details: DetailsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Fuse the model of FILE and compare output and all gradients with eager and float64."""
@@ -254,7 +259,7 @@ def check(
                 how = kind if case.precision == "native" else f"{kind} {case.precision}"
                 pass_ = "forward + backward" if case.training else "forward"
                 out.print(f"[bold]{pass_}[/], {how} on {case.device}, strategy {case.strategy}")
-                out.print(verification_table(result))
+                out.print(verification_table(result, None if details else SHOWN))
                 out.print()
             out.print("[green]verified[/]" if passed else "[red]not verified[/]")
     raise typer.Exit(0 if passed else 1)

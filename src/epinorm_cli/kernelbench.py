@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 import typer
 
 from epinorm_cli.options import (
+    DetailsOption,
     DeviceOption,
     DtypeOption,
     FileArgument,
@@ -54,6 +55,7 @@ def judge(
         int | None,
         typer.Option(help="Decides every input and parameter; by default a new one each time."),
     ] = None,
+    details: DetailsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge the ModelNew of SOLUTION against the Model of FILE: right, honest, and how fast."""
@@ -80,14 +82,14 @@ def judge(
         if as_json:
             print(json.dumps(verdict.as_json(), indent=1))
         else:
-            _show(verdict)
+            _show(verdict, details)
     raise typer.Exit(0 if verdict.clean else 1)
 
 
 _MARKS = {"passed": "[green]passed[/]", "failed": "[red]failed[/]", "skipped": "[dim]skipped[/]"}
 
 
-def _show(verdict: Verdict) -> None:
+def _show(verdict: Verdict, details: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -97,10 +99,15 @@ def _show(verdict: Verdict) -> None:
     for name in ("check", "", "reason"):
         table.add_column(name, overflow="fold")
     lines: dict[tuple[Status, str], list[str]] = {}  # what several checks say is said once
+    passed = [check.name for check in verdict.checks if check.status == "passed"]
     for check in verdict.checks:
+        if check.status == "passed" and not details:
+            continue
         lines.setdefault((check.status, check.reason), []).append(check.name)
     for (status, reason), names in lines.items():
         table.add_row(", ".join(names), _MARKS[status], escape(reason))
+    if passed and not details:
+        table.add_row(f"{len(passed)} checks", _MARKS["passed"], ", ".join(dict.fromkeys(passed)))
     out.print(table)
     out.print()
     for note in verdict.notes:

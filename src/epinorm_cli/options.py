@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +15,7 @@ import typer
 
 __all__ = [
     "INTERRUPTED",
+    "DetailsOption",
     "DeviceOption",
     "DtypeOption",
     "FileArgument",
@@ -39,13 +43,20 @@ app = typer.Typer(
 
 
 def _version(wanted: bool) -> None:
-    if wanted:
-        import torch
-
-        from epinorm import __version__
-
-        typer.echo(f"epinorm {__version__}, PyTorch {torch.__version__}")
-        raise typer.Exit
+    """Both versions without importing either, which takes PyTorch's seconds."""
+    if not wanted:
+        return
+    package = find_spec("epinorm")
+    assert package is not None
+    assert package.origin is not None
+    text = Path(package.origin).read_text("utf-8")
+    (ours,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not found"
+    typer.echo(f"epinorm {ours}, PyTorch {torch}")
+    raise typer.Exit
 
 
 VersionOption = Annotated[
@@ -99,6 +110,7 @@ ScaleOption = Annotated[
     ),
 ]
 StrategyOption = Annotated[str, typer.Option(help=f"How to compute: {', '.join(STRATEGIES)}.")]
+DetailsOption = Annotated[bool, typer.Option("--details", help="Show everything that was checked.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 
 

@@ -238,3 +238,12 @@ def test_autocast_gives_what_the_layers_give(case: Case) -> None:
     for got, expected in zip(*reversed(results), strict=True):
         assert got.dtype == expected.dtype
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_line_is_logged_for_each_graph_that_was_fused(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    with caplog.at_level("INFO", logger="epinorm"):
+        epinorm.fuse(model)(torch.randn(4, 8))
+        model(torch.randn(4, 8))
+    (line,) = caplog.messages
+    assert line == ("epinorm: Sequential: 1 of 1 chains fused, and 0 of 1 Linears without a norm")

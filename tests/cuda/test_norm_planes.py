@@ -258,8 +258,8 @@ CASES = [
 @pytest.mark.parametrize("planes", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_not_flagged_keeps_the_bound(name: str, planes: int) -> None:
-    """docs/precision.md: 2^-13 or, but for lo·lo, 2^-24 of the terms for x's shift, and what planes
-    round."""
+    """internals/precision.md: 2^-13 or, but for lo·lo, 2^-24 of the terms for x's shift, and what
+    planes round."""
     dz, x, scale = case(name)
     found = emulated(dz, x, scale, planes)
     truth = dz.double().t() @ x.double()

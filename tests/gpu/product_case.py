@@ -170,7 +170,7 @@ class ProductCase:
         allowed = allowed_error(theirs, p.dtype if name in ("y", "z") else torch.float32)
         if name in ("mean", "rstd"):
             # Operands of 11 bits: the limit of 16-bit dtypes. And each step of 16 is cut at 25 bits
-            # (docs/precision.md), which a group's mean keeps, where roundings are up and down.
+            # (internals/precision.md), which a group's mean keeps, where roundings are up and down.
             allowed = max(allowed, p.k / 16 * 2.0**-25, 1.1 * theirs * (p.precision != "highest"))
         assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}, {p}"
 

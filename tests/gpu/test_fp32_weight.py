@@ -197,7 +197,7 @@ def where_finite(ours: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("change", HARD)
 def test_hard_matrices(tile, change):
-    """Each line of z as accurate as TF32, or 1e-3 (docs/precision.md); the same bits twice."""
+    """Each line of z as accurate as TF32, or 1e-3 (internals/precision.md); the same bits twice."""
     case = make(m=600, k=1032)
     matrix = converted(case, tile)
     untouched = matrix.clone()

@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 FLOOR = {"high": 1e-3, "highest": 1e-6}
-"""The promise of docs/precision.md, of the terms' magnitude."""
+"""The promise of internals/precision.md, of the terms' magnitude."""
 EVERY = Wanted(True, True, True, True, True, ())
 NAMES = ("dX", "dW", "dbias", "dgamma", "dbeta")
 

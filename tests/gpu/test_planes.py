@@ -1,6 +1,6 @@
 """The splitting kernel: fp32 rows as planes of fp16, exact to the bits that it promises.
 
-docs/precision.md derives the bounds: two planes hold an element to 2^-22 of itself, but never
+internals/precision.md derives the bounds: two planes hold an element to 2^-22 of itself, but never
 finer than 2^-36 of a row scaled into [2^14, 2^15); with one plane to 2^-11 and 2^-25. Rows with an
 element that is not held to the tolerance are flagged by 1, with a list of these elements' columns;
 where the list is too short, and where the scale leaves 2^±60, by 2.
@@ -47,7 +47,7 @@ def splitted(values: torch.Tensor, planes: int):
 
 
 def not_held(values: torch.Tensor, found, planes: int) -> torch.Tensor:
-    """Which elements of rows in range are not held to the tolerance: what docs/precision.md says,
+    """Which elements of rows in range are not held to the tolerance: internals/precision.md,
     element by element."""
     scaled = values / found.scale[:, None]
     hi = scaled.half().float()

@@ -1,4 +1,4 @@
-"""How accurate strategy `single` is in fp32: the promise of docs/precision.md, row by row.
+"""How accurate strategy `single` is in fp32: the promise of internals/precision.md, row by row.
 
 For every finite input, a row of the linear's output is within 2x eager's error of the float64 truth
 or within 1e-6, whichever is larger; over ordinary data, heavy tails up to log-normal sigma = 4

@@ -48,7 +48,7 @@ def nothing_left_behind():
 @pytest.fixture(params=["highest", "high"])
 def precision(request, monkeypatch):
     """Both, always as planes: small problems at ``high`` would else be multiplied as TF32, and
-    others add in another order (docs/prepack.md)."""
+    others add in another order (internals/prepack.md)."""
     monkeypatch.setattr(hopper_plan, "_may_be_tf32", lambda problem: False)
     monkeypatch.setattr(hopper_plan, "_may_convert", lambda problem: False)
     memo.clear()

@@ -1,9 +1,9 @@
 """Weights converted once: ``prepack`` keeps their planes from call to call, never a stale one.
 
-fp32 weights are converted to 16-bit planes before they are multiplied (docs/precision.md). Which
-weights to keep converted is written down here, by the weight itself and weakly, so that a model is
-not changed by it. What is kept is looked at before each use: it is converted again as soon as the
-weight's version counter, its storage or its layout is another one. docs/prepack.md says more.
+fp32 weights are converted to 16-bit planes before they are multiplied (internals/precision.md).
+Which weights to keep converted is written down here, by the weight itself and weakly, so that a
+model is not changed by it. What is kept is looked at before each use: it is converted again as soon
+as the weight's version counter, its storage or its layout is another one (internals/prepack.md).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epinorm.chain import GroupNorm, LayerNorm, Norm, RMSNorm
+from epinorm.chain import GroupNorm, LayerNorm, Norm
 from epinorm.chain.reference import apply_pointwise, epilogue
 from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Run, Wanted
 
@@ -76,7 +76,7 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
         return Forward(y, nothing, nothing, nothing, total)
     rstd = rstd.to(problem.stats_dtype).reshape(problem.m, problem.groups)
     mean = mean.to(problem.stats_dtype)
-    mean = mean if isinstance(chain.norm, RMSNorm) else mean.reshape_as(rstd)
+    mean = mean.reshape_as(rstd) if chain.centred else mean
     return Forward(y, z if problem.keeps_z else nothing, mean, rstd, total)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo as dynamo
@@ -23,6 +23,7 @@ from epinorm.problem import Strategy, check_strategy
 
 __all__ = ["Fused", "checked_settings", "fuse", "fused_of", "unfuse"]
 
+M = TypeVar("M", bound=nn.Module)
 _MOST_CAPTURES = 16
 
 _waiting_transforms = torch._C._functorch.peek_interpreter_stack
@@ -195,12 +196,12 @@ def fused_of(model: nn.Module) -> Fused | None:
 
 
 def fuse(
-    model: nn.Module,
+    model: M,
     *,
     rounding: Rounding = "once",
     strategy: Strategy = "auto",
     strict: bool = False,
-) -> nn.Module:
+) -> M:
     """Compute every Linear → pointwise* → norm → pointwise* of the model as one operation.
 
     Works on the model itself and returns it. TorchDynamo captures what a call computes, at the
@@ -224,7 +225,7 @@ def fuse(
     return model
 
 
-def unfuse(model: nn.Module) -> nn.Module:
+def unfuse(model: M) -> M:
     """Undo ``fuse`` on the model and on all modules within it, and return it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

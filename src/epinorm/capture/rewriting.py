@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from epinorm.operator.dispatch import Caller
 from epinorm.precision import product_precision
 from epinorm.problem import Problem, Strategy
 
+_log = logging.getLogger("epinorm")
 _GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
 
 __all__ = ["Captured", "Recorder", "Settings", "Site", "rewrite"]
@@ -86,6 +88,14 @@ class Captured:
     broken_by: str = ""
     broken_at: str = ""
 
+    def __str__(self) -> str:
+        fused = sum(site.taken for site in self.sites)
+        linears = sum(site.taken for site in self.linears)
+        return (
+            f"{fused} of {len(self.sites)} chains fused, and {linears} of {len(self.linears)} "
+            "Linears without a norm" + f"; ended by {self.broken_by}" * bool(self.broken_by)
+        )
+
 
 class Recorder:
     """Rewrites each graph that is captured of a model, to run as eager does but for its chains, and
@@ -116,6 +126,8 @@ class Recorder:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         captured = record(gm, found, names, dict(zip(placeholders, example_inputs, strict=True)))
         self.graphs.append(captured)
+        where = f"{type(model).__name__} {self._prefix.strip('.')}".strip()
+        _log.info("epinorm: %s: %s", where, captured)
         self._watch(() if model is None else {type(m) for m in model.modules()})
         unfused = [site for site in captured.sites if site.obstacle]
         if self.settings.strict and unfused:

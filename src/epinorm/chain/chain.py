@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 
@@ -73,6 +73,8 @@ class GroupNorm:
 
     num_groups: int
     eps: float = field(default=1e-5, kw_only=True)
+    operator: ClassVar[str] = "group_norm"
+    centred: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.num_groups, bool) or not isinstance(self.num_groups, int):
@@ -91,6 +93,8 @@ class LayerNorm:
     """Layer normalisation over the output features (Ba, Kiros and Hinton, 2016)."""
 
     eps: float = 1e-5
+    operator: ClassVar[str] = "layer_norm"
+    centred: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eps", _number(self.eps))
@@ -108,6 +112,8 @@ class RMSNorm:
     """
 
     eps: float | None = None
+    operator: ClassVar[str] = "rms_norm"
+    centred: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.eps is not None:
@@ -118,6 +124,7 @@ class RMSNorm:
 
 
 Norm = GroupNorm | LayerNorm | RMSNorm
+_NORM_TYPES = get_args(Norm)  # Dynamo of PyTorch 2.9 knows no union in isinstance
 
 AUTOCAST_TO_FP32 = ("softplus",)
 _NORM_NAMES = ("group_norm", "layer_norm", "rms_norm")
@@ -171,7 +178,7 @@ class Chain:
 
         drops: whether an nn.Dropout among them does; None: in training, as its own mode says.
         """
-        if norm is not None and not isinstance(norm, Norm):
+        if norm is not None and not isinstance(norm, _NORM_TYPES):
             raise TypeError(
                 "norm must be epinorm.GroupNorm, epinorm.LayerNorm, epinorm.RMSNorm or None, "
                 f"got {type(norm).__name__}"
@@ -259,6 +266,11 @@ class Chain:
     def is_linear(self) -> bool:
         """Whether nothing follows the linear layer, whose output's gradient then is y's."""
         return self.norm is None and not self.pre
+
+    @property
+    def centred(self) -> bool:
+        """Whether the norm takes the mean off, and keeps it for gradients."""
+        return self.norm is not None and self.norm.centred
 
     @property
     def saves_sum(self) -> bool:

@@ -45,7 +45,7 @@ def accumulate_in_place() -> Iterator[None]:
     own, where its gradient is not a plain contiguous tensor like it, under ``create_graph``,
     anomaly detection, saved-tensor hooks (so in checkpointing) or a profiler, for 16-bit copies
     under autocast, in compiled graphs, and for whatever is not computed on a CUDA GPU.
-    docs/training.md says more, of CUDA graphs too.
+    internals/training.md says more, of CUDA graphs too.
     """
     global _entered
     with _lock:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.chain import Chain, GroupNorm, RMSNorm
+from epinorm.chain import Chain, GroupNorm
 
 __all__ = ["check_backward", "check_call", "check_leading_dimensions", "check_types"]
 
@@ -107,7 +107,7 @@ def check_backward(
     ]
     missing = (
         not (chain.keeps_z or chain.saves_sum),
-        chain.norm is None or isinstance(chain.norm, RMSNorm),
+        not chain.centred,
         chain.norm is None,
     )
     for i, there_is_none in enumerate(missing):

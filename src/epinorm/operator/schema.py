@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.chain import Chain, GroupNorm, RMSNorm
+from epinorm.chain import Chain
 from epinorm.chain.reference import Results
 from epinorm.operator.calls import run_backward, run_forward, run_inference
 from epinorm.operator.checks import check_backward, check_call
@@ -103,10 +103,9 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     if norm is None:
         z = x.new_empty(y.shape if chain.keeps_z else 0)
         return y, z, x.new_empty(0), x.new_empty(0)
-    groups = norm.num_groups if isinstance(norm, GroupNorm) else 1
     stats_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rstd = x.new_empty((x.shape[0], groups), dtype=stats_dtype)
-    mean = rstd.new_empty(0) if isinstance(norm, RMSNorm) else torch.empty_like(rstd)
+    rstd = x.new_empty((x.shape[0], chain.groups(y.shape[1])), dtype=stats_dtype)
+    mean = torch.empty_like(rstd) if chain.centred else rstd.new_empty(0)
     kept = y, x.new_empty(y.shape if chain.keeps_z else 0), mean, rstd
     if not chain.returns_sum:
         return kept

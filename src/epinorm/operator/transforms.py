@@ -29,14 +29,13 @@ __all__ = [
 ]
 
 CUDA_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-_NORM_OPERATORS = {"GroupNorm": "group_norm", "LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
 
 
 def norm_is_fp32_under_autocast(chain: Chain) -> bool:
     """Whether this PyTorch runs the chain's norm in fp32 (RMSNorm joined later than the others)."""
     if chain.norm is None:
         return False
-    name = "aten::" + _NORM_OPERATORS[type(chain.norm).__name__]
+    name = f"aten::{chain.norm.operator}"
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
 
 

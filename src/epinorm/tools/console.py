@@ -120,15 +120,23 @@ def headline(row: Row) -> str:
     return f"Linear → {row.chain}{sizes}\n{setting(row).replace('`', '')} on {row.gpu}{how}"
 
 
-def verification_table(verification: Verification) -> Table:
-    """Every output and gradient: our error, eager's, their ratio and what is allowed."""
+def verification_table(verification: Verification, most: int | None = None) -> Table:
+    """Every output and gradient, or the ``most`` that come closest to their limits or lie beyond:
+    our error, eager's, their ratio and what is allowed."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in ("tensor", "inputs"):
         table.add_column(head)
     for head in ("error", "eager's error", "ratio", "allowed", ""):
         table.add_column(head, justify="right")
-    for c in verification.comparisons:
+    comparisons = verification.comparisons
+    if most is not None and len(comparisons) > most:
+        closest = set(sorted(comparisons, key=lambda c: -c.strain)[:most])
+        comparisons = tuple(c for c in comparisons if c in closest)
+    for c in comparisons:
         verdict = "[green]ok[/]" if c.passed else f"[red]wrong[/] {c.reason or ''}".rstrip()
         values = (f"{c.ours:.2e}", f"{c.eager:.2e}", times(c.ratio), f"{c.allowed:.2e}")
         table.add_row(c.what, c.inputs, *values, verdict)
+    left = len(verification.comparisons) - len(comparisons)
+    if left:
+        table.add_row(f"and {left} further from their limits: --details")
     return table

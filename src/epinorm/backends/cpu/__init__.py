@@ -19,8 +19,8 @@ __all__ = ["plan_cpu", "supports"]
 
 _PLAIN_LAYER_NORM = "PyTorch's own layers: its LayerNorm of whole rows is as fast as one fused"
 
-# Measured on two cores (docs/cpu.md): beyond these, cutting the product into parts loses more than
-# one pass over its result wins.
+# Measured on two cores (decisions/0014-cpu_blocks.md): beyond these, cutting the product into parts
+# loses more than one pass over its result wins.
 LAYER_NORM_ROWS, LAYER_NORM_CHANNELS = 16, 128
 LONE_ROWS = 4
 LONE_WEIGHT = 2**20

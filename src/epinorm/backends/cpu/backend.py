@@ -15,7 +15,6 @@ from epinorm.backends.cpu.blocks import Blocks, choose_blocks
 from epinorm.backends.cpu.build import BuildError, load_kernel, load_runner, warn_once
 from epinorm.backends.cpu.codegen import kernel_source
 from epinorm.backends.reference import ReferenceExecutable
-from epinorm.chain import RMSNorm
 from epinorm.chain.pointwise import complement
 from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Wanted
 
@@ -50,7 +49,7 @@ def _make(problem: Problem) -> _Prepared:
     norm = problem.chain.norm
     assert norm is not None  # see `supports`
     eps = norm.eps
-    if isinstance(norm, RMSNorm) and eps is None:
+    if eps is None:
         eps = torch.finfo(problem.stats_dtype).eps
     assert eps is not None
     runner = load_runner(problem)
@@ -145,7 +144,7 @@ class CpuExecutable(ReferenceExecutable):
             z = x.new_empty((m, n))
         if problem.training:
             rstd = x.new_empty((m, problem.groups), dtype=problem.stats_dtype)
-            if not isinstance(problem.chain.norm, RMSNorm):
+            if problem.keeps_mean:
                 mean = torch.empty_like(rstd)
         call = _call(problem, prepared, inputs, mean, rstd)
         call.y, call.y_stride, call.z = y.data_ptr(), n, _pointer(z)

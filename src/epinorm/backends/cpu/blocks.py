@@ -2,7 +2,7 @@
 
 Only the shape and the dtype decide, never the number of threads: so the same bits come out of any
 number of threads. The numbers were measured on two cores each of an AMD EPYC and an Intel Xeon
-(docs/cpu.md).
+(internals/cpu.md).
 """
 
 from __future__ import annotations

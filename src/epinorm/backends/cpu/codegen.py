@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from epinorm.chain import RMSNorm
 from epinorm.chain.dropout import CPP_FUNCTIONS
 from epinorm.chain.pointwise import Pointwise, cpp_function
 from epinorm.problem import Problem
@@ -179,7 +178,7 @@ def kernel_source(problem: Problem) -> str:
         sum_dtype=CPP_TYPES[problem.sum_dtype],
         returns_sum=str(chain.returns_sum).lower(),
         saves_sum=str(chain.saves_sum).lower(),
-        centred=str(not isinstance(chain.norm, RMSNorm)).lower(),
+        centred=str(chain.centred).lower(),
         has_pre=str(bool(chain.pre)).lower(),
         operands=len(kinds),
         channel_operands=sum(kind == "channel" for kind in kinds),

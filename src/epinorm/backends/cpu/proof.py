@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epinorm.backends.cpu import abi
 from epinorm.backends.cpu.blocks import choose_blocks
-from epinorm.chain import GroupNorm, RMSNorm
+from epinorm.chain import GroupNorm
 from epinorm.chain.pointwise import Argument, complement
 from epinorm.chain.reference import epilogue
 from epinorm.problem import Problem
@@ -87,10 +87,9 @@ def _prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
     norm, groups = problem.chain.norm, 1
     assert norm is not None  # else there is no kernel
     eps = torch.finfo(problem.stats_dtype).eps if norm.eps is None else norm.eps
+    norm = dataclasses.replace(norm, eps=eps)
     if isinstance(norm, GroupNorm):
-        norm, groups = GroupNorm(GROUPS, eps=eps), GROUPS
-    elif isinstance(norm, RMSNorm):
-        norm = RMSNorm(eps=eps)
+        norm, groups = dataclasses.replace(norm, num_groups=GROUPS), GROUPS
     places = problem.chain.arguments
     numbers = [_NUMBERS.get(c.name, 0.5) if isinstance(c, Argument) else c for c in places]
     named = [v for v, c in zip(numbers, places, strict=True) if isinstance(c, Argument)]
@@ -116,7 +115,7 @@ def _prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
         *(n, groups, eps, ctypes.addressof(constants)),
         *(parameters[0].data_ptr(), parameters[1].data_ptr()),
         *(ctypes.addressof(pointers), ctypes.addressof(strides), ctypes.addressof(gradients)),
-        *(None if isinstance(norm, RMSNorm) else mean.data_ptr(), rstd.data_ptr()),
+        *(mean.data_ptr() if norm.centred else None, rstd.data_ptr()),
         *((total.data_ptr(), dsum.data_ptr(), n) if returns_sum else (None, None, 0)),
     )
     scratch = torch.zeros(kernel.scratch_bytes, dtype=torch.uint8)

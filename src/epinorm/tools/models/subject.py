@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -76,7 +79,8 @@ class Subject:
 
 
 def load_subject(text: str, small: bool = False) -> Subject:
-    """What ``text`` names: one of NAMED, ``FILE.py:Model`` or ``package.module:factory``.
+    """What ``text`` names: one of NAMED, ``FILE.py:Model`` of a problem file, or a factory as
+    ``FILE.py:factory`` or ``package.module:factory``.
 
     A factory takes nothing and returns a model and the tuple of its inputs. Raises ValueError for
     a name that is none of these, ProblemError for what is wrong with a file.
@@ -86,19 +90,33 @@ def load_subject(text: str, small: bool = False) -> Subject:
     module, colon, name = text.rpartition(":")
     if not colon:
         raise ValueError(
-            f"{text!r} is no model: expected one of {', '.join(NAMED)}, FILE.py:Model or "
-            "package.module:factory"
+            f"{text!r} is no model: expected one of {', '.join(NAMED)}, FILE.py:Model, "
+            "FILE.py:factory or package.module:factory"
         )
-    if module.endswith(".py"):
-        if name != "Model":
-            raise ValueError(f"a problem file's model is Model, got {text!r}")
+    if module.endswith(".py") and name == "Model":
         problem = load_problem(module)
         return Subject(Path(module).stem, lambda: problem.make(torch.float32, "cpu"))
     try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        factory = getattr(_imported(module), name)
+    except (ImportError, AttributeError, OSError, SyntaxError) as error:
         raise ValueError(f"{text!r} cannot be imported: {error}") from error
     return Subject(name, lambda: _made(text, factory()))
+
+
+def _imported(module: str) -> ModuleType:
+    """A module by its import path, or a file of Python, which may import its neighbours."""
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    spec = spec_from_file_location(Path(module).stem, module)
+    assert spec is not None
+    assert spec.loader is not None
+    found = module_from_spec(spec)
+    sys.path.insert(0, str(Path(module).resolve().parent))
+    try:
+        spec.loader.exec_module(found)
+    finally:
+        del sys.path[0]
+    return found
 
 
 def _made(text: str, made: Any) -> Made:

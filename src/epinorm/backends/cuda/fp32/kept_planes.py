@@ -5,7 +5,7 @@ Those of one layer wait, the one whose forward pass was last: its backward pass 
 them, and allocates as much for dX and dW, W's being given back before dW is allocated. Planes of
 more layers would add to a step's peak, where all activations wait too. Where they are gone they are
 made again: the bits are the same, but for a W that was converted on its way into the product
-(docs/training.md).
+(internals/training.md).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 //
 // A row counts in dW with the power of two that its scale and x's leave, and x's planes must be
 // rescaled where rows differ in it. So every cluster begins with row 0, whose power the other rows
-// take over if their values then fit as well. docs/training.md.
+// take over if their values then fit as well. internals/training.md.
 //
 // The prelude gives, besides what norm_rows.cuh and row_ring.cuh need: kStrips, blocks of a
 // cluster, which span a row; kPlanes; kTolerance.

@@ -75,7 +75,7 @@ def rescale_source(planes: int, sums: int, beside_dx: bool, arch: str) -> Kernel
 
 
 def faint_rows(m: int, k: int) -> tuple[int, int, int]:
-    """`Faint` of rescale_planes.cu for x (m, k): exponents (docs/precision.md, Faint rows)."""
+    """`Faint` of rescale_planes.cu for x (m, k): exponents (internals/precision.md, Faint rows)."""
     root_k = ((k - 1).bit_length() + 1) // 2
     log_m = (m - 1).bit_length()
     return root_k - 25, log_m + root_k - 9, (log_m + 1) // 2 - 9

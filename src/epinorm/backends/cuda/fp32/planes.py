@@ -1,7 +1,7 @@
 """fp32 matrices as fp16 planes: what the tensor cores multiply in place of fp32.
 
 A row v becomes (hi + lo 2^-11) scale with a power of two for a scale; `fp32/split_rows.cuh`
-says how, docs/precision.md why. x and W are split by one launch into one buffer.
+says how, internals/precision.md why. x and W are split by one launch into one buffer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SplitShape:
 
 
 def split_shape(rows: int, columns: int, sms: int) -> SplitShape:
-    """As few threads as keep a row in registers with four loads in flight each (docs/prepack.md).
+    """As few threads as keep a row in registers with four loads in flight each (decision 7).
 
     More where there are too few rows for all multiprocessors; in rows of 8192 and more, eight.
     """

@@ -6,7 +6,7 @@
 // kernel
 //   - makes x's planes those of X', in place: rows with the largest power, ordinarily all of them,
 //     stay as they are, of others the least values lose bits;
-//   - writes dW's scales, and flags its rows for which that could matter (docs/precision.md);
+//   - writes dW's scales, and flags its rows for which that could matter (internals/precision.md);
 //   - joins the flags of dz's rows. Those of x's hold for X' too: a row that spoilt some columns of
 //     dW spoils the same ones;
 //   - sets `any` where anything is flagged, for who must then compute dz in fp32;
@@ -118,7 +118,7 @@ __device__ __forceinline__ Value joined(const Value* from, i64 stride, int parts
 // Which columns planes with a scale a row do not serve, by the exponent of their largest
 // |up[i, n]| 2^(power[i] - t): below `tiny`, dz's own planes have too few bits of them. Where there
 // are rows of less than `power` below t, of which X' has too few, also those below `largest`, since
-// such rows could carry them. docs/precision.md.
+// such rows could carry them. internals/precision.md.
 struct Faint {
   int power, largest, tiny;
 };

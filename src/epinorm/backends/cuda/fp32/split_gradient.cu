@@ -3,7 +3,7 @@
 // dX[i, k] = sum over n of dz[i, n] W[n, k], and W's planes have a scale a row n, along the summed
 // index: it is taken into dz, whose planes then have a scale a row i. dW[n, k] = sum over i of
 // dz[i, n] x[i, k] is the same with x's scales, and planes with a scale a column n. All scales are
-// powers of two; what leaves fp32's normal range on the way is flagged. docs/precision.md.
+// powers of two; what leaves fp32's normal range on the way is flagged. internals/precision.md.
 //
 // norm_backward.cu has found the largest magnitudes of rows and columns as it wrote dz.
 //

@@ -19,7 +19,6 @@ from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_c
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled, load
 from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments
-from epinorm.chain import RMSNorm
 from epinorm.problem import Forward, Inputs, Problem
 
 __all__ = [
@@ -66,7 +65,7 @@ class NormForward:
         self.groups = problem.groups
         self.channels = problem.n // self.groups
         self.itemsize = problem.dtype.itemsize
-        self.has_mean = not isinstance(problem.chain.norm, RMSNorm)
+        self.has_mean = problem.chain.centred
         self.widest = vector_width(self.channels, self.itemsize, ())
         self.launches: dict[int, Callable[..., None]] = {}
         self.bound: dict[tuple[int, tuple[int, ...]], Callable[..., Forward]] = {}

@@ -92,7 +92,7 @@ def product_in_16_bit(
     """Our product (rows, K) over ``length`` where it is faster than the library's, else None.
 
     The library multiplies as our largest tile does; ours is taken where another is better for the
-    shape (docs/hopper.md has the measurement).
+    shape (decision 10 has the measurement).
     """
     device = problem.device
     if problem.dtype not in (torch.bfloat16, torch.float16) or capability(device) != HOPPER:

@@ -1,7 +1,7 @@
 """Which problems the Hopper kernel takes, and with which tile.
 
 A small model of a multiprocessor, in clock cycles, ranks the tiles that fit; its constants were
-measured on an H200 (docs/hopper.md). `MEASURED` overrides it where a measurement knows better.
+measured on an H200 (internals/hopper.md). `MEASURED` overrides it where a measurement knows better.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SHORTEST_STEP_OF_FP32 = 1200
 LAUNCH_MICROSECONDS = 2.5
 
 CLUSTER = 1.01
-"""Multicast loads never paid on an H200, where power is the limit (docs/hopper.md)."""
+"""Multicast loads never paid on an H200, where power is the limit (decision 5)."""
 
 SHARED_GROUP = 2.0
 """A group that blocks of 64 rows share: 1.7 to 2.7 times the estimate in 16 bit, for 768 and 1024

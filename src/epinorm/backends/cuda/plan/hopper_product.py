@@ -18,7 +18,7 @@ MOST_PARTS = 32
 
 @dataclass(frozen=True)
 class TileCost:
-    """A tile and what it costs, in cycles, measured on an H200 (docs/hopper.md): a step along the
+    """A tile and what it costs, in cycles, measured on an H200 (decision 10): a step along the
     summed index, and what it costs besides, by the bytes of a result's element."""
 
     tile: Tile

@@ -1,7 +1,7 @@
 """Which problems the portable kernel takes, and with which tile, on any GPU since Ampere.
 
 A small model of a multiprocessor, in clock cycles, ranks the tiles that fit. What it is right about
-was measured on an H200; rates of other GPUs are their documented ones (docs/portable.md).
+was measured on an H200; rates of other GPUs are their documented ones (internals/portable.md).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RESERVED_BYTES = 1024
 
 # Multiply-adds a cycle of a multiprocessor's tensor cores, 16-bit operands and fp32 accumulators,
 # by mma.sync; NVIDIA's whitepapers of GA100, GA102, AD102 and GB202. Hopper's is what mma.sync
-# reaches of its 2048 (docs/portable.md). A GPU that is not listed counts as a smaller one.
+# reaches of its 2048 (internals/portable.md). A GPU that is not listed counts as a smaller one.
 _MULTIPLY_ADDS = {(8, 0): 1024.0, (9, 0): 1290.0, (10, 0): 1290.0, (10, 3): 1290.0}
 _OTHER_MULTIPLY_ADDS = 512.0
 # The same in fp32, without tensor cores; and what a library reaches of either.

@@ -83,7 +83,7 @@ def _auto(problem: Problem) -> Plan:
         return Plan("epilogue", f"{_EPILOGUE}: {plain}")
     core, why_not_single = _core(problem)
     # Groups of few channels whose variance is small by chance magnify the linear's error: gradients
-    # are more accurate so than by a library product, in as much time (docs/training.md).
+    # are more accurate so than by a library product, in as much time (internals/training.md).
     short = problem.precision == "highest" and problem.k <= hopper_plan.SHORT_SUM
     if short and problem.training and core == "hopper":
         return Plan(

@@ -103,7 +103,7 @@ def chain_text(chain: Chain) -> str:
         read_kernel("common/chain_functions.cuh"),
         CPP_FUNCTIONS,
         f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
-        f"constexpr bool kCentred = {_bool(isinstance(chain.norm, GroupNorm | LayerNorm))};",
+        f"constexpr bool kCentred = {_bool(chain.centred)};",
         _epsilon(chain),
         f"template <typename T> struct Constants {{ T of[{max(len(chain.arguments), 1)}]; }};",
         f"constexpr int kOperands = {len(kinds)};",

@@ -11,7 +11,6 @@ from torch import Tensor
 from epinorm.backends.cuda.runtime.launch import tensor_map
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.text.chain_text import ChainArguments
-from epinorm.chain import RMSNorm
 from epinorm.problem import Forward, Inputs, Problem
 
 __all__ = ["Launch"]
@@ -59,7 +58,7 @@ class Launch:
         new_mean = new_rstd = lambda: nothing
         if problem.keeps_statistics:
             new_rstd = new_tensor((problem.m, problem.groups), torch.float32, device)
-            new_mean = new_mean if isinstance(problem.chain.norm, RMSNorm) else new_rstd
+            new_mean = new_rstd if problem.keeps_mean else new_mean
         if problem.chain.returns_sum:
             return lambda: Forward(new_y(), nothing, new_mean(), new_rstd(), new_matrix())
         return lambda: Forward(new_y(), new_matrix(), new_mean(), new_rstd())

@@ -29,7 +29,6 @@ from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.backends.prepack import marked
-from epinorm.chain import RMSNorm
 from epinorm.problem import Forward, Inputs, Layout, Problem, Run, StepForward
 
 __all__ = ["PortableForward", "bind"]
@@ -122,7 +121,7 @@ class PortableForward:
         mean = rstd = nothing
         if problem.keeps_statistics:
             rstd = torch.empty((problem.m, problem.groups), dtype=torch.float32, device=device)
-            mean = nothing if isinstance(problem.chain.norm, RMSNorm) else torch.empty_like(rstd)
+            mean = torch.empty_like(rstd) if problem.keeps_mean else nothing
         if problem.chain.returns_sum:
             return Forward(y, nothing, mean, rstd, matrix)
         return Forward(y, matrix, mean, rstd)

@@ -1,6 +1,7 @@
-"""Draw docs/training.png and .svg from a training run, and put its table into training.md.
+"""Draw docs/internals/training.png and .svg from a training run, and put its table into
+training.md.
 
-python3 docs/plot_training.py        (examples/train_blocks.py --out writes the run)
+python3 docs/internals/plot_training.py        (examples/train_blocks.py --out writes the run)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import matplotlib.pyplot as plt
 from marked import replace_marked
 
 HERE = Path(__file__).parent
-RUN = HERE.parent / "benchmarks" / "results" / "training" / "nvidia-h200.json"
+RUN = HERE.parents[1] / "benchmarks" / "results" / "training" / "nvidia-h200.json"
 GREY, BLUE, VERMILION = "#4D4D4D", "#0072B2", "#D55E00"
 NAMES = {"highest": "fp32, highest", "high": "fp32, high (TF32)", "bfloat16": "bf16 autocast"}
 LAST = 10

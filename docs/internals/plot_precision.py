@@ -1,6 +1,7 @@
-"""Draw docs/precision.png and .svg from a results file (benchmarks/precision.py measures it).
+"""Draw docs/internals/precision.png and .svg from a results file (benchmarks/precision.py measures
+it).
 
-python3 docs/plot_precision.py
+python3 docs/internals/plot_precision.py
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import matplotlib.pyplot as plt
 from marked import replace_marked
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "benchmarks" / "results" / "precision" / "nvidia-h200.json"
+RESULTS = HERE.parents[1] / "benchmarks" / "results" / "precision" / "nvidia-h200.json"
 NEVER = 10**6
 GREY, BLUE, VERMILION = "#4D4D4D", "#0072B2", "#D55E00"
 STYLES = {"randn": ("-", "o"), "rand": ("--", "s")}

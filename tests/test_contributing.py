@@ -1,0 +1,237 @@
+"""CONTRIBUTING is true: an activation, a norm and a GPU are added by touching what it names alone.
+
+Each is added to a copy of the library, which then computes with it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+
+Edits = dict[str, list[tuple[str, str]]]
+"""By file: what stands there, and what stands there then."""
+
+ACTIVATION: Edits = {
+    "chain/activations.py": [
+        (
+            "ACTIVATIONS = (\n",
+            """ACTIVATIONS = (
+    Definition(
+        "celu",
+        F.celu,
+        "return x > T(0) ? x : alpha * expm1(x / alpha);",
+        "return x > T(0) ? g : g * exp(x / alpha);",
+        {"alpha": 1.0},
+        modules={nn.CELU: ("alpha",)},
+        functions=(F.celu, torch.celu, _aten.celu),
+        kinks=lambda alpha: () if alpha == 1 else (0.0,),
+        homogeneous=False,
+    ),
+""",
+        )
+    ]
+}
+
+USES_ACTIVATION = """
+import copy
+import torch, torch.nn.functional as F
+from torch import nn
+import epinorm
+
+torch.manual_seed(0)
+for model in (
+    nn.Sequential(nn.Linear(24, 64), nn.GroupNorm(8, 64), nn.CELU(0.7)),
+    nn.Sequential(nn.Linear(24, 64), nn.CELU(), nn.LayerNorm(64)),
+):
+    fused = epinorm.fuse(copy.deepcopy(model), strict=True)
+    for alpha in (None, 1.5):
+        for one in (model, fused):
+            for layer in one:
+                if isinstance(layer, nn.CELU) and alpha is not None:
+                    layer.alpha = alpha
+        x = torch.randn(40, 24)
+        exact = copy.deepcopy(model).double()
+        dy = torch.randn(40, 64)
+        results = []
+        for one in (exact, model, fused):
+            one.zero_grad()
+            y = one(x.to(next(one.parameters()).dtype))
+            y.backward(dy.to(y.dtype))
+            results.append([y.detach(), *(p.grad for p in one.parameters())])
+        for truth, eager, ours in zip(*results):
+            allowed = max((eager - truth).norm().item(), 4 * 2**-23 * truth.norm().item())
+            assert (ours - truth).norm().item() <= 1.005 * allowed
+        if alpha is None:
+            (row,) = epinorm.explain(fused).rows
+            assert row.fused and row.strategy == "cpu" and "celu" in row.chain
+"""
+
+NORM: Edits = {
+    "chain/chain.py": [
+        (
+            "Norm = GroupNorm | LayerNorm | RMSNorm\n",
+            """@dataclass(frozen=True)
+class GroupRMSNorm(GroupNorm):
+    centred: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        return f"group_rms_norm({self.num_groups},{format_number(self.eps)})"
+
+
+Norm = GroupNorm | LayerNorm | RMSNorm | GroupRMSNorm
+""",
+        ),
+        ('"layer_norm", "rms_norm")', '"layer_norm", "rms_norm", "group_rms_norm")'),
+        ('if name == "group_norm":', 'if name in ("group_norm", "group_rms_norm"):'),
+        (
+            "return GroupNorm(int(groups)",
+            'return (GroupNorm if name == "group_norm" else GroupRMSNorm)(int(groups)',
+        ),
+    ],
+    "chain/reference.py": [
+        (
+            "    if isinstance(norm, GroupNorm):\n",
+            """    if not norm.centred and isinstance(norm, GroupNorm):
+        parts = z.unflatten(-1, (norm.num_groups, -1))
+        y = F.rms_norm(parts, (parts.size(-1),), None, norm.eps).flatten(-2)
+        y = y if weight is None else y * weight
+        return y if bias is None else y + bias
+    if isinstance(norm, GroupNorm):
+""",
+        )
+    ],
+    "backends/reference.py": [
+        (
+            "    if isinstance(norm, GroupNorm):\n        u = u",
+            """    if not norm.centred and isinstance(norm, GroupNorm):
+        parts = u.unflatten(-1, (norm.num_groups, -1))
+        y, rstd = torch.ops.aten._fused_rms_norm(parts, [parts.size(-1)], None, norm.eps)
+        y = y.flatten(-2) if weight is None else y.flatten(-2) * weight
+        return y if bias is None else y + bias, u.new_empty(0), rstd
+    if isinstance(norm, GroupNorm):
+        u = u""",
+        )
+    ],
+}
+
+USES_NORM = """
+import torch
+from epinorm.chain import Chain, reference
+from epinorm.chain.chain import GroupRMSNorm
+import epinorm
+
+torch.manual_seed(0)
+norm = GroupRMSNorm(8)
+text = "gelu|group_rms_norm(8,1e-05)|leaky_relu(0.01)"
+assert str(Chain.build(norm, "gelu", "leaky_relu")) == text == str(Chain.parse(text))
+x, w = torch.rand(40, 24) + 1, torch.randn(64, 24)
+vectors = [torch.randn(64) for _ in range(3)]
+dy = torch.randn(40, 64)
+
+
+def results(compute, dtype):
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (x, w, *vectors)]
+    y = compute(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
+
+
+def by_pytorch(x, w, b, weight, bias):
+    return reference.linear_norm(x, w, b, Chain.parse(text), weight, bias)
+
+
+def by(strategy):
+    return lambda x, w, b, weight, bias: epinorm.linear_norm(
+        x, w, b, norm=norm, pre="gelu", post="leaky_relu", norm_weight=weight, norm_bias=bias,
+        strategy=strategy,
+    )
+
+
+truth, eager = results(by_pytorch, torch.float64), results(by_pytorch, torch.float32)
+for strategy in ("cpu", "reference"):
+    for exact, theirs, ours in zip(truth, eager, results(by(strategy), torch.float32)):
+        allowed = max((theirs - exact).norm().item(), 4 * 2**-23 * exact.norm().item())
+        assert (ours - exact).norm().item() <= 1.005 * allowed, strategy
+
+from epinorm.backends.cuda.norm.forward import forward_plan, forward_source
+from epinorm.backends.cuda.runtime.jit import compiled
+from epinorm.problem import Problem
+
+problem = Problem(
+    Chain.parse(text), 40, 24, 64, *(torch.float32,) * 3, *(True,) * 3, training=True,
+    device=torch.device("cuda", 0), precision="native",
+)
+source = forward_source(problem, forward_plan(problem, 4, 227 * 1024, "sm_90a"), "sm_90a")
+assert "kCentred = false" in str(source)
+assert compiled(source).spill_bytes == 0
+"""
+
+GPU: Edits = {
+    "backends/cuda/plan/portable.py": [
+        ("_MULTIPLY_ADDS = {(8, 0): 1024.0,", "_MULTIPLY_ADDS = {(8, 0): 1024.0, (11, 0): 2048.0,"),
+        ("_MEMORY_BYTES = {(8, 0): 9.0,", "_MEMORY_BYTES = {(8, 0): 9.0, (11, 0): 20.0,"),
+    ]
+}
+
+USES_GPU = """
+import torch
+from epinorm.backends.cuda.plan import portable
+from epinorm.backends.cuda.runtime.device import Gpu
+from epinorm.chain import Chain
+from epinorm.problem import Problem
+
+problem = Problem(
+    Chain.parse("group_norm(512,1e-05)|relu"), 1024, 8192, 8192, *(torch.bfloat16,) * 3,
+    *(True,) * 3, training=False, device=torch.device("cuda", 0), precision="native",
+)
+new, unknown = (Gpu((major, 0), 132, 232448, 233472) for major in (11, 13))
+assert portable.microseconds(problem, new) < 0.5 * portable.microseconds(problem, unknown)
+"""
+
+SECTIONS = {
+    "Add an activation": (ACTIVATION, USES_ACTIVATION),
+    "Add a norm": (NORM, USES_NORM),
+    "Add a GPU": (GPU, USES_GPU),
+}
+
+
+def files_named(section: str) -> list[str]:
+    """The library's files that a section asks to touch whatever is added."""
+    text = CONTRIBUTING.split(f"### {section}\n", 1)[1].split("\n### ", 1)[0].split("\n## ", 1)[0]
+    always = text.split("\n\nOnly where", 1)[0]
+    found = re.findall(r"`(?:src/epinorm/)?([\w/]+\.py)`", always)
+    return sorted({name for name in found if not name.startswith("tests/")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTIONS)
+def test_what_a_section_names_is_all_that_it_takes(section: str, tmp_path: Path) -> None:
+    edits, program = SECTIONS[section]
+    assert files_named(section) == sorted(edits)
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "tools")
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=ignored)
+    for name, changes in edits.items():
+        path = tmp_path / "src" / "epinorm" / name
+        text = path.read_text("utf-8")
+        for old, new in changes:
+            assert text.count(old) == 1, (name, old)
+            text = text.replace(old, new)
+        path.write_text(text, "utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path / "src"),
+        "EPINORM_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", program], cwd=tmp_path,
+        capture_output=True, text=True, env=environment, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
