@@ -1,0 +1,192 @@
+"""An executable whose passes are repeated by one native call each, once they were recorded.
+
+For problems so small that the host decides: what a pass hands from kernel to kernel then lies in
+one buffer, which takes more memory than one tensor after the other. Where a call is not like the
+recorded one, or there is no compiler, the ordinary pass runs; so does the first, which loads its
+kernels, and whatever runs while a CUDA graph is captured before anything was recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cpu.build import BuildError
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, room_for
+from epinorm.backends.cuda.runtime.replay import CannotReplay, Replay, recording
+from epinorm.backends.prepack import marked
+from epinorm.problem import Forward, Gradients, Inputs, Run, StepForward, Wanted
+
+__all__ = ["ReplayedBackward", "replayed_forward"]
+
+log = logging.getLogger("epinorm")
+
+ATTEMPTS = 3
+"""Runs that are recorded before it is given up."""
+FEWEST_LAUNCHES = 2
+"""One launch costs no more by itself."""
+
+
+class _Recorder:
+    """Records one of the first runs and makes it a ``Replay``."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def wants(self, device: torch.device) -> bool:
+        """Whether this run is to be recorded: not the first, which loads kernels."""
+        if self.runs > ATTEMPTS:
+            return False
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        self.runs += 1
+        return self.runs > 1
+
+    def record(
+        self,
+        run: Callable[[], Any],
+        given: Sequence[Tensor],
+        results: Callable[[Any], list[Tensor]],
+    ) -> tuple[Any, Replay | None]:
+        """What ``run`` makes, and how to repeat it."""
+        with recording() as noted:
+            made = run()
+        try:
+            if len(noted.launches) < FEWEST_LAUNCHES:
+                raise CannotReplay("it is one launch")
+            replay = Replay(noted, given, results(made))
+        except CannotReplay:
+            return made, None
+        except BuildError as error:
+            _say_once(str(error))
+            return made, None
+        self.runs = ATTEMPTS + 1
+        return made, replay
+
+
+@cache
+def _say_once(reason: str) -> None:
+    log.warning("epinorm: kernels are launched one by one, which takes longer: %s", reason)
+
+
+def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in tensors if t is not None and t.numel()]
+
+
+def replayed_forward(run: Run) -> Run:
+    """A forward pass that is repeated once it was recorded."""
+    recorder, replay = _Recorder(), None
+    numbers: tuple[float, ...] = ()
+    like, left_bytes = Forward(*[torch.empty(0)] * 4), 0
+    own: list[bool] = []
+    kept: Any = None
+
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        operands: tuple[Tensor, ...],
+        constants: tuple[float, ...] = (),
+    ) -> Forward:
+        nonlocal replay, numbers, like, own, kept, left_bytes
+        given = [t for t in (x, weight, bias, norm_weight, norm_bias) if t is not None]
+        given += operands
+        ordinary = bool(marked) and id(weight) in marked
+        if operands:
+            ordinary = ordinary or not all([t.is_contiguous() for t in operands])
+        if replay is not None and constants == numbers and not ordinary:
+            if left_bytes and not room_for(left_bytes, x.device):
+                return run(x, weight, bias, norm_weight, norm_bias, operands, constants)
+            made = replay(given)
+            if made is not None:
+                results = iter(made)
+                fields = [
+                    next(results) if is_own else t for t, is_own in zip(like, own, strict=True)
+                ]
+                if not kept:
+                    return Forward(*fields)
+                step = StepForward(*fields)
+                step.left = KeptPlanes(*[next(results) if is_own else None for is_own in kept])
+                return step
+        whole = (x, weight, bias, norm_weight, norm_bias, operands, constants)
+        if replay is not None or ordinary or not recorder.wants(x.device):
+            return run(*whole)
+
+        def results_of(out: Forward) -> list[Tensor]:
+            left = getattr(out, "left", None)
+            planes = () if left is None else (left.x, left.weight)
+            return [*_there(out), *_there(planes)]
+
+        out, replay = recorder.record(lambda: run(*whole), given, results_of)
+        if replay is not None:
+            numbers, own = constants, [t is not None and t.numel() > 0 for t in out]
+            like = Forward(*[None if is_own else t for t, is_own in zip(out, own, strict=True)])  # type: ignore[arg-type]
+            left = getattr(out, "left", None)
+            if left is not None:
+                kept = (left.x is not None, left.weight is not None)
+                left_bytes = sum(t.nbytes for t in _there((left.x, left.weight)))
+        return out
+
+    return forward
+
+
+Launches = tuple[Gradients, Tensor | None]
+"""Gradients, and dz where PyTorch multiplies the others from it."""
+
+
+class ReplayedBackward:
+    """What a backward pass launches, repeated once it was recorded, for each set of gradients."""
+
+    def __init__(self, run: Callable[..., Launches]) -> None:
+        self._run = run
+        self._known: dict[Any, tuple[_Recorder, list[Any]]] = {}
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        kept: list[Forward],
+        dy: Tensor,
+        want: Wanted,
+        left: KeptPlanes | None,
+    ) -> Launches:
+        """As ``executable.CudaExecutable.backward``."""
+        planes = (None, None) if left is None else (left.x, left.weight)
+        out = kept[0]
+        if not all([t.is_contiguous() for t in (dy, *inputs.operands)]):
+            return self._run(inputs, kept, dy, want, left)
+        key = (want, planes[0] is None, planes[1] is None)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = (_Recorder(), [])
+        recorder, found = known
+        z = None if out.z is dy else out.z  # of its size alone
+        tensors = (dy, *inputs[:5], *inputs.operands, z, out.mean, out.rstd, *planes)
+        given = [t for t in tensors if t is not None and t.numel()]
+        if found and found[0][1] == inputs.constants:
+            replay, _, fields = found[0]
+            made = replay(given)
+            if made is not None:
+                kept.clear()
+                if left is not None:
+                    left.restrict(False, False)
+                results = iter(made)
+                *gradients, dz = [next(results) if is_there else None for is_there in fields]
+                return Gradients(*gradients[:5], tuple(gradients[5:])), dz
+        if found or not recorder.wants(dy.device):
+            return self._run(inputs, kept, dy, want, left)
+        (gradients, dz), replay = recorder.record(
+            lambda: self._run(inputs, kept, dy, want, left),
+            given,
+            lambda made: _there((*made[0][:5], *made[0].operands, made[1])),
+        )
+        if replay is not None:
+            fields = [t is not None for t in (*gradients[:5], *gradients.operands, dz)]
+            found.append((replay, inputs.constants, fields))
+        return gradients, dz
