@@ -13,7 +13,7 @@ import ctypes
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epinorm.backends.cpu.build import BuildError, load_library
+from epinorm.backends.cpu.build import load_library
 from epinorm.backends.cuda.runtime import launch as launching
 from epinorm.backends.cuda.runtime import prepared
-from epinorm.backends.cuda.runtime.arguments import FIELDS, SHAPE, Layout
+from epinorm.backends.cuda.runtime.arguments import SHAPE, Layout
 from epinorm.backends.cuda.runtime.driver import (
     INVALID_CONTEXT,
     driver,
