@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,13 +78,43 @@ def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None and t.numel()]
 
 
+class _Known(NamedTuple):
+    """How to repeat a forward pass with these constants. shared: the fields of its result that are
+    no tensors of its own; left: whether x's and W's planes follow the others, of nbytes bytes."""
+
+    replay: Replay
+    constants: tuple[float, ...]
+    shared: tuple[Tensor | None, ...]
+    own: tuple[bool, ...]
+    left: tuple[bool, ...]
+    nbytes: int
+
+    def result(self, made: list[Tensor]) -> Forward:
+        results = iter(made)
+        fields = [next(results) if own else t for t, own in zip(self.shared, self.own, strict=True)]
+        if not self.left:
+            return Forward._make(fields)
+        step = StepForward._make(fields)
+        step.left = KeptPlanes(*[next(results) if is_there else None for is_there in self.left])
+        return step
+
+
+def _planes(out: Forward) -> tuple[Tensor | None, ...]:
+    left = getattr(out, "left", None)
+    return () if left is None else (left.x, left.weight)
+
+
+def _known(replay: Replay, constants: tuple[float, ...], out: Forward) -> _Known:
+    own = tuple([t is not None and t.numel() > 0 for t in out])
+    shared = tuple([None if is_own else t for t, is_own in zip(out, own, strict=True)])
+    planes = _planes(out)
+    nbytes = sum(t.nbytes for t in planes if t is not None)
+    return _Known(replay, constants, shared, own, tuple(t is not None for t in planes), nbytes)
+
+
 def replayed_forward(run: Run) -> Run:
     """A forward pass that is repeated once it was recorded."""
-    recorder, replay = _Recorder(), None
-    numbers: tuple[float, ...] = ()
-    like, left_bytes = Forward(*[torch.empty(0)] * 4), 0
-    own: list[bool] = []
-    kept: Any = None
+    recorder, known = _Recorder(), list[_Known]()
 
     def forward(
         x: Tensor,
@@ -95,47 +125,31 @@ def replayed_forward(run: Run) -> Run:
         operands: tuple[Tensor, ...],
         constants: tuple[float, ...] = (),
     ) -> Forward:
-        nonlocal replay, numbers, like, own, kept, left_bytes
+        whole = (x, weight, bias, norm_weight, norm_bias, operands, constants)
+        if id(weight) in marked or not all([t.is_contiguous() for t in operands]):
+            return run(*whole)
         given = [t for t in (x, weight, bias, norm_weight, norm_bias) if t is not None]
         given += operands
-        ordinary = bool(marked) and id(weight) in marked
-        if operands:
-            ordinary = ordinary or not all([t.is_contiguous() for t in operands])
-        if replay is not None and constants == numbers and not ordinary:
-            if left_bytes and not room_for(left_bytes, x.device):
-                return run(x, weight, bias, norm_weight, norm_bias, operands, constants)
-            made = replay(given)
-            if made is not None:
-                results = iter(made)
-                fields = [
-                    next(results) if is_own else t for t, is_own in zip(like, own, strict=True)
-                ]
-                if not kept:
-                    return Forward(*fields)
-                step = StepForward(*fields)
-                step.left = KeptPlanes(*[next(results) if is_own else None for is_own in kept])
-                return step
-        whole = (x, weight, bias, norm_weight, norm_bias, operands, constants)
-        if replay is not None or ordinary or not recorder.wants(x.device):
+        if known:
+            found = known[0]
+            room = not found.nbytes or room_for(found.nbytes, x.device)
+            if room and constants == found.constants:
+                made = found.replay(given)
+                if made is not None:
+                    return found.result(made)
+        if known or not recorder.wants(x.device):
             return run(*whole)
-
-        def results_of(out: Forward) -> list[Tensor]:
-            left = getattr(out, "left", None)
-            planes = () if left is None else (left.x, left.weight)
-            return [*_there(out), *_there(planes)]
-
-        out, replay = recorder.record(lambda: run(*whole), given, results_of)
+        out, replay = recorder.record(
+            lambda: run(*whole), given, lambda made: _there((*made, *_planes(made)))
+        )
         if replay is not None:
-            numbers, own = constants, [t is not None and t.numel() > 0 for t in out]
-            like = Forward(*[None if is_own else t for t, is_own in zip(out, own, strict=True)])  # type: ignore[arg-type]
-            left = getattr(out, "left", None)
-            if left is not None:
-                kept = (left.x is not None, left.weight is not None)
-                left_bytes = sum(t.nbytes for t in _there((left.x, left.weight)))
+            known.append(_known(replay, constants, out))
         return out
 
     return forward
 
+
+_SINGLE = Gradients._fields[:-1]
 
 Launches = tuple[Gradients, Tensor | None]
 """Gradients, and dz where PyTorch multiplies the others from it."""
@@ -178,7 +192,8 @@ class ReplayedBackward:
                     left.restrict(False, False)
                 results = iter(made)
                 *gradients, dz = [next(results) if is_there else None for is_there in fields]
-                return Gradients(*gradients[:5], tuple(gradients[5:])), dz
+                operands = tuple(gradients[len(_SINGLE) :])
+                return Gradients._make((*gradients[: len(_SINGLE)], operands)), dz
         if found or not recorder.wants(dy.device):
             return self._run(inputs, kept, dy, want, left)
         (gradients, dz), replay = recorder.record(

@@ -98,7 +98,7 @@ _one_at_a_time = threading.Lock()
 def recording() -> Iterator[Recording]:
     """Note what this thread does within; one thread at a time."""
     noted = Recording()
-    hooks = (launching, prepared)
+    hooks: tuple[Any, ...] = (launching, prepared)
     with _one_at_a_time:
         try:
             for module in hooks:
