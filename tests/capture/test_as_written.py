@@ -11,8 +11,8 @@ import epinorm
 ROWS, WIDTH = 32, 128  # with a LayerNorm of so many channels, PyTorch's layers are as fast
 
 
-def model(norm=nn.LayerNorm(WIDTH)):
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.ReLU())
+def model(norm=None):
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm or nn.LayerNorm(WIDTH), nn.ReLU())
 
 
 def runs_own_code(fused, *inputs):

@@ -164,7 +164,8 @@ class _Backward:
         if dz is not None and isinstance(products.dx, _InSixteenBits):
             dx = products.dx(dz, inputs.weight)
         adds = into is not None and products.library_adds
-        if dz is not None and isinstance(products.dw, _InSixteenBits) and not adds:
+        behind_dx = products.dx is None or dx is not None  # dX is first, whoever multiplies
+        if dz is not None and isinstance(products.dw, _InSixteenBits) and behind_dx and not adds:
             dw = products.dw(dz, inputs.x)
         found = Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
         done = (dx is not None or products.dx is None) and (dw is not None or products.dw is None)

@@ -149,6 +149,13 @@ def replayed_forward(run: Run) -> Run:
     return forward
 
 
+def _given(inputs: Inputs, kept: Forward, dy: Tensor, left: KeptPlanes | None) -> list[Tensor]:
+    """What a backward pass reads. Where z is dy it is asked for its size alone."""
+    z = None if kept.z is dy else kept.z
+    planes = (None, None) if left is None else (left.x, left.weight)
+    return _there((dy, *inputs[:5], *inputs.operands, z, kept.mean, kept.rstd, *planes))
+
+
 _SINGLE = Gradients._fields[:-1]
 
 Launches = tuple[Gradients, Tensor | None]
@@ -171,21 +178,16 @@ class ReplayedBackward:
         left: KeptPlanes | None,
     ) -> Launches:
         """As ``executable.CudaExecutable.backward``."""
-        planes = (None, None) if left is None else (left.x, left.weight)
-        out = kept[0]
+        has_planes = left is not None and (left.x is not None, left.weight is not None)
+        known = self._known.get((want, has_planes))
+        if known is None:
+            known = self._known[want, has_planes] = (_Recorder(), [])
+        recorder, found = known
         if not all([t.is_contiguous() for t in (dy, *inputs.operands)]):
             return self._run(inputs, kept, dy, want, left)
-        key = (want, planes[0] is None, planes[1] is None)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = (_Recorder(), [])
-        recorder, found = known
-        z = None if out.z is dy else out.z  # of its size alone
-        tensors = (dy, *inputs[:5], *inputs.operands, z, out.mean, out.rstd, *planes)
-        given = [t for t in tensors if t is not None and t.numel()]
         if found and found[0][1] == inputs.constants:
             replay, _, fields = found[0]
-            made = replay(given)
+            made = replay(_given(inputs, kept[0], dy, left))
             if made is not None:
                 kept.clear()
                 if left is not None:
@@ -196,6 +198,7 @@ class ReplayedBackward:
                 return Gradients._make((*gradients[: len(_SINGLE)], operands)), dz
         if found or not recorder.wants(dy.device):
             return self._run(inputs, kept, dy, want, left)
+        given = _given(inputs, kept[0], dy, left)
         (gradients, dz), replay = recorder.record(
             lambda: self._run(inputs, kept, dy, want, left),
             given,
