@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cpu.build import BuildError
-from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, room_for
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
 from epinorm.backends.cuda.runtime.replay import CannotReplay, Replay, recording
 from epinorm.backends.prepack import marked
 from epinorm.problem import Forward, Gradients, Inputs, Run, StepForward, Wanted
@@ -132,7 +132,7 @@ def replayed_forward(run: Run) -> Run:
         given += operands
         if known:
             found = known[0]
-            room = not found.nbytes or room_for(found.nbytes, x.device)
+            room = not found.nbytes or make_room(found.nbytes, x.device)
             if room and constants == found.constants:
                 made = found.replay(given)
                 if made is not None:
