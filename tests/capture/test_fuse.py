@@ -74,7 +74,8 @@ def test_outputs_and_gradients_are_those_of_the_model(
     model, fused, x = make(case, draw)
     expected = run(model.train(training), x, case.kwargs)
     fused.train(training)
-    assert fused_calls(fused, x, case.kwargs) == case.chains
+    expected_calls = case.chains if x.numel() else 0  # empty: as it is written
+    assert fused_calls(fused, x, case.kwargs) == expected_calls
     got = run(fused, x, case.kwargs)
     assert_same(got[0], expected[0])
     assert_same(got[1], expected[1])

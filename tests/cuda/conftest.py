@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from epinorm.backends import memo
 from epinorm.backends.cuda.fp32 import planes, rescue
@@ -26,12 +27,13 @@ from epinorm.backends.cuda.norm import forward as norm_forward
 from epinorm.backends.cuda.norm.text import chain_signature
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
-from epinorm.backends.cuda.runtime import device, driver, launch, tensor_map
+from epinorm.backends.cuda.runtime import device, driver, launch, replay, tensor_map
 from epinorm.chain import Chain, RMSNorm
 from epinorm.chain.reference import epilogue
 from epinorm.operator import calls, kinds
 from epinorm.precision import product_precision
 
+_WORDS = ctypes.POINTER(ctypes.c_uint64)
 SMS = 132
 SHARED_BYTES = 232448
 
@@ -80,6 +82,9 @@ class ImaginaryGPU:
     split: dict[int, Tensor] = field(default_factory=dict)
     """By the address of their hi plane: matrices that were split into planes."""
 
+    replayed: int = 0
+    """Launches by native code, of those that there were."""
+
     def kinds(self) -> list[str]:
         """The kernels launched since this was last asked."""
         found = [launch.kind for launch in self.launches]
@@ -127,8 +132,28 @@ class ImaginaryGPU:
             else:
                 arguments.append(_CTYPES[letter].from_address(at).value)
         self.launches.append(Launch(kind, source, stream, arguments))
-        getattr(self, f"compute_{kind}")(source, *arguments)
+        with _disable_current_modes():  # what is computed here is no part of the caller's run
+            getattr(self, f"compute_{kind}")(source, *arguments)
         return 0
+
+    def native(self) -> SimpleNamespace:
+        """The driver's functions as native code calls them."""
+
+        def launch_kernel(config: int, kernel: int, arguments: int, _: Any) -> int:
+            self.replayed += 1
+            found = [ctypes.c_void_p(each) for each in (config, kernel, arguments)]
+            return self.cuLaunchKernelEx(*found, None)
+
+        def encode(into: int, dtype: int, rank: int, address: int, *rest: Any) -> int:
+            sizes, strides = [ctypes.cast(at, _WORDS) for at in rest[:2]]
+            return self.cuTensorMapEncodeTiled(into, dtype, rank, address, sizes, strides)
+
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        maps = (pointer, number, number, *[pointer] * 5, *[number] * 4)
+        return SimpleNamespace(
+            cuLaunchKernelEx=ctypes.CFUNCTYPE(number, *[pointer] * 4)(launch_kernel),
+            cuTensorMapEncodeTiled=ctypes.CFUNCTYPE(number, *maps)(encode),
+        )
 
     # ---- the kernels ----
 
@@ -247,6 +272,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     set_ = monkeypatch.setattr
     for module in (driver, launch, tensor_map):
         set_(module, "driver", lambda: gpu)
+    native = gpu.native()
+    set_(replay, "driver", lambda: native)
     for module in (hopper_forward, norm_forward, planes, rescue):
         set_(module, "load", gpu.load)
     set_(hopper_forward, "linear_norm_source", lambda instance: ("linear_norm", instance))

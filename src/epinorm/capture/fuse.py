@@ -12,13 +12,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo as dynamo
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from epinorm.backends.prepack import marked
 from epinorm.capture.dynamo import Callback, capture, say_once
 from epinorm.capture.rewriting import Recorder, Settings
 from epinorm.chain import Rounding
 from epinorm.chain.chain import check_rounding
+from epinorm.operator import calls
+from epinorm.precision import fp32_precision
 from epinorm.problem import Strategy, check_strategy
 
 __all__ = ["Fused", "checked_settings", "fuse", "fused_of", "unfuse"]
@@ -58,6 +61,32 @@ def _innermost_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+_CALLS_AS_WRITTEN = 256
+_MOST_KINDS = 1024
+_PLAIN = (int, float, bool, str, type(None))
+
+
+def _likeness(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What calls have in common that gain the same, as far as can be seen at once; None for those
+    with arguments that are looked into nowhere here."""
+    given = args if not kwargs else (*args, *kwargs.values())
+    facts: list[Any] = [model.training, torch.is_grad_enabled(), fp32_precision(), len(marked)]
+    facts += kwargs
+    if torch._C._is_any_autocast_enabled():
+        facts += [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _DEVICES]
+    for value in given:
+        if isinstance(value, Tensor) and not value.is_nested:
+            facts += (value.shape, value.dtype, value.device, value.requires_grad)
+        elif isinstance(value, _PLAIN):
+            facts.append(value)
+        else:
+            return None
+    return tuple(facts)
+
+
+_DEVICES = ("cuda", "cpu")
+
+
 class Fused:
     """The state of one fused model: its settings, and what was captured of it.
 
@@ -74,6 +103,8 @@ class Fused:
         self.of_class: type | None = None
         self.replaced = model.__dict__.get("_compiled_call_impl")
         self.times = 0
+        self.as_written: dict[Any, int] = {}
+        calls.remembering.add(self)
         self.capture(model)
         self.call = _calling(model, self)
         self.call.__dict__["_epinorm"] = self
@@ -89,8 +120,34 @@ class Fused:
         self.capture(model)
         return True
 
+    def forget(self) -> None:
+        """Look again at each call whether anything is gained."""
+        self.as_written.clear()
+
+    def run(
+        self, own: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """What was captured; or, where calls like this one gained nothing, the model's own code,
+        which then costs nothing but this look. Now and then what was captured runs all the same,
+        as there may be more to gain in a model that has changed."""
+        key = _likeness(model, args, kwargs)
+        if (left := self.as_written.get(key, 0)) > 0:
+            self.as_written[key] = left - 1
+            return own(*args, **kwargs)
+        before = self.recorder.uses.count
+        if self.is_unit:
+            result = self.run_unit(model, args, kwargs)
+        else:
+            result = self.captured(model, args, kwargs)
+        if key is not None and self.recorder.uses.count == before and not self.settings.strict:
+            if len(self.as_written) >= _MOST_KINDS:
+                self.as_written.clear()
+            self.as_written[key] = _CALLS_AS_WRITTEN
+        return result
+
     def capture(self, model: nn.Module) -> None:
         """Forget what was captured; the next call begins anew."""
+        self.forget()
         self.recorder = Recorder(self.settings, model, self.name)
         self.captured, self.callback = capture(model, self.recorder, self.is_unit)
 
@@ -153,9 +210,7 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
                     return own(*args, **kwargs)
                 break
         try:
-            if fused.is_unit:
-                return fused.run_unit(model, args, kwargs)
-            return fused.captured(model, args, kwargs)
+            return fused.run(own, model, args, kwargs)
         except Exception:
             fused.callback.forgive()
             raise

@@ -27,7 +27,7 @@ from epinorm.capture.spelling import name_of
 from epinorm.capture.together import groups_of, put_together
 from epinorm.chain import Rounding
 from epinorm.chain.reference import Results
-from epinorm.operator.dispatch import Caller
+from epinorm.operator.dispatch import Caller, Uses
 from epinorm.precision import product_precision
 from epinorm.problem import Problem, Strategy
 
@@ -114,6 +114,7 @@ class Recorder:
         self.watched: list[tuple[type, str, Any]] = []
         self._model = weakref.ref(model)
         self._callers: dict[tuple[str, str], Caller] = {}
+        self.uses = Uses()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         model = self._model()
@@ -139,7 +140,7 @@ class Recorder:
         caller = self._callers.get((where, chain))
         if caller is None:
             strategy, strict = self.settings.of(normed)
-            caller = Caller(chain, strategy, strict)
+            caller = Caller(chain, strategy, strict, uses=self.uses)
             name = "linear_norm" if normed else "linear"
             caller.__dict__.update(__name__=name, __module__="epinorm")
             self._callers[where, chain] = caller
@@ -217,7 +218,11 @@ def rewrite(
         for p in search.linears()
     ]
     fused: dict[fx.Node, fx.Node] = {}
-    taken = [(p, p.found) for p in (*places, *linears) if p.found is not None and p.taken]
+    taken = [
+        (p, p.found)
+        for p in (*(p for p in places if _may_pay(p, settings)), *linears)
+        if p.found is not None and p.taken
+    ]
     seeds = draw_at_once(search, [found for _, found in taken])
     groups = {} if settings.strategy != "auto" else groups_of(search, linears, _problem_alone)
     for place, found in taken:
@@ -254,7 +259,15 @@ def _with_paying_dropout(place: Place, settings: Settings) -> Place:
     return replace(place, found=None, obstacle=f"its dropout is PyTorch's own here: {reason}")
 
 
-def _pays(place: Place, settings: Settings) -> bool:
+def _may_pay(place: Place, settings: Settings) -> bool:
+    """Whether a place with a norm is replaced: a chain that is PyTorch's own at the captured size,
+    prepacked or not, stays as it is written, which costs nothing."""
+    if settings.strategy != "auto" or settings.strict or place.found is None:
+        return True
+    return _pays(place, settings) or _pays(place, settings, prepacked=True)
+
+
+def _pays(place: Place, settings: Settings, prepacked: bool = False) -> bool:
     """Whether a chain is faster in our operation than as it is, as its plan has it.
 
     Dynamo captures again where a device, a dtype or PyTorch's setting for fp32 products changes.
@@ -264,6 +277,8 @@ def _pays(place: Place, settings: Settings) -> bool:
     (strategy, _), (problem, _) = settings.of(False), _problem(place.found)
     if strategy == "reference":
         return True
+    prepacked = prepacked and not problem.training
+    problem = replace(problem, prepacked=prepacked, whole_step=problem.training)
     x = value_of(place.found.linear.x)
     assert x is not None
     changing = not all(isinstance(size, int) for size in x.shape[:-1])

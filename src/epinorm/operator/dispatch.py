@@ -23,7 +23,7 @@ from epinorm.operator.kinds import Kinds, is_strided
 from epinorm.operator.undisturbed import is_distributed, is_under_autocast_alone, is_undisturbed
 from epinorm.problem import Strategy, check_strategy
 
-__all__ = ["Caller", "caller_of"]
+__all__ = ["Caller", "Uses", "caller_of"]
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -36,10 +36,17 @@ class _Found(NamedTuple):
     folds: bool
 
 
+class Uses:
+    """How many calls were not PyTorch's own layers, or may not have been."""
+
+    count = 0
+
+
 class Caller:
     """``linear_norm`` for one chain, strategy and strictness.
 
-    like: what calls of a chain of the same structure were found to be; nothing yet if None.
+    like: what calls of a chain of the same structure were found to be; nothing yet if None. uses:
+    where calls are counted.
     """
 
     def __init__(
@@ -48,9 +55,11 @@ class Caller:
         strategy: Strategy = "auto",
         strict: bool = False,
         like: Kinds[_Found] | None = None,
+        uses: Uses | None = None,
     ) -> None:
         check_strategy(strategy)
         self.facts: calls.Facts = (chain, strategy, strict, None)
+        self._uses = Uses() if uses is None else uses
         self._constants = calls.constants_of(self.facts)
         self._kinds_of_operands = Chain.parse(chain).operand_kinds
         self._drops = "seed" in self._kinds_of_operands
@@ -80,6 +89,7 @@ class Caller:
             return self._disturbed(tensors)
         results = self.again(tensors, self.facts)
         if results is None:
+            self._uses.count += 1
             results = call(*(*tensors[:5], operands, *self.facts[:3]))
             self._keep(tensors, self.facts)
         return results
@@ -97,6 +107,7 @@ class Caller:
         if prepared:
             results = self.again(tensors, self._autocast_facts)
         if results is None:
+            self._uses.count += 1
             results = call(*(*tensors[:5], tensors[5:], *self.facts[:3]))
             if prepared:
                 self._keep(tensors, self._autocast_facts)
@@ -109,6 +120,7 @@ class Caller:
             return None
         if isinstance(found.executable, calls.Eager):
             return found.executable.results(self._constants, *tensors)
+        self._uses.count += 1
         if facts[3] is None:
             return self._run(found, tensors, facts)
         with torch._C._ExcludeDispatchKeyGuard(transforms.CUDA_AUTOCAST):

@@ -107,8 +107,12 @@ def _setting(tensors: Sequence[Any]) -> tuple[Any, ...]:
 
 def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
     """A function that says whether as many other tensors are of the same kind as these."""
-    places = [i for i, t in enumerate(tensors) if t is not None]
     absent = [i for i, t in enumerate(tensors) if t is None]
+    # A tensor that is given twice, as a residual that is x, is compared once: the guard takes two
+    # that are the same for another kind.
+    first = {id(t): i for i, t in reversed(list(enumerate(tensors))) if t is not None}
+    places = sorted(first.values())
+    twice = [(i, j) for i, t in enumerate(tensors) if t is not None and i != (j := first[id(t)])]
     sizes: list[list[int | None]] = [list(tensors[i].shape) for i in places]
     strides: list[list[int | None]] = [list(tensors[i].stride()) for i in places]
     for i, size in zip(places, sizes, strict=True):
@@ -122,12 +126,13 @@ def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
     given = [tensors[i] for i in places]
     guards = _tensor_guards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Callable[..., bool] = guards.check
-    if is_matrix and not absent:
+    if is_matrix and not absent and not twice:
         return check
 
     def fits(*others: Any) -> bool:
         return (
             all([others[i] is None for i in absent])
+            and all([others[i] is others[j] for i, j in twice])
             and check(*[others[i] for i in places])
             and all([others[i].is_contiguous() for i in dense])
         )

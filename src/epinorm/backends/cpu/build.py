@@ -110,6 +110,14 @@ def load_kernel(source: str, problem: Problem) -> ctypes.CDLL:
     return _load(source, str(problem.chain), lambda: _kernel_parts(source), prove)
 
 
+def load_library(name: str, file: Path, prepare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
+    """The library of a C++ file that includes the standard library alone; prepare: declares its
+    functions. Raises BuildError where it cannot be built."""
+    if (library := _loaded.get(name)) is not None:
+        return library
+    return _load(name, name, lambda: ({file.name: file.read_text()}, file.name, ["-O2"]), prepare)
+
+
 def _runner_parts() -> tuple[dict[str, str], str, list[str]]:
     from torch.utils import cpp_extension
 

@@ -19,6 +19,7 @@ from epinorm.backends.cuda.plan.gradients import BackwardChoice, backward_choice
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.planes import rest_of, sum_is_z
 from epinorm.backends.cuda.plane_products import PlaneProducts
+from epinorm.backends.cuda.replayed import ReplayedBackward, replayed_forward
 from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.backends.memo import memo
 from epinorm.problem import (
@@ -55,7 +56,8 @@ class CudaExecutable:
                 f"{', '.join(map(repr, CUDA_STRATEGIES))}"
             )
         self.problem, self.plan = problem, plan
-        self.forward: Run = _forward(problem, plan, layout)
+        forward = _forward(problem, plan, layout)
+        self.forward: Run = replayed_forward(forward) if _is_small(problem) else forward
         self._backward: dict[bool, _Backward] = {}  # by whether the sum has a gradient
 
     def backward(
@@ -87,6 +89,15 @@ class CudaExecutable:
         return found._replace(operands=found.operands[:-1])
 
 
+MOST_REPLAYED = 48e6
+"""Values of x, W and y together: beyond, the GPU decides, and memory counts."""
+
+
+def _is_small(problem: Problem) -> bool:
+    m, k, n = problem.m, problem.k, problem.n
+    return 0 < m * k + n * k + m * n <= MOST_REPLAYED
+
+
 class _Backward:
     """The backward pass of one problem, as ``backward_problem`` gives it."""
 
@@ -94,6 +105,7 @@ class _Backward:
         self.problem, self.plan = problem, plan
         self._norm: NormBackward | None = None
         self._products: dict[Wanted, _Products] = {}
+        self.launch = ReplayedBackward(self._launch) if _is_small(problem) else self._launch
 
     def __call__(
         self,
@@ -115,6 +127,31 @@ class _Backward:
             dy = dy.contiguous()  # it is dz itself
         if not (self.problem.keeps_z or self.problem.chain.saves_sum):
             kept[0] = kept[0]._replace(z=dy)  # of its size and dtype; its values are not used
+        if into is not None:  # seldom: it is not recorded
+            found, dz = self._launch(inputs, kept, dy, want, left, into)
+        else:
+            found, dz = self.launch(inputs, kept, dy, want, left)
+        dx, dw = found.x, found.weight
+        if dz is not None:
+            if dx is None and products.dx is not None:
+                dx = products.dx(dz, inputs.weight)
+            if into is not None and dw is None and products.library_adds:
+                dw = into.addmm_(dz.t(), inputs.x)
+            elif dw is None and products.dw is not None:
+                dw = products.dw(dz, inputs.x)
+        return found._replace(x=dx, weight=dw)
+
+    def _launch(
+        self,
+        inputs: Inputs,
+        kept: list[Forward],
+        dy: Tensor,
+        want: Wanted,
+        left: KeptPlanes | None,
+        into: Tensor | None = None,
+    ) -> tuple[Gradients, Tensor | None]:
+        """All but what PyTorch multiplies, and dz for that."""
+        products = self._products[want]
         by_planes = products.by_planes
         if by_planes is None:
             assert self._norm is not None
@@ -123,15 +160,16 @@ class _Backward:
             dx = dw = None
         else:
             norm, dx, dw = by_planes(inputs, kept, dy, want, left, into)
-        if norm.dz is not None:
-            if products.dx is not None:
-                dx = products.dx(norm.dz, inputs.weight)
-            if products.dw is not None:
-                if into is not None and products.library_adds:
-                    dw = into.addmm_(norm.dz.t(), inputs.x)
-                else:
-                    dw = products.dw(norm.dz, inputs.x)
-        return Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
+        dz = norm.dz
+        if dz is not None and isinstance(products.dx, _InSixteenBits):
+            dx = products.dx(dz, inputs.weight)
+        adds = into is not None and products.library_adds
+        behind_dx = products.dx is None or dx is not None  # dX is first, whoever multiplies
+        if dz is not None and isinstance(products.dw, _InSixteenBits) and behind_dx and not adds:
+            dw = products.dw(dz, inputs.x)
+        found = Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
+        done = (dx is not None or products.dx is None) and (dw is not None or products.dw is None)
+        return found, None if done else dz
 
     def _prepare(self, want: Wanted) -> _Products:
         if self._norm is None:

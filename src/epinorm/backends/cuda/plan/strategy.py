@@ -28,8 +28,8 @@ LARGEST_GUARDED_GROUP = 256
 # the GPU takes. One kernel; fp32 as planes, three kernels; the norm kernel behind them; PyTorch's
 # product and a kernel; a backward pass.
 _HOST_ONE, _HOST_PLANES, _HOST_NORM, _HOST_EPILOGUE = 20.0, 28.0, 10.0, 36.0
-_HOST_BACKWARD = {torch.float32: 320.0}
-_HOST_OTHER_BACKWARD = 225.0
+_HOST_BACKWARD = {torch.float32: 250.0}
+_HOST_OTHER_BACKWARD = 195.0
 _HIDDEN = 0.05
 
 _PLANES = 1.08

@@ -22,6 +22,7 @@ from epinorm.backends.cuda.runtime.tensor_map import (
 
 __all__ = [
     "FIELDS",
+    "SHAPE",
     "Frame",
     "Layout",
     "f32",
@@ -61,9 +62,9 @@ class f64(float):
 
 # CUlaunchConfig: grid, block and shared bytes, which stay; then, packed with the arguments, stream,
 # attributes and number of attributes.
-_SHAPE = struct.Struct("<7I4x")
+SHAPE = struct.Struct("<7I4x")
 _CONFIG = "<QQI4x"
-_CONFIG_BYTES = _SHAPE.size + struct.calcsize(_CONFIG)
+_CONFIG_BYTES = SHAPE.size + struct.calcsize(_CONFIG)
 _ALIGNMENT = TENSOR_MAP_ALIGNMENT
 
 # Letter in a signature -> struct code, size and alignment in bytes.
@@ -103,9 +104,9 @@ class Frame:
         shift = -base % _ALIGNMENT
         pointers = (base + shift + offset for offset in layout.offsets)
         self._pointers = (ctypes.c_void_p * max(count, 1))(*pointers)
-        _SHAPE.pack_into(self._storage, shift, *shape)
+        SHAPE.pack_into(self._storage, shift, *shape)
         fields = struct.Struct(layout.format)
-        self.pack = partial(fields.pack_into, self._storage, shift + _SHAPE.size)
+        self.pack = partial(fields.pack_into, self._storage, shift + SHAPE.size)
         self.config = ctypes.c_void_p(base + shift)
         self.parameters = ctypes.c_void_p(ctypes.addressof(self._pointers))
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
@@ -61,6 +62,10 @@ MOST_PREPARED = 256
 # A PyTorch without CUDA has neither.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None)  # type: ignore[assignment]
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
+
+
+recording: Any = None
+"""A ``replay.Recording`` that is told of each launch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +179,10 @@ class Kernel:
                     f"{self.entry}: arguments do not fit their types: {error} "
                     f"({signature}: {values}, {shape})"
                 ) from None
+            if recording is not None:
+                recording.note_launch(
+                    handle.value, shape.numbers, (attributes, attribute_count), layout, values
+                )
             if current_device() == device:
                 status = call(frame.config, handle, frame.parameters, None)
                 if status:

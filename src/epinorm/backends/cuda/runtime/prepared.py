@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ def starts_early(device: torch.device) -> bool:
 _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
+recording: Any = None
+"""A ``replay.Recording`` that is told of what dispatch does not see."""
+
 
 def new_tensor(
     size: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -42,6 +46,11 @@ def new_tensor(
 
     def new() -> Tensor:
         # It knows no device but the current one.
-        return empty(size, strides, dtype) if current_device() == index else ordinary()
+        if current_device() != index:
+            return ordinary()
+        made = empty(size, strides, dtype)
+        if recording is not None:
+            recording.note_allocation(made)
+        return made
 
     return new

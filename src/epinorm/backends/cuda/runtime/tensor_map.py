@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,7 @@ from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.backends.cuda.runtime.driver import check, driver
 from epinorm.backends.memo import memo
 
-__all__ = ["TensorMap", "tensor_map"]
+__all__ = ["MapFacts", "TensorMap", "facts_of", "tensor_map"]
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
@@ -37,6 +38,25 @@ class TensorMap:
     """
 
     data: bytes
+
+
+class MapFacts(NamedTuple):
+    """What a map was encoded from, as the driver takes it; kinds: of data, swizzle, promotion."""
+
+    address: int
+    sizes: tuple[int, int]
+    stride: int
+    box: tuple[int, int]
+    kinds: tuple[int, int, int]
+
+
+_facts: dict[bytes, MapFacts] = {}
+_MOST_FACTS = 8192
+
+
+def facts_of(data: bytes) -> MapFacts | None:
+    """What a map was encoded from; None if that was too long ago."""
+    return _facts.get(data)
 
 
 def tensor_map(
@@ -87,24 +107,32 @@ def _encode(
     shift = -ctypes.addressof(buffer) % TENSOR_MAP_ALIGNMENT
     row_bytes = max(strides[0], cols) * dtype.itemsize if rows == 1 else strides[0] * dtype.itemsize
     row_bytes = -(-row_bytes // 16) * 16  # differs from the stride only where there is one row
+    facts = MapFacts(
+        *(address, (cols, rows), row_bytes, (box_cols, box_rows)),
+        (_DATA_TYPES[dtype], _SWIZZLES[swizzle], _L2_PROMOTIONS[l2_promotion]),
+    )
+    data_type, *rest = facts.kinds
     check(
         driver().cuTensorMapEncodeTiled(
             ctypes.addressof(buffer) + shift,
-            _DATA_TYPES[dtype],
+            data_type,
             2,
             address,
-            (ctypes.c_uint64 * 2)(cols, rows),
+            (ctypes.c_uint64 * 2)(*facts.sizes),
             (ctypes.c_uint64 * 1)(row_bytes),
-            (ctypes.c_uint32 * 2)(box_cols, box_rows),
+            (ctypes.c_uint32 * 2)(*facts.box),
             (ctypes.c_uint32 * 2)(1, 1),
             0,  # no interleave
-            _SWIZZLES[swizzle],
-            _L2_PROMOTIONS[l2_promotion],
+            *rest,
             0,  # out of bounds: zeros
         ),
         f"encoding a tensor map of {rows} x {cols} {dtype} with box {box_rows} x {box_cols}",
     )
-    return TensorMap(buffer.raw[shift : shift + TENSOR_MAP_BYTES])
+    data = buffer.raw[shift : shift + TENSOR_MAP_BYTES]
+    if len(_facts) >= _MOST_FACTS:
+        _facts.clear()
+    _facts[data] = facts
+    return TensorMap(data)
 
 
 def _validate(
