@@ -224,6 +224,17 @@ def test_explain() -> None:
     assert found["rows"][0]["chain"] == "group_norm(8,1e-05)|leaky_relu(0.01)|scale(2)"
 
 
+def test_explain_takes_a_whole_model_by_its_factory(here: Path) -> None:
+    (here / "mine.py").write_text(
+        "import torch\nfrom torch import nn\ndef factory():\n"
+        "    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.ones(4, 8)\n"
+    )
+    result = call("explain", "mine.py:factory", "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert "1 of 1 chains fused" in result.stdout
+    assert "mine.py:factory" in result.stderr  # and no picture of a factory
+
+
 def test_explain_prints_every_launch_of_the_plan() -> None:
     text = call("explain", *SMALL, "--plan").stdout
     for kernel in ("epinorm_forward", "epinorm_backward"):

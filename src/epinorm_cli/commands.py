@@ -267,7 +267,10 @@ def check(
 
 @app.command()
 def explain(
-    file: FileArgument,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="A problem FILE.py, or a whole model as bench's."),
+    ],
     dtype: DtypeOption = "float32",
     precision: PrecisionOption = None,
     device: DeviceOption = None,
@@ -277,7 +280,7 @@ def explain(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say which chains FILE's model holds, what is fused and how, and why the rest is not."""
+    """Say which chains MODEL holds, what is fused and how, and why the rest is not."""
     with one_sentence():
         from epinorm.capture import explain as explain_model
         from epinorm.tools.bench import fp32_precision_set
@@ -288,7 +291,13 @@ def explain(
         chosen, products, where, _ = options_of(dtype, precision, device, "auto")
         with progress(file.name) as notify, fp32_precision_set(products):
             notify("making the model", 0.3)
-            model, inputs = load_problem(file, scale).make(chosen, where)
+            if is_whole_model(str(file)):
+                from epinorm.tools.models.subject import Setting, load_subject
+
+                setting = Setting(str(chosen), chosen, products)
+                model, inputs = load_subject(str(file)).make(setting, where)
+            else:
+                model, inputs = load_problem(file, scale).make(chosen, where)
             notify("looking for chains", 0.6)
             explained = explain_model(model, *inputs)
         if as_json:

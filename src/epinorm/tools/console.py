@@ -18,8 +18,9 @@ from epinorm.tools.tables import COMPETITORS, microseconds, over_text, setting, 
 
 __all__ = ["bench_table", "err", "interruptible", "out", "progress", "verification_table"]
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(highlight=False, soft_wrap=True, stderr=True)
+# Without emoji: FILE.py:factory would show one.
+out = Console(highlight=False, soft_wrap=True, emoji=False)
+err = Console(highlight=False, soft_wrap=True, stderr=True, emoji=False)
 
 Notify = Callable[[str, float], None]
 
