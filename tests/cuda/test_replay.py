@@ -81,6 +81,14 @@ def test_the_same_tensor_twice(gpu, caller):
     check(caller, given)
 
 
+def test_a_call_in_the_middle_of_a_recorded_one(gpu):
+    caller = Caller(CHAIN, "planes")
+    check(caller, tensors())
+    for _ in range(4):
+        gpu.interrupt = lambda: check(caller, tensors())  # as a signal handler's or a finalizer's
+        check(caller, tensors())
+
+
 def note(run):
     with recording() as noted:
         made = run()

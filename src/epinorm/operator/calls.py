@@ -348,5 +348,7 @@ def in_order(found: Gradients) -> list[Tensor]:
 
 def _has_the_set_precision(problem: Problem) -> bool:
     """Whether PyTorch's setting is still the one of the forward pass: backward follows it too."""
+    if problem.dtype != torch.float32:
+        return True  # no setting decides about it
     sizes = problem.m, problem.k, problem.n
     return product_precision(problem.dtype, problem.device.type, sizes) == problem.precision

@@ -131,14 +131,15 @@ class _Backward:
             found, dz = self._launch(inputs, kept, dy, want, left, into)
         else:
             found, dz = self.launch(inputs, kept, dy, want, left)
+        if dz is None:
+            return found
         dx, dw = found.x, found.weight
-        if dz is not None:
-            if dx is None and products.dx is not None:
-                dx = products.dx(dz, inputs.weight)
-            if into is not None and dw is None and products.library_adds:
-                dw = into.addmm_(dz.t(), inputs.x)
-            elif dw is None and products.dw is not None:
-                dw = products.dw(dz, inputs.x)
+        if dx is None and products.dx is not None:
+            dx = products.dx(dz, inputs.weight)
+        if into is not None and dw is None and products.library_adds:
+            dw = into.addmm_(dz.t(), inputs.x)
+        elif dw is None and products.dw is not None:
+            dw = products.dw(dz, inputs.x)
         return found._replace(x=dx, weight=dw)
 
     def _launch(

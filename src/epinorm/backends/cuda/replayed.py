@@ -18,7 +18,7 @@ from torch import Tensor
 
 from epinorm.backends.cpu.build import BuildError
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
-from epinorm.backends.cuda.runtime.replay import CannotReplay, Replay, recording
+from epinorm.backends.cuda.runtime.replay import CannotReplay, Replay, is_recording, recording
 from epinorm.backends.prepack import marked
 from epinorm.problem import Forward, Gradients, Inputs, Run, StepForward, Wanted
 
@@ -40,7 +40,7 @@ class _Recorder:
 
     def wants(self, device: torch.device) -> bool:
         """Whether this run is to be recorded: not the first, which loads kernels."""
-        if self.runs > ATTEMPTS:
+        if self.runs > ATTEMPTS or is_recording():
             return False
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False

@@ -35,7 +35,7 @@ from epinorm.backends.cuda.runtime.driver import (
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.runtime.tensor_map import MapFacts, facts_of
 
-__all__ = ["CannotReplay", "Recording", "Replay", "recording"]
+__all__ = ["CannotReplay", "Recording", "Replay", "is_recording", "recording"]
 
 ALIGNMENT = 256
 """Bytes between the tensors of the scratch buffer."""
@@ -92,6 +92,11 @@ class Recording(TorchDispatchMode):
 
 
 _one_at_a_time = threading.Lock()
+
+
+def is_recording() -> bool:
+    """Whether a run is being recorded: by another thread, or around what this one does now."""
+    return _one_at_a_time.locked()
 
 
 @contextmanager
