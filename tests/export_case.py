@@ -6,7 +6,16 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["load"]
+from epinorm.backends.cuda.runtime.device import gpu_of
+from epinorm.tools.export.dump import GPUS
+
+__all__ = ["gpu_here", "load"]
+
+
+def gpu_here() -> str:
+    """The name that exports have for the GPU that is there."""
+    capability = gpu_of().capability
+    return next(name for name, gpu in GPUS.items() if gpu.capability == capability)
 
 
 def load(path: Path, name: str) -> ModuleType:

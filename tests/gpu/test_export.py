@@ -3,13 +3,11 @@
 Exported for the GPU that is there and, under EPINORM_CORE=portable, for the portable core on it.
 """
 
-import importlib.util
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import pytest
@@ -17,15 +15,16 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from epinorm.backends.cuda.runtime.device import gpu_of
 from epinorm.problem import Strategy
 from epinorm.tools.accuracy import relative_error
 from epinorm.tools.bench import fp32_precision_set
-from epinorm.tools.export.dump import GPUS
 from epinorm.tools.export.export import export
 from epinorm.tools.judge.facts import JudgeOptions
 from epinorm.tools.judge.judge import judge
+from export_case import gpu_here, load
 from exported import start
 
 Precision = Literal["highest", "high", "native"]
@@ -122,35 +121,21 @@ def kernels_run() -> Iterator[None]:
         yield
 
 
-def here() -> str:
-    capability = gpu_of().capability
-    return next(name for name, gpu in GPUS.items() if gpu.capability == capability)
-
-
 def exported(folder: Path, text: str, core: str = "auto", **options: Any) -> tuple[Path, Path]:
     problem, solution = folder / "problem.py", folder / "model_new.py"
     problem.write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EPINORM_CORE", core)
-        solution.write_text(export(problem, gpus=[here()], **options).text)
+        solution.write_text(export(problem, gpus=[gpu_here()], **options).text)
     return problem, solution
-
-
-def loaded(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def models(folder: Path, text: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     """Model and ModelNew on the GPU, with the same parameters."""
     problem, solution = exported(folder, text, **options)
-    module = loaded(problem, "problem")
+    module = load(problem, "problem")
     model = module.Model(*module.get_init_inputs())
-    model_new = loaded(solution, "solution").ModelNew(*module.get_init_inputs())
+    model_new = load(solution, "solution").ModelNew(*module.get_init_inputs())
     model_new.load_state_dict(model.state_dict())
     return model.cuda(), model_new.cuda()
 
@@ -160,6 +145,10 @@ def check_judged(
 ) -> None:
     mode = dtype if precision == "native" else f"{dtype} {precision}"
     problem, solution = exported(folder, text, modes=[mode], **options)
+    made, here = load(solution, "solution"), gpu_of().capability
+    for chain in range(len(made.CHAINS)):  # else PyTorch's layers would be judged
+        for step in ("inference", "forward", "backward"):
+            assert (chain, here, mode, step) in made.TABLES
     asked = JudgeOptions(dtype, precision, "cuda", timing=False, seed=seed)
     verdict = judge(problem, solution, asked)
     assert verdict.clean, verdict.failures

@@ -18,6 +18,7 @@ from epinorm.tools.export.export import export
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from export_case import gpu_here
 from rounding_problems import PROBLEMS, TOLERANCES, far_off, loaded, problem_text, trials
 
 SEEDS = 20
@@ -28,15 +29,17 @@ NAMES = pytest.mark.parametrize("name", PROBLEMS)
 
 @NAMES
 @DTYPES
+@pytest.mark.filterwarnings("error:ModelNew runs PyTorch's own layers")
 def test_an_exported_file_passes_on_every_seed(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     problem = loaded(problem_text(name, *SIZES), tmp_path, "problem")
-    solution = loaded(export(tmp_path / "problem.py").text, tmp_path, "solution")
+    mode = "float32 highest" if dtype == torch.float32 else str(dtype)[6:]
+    text = export(tmp_path / "problem.py", gpus=[gpu_here()], modes=[mode]).text
+    ours = loaded(text, tmp_path, "solution").ModelNew().to("cuda", dtype)
     wrong = {}
     with torch.no_grad():
         for seed, (model, inputs) in enumerate(trials(problem, SEEDS, dtype, "cuda")):
-            ours = solution.ModelNew().to("cuda", dtype)
             ours.load_state_dict(model.state_dict())
             wrong[seed] = far_off(ours(*inputs), model(*inputs))
     assert not any(wrong.values()), wrong
