@@ -363,7 +363,8 @@ def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list
                 traceback.print_exc(limit=-6)
             print(f'  check({last[-1]!r}, "{device}")  # in scripts/fuzz.py', flush=True)
         chunk += 1
-    print(f"{counts['cases']} cases, {counts['served']} of them served, {failures} failed")
+        so_far = f"{counts['cases']} cases, {counts['served']} of them served, {failures} failed"
+        print(f"seed {seed}: {so_far}", flush=True)
     return failures
 
 
