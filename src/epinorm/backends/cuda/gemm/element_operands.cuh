@@ -2,7 +2,7 @@
 // part at a time, in whole units through the warp's buffer (row_store.cuh). Read where a lane has its
 // accumulators, two columns of two rows, each load of a warp would touch eight lines for 32 bytes of each.
 //
-// Included by norm_epilogue.cuh, whose Epilogue and NormType it uses.
+// Included by epilogue_values.cuh, whose Epilogue and NormType it uses.
 #pragma once
 #include "gemm/row_store.cuh"
 
