@@ -244,7 +244,8 @@ def draw(name: str) -> str:
             width = max(width, left[c] + widths[c] / 2 + len(said) * LETTER + 14)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" style="max-width:100%;height:auto" role="img" '
+        f'width="{width:.0f}" role="img" '
+        f'style="width:100%;min-width:{min(width, 560):.0f}px;max-width:{width:.0f}px;height:auto" '
         f'aria-label="{html.escape(name.replace("_", " "))}" '
         'font-family="system-ui, sans-serif" font-size="13">',
         STYLE,
@@ -295,7 +296,8 @@ def on_page_content(content: str, **_: Any) -> str:
     """For mkdocs: the drawings in the place of their <img>, so that they take the page's ink."""
 
     def inline(found: re.Match[str]) -> str:
-        return draw(found[1]).replace(STYLE, "").replace("\n", "")
+        text = draw(found[1]).replace(STYLE, "").replace("\n", "")
+        return f'<span style="display:block;overflow-x:auto">{text}</span>'
 
     return re.sub(r'<img [^>]*src="[^"]*drawings/(\w+)\.svg"[^>]*>', inline, content)
 
