@@ -19,22 +19,22 @@ from torch.utils.checkpoint import checkpoint
 from epinorm.backends.engine import plan_for
 from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Search
-from epinorm.capture.distributed import as_in_eager, layout_of_found
+from epinorm.capture.distributed import as_in_eager
 from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.capture.seeds import draw_at_once
+from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import name_of
 from epinorm.capture.together import groups_of, put_together
 from epinorm.chain import Rounding
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller, Uses
-from epinorm.precision import product_precision
-from epinorm.problem import Problem, Strategy
+from epinorm.problem import Strategy
 
 _log = logging.getLogger("epinorm")
 _GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
 
-__all__ = ["Captured", "Recorder", "Settings", "Site", "rewrite"]
+__all__ = ["Recorder", "Settings", "rewrite"]
 
 Apply = Callable[..., Results]
 """(x, weight, bias, norm_weight, norm_bias, operands) → y, or y and the sum, for one chain."""
@@ -57,44 +57,6 @@ class Settings:
         if normed or self.strategy == "reference":
             return self.strategy, self.strict
         return "auto", False
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place of a captured graph, without its nodes. ``problem``: None where it cannot be fused.
-
-    weight: the tensor that the Linear had, which may be prepacked since. taken: whether our
-    operation computes it. split: what each process computes of DTensors, and what is communicated.
-    """
-
-    chain: str
-    where: str
-    obstacle: str = ""
-    ends: str = ""
-    shape: str = ""
-    problem: Problem | None = None
-    weight: weakref.ref[Tensor] | None = None
-    taken: bool = True
-    split: str = ""
-
-
-@dataclass(frozen=True)
-class Captured:
-    """One graph: its places, its Linears without a norm, and why Dynamo ended it (empty: it did not
-    have to)."""
-
-    sites: tuple[Site, ...]
-    linears: tuple[Site, ...] = ()
-    broken_by: str = ""
-    broken_at: str = ""
-
-    def __str__(self) -> str:
-        fused = sum(site.taken for site in self.sites)
-        linears = sum(site.taken for site in self.linears)
-        return (
-            f"{fused} of {len(self.sites)} chains fused, and {linears} of {len(self.linears)} "
-            "Linears without a norm" + f"; ended by {self.broken_by}" * bool(self.broken_by)
-        )
 
 
 class Recorder:
@@ -125,7 +87,8 @@ class Recorder:
 
         found = rewrite(gm, caller, self.settings)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        captured = record(gm, found, names, dict(zip(placeholders, example_inputs, strict=True)))
+        inputs = dict(zip(placeholders, example_inputs, strict=True))
+        captured = record(gm, found.places, found.linears, names, inputs)
         self.graphs.append(captured)
         where = f"{type(model).__name__} {self._prefix.strip('.')}".strip()
         _log.info("epinorm: %s: %s", where, captured)
@@ -224,7 +187,7 @@ def rewrite(
         if p.found is not None and p.taken
     ]
     seeds = draw_at_once(search, [found for _, found in taken])
-    groups = {} if settings.strategy != "auto" else groups_of(search, linears, _problem_alone)
+    groups = {} if settings.strategy != "auto" else groups_of(search, linears, problem_of)
     for place, found in taken:
         if found.nodes[0] in fused:
             continue  # with others of its x
@@ -255,7 +218,7 @@ def _with_paying_dropout(place: Place, settings: Settings) -> Place:
         return place
     if _pays(place, settings):
         return place
-    reason = plan_for(_problem(found)[0]).reason
+    reason = plan_for(problem_of(found)).reason
     return replace(place, found=None, obstacle=f"its dropout is PyTorch's own here: {reason}")
 
 
@@ -274,7 +237,7 @@ def _pays(place: Place, settings: Settings, prepacked: bool = False) -> bool:
     """
     if place.found is None:
         return False
-    (strategy, _), (problem, _) = settings.of(False), _problem(place.found)
+    (strategy, _), problem = settings.of(False), problem_of(place.found)
     if strategy == "reference":
         return True
     prepacked = prepacked and not problem.training
@@ -396,99 +359,3 @@ def run_checkpointed(inner: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         kwargs["context_fn"] = context
     kwargs["use_reentrant"] = False  # parameters are arguments here, which both ways serve
     return checkpoint(inner.forward, *args, **kwargs)
-
-
-def record(
-    gm: fx.GraphModule,
-    found: Rewritten,
-    names: dict[str, str],
-    inputs: dict[fx.Node, Any],
-) -> Captured:
-    """What is told of a graph after its nodes are gone. names: of modules, by the text of their id;
-    inputs: what the graph was captured with."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    sites = tuple(_site(place, names, inputs) for place in found.places)
-    linears = tuple(_site(place, names, inputs) for place in found.linears)
-    if reason is None or not reason.graph_break:
-        return Captured(sites, linears)
-    stack = list(reason.user_stack or ())
-    at = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
-    return Captured(sites, linears, str(reason.reason).strip(), at)
-
-
-def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Site:
-    where = layer_of(place.linear, names)
-    if place.norm is not None:
-        where += f" → {layer_of(place.norm, names)}"
-    found = place.found
-    if found is None:
-        text = " → ".join(name_of(node) for node in (place.linear, *place.path))
-        return Site(text, where, place.obstacle, taken=False)
-    problem, shape = _problem(found)
-    weight = inputs.get(found.linear.weight)
-    known = weakref.ref(weight) if isinstance(weight, Tensor) else None
-    layout = layout_of_found(found)
-    split = "" if layout is None else str(layout)
-    return Site(str(found.chain), where, "", place.ends, shape, problem, known, place.taken, split)
-
-
-def layer_of(node: fx.Node, names: dict[str, str]) -> str:
-    """The path of the module that a node comes from; a function's name with that of its module."""
-    stack = node.meta.get("nn_module_stack") or {}
-    key = next(reversed(stack), None)
-    if key is None:
-        return name_of(node)
-    path, cls = stack[key]
-    known = names.get(str(key))
-    path = known if known is not None else str(path).partition(".")[2] or str(path)
-    leaf = getattr(cls, "__module__", "").startswith("torch.nn.modules")
-    return path if leaf and path else f"{path}.{name_of(node)}".strip(".")
-
-
-def _number(size: Any) -> int:
-    """A size, or what it was at the call that was captured."""
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
-    return int(hint) if hint is not None else 1
-
-
-def _problem_alone(found: Found) -> Problem:
-    return _problem(found)[0]
-
-
-def _problem(found: Found) -> tuple[Problem, str]:
-    x, weight, layout = (
-        *(value_of(found.linear.x), value_of(found.linear.weight)),
-        layout_of_found(found),
-    )
-    assert x is not None
-    assert weight is not None
-    z = value_of(found.linear.nodes[-1])
-    m, leading = 1, [_number(size) for size in x.shape[:-1]]
-    for size in leading:
-        m *= size
-    n, k = (_number(size) for size in (weight.shape[::-1] if found.linear.turned else weight.shape))
-    shape, chain = f"{[*leading, k]} → {[*leading, n]}", found.chain
-    if layout is not None:
-        chain, m, n, k = layout.of_part(chain, m, n, k)
-    dtype = z.dtype if z is not None else x.dtype
-    mixed = x.dtype != dtype or weight.dtype != dtype
-    wide = torch.float32 if mixed else dtype
-    reads = [value_of(node) for node in found.reads]
-    problem = Problem(
-        chain=chain,
-        m=m,
-        k=k,
-        n=n,
-        dtype=dtype,
-        norm_dtype=wide,
-        out_dtype=wide,
-        has_bias=found.bias is not None,
-        has_norm_weight=chain.norm is not None and found.norm.weight is not None,
-        has_norm_bias=chain.norm is not None and found.norm.bias is not None,
-        training=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in reads),
-        device=weight.device,
-        precision=product_precision(dtype, weight.device.type, (m, k, n)),
-    )
-    return problem, shape

@@ -1,0 +1,156 @@
+"""What is told of a captured graph once its nodes are gone: its places and their problems."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from epinorm.capture.distributed import layout_of_found
+from epinorm.capture.found import Found, Place
+from epinorm.capture.purity import value_of
+from epinorm.capture.spelling import name_of
+from epinorm.precision import product_precision
+from epinorm.problem import Problem
+
+__all__ = ["Captured", "Site", "layer_of", "problem_of", "record"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place of a captured graph, without its nodes. ``problem``: None where it cannot be fused.
+
+    weight: the tensor that the Linear had, which may be prepacked since. taken: whether our
+    operation computes it. split: what each process computes of DTensors, and what is communicated.
+    """
+
+    chain: str
+    where: str
+    obstacle: str = ""
+    ends: str = ""
+    shape: str = ""
+    problem: Problem | None = None
+    weight: weakref.ref[Tensor] | None = None
+    taken: bool = True
+    split: str = ""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph: its places, its Linears without a norm, and why Dynamo ended it (empty: it did not
+    have to)."""
+
+    sites: tuple[Site, ...]
+    linears: tuple[Site, ...] = ()
+    broken_by: str = ""
+    broken_at: str = ""
+
+    def __str__(self) -> str:
+        fused = sum(site.taken for site in self.sites)
+        linears = sum(site.taken for site in self.linears)
+        return (
+            f"{fused} of {len(self.sites)} chains fused, and {linears} of {len(self.linears)} "
+            "Linears without a norm" + f"; ended by {self.broken_by}" * bool(self.broken_by)
+        )
+
+
+def record(
+    gm: fx.GraphModule,
+    places: Sequence[Place],
+    linears: Sequence[Place],
+    names: dict[str, str],
+    inputs: dict[fx.Node, Any],
+) -> Captured:
+    """What is told of a graph after its nodes are gone. names: of modules, by the text of their id;
+    inputs: what the graph was captured with."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    sites = tuple(_site(place, names, inputs) for place in places)
+    others = tuple(_site(place, names, inputs) for place in linears)
+    if reason is None or not reason.graph_break:
+        return Captured(sites, others)
+    stack = list(reason.user_stack or ())
+    at = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+    return Captured(sites, others, str(reason.reason).strip(), at)
+
+
+def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Site:
+    where = layer_of(place.linear, names)
+    if place.norm is not None:
+        where += f" → {layer_of(place.norm, names)}"
+    found = place.found
+    if found is None:
+        text = " → ".join(name_of(node) for node in (place.linear, *place.path))
+        return Site(text, where, place.obstacle, taken=False)
+    problem, shape = _problem(found)
+    weight = inputs.get(found.linear.weight)
+    known = weakref.ref(weight) if isinstance(weight, Tensor) else None
+    layout = layout_of_found(found)
+    split = "" if layout is None else str(layout)
+    return Site(str(found.chain), where, "", place.ends, shape, problem, known, place.taken, split)
+
+
+def layer_of(node: fx.Node, names: dict[str, str]) -> str:
+    """The path of the module that a node comes from; a function's name with that of its module."""
+    stack = node.meta.get("nn_module_stack") or {}
+    key = next(reversed(stack), None)
+    if key is None:
+        return name_of(node)
+    path, cls = stack[key]
+    known = names.get(str(key))
+    path = known if known is not None else str(path).partition(".")[2] or str(path)
+    leaf = getattr(cls, "__module__", "").startswith("torch.nn.modules")
+    return path if leaf and path else f"{path}.{name_of(node)}".strip(".")
+
+
+def _number(size: Any) -> int:
+    """A size, or what it was at the call that was captured."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 1
+
+
+def problem_of(found: Found) -> Problem:
+    """The problem of a chain as it was captured."""
+    return _problem(found)[0]
+
+
+def _problem(found: Found) -> tuple[Problem, str]:
+    x, weight, layout = (
+        *(value_of(found.linear.x), value_of(found.linear.weight)),
+        layout_of_found(found),
+    )
+    assert x is not None
+    assert weight is not None
+    z = value_of(found.linear.nodes[-1])
+    m, leading = 1, [_number(size) for size in x.shape[:-1]]
+    for size in leading:
+        m *= size
+    n, k = (_number(size) for size in (weight.shape[::-1] if found.linear.turned else weight.shape))
+    shape, chain = f"{[*leading, k]} → {[*leading, n]}", found.chain
+    if layout is not None:
+        chain, m, n, k = layout.of_part(chain, m, n, k)
+    dtype = z.dtype if z is not None else x.dtype
+    mixed = x.dtype != dtype or weight.dtype != dtype
+    wide = torch.float32 if mixed else dtype
+    reads = [value_of(node) for node in found.reads]
+    problem = Problem(
+        chain=chain,
+        m=m,
+        k=k,
+        n=n,
+        dtype=dtype,
+        norm_dtype=wide,
+        out_dtype=wide,
+        has_bias=found.bias is not None,
+        has_norm_weight=chain.norm is not None and found.norm.weight is not None,
+        has_norm_bias=chain.norm is not None and found.norm.bias is not None,
+        training=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in reads),
+        device=weight.device,
+        precision=product_precision(dtype, weight.device.type, (m, k, n)),
+    )
+    return problem, shape
