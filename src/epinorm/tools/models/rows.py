@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from epinorm.tools.models.named import NAMED
 from epinorm.tools.results import JsonRow, put_values, read_rows_of
 
 __all__ = ["COMPETITORS", "OURS", "ModelRow", "in_order", "merge_model_rows", "read_model_rows"]
@@ -87,7 +88,7 @@ def merge_model_rows(path: Path, rows: Iterable[ModelRow]) -> None:
 
 
 def in_order(rows: Iterable[ModelRow]) -> list[ModelRow]:
-    """By model, as they first appear, and setting."""
+    """By model, those of NAMED first, setting and pass."""
     rows = list(rows)
-    models = list(dict.fromkeys(row.model for row in rows))
-    return sorted(rows, key=lambda r: (models.index(r.model), _SETTINGS.index(r.setting)))
+    models = [*NAMED, *(row.model for row in rows)]
+    return sorted(rows, key=lambda r: (models.index(r.model), _SETTINGS.index(r.setting), r.pass_))
