@@ -170,11 +170,14 @@ def measure(chosen: list[Shape], processes: int) -> list[dict[str, Any]]:
     return rows
 
 
-def slow(row: dict[str, Any]) -> bool:
-    """Whether a verified row is slower than it may be."""
-    walls = row["eager_wall_us"] / row["ours_wall_us"]
-    host = row["eager_us"] > HOST_MATTERS_US and walls < LOSS
-    return row["eager_us"] / row["ours_us"] < LOSS or host
+def slow_on_gpu(row: dict[str, Any]) -> bool:
+    """Whether a verified row is slower than it may be by the GPU's time."""
+    return row["eager_us"] / row["ours_us"] < LOSS
+
+
+def slow_in_a_loop(row: dict[str, Any]) -> bool:
+    """The same by the time of calls in a loop, where the GPU takes long enough for it to matter."""
+    return row["eager_us"] > HOST_MATTERS_US and row["eager_wall_us"] / row["ours_wall_us"] < LOSS
 
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 800, 360, 44, 64, 54, 30
@@ -202,10 +205,11 @@ def svg(rows: list[dict[str, Any]], theme: Theme) -> str:
         return f'<text {at} font-size="{size}" fill="{colour}" {more}>{words}</text>'
 
     middle, bold = 'text-anchor="middle"', 'font-weight="600"'
-    slower = sum(row["verified"] and slow(row) for row in rows)
+    verified = [row for row in rows if row["verified"]]
+    on_gpu, looped = (sum(map(kind, verified)) for kind in (slow_on_gpu, slow_in_a_loop))
     wrong = sum(not r["verified"] for r in rows)
     where = f"{rows[0]['gpu']}, PyTorch {rows[0]['torch']}"
-    found = f"{slower} slower than {LOSS} × eager, {wrong} beyond the allowed error"
+    found = f"below {LOSS}: {on_gpu} by the GPU’s time, {looped} in a loop; {wrong} wrong"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
         f'height="{HEIGHT}" font-family="-apple-system, Segoe UI, Arial, sans-serif" role="img">',
@@ -256,7 +260,8 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     wrong = [row for row in rows if not row["verified"]]
-    late = [row for row in rows if row["verified"] and slow(row)]
+    verified = [row for row in rows if row["verified"]]
+    late = [row for row in verified if slow_on_gpu(row) or slow_in_a_loop(row)]
     print(f"{len(rows)} shapes: {len(wrong)} wrong, {len(late)} slower than {LOSS} x eager")
     sys.exit(bool(wrong or late))
 
