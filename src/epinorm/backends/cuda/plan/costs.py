@@ -32,6 +32,9 @@ TILES = {
 SPLIT_LENGTH, SPLIT_GAIN = 1024, 0.45
 """Longer sums of so few tiles that one round has them all are split; what that brings, as a power
 of the length."""
+FEW_ROWS, FEW_ROWS_TERM, FEW_ROWS_COLUMN, MOST_COLUMNS = 16, 5.5e-3, 3e-6, 4096
+"""So few rows of fp32 have kernels of their own: what a term takes, and a column more up to so
+many, from where on the GPU is full."""
 BYTES = 3.6e6
 """That a kernel which only moves memory moves a microsecond."""
 LAUNCH = 2.5
@@ -70,6 +73,8 @@ def _arithmetic(rows: int, columns: int, length: int, kind: str, rate: float, gp
     """By whole rounds of tiles; a single row or column is left to kernels that memory rules."""
     if min(rows, columns) == 1:
         return 0.0
+    if kind == "highest" and rows <= FEW_ROWS:
+        return length * (FEW_ROWS_TERM + FEW_ROWS_COLUMN * min(columns, MOST_COLUMNS))
     found = []
     for (tile_rows, tile_columns), share in TILES[kind]:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)

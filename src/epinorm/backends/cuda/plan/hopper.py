@@ -1,7 +1,7 @@
 """Which problems the Hopper kernel takes, and with which tile.
 
-A small model of a multiprocessor, in clock cycles, ranks the tiles that fit; its constants were
-measured on an H200 (internals/hopper.md). `MEASURED` overrides it where a measurement knows better.
+The model of hopper_cost.py ranks the tiles that fit; `MEASURED` overrides it where a measurement
+knows better.
 """
 
 from __future__ import annotations
@@ -13,6 +13,14 @@ from collections.abc import Iterator
 import torch
 
 from epinorm.backends.cuda.plan import tuned
+from epinorm.backends.cuda.plan.hopper_cost import (
+    CLUSTERS_AT_ONCE,
+    CYCLES_PER_MICROSECOND,
+    LAUNCH_MICROSECONDS,
+    cold_cycles,
+    cycles,
+    planes_of,
+)
 from epinorm.backends.cuda.plan.hopper_tile import (
     STEP_BYTES,
     Tile,
@@ -47,58 +55,14 @@ SHORT_SUM = 128
 """Terms of an fp32 sum in which each product is folded. Training takes the single kernel for these
 (plan.py)."""
 
-# Cycles. A tile's first loads; what passes between two tiles of a warpgroup; a column of a row
-# block in the epilogue, with both warpgroups at it and with one alone.
-START = 4500
-BETWEEN_TILES = 700
-EPILOGUE_TOGETHER = 22
-EPILOGUE_ALONE = 17
-SHARED_BYTES_PER_CYCLE = 128
-MEMORY_BYTES_PER_CYCLE = 2400
-"""Of the whole chip: 4.2 TB/s at 1.75 GHz."""
-CYCLES_PER_MICROSECOND = 1750.0
-SHORTEST_STEP = 450
-"""A small tile's step waits for its loads, its products and their completion in turn."""
-SHORTEST_STEP_OF_FP32 = 1200
-"""32 KB of W, from memory, for one block."""
-LAUNCH_MICROSECONDS = 2.5
-
-CLUSTER = 1.01
-"""Multicast loads never paid on an H200, where power is the limit (decision 5)."""
-
-SHARED_GROUP = 2.0
-"""A group that blocks of 64 rows share: 1.7 to 2.7 times the estimate in 16 bit, for 768 and 1024
-channels."""
-CLUSTERS_AT_ONCE = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
-"""That an H200 with its 132 multiprocessors holds: a cluster stays within a GPC."""
-L2_BYTES_PER_CYCLE = 46
-"""Of a multiprocessor, where warpgroups with rows of their own share groups with other blocks."""
 FEWEST_SHARED_CHANNELS = 640
 """Of such groups: for 512, two warpgroups that split 64 rows' columns were as fast or faster."""
 NARROWEST_SHARE = 128
 """Columns of a block's part of such a group: more blocks wait longer for each other."""
-FP32_INPUT = 1.25
-"""What the kernel that converts x was measured to take of its estimate."""
-
-OPERATION = {
-    **dict.fromkeys(("gelu", "gelu_tanh", "mish", "softplus"), 1.6),
-    **dict.fromkeys(("identity", "relu", "leaky_relu", "scale", "add", "clamp", "hardtanh"), 0.0),
-}
-OTHER_OPERATION, ELEMENT_OPERAND = 0.6, 1.0
-"""What operations add to an epilogue, as shares of one without."""
-
-NOT_HIDDEN = 0.02
-"""What the shorter of computing and memory traffic adds to the longer: it ranks equal ones."""
-
 MOST_STAGES = 12
 EVEN_SHARE = 0.9
 """Of the multiprocessors, that must stay at work where tiles are shared out evenly."""
 LARGEST_RESIDENT_BYTES = 96 * 1024
-
-FP32_WEIGHT_LAUNCH = 4.0
-"""Microseconds more: its kernel does not start early, and its guard waits for it."""
-SAMPLE_BYTES = 1024
-"""Of a row of W, that estimating its scale moves (sample_rows.cuh)."""
 
 MEASURED: dict[tuple[int, int, int, int, int], Tile] = {
     (1, 32, 16384, 1024, 1024): Tile(64, 256, 0),  # 56.4 us for the model's choice of 58.1
@@ -116,11 +80,6 @@ def persistent_blocks(tiles: int, most: int) -> int:
         return max(tiles, 1)
     even = math.ceil(tiles / math.ceil(tiles / most))
     return even if even >= EVEN_SHARE * most else most
-
-
-def planes_of(problem: Problem) -> int:
-    """16-bit planes of each operand: two for fp32 at full accuracy, else one."""
-    return 2 if problem.precision == "highest" else 1
 
 
 def why_not(problem: Problem) -> str | None:
@@ -184,11 +143,11 @@ def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
 
 def _cluster_shapes(problem: Problem) -> Iterator[Tile]:
     """Tiles of blocks that share a group, each block's warpgroups with rows of their own."""
-    channels = columns_of(problem)
     elements = problem.chain.operand_kinds.count("element")
     keeps = problem.keeps_z or problem.chain.returns_sum
     many = elements > 1 or (elements and keeps) or problem.chain.rounding == "eager"
     widest = 192 if many else 256  # or registers spill
+    channels = columns_of(problem)
     for blocks, at_once in CLUSTERS_AT_ONCE.items():
         width = channels // blocks
         if channels % (8 * blocks) or not NARROWEST_SHARE <= width <= widest:
@@ -266,104 +225,6 @@ def _may_be_tf32(problem: Problem) -> bool:
     return problem.precision == "high" and problem.k % 4 == 0
 
 
-def _step_cycles(tile: Tile, planes: int) -> float:
-    """One step along k: the tensor cores' time or shared memory's."""
-    if tile.converts:
-        # What is converted goes through shared memory, and out of it once; the other's plane twice.
-        fp32, plane = tile.block_n, tile.block_m
-        if tile.fp32_input:
-            fp32, plane = plane, fp32
-        both = 2 * 4 * fp32 * tile.block_k + 3 * plane * STEP_BYTES
-        tensor = tile.block_m * tile.block_n / 32
-        return max(tensor, both / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP_OF_FP32)
-    products = 3 if planes == 2 else 1
-    row_blocks = tile.block_m // 64 * (2 if tile.split_columns else 1)
-    tensor = products * tile.block_m * tile.block_n / 32
-    read = products * row_blocks * (64 + tile.consumer_n) * STEP_BYTES
-    rows = tile.block_m + (0 if tile.resident_steps else tile.block_n)
-    written = planes * rows * STEP_BYTES
-    if tile.tf32:  # read, rounded and written once more
-        written *= 3 if tile.resident_steps else 5
-    from_l2 = written / L2_BYTES_PER_CYCLE if _own_rows(tile) else 0.0
-    return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, from_l2, SHORTEST_STEP)
-
-
-def _own_rows(tile: Tile) -> bool:
-    """Whether blocks share groups, and each of their warpgroups has rows of its own."""
-    return tile.group_blocks > 1 and not tile.split_columns
-
-
-def _at_once(tile: Tile, sms: int) -> int:
-    """Blocks that run together."""
-    if _own_rows(tile):
-        return CLUSTERS_AT_ONCE[tile.group_blocks] * tile.group_blocks * sms // 132
-    return sms // tile.cluster_blocks * tile.cluster_blocks
-
-
-def _epilogue_weight(problem: Problem) -> float:
-    """How much longer the chain makes the epilogue."""
-    weight = 1.0 if problem.matrix_dtype is None else 1.4
-    for op in (*problem.chain.pre, *problem.chain.post):
-        if op.operand == "element":
-            weight += ELEMENT_OPERAND
-        elif op.operand != "channel":
-            weight += OPERATION.get(op.name, OTHER_OPERATION)
-    return weight
-
-
-def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
-    planes = planes_of(problem)
-    tiles = math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
-    rounds = math.ceil(tiles / _at_once(tile, sms))
-    products = math.ceil(problem.k / tile.block_k) * _step_cycles(tile, planes)
-    wide = 1.3 if tile.consumer_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
-    weight = wide * _epilogue_weight(problem)
-    if tile.ping_pong:
-        epilogue = EPILOGUE_ALONE * weight * tile.block_n * tile.block_m / 64
-        turns = tile.consumers
-        each_once = max(turns * products, products + epilogue + BETWEEN_TILES)
-        total = START + rounds / turns * each_once + epilogue
-    else:
-        epilogue = EPILOGUE_TOGETHER * weight * tile.consumer_n
-        total = START + rounds * (products + epilogue + BETWEEN_TILES)
-    itemsize = planes * tile.element_bytes
-    moved = (problem.m + problem.n) * problem.k * itemsize
-    if tile.converts:
-        converted = problem.n if tile.fp32_weight else problem.m
-        moved += converted * problem.k * (4 if problem.training else 2)  # fp32, and a plane
-    elements = 1 + problem.chain.operand_kinds.count("element")
-    moved += elements * problem.m * problem.n * problem.out_dtype.itemsize
-    if problem.matrix_dtype is not None:
-        moved += problem.m * problem.n * problem.matrix_dtype.itemsize
-    memory = START + moved / MEMORY_BYTES_PER_CYCLE
-    if tile.group_blocks > 1 and tile.split_columns:
-        total *= SHARED_GROUP
-    if tile.fp32_input:
-        total *= FP32_INPUT
-    return max(total, memory) + NOT_HIDDEN * min(total, memory)
-
-
-def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
-    """The conversion of x, and of W where it is not prepacked, and what surrounds it."""
-    if problem.dtype != torch.float32 or tile.tf32:
-        return 0.0
-    of_x = 0 if tile.fp32_input else problem.m
-    of_w = 0 if prepacked or tile.fp32_weight else problem.n
-    moved = (of_x + of_w) * problem.k * (4 + 2 * planes_of(problem))
-    if tile.converts:
-        sampled = problem.n if tile.fp32_weight else problem.m
-        moved += sampled * min(problem.k * 4, SAMPLE_BYTES)
-    launches = 2 * LAUNCH_MICROSECONDS * CYCLES_PER_MICROSECOND
-    launches += FP32_WEIGHT_LAUNCH * CYCLES_PER_MICROSECOND * tile.converts
-    return launches + moved / MEMORY_BYTES_PER_CYCLE
-
-
-def cycles(problem: Problem, tile: Tile, sms: int, prepacked: bool = False) -> float:
-    """Estimated time of the whole forward pass with this tile, but for the launch itself."""
-    kernel = _kernel_cycles(problem, tile, sms) * (CLUSTER if tile.cluster > 1 else 1.0)
-    return kernel + _split_cycles(problem, tile, prepacked)
-
-
 @memo(4096)
 def choose_tile(
     problem: Problem, sms: int, prepacked: bool = False, converts: bool = True
@@ -396,6 +257,7 @@ def microseconds(problem: Problem, sms: int) -> float:
     if tile is None:
         return math.inf
     estimate = cycles(problem, tile, sms, problem.prepacked)
+    estimate += cold_cycles(problem, tile, sms)
     return LAUNCH_MICROSECONDS + estimate / CYCLES_PER_MICROSECOND
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -108,32 +109,36 @@ def _auto(problem: Problem) -> Plan:
 
 def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
     """What is estimated to take the least time: in training, with its backward pass."""
-    ways: list[tuple[float, str, Strategy, Core | None]] = []
+    ways: list[tuple[Cost, str, Strategy, Core | None]] = []
     if core is not None:
         cost = _single_cost(problem, core) + _backward_cost(problem, core)
-        ways.append((cost.microseconds, _tile_text(problem, core), "single", core))
+        ways.append((cost, _tile_text(problem, core), "single", core))
     planes_core = _planes_core(problem)[0]
     if planes_core is not None:
         cost = _planes_cost(problem, planes_core) + _backward_cost(problem, planes_core)
-        ways.append((cost.microseconds, _planes_text(problem), "planes", planes_core))
+        ways.append((cost, _planes_text(problem), "planes", planes_core))
     if problem.chain.norm is not None:
         cost = _epilogue_cost(problem) + _backward_cost(problem, None)
-        ways.append((cost.microseconds, _EPILOGUE, "epilogue", None))
+        ways.append((cost, _EPILOGUE, "epilogue", None))
     # PyTorch's layers would have to make the kernels' mask in dozens of operations.
     drops = "seed" in problem.chain.operand_kinds
+    eager = None
     if problem.out_dtype == problem.dtype and not drops:
-        cost = Cost(costs.eager(problem), costs.eager_host(problem))
-        ways.append((cost.microseconds, _EAGER, "reference", None))
+        eager = Cost(costs.eager(problem), costs.eager_host(problem))
+        ways.append((eager, _EAGER, "reference", None))
     if not ways:
         return Plan("reference", why_not_single)
-    ways.sort(key=lambda way: way[0])
-    time, text, strategy, core = ways[0]
+    # In a loop of small calls the host decides, in a CUDA graph the GPU: neither may lose to eager.
+    most = math.inf if eager is None else eager.gpu
+    ways.sort(key=lambda way: (way[0].gpu > most, way[0].microseconds))
+    cost, text, strategy, core = ways[0]
+    time = cost.microseconds
     reason = f"{text}: estimated {time:.0f} us"
-    reason += "".join(f"; {other}: {slower:.0f}" for slower, other, *_ in ways[1:])
+    reason += "".join(f"; {other}: {slower.microseconds:.0f}" for slower, other, *_ in ways[1:])
     if why_not_single:
         reason += f"; {why_not_single}"
-    eager = next((way[0] for way in ways if way[2] == "reference"), None)
-    return Plan(strategy, reason, core, chosen=True, gain=eager / time if eager and time else None)
+    gain = eager.microseconds / time if eager is not None and time else None
+    return Plan(strategy, reason, core, chosen=True, gain=gain)
 
 
 def _planes_core(problem: Problem) -> tuple[Core | None, str]:

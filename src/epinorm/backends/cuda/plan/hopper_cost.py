@@ -1,0 +1,193 @@
+"""What a tile of the Hopper kernels is estimated to take: a small model of a multiprocessor.
+
+In clock cycles; its constants were measured on an H200 (internals/hopper.md).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile
+from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
+from epinorm.problem import Problem
+
+__all__ = [
+    "CLUSTERS_AT_ONCE",
+    "CYCLES_PER_MICROSECOND",
+    "LAUNCH_MICROSECONDS",
+    "cold_cycles",
+    "cycles",
+    "planes_of",
+]
+
+# Cycles. A tile's first loads; what passes between two tiles of a warpgroup; a column of a row
+# block in the epilogue, with both warpgroups at it and with one alone.
+START = 4500
+BETWEEN_TILES = 700
+EPILOGUE_TOGETHER = 22
+EPILOGUE_ALONE = 17
+SHARED_BYTES_PER_CYCLE = 128
+MEMORY_BYTES_PER_CYCLE = 2400
+"""Of the whole chip: 4.2 TB/s at 1.75 GHz."""
+CYCLES_PER_MICROSECOND = 1750.0
+SHORTEST_STEP, SHORTEST_STEP_OF_TF32 = 450, 700
+"""A small tile's step waits for its loads, its products and their completion in turn; TF32's for
+its rounding too, where that is not of all steps in one go."""
+COLD_CODE = 27
+"""Cycles that the epilogue's instructions take to arrive, a column of a warpgroup: each is used
+once a tile, so few tiles wait for all of them."""
+OFF_LINES = 1.8
+"""A step of operands whose rows do not begin on whole lines of the L2 cache."""
+SHORTEST_STEP_OF_FP32 = 1200
+"""32 KB of W, from memory, for one block."""
+LAUNCH_MICROSECONDS = 2.5
+
+CLUSTER = 1.01
+"""Multicast loads never paid on an H200, where power is the limit (decision 5)."""
+
+SHARED_GROUP = {1: 1.1, 2: 2.0}
+"""By planes: what blocks whose warpgroups split columns take longer for the exchange."""
+CLUSTERS_AT_ONCE = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
+"""That an H200 with its 132 multiprocessors holds: a cluster stays within a GPC."""
+L2_BYTES_PER_CYCLE, L2_BYTES_OF_SPLIT_COLUMNS = 46, 64
+"""Of a multiprocessor, where blocks share groups: they read W once for 64 or 128 rows. The latter:
+where its warpgroups split columns."""
+FP32_INPUT = 1.25
+"""What the kernel that converts x was measured to take of its estimate."""
+
+OPERATION = {
+    **dict.fromkeys(("gelu", "gelu_tanh", "mish", "softplus"), 1.6),
+    **dict.fromkeys(("identity", "relu", "leaky_relu", "scale", "add", "clamp", "hardtanh"), 0.0),
+}
+OTHER_OPERATION, ELEMENT_OPERAND = 0.6, 1.0
+"""What operations add to an epilogue, as shares of one without."""
+
+NOT_HIDDEN = 0.02
+"""What the shorter of computing and memory traffic adds to the longer: it ranks equal ones."""
+
+FP32_WEIGHT_LAUNCH = 4.0
+"""Microseconds more: its kernel does not start early, and its guard waits for it."""
+SAMPLE_BYTES = 1024
+"""Of a row of W, that estimating its scale moves (sample_rows.cuh)."""
+
+
+def planes_of(problem: Problem) -> int:
+    """16-bit planes of each operand: two for fp32 at full accuracy, else one."""
+    return 2 if problem.precision == "highest" else 1
+
+
+def _step_cycles(tile: Tile, planes: int) -> float:
+    """One step along k: the tensor cores' time or shared memory's."""
+    if tile.converts:
+        # What is converted goes through shared memory, and out of it once; the other's plane twice.
+        fp32, plane = tile.block_n, tile.block_m
+        if tile.fp32_input:
+            fp32, plane = plane, fp32
+        both = 2 * 4 * fp32 * tile.block_k + 3 * plane * STEP_BYTES
+        tensor = tile.block_m * tile.block_n / 32
+        return max(tensor, both / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP_OF_FP32)
+    products = 3 if planes == 2 else 1
+    row_blocks = tile.block_m // 64 * (2 if tile.split_columns else 1)
+    tensor = products * tile.block_m * tile.block_n / 32
+    read = products * row_blocks * (64 + tile.consumer_n) * STEP_BYTES
+    rows = tile.block_m + (0 if tile.resident_steps else tile.block_n)
+    written = planes * rows * STEP_BYTES
+    if tile.tf32:  # read, rounded and written once more
+        written *= 3 if tile.resident_steps else 5
+    rate = L2_BYTES_OF_SPLIT_COLUMNS if tile.split_columns else L2_BYTES_PER_CYCLE
+    from_l2 = written / rate if tile.group_blocks > 1 else 0.0
+    shortest = SHORTEST_STEP_OF_TF32 if tile.tf32 and not tile.resident_steps else SHORTEST_STEP
+    return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, from_l2, shortest)
+
+
+def _off_lines(problem: Problem, tile: Tile) -> bool:
+    columns = problem.k
+    if problem.dtype == torch.float32 and not tile.tf32:
+        columns = PlaneLayout(1, problem.k, 0, 0).padded
+    several = columns > tile.block_k
+    return several and columns * tile.element_bytes % STEP_BYTES != 0
+
+
+def _at_once(tile: Tile, sms: int) -> int:
+    """Blocks that run together."""
+    if tile.group_blocks > 1:
+        return CLUSTERS_AT_ONCE[tile.group_blocks] * tile.group_blocks * sms // 132
+    return sms // tile.cluster_blocks * tile.cluster_blocks
+
+
+def _epilogue_weight(problem: Problem) -> float:
+    """How much longer the chain makes the epilogue."""
+    weight = 1.0 if problem.matrix_dtype is None else 1.4
+    for op in (*problem.chain.pre, *problem.chain.post):
+        if op.operand == "element":
+            weight += ELEMENT_OPERAND
+        elif op.operand != "channel":
+            weight += OPERATION.get(op.name, OTHER_OPERATION)
+    return weight
+
+
+def _rounds(problem: Problem, tile: Tile, sms: int) -> int:
+    """Tiles that a block computes."""
+    tiles = math.ceil(problem.m / tile.block_m) * math.ceil(problem.n / tile.block_n)
+    return max(math.ceil(tiles / _at_once(tile, sms)), 1)
+
+
+def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
+    planes = planes_of(problem)
+    rounds = _rounds(problem, tile, sms)
+    products = math.ceil(problem.k / tile.block_k) * _step_cycles(tile, planes)
+    if _off_lines(problem, tile):
+        products *= OFF_LINES
+    wide = 1.3 if tile.consumer_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
+    weight = wide * _epilogue_weight(problem)
+    if tile.ping_pong:
+        epilogue = EPILOGUE_ALONE * weight * tile.block_n * tile.block_m / 64
+        turns = tile.consumers
+        each_once = max(turns * products, products + epilogue + BETWEEN_TILES)
+        total = START + rounds / turns * each_once + epilogue
+    else:
+        epilogue = EPILOGUE_TOGETHER * weight * tile.consumer_n
+        total = START + rounds * (products + epilogue + BETWEEN_TILES)
+    itemsize = planes * tile.element_bytes
+    moved = (problem.m + problem.n) * problem.k * itemsize
+    if tile.converts:
+        converted = problem.n if tile.fp32_weight else problem.m
+        moved += converted * problem.k * (4 if problem.training else 2)  # fp32, and a plane
+    elements = 1 + problem.chain.operand_kinds.count("element")
+    moved += elements * problem.m * problem.n * problem.out_dtype.itemsize
+    if problem.matrix_dtype is not None:
+        moved += problem.m * problem.n * problem.matrix_dtype.itemsize
+    memory = START + moved / MEMORY_BYTES_PER_CYCLE
+    if tile.group_blocks > 1 and tile.split_columns:
+        total *= SHARED_GROUP[planes]
+    if tile.fp32_input:
+        total *= FP32_INPUT
+    return max(total, memory) + NOT_HIDDEN * min(total, memory)
+
+
+def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
+    """The conversion of x, and of W where it is not prepacked, and what surrounds it."""
+    if problem.dtype != torch.float32 or tile.tf32:
+        return 0.0
+    of_x = 0 if tile.fp32_input else problem.m
+    of_w = 0 if prepacked or tile.fp32_weight else problem.n
+    moved = (of_x + of_w) * problem.k * (4 + 2 * planes_of(problem))
+    if tile.converts:
+        sampled = problem.n if tile.fp32_weight else problem.m
+        moved += sampled * min(problem.k * 4, SAMPLE_BYTES)
+    launches = 2 * LAUNCH_MICROSECONDS * CYCLES_PER_MICROSECOND
+    launches += FP32_WEIGHT_LAUNCH * CYCLES_PER_MICROSECOND * tile.converts
+    return launches + moved / MEMORY_BYTES_PER_CYCLE
+
+
+def cold_cycles(problem: Problem, tile: Tile, sms: int) -> float:
+    """What a kernel that has not run lately takes more. It ranks no tiles: not part of `cycles`."""
+    return COLD_CODE * tile.consumer_n * _epilogue_weight(problem) / _rounds(problem, tile, sms)
+
+
+def cycles(problem: Problem, tile: Tile, sms: int, prepacked: bool = False) -> float:
+    """Estimated time of the whole forward pass with this tile, but for the launch itself."""
+    kernel = _kernel_cycles(problem, tile, sms) * (CLUSTER if tile.cluster > 1 else 1.0)
+    return kernel + _split_cycles(problem, tile, prepacked)
