@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,15 +139,14 @@ class Bench:
     def data(self, precision: str, dtype: torch.dtype, rows: int) -> None:
         x = torch.randn(rows, self.given.width, device=self.device, dtype=dtype)
         dy = torch.randn_like(x)
-        for way in self.given.ways:
-            for fused in (False, True):
-                slow = not fused and precision == "highest" and rows > 8192
-                torch._dynamo.reset()
-                model = blocks(self.given.width, 4, dtype, self.device)
-                model = prepared(model, way, fused, self.mesh)
-                found = timed(step_of(model, x, dy), 3 if slow else 10, self.device)
-                self.note(precision, what="blocks", way=way, fused=fused, rows=rows, **found)
-                del model
+        for fused, way in product(map(bool, self.given.fused), self.given.ways):
+            slow = not fused and precision == "highest" and rows > 8192
+            torch._dynamo.reset()
+            model = blocks(self.given.width, 4, dtype, self.device)
+            model = prepared(model, way, fused, self.mesh)
+            found = timed(step_of(model, x, dy), 3 if slow else 10, self.device)
+            self.note(precision, what="blocks", way=way, fused=fused, rows=rows, **found)
+            del model
 
     def tensor(self, precision: str, dtype: torch.dtype) -> None:
         """The pair on one GPU and split, fused; outputs compared before anything is timed."""
@@ -180,12 +180,6 @@ class Bench:
                 ("step", step_of(model, given, g)),
             ):
                 self.note(precision, **facts, **{"pass": name}, **timed(run, 6, self.device, 4))
-        if self.device.type == "cuda":
-            for chunks in (2, 4):
-                run = forward_of(partial(by_chunks, split, chunks), parts)
-                facts = {"what": "pair", "way": f"tensor, {chunks} chunks", "fused": True}
-                facts |= {"rows": rows, "pass": "forward"}
-                self.note(precision, **facts, **timed(run, 6, self.device, 4))
 
     def links(self) -> None:
         """Collectives by themselves, for docs/scale.md's cost model; MiB of the whole."""
@@ -203,46 +197,33 @@ class Bench:
                 self.note("bf16", what=name, mib=mib, **timed(run, 5, self.device, 10))
 
 
-def by_chunks(model: nn.Module, chunks: int, x: DTensor) -> Tensor:
-    """The rows in parts, each on a stream of its own, so that one's collectives run beside the
-    products of another: all parts are gathered first, as NCCL keeps the order of the calls."""
-    current = torch.cuda.current_stream()
-    streams = [torch.cuda.Stream(priority=-(i == 0)) for i in range(chunks)]
-    replicated = []
-    for stream, part in zip(streams, x.to_local().chunk(chunks), strict=True):
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            whole = DTensor.from_local(part, x.device_mesh, x.placements)
-            replicated.append(whole.full_tensor())
-    made = []
-    for stream, rows in zip(streams, replicated, strict=True):
-        with torch.cuda.stream(stream):
-            y: Any = model(DTensor.from_local(rows, x.device_mesh, [Replicate()]))
-            made.append(y.to_local())
-    for stream in streams:
-        current.wait_stream(stream)
-    return torch.cat(made)
+def set_precision(precision: str) -> None:
+    torch.set_float32_matmul_precision("highest" if precision == "bf16" else precision)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", default=["pair", "links", "blocks"])
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 32768])
     parser.add_argument("--pair-rows", type=int, default=8192)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--precisions", nargs="+", default=["bf16", "highest"])
     parser.add_argument("--ways", nargs="*", default=["one", "ddp", "fsdp2"])
+    parser.add_argument("--fused", type=int, nargs="+", default=[1, 0], help="0: eager, 1: fused")
     parser.add_argument("--out", help="a folder")
     bench = Bench(parser.parse_args())
     settings = [
         (p, torch.bfloat16 if p == "bf16" else torch.float32) for p in bench.given.precisions
     ]
-    for precision, dtype in settings:
-        torch.set_float32_matmul_precision("highest" if precision == "bf16" else precision)
+    parts = bench.given.parts
+    for precision, dtype in settings if "pair" in parts else ():
+        set_precision(precision)
         bench.tensor(precision, dtype)
-    bench.links()
-    for rows in bench.given.rows:
+    if "links" in parts:
+        bench.links()
+    for rows in bench.given.rows if "blocks" in parts else ():
         for precision, dtype in settings:
-            torch.set_float32_matmul_precision("highest" if precision == "bf16" else precision)
+            set_precision(precision)
             bench.data(precision, dtype, rows)
     dist.destroy_process_group()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -21,10 +22,22 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
+from torch.torch_version import TorchVersion
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
+
+
+def _group_norm_sharding(x: Any, weight: Any, bias: Any, *sizes: int) -> Any:
+    """What PyTorch computes of GroupNorm on DTensors: on copies."""
+    vectors = [None if t is None else Replicate() for t in (weight, bias)]
+    return [([Replicate()] * 3, [Replicate(), *vectors, *[None] * len(sizes)])]
+
+
+if TorchVersion(torch.__version__) < "2.13":  # which knows none before: no model could be captured
+    register_sharding(torch.ops.aten.native_group_norm.default)(_group_norm_sharding)
 
 
 class _BlockStyle(ParallelStyle):

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.torch_version import TorchVersion
 
 import epinorm
 from epinorm.parallel import ColwiseParallel, RowwiseParallel
@@ -261,8 +262,11 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "refused": refused,
 }
 
+if TorchVersion(torch.__version__) < "2.13":  # whose LayerNorm takes no vectors that are sharded
+    del CASES["layer norm, fused"], CASES["read by plain code"]
+
 if __name__ == "__main__":
     _, RANKS, FOLDER, DEVICE = start()
     MESH = init_device_mesh(DEVICE, (RANKS,))
     asked = sys.argv[5:] or CASES
-    finish(FOLDER, {name: CASES[name]() for name in asked})
+    finish(FOLDER, {name: CASES[name]() for name in asked if name in CASES})

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
@@ -46,14 +47,29 @@ def unfit(found: Any, values: Sequence[Tensor | None]) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """A DTensor with these placements, which a graph's text could not name."""
+
+    placements: tuple[Any, ...]
+    __name__ = "placed"
+
+    def __call__(self, tensor: Any) -> Any:
+        if tensor.placements == self.placements:
+            return tensor
+        return tensor.redistribute(placements=self.placements)
+
+
 def as_in_eager(graph: fx.Graph, made: fx.Node, of: fx.Node) -> fx.Node:
     """A chain's result as its readers were captured with, where these read its placements: not
     where all of them place it anew."""
     value: Any = value_of(of)
-    if not is_distributed((value,)) or all(user.target == "redistribute" for user in of.users):
+    if not is_distributed((value,)) or all(map(_places, of.users)):
         return made
-    return graph.call_function(_placed, (made, value.placements))
+    return graph.call_function(_Placed(tuple(value.placements)), (made,))
 
 
-def _placed(tensor: Any, placements: Any) -> Any:
-    return tensor if tensor.placements == placements else tensor.redistribute(placements=placements)
+def _places(node: fx.Node) -> bool:
+    """Whether it is ``DTensor.redistribute``, as this or an older PyTorch captures it."""
+    name = getattr(node.target, "__name__", node.target)
+    return name in ("redistribute", "prim_redistribute")

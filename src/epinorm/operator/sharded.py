@@ -140,6 +140,36 @@ class _Summed(torch.autograd.Function):
         return gradients[0].redistribute(placements=ctx.placements)
 
 
+class _SummedTogether(torch.autograd.Function):
+    """Vectors as they are, whose gradients one all-reduce sums over dimensions of a mesh."""
+
+    @staticmethod
+    def forward(ctx: Any, mesh: DeviceMesh, dims: Sequence[int], *vectors: Tensor) -> Any:
+        ctx.mesh, ctx.dims = mesh, dims
+        return tuple(vector.view_as(vector) for vector in vectors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        every = torch.cat(gradients)
+        for dim in ctx.dims:
+            distributed.all_reduce(every, group=ctx.mesh.get_group(dim))
+        return None, None, *every.split([len(gradient) for gradient in gradients])
+
+
+def _vectors(layout: Layout, *vectors: Any) -> list[Any]:
+    """This process' part of vectors with one value a channel, or Nones."""
+    placements = layout.features
+    own = [_local(vector, placements, placements) for vector in vectors]
+    copied = layout.summed(placements)
+    dims = [i for i, placement in enumerate(copied) if placement.is_partial()]
+    trained = [i for i, t in enumerate(own) if t is not None and t.requires_grad]
+    if dims and trained:
+        summed = _SummedTogether.apply(layout.mesh, dims, *(own[i] for i in trained))
+        for i, vector in zip(trained, summed, strict=True):
+            own[i] = vector
+    return own
+
+
 def _local(tensor: Any, placements: Placements, gradient: Placements) -> Any:
     """This process' part of a tensor that is first placed so; gradient: how that of the part is."""
     if tensor is None:
@@ -175,7 +205,7 @@ def linear_norm(
     def part(tensor: Any, placements: Placements) -> Any:
         return _local(tensor, placements, layout.summed(placements))
 
-    bias, norm_weight, norm_bias = (part(t, columns) for t in (bias, norm_weight, norm_bias))
+    bias, norm_weight, norm_bias = _vectors(layout, bias, norm_weight, norm_bias)
     pairs = zip(chain.operand_kinds, operands, strict=True)
     given = [
         operand + _place(layout)
