@@ -147,8 +147,8 @@ def _name(trial: Trial) -> str:
         return "epilogue (a library product)"
     kind = "in turn" if tile.ping_pong else "columns shared" if tile.split_columns else "together"
     more = ", TF32" if tile.tf32 else ""
-    if tile.group_blocks > 1:
-        more += f", {tile.group_blocks} blocks a group"
+    if tile.cluster_n > 1:
+        more += f", {tile.cluster_n} blocks a group"
     return f"single {tile.block_m} x {tile.block_n}, {tile.stages} stages, {kind}{more}"
 
 

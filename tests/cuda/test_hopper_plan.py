@@ -156,7 +156,7 @@ def test_a_tile_exists_for_every_group_size(channels, kind):
         assert tile is not None
         assert tile.stages >= 2
         assert shared_bytes(hopper_plan.instance_for(problem, tile)) <= SHARED_LIMIT
-        columns = tile.block_n * tile.group_blocks
+        columns = tile.block_n * tile.cluster_n
         assert columns % channels == 0  # a group never lies in two tiles
         assert columns < problem.n + columns
         assert (tile.load_m or tile.block_m) >= min(m, tile.block_m)

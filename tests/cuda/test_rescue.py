@@ -193,7 +193,7 @@ def test_no_more_clusters_than_run_at_once_and_none_that_share_columns_badly(
     problem = problem_of(16, chain=f"group_norm({n // 16})", m=m, k=k, n=n)
     launched = rescue.rescue_launch(problem, True)
     splits = MOST_SPLITS if clusters and arch == "sm_90a" else 1
-    assert f"constexpr int kSplits = {splits};\n" in sources[0].text
+    assert f"constexpr int kSplitK = {splits};\n" in sources[0].text
     if splits > 1:
         assert launched == (clusters * splits, splits, True)
     else:

@@ -204,20 +204,20 @@ def test_every_kind_of_tile(tile, kind):
 
 
 SHARING = [
-    Tile(128, 192, 0, ping_pong=False, group_blocks=4),
-    Tile(128, 256, 0, ping_pong=False, group_blocks=3),
-    Tile(128, 256, 0, ping_pong=False, group_blocks=8),
-    Tile(64, 192, 0, group_blocks=4),
-    Tile(64, 128, 0, group_blocks=8),
-    Tile(128, 128, 0, group_blocks=6),
-    Tile(128, 96, 0, group_blocks=5),
+    Tile(128, 192, 0, ping_pong=False, cluster_n=4),
+    Tile(128, 256, 0, ping_pong=False, cluster_n=3),
+    Tile(128, 256, 0, ping_pong=False, cluster_n=8),
+    Tile(64, 192, 0, cluster_n=4),
+    Tile(64, 128, 0, cluster_n=8),
+    Tile(128, 128, 0, cluster_n=6),
+    Tile(128, 96, 0, cluster_n=5),
 ]
 
 
 @pytest.mark.parametrize("tile", SHARING, ids=str)
 def test_groups_that_blocks_share(tile):
     """Each warpgroup exchanges for its own rows; more tiles than clusters."""
-    channels = tile.block_n * tile.group_blocks
+    channels = tile.block_n * tile.cluster_n
     with forced_tile(tile):
         make_product(4097, 264, channels, 3, "bfloat16", training=True).check()
         make_product(70, 72, channels, 1, "float16", "add_residual|layer_norm|silu").check()
@@ -477,7 +477,7 @@ RACES = [
     (Tile(128, 256, 0, ping_pong=False), "bfloat16"),
     (Tile(128, 128, 2, cluster=2), "bfloat16"),
     (Tile(128, 128, 0, ping_pong=False), "highest"),
-    (Tile(64, 256, 0, ping_pong=False, split_columns=True, group_blocks=2), "bfloat16"),
+    (Tile(64, 256, 0, ping_pong=False, split_columns=True, cluster_n=2), "bfloat16"),
     (Tile(64, 128, 0, tf32=True), "high"),
 ]
 
@@ -485,7 +485,7 @@ RACES = [
 @pytest.mark.parametrize("tile, kind", RACES)
 def test_a_thousand_runs_give_the_same_bits(tile, kind):
     """Back to back, so that one launch's start overlaps the end of the one before."""
-    channels, groups = (512, 5) if tile.group_blocks > 1 else (16, 129)
+    channels, groups = (512, 5) if tile.cluster_n > 1 else (16, 129)
     with forced_tile(tile):
         case = make_product(2100, 328, channels, groups, kind, training=True)
         first = case.check()
@@ -525,6 +525,6 @@ SHARED += [("bfloat16", 2048, 8), ("highest", 256, 1)]
 @pytest.mark.usefixtures("without_guard")
 @pytest.mark.parametrize("kind, channels, blocks", SHARED)
 def test_groups_that_warpgroups_and_blocks_share(kind, channels, blocks):
-    tile = Tile(64, channels // blocks, 0, False, split_columns=True, group_blocks=blocks)
+    tile = Tile(64, channels // blocks, 0, False, split_columns=True, cluster_n=blocks)
     with forced_tile(tile):
         make_product(2000, 264, channels, 9, kind, training=True, offset=3.0).check()

@@ -270,7 +270,7 @@ struct Rows {
 };
 
 // any: a word that rescale_planes.cu sets where something is flagged; 0 until then.
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
 norm_backward_planes(const float* __restrict__ dy, i64 dy_stride, const float* __restrict__ z,
                      i64 z_stride, const float* __restrict__ mean, const float* __restrict__ rstd,
                      const float* __restrict__ bias, const float* __restrict__ gamma,

@@ -8,9 +8,9 @@
 // there are many, and ends.
 //
 // The prelude defines the chain (codegen.py); kRows, kColumns and kWidth of a tile: rows, columns
-// used, columns multiplied; kBlockK and kStages of the ring; kSplits, the blocks of a cluster, which
+// used, columns multiplied; kBlockK and kStages of the ring; kSplitK, the blocks of a cluster, which
 // share the sum over k of each item; kAligned (every row of x and w begins at a multiple of 16 bytes);
-// kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kKeep (z or, with kKeepsSum, what enters
+// kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kSaveForBackward (z or, with kKeepsSum, what enters
 // the norm is written), kKeepStatistics (mean and rstd are); kFlagsLate (the previous kernel writes flags); CHAIN_PARAMETERS, OPERAND_LIST,
 // STRIDE_LIST, CONSTANT_LIST.
 #include "common/dependent.cuh"
@@ -50,7 +50,7 @@ EPINORM_FUNCTION int select(GroupSelection& selection, const Item& item, const F
 // returns. No other block reads these rows of this tile, nor are they written in any other.
 EPINORM_FUNCTION Range add_tiles(float* tile, int rows) {
   const Range own = own_rows(rows);
-  if constexpr (kSplits > 1) {
+  if constexpr (kSplitK > 1) {
     cluster_sync();  // all tiles are there
     for (int i = own.first * kColumns + threadIdx.x; i < own.end * kColumns; i += kThreads) {
       float* place = tile + i / kColumns * kTileStride + i % kColumns;
@@ -111,7 +111,7 @@ EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range
       const float z = values[i];
       load_operands(t, e, row, column + i);
       values[i] = chain::pre_apply<float>(e.constants, kHasBias ? z + e.bias[column + i] : z, t);
-      if (kKeep) e.z[at + i] = kKeepsSum ? values[i] : z;
+      if (kSaveForBackward) e.z[at + i] = kKeepsSum ? values[i] : z;
       if (!chain::kNormalises) e.y[at + i] = values[i];
       sum += values[i];
     }
@@ -171,9 +171,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   const ItemOrder order(m, n);
   // All below is decided by flags and an item's index, so alike in all blocks of a cluster.
-  const int warp = threadIdx.x / 32, step = gridDim.x / kSplits;
+  const int warp = threadIdx.x / 32, step = gridDim.x / kSplitK;
   bool waited = false;
-  for (int first = blockIdx.x / kSplits; first < order.count(); first += step * kLooks * kWarps) {
+  for (int first = blockIdx.x / kSplitK; first < order.count(); first += step * kLooks * kWarps) {
     bool any = false;
     for (int look = 0; look < kLooks; ++look) {
       const int index = first + (look * kWarps + warp) * step;

@@ -12,7 +12,7 @@
 //
 // The prelude defines kRows, kColumns = kWidth of a tile; kBlockK and kStages of the ring;
 // kTransposedA (`a` is (k, m)); kAligned (every row of an `a` that is (m, k) begins at a multiple of
-// 16 bytes); kAdds; kSplits, the blocks of a cluster, which share the sum over k of each item.
+// 16 bytes); kAdds; kSplitK, the blocks of a cluster, which share the sum over k of each item.
 #include "common/dependent.cuh"
 #include "fp32/rescue_columns.cuh"
 #include "fp32/rescue_splits.cuh"
@@ -54,7 +54,7 @@ EPINORM_FUNCTION bool any_row_flag(const ItemOrder& order, int first, int step,
 EPINORM_FUNCTION void store(const float* tile, const Selection& selection, int rows,
                             int first_column, bool all_rows, const Flag* row_flags, float* result,
                             int n) {
-  if constexpr (kSplits > 1) cluster_sync();  // all tiles are there
+  if constexpr (kSplitK > 1) cluster_sync();  // all tiles are there
   const Range own = own_rows(rows);
   for (int i = own.first * kColumns + threadIdx.x; i < own.end * kColumns; i += kThreads) {
     const int row = i / kColumns, column = i % kColumns;
@@ -63,7 +63,7 @@ EPINORM_FUNCTION void store(const float* tile, const Selection& selection, int r
     float& target = result[static_cast<i64>(selection.rows[row]) * n + first_column + column];
     target = kAdds ? target + value : value;
   }
-  if constexpr (kSplits > 1) cluster_sync();  // no tile is read any more
+  if constexpr (kSplitK > 1) cluster_sync();  // no tile is read any more
 }
 
 // a: (m, k), or (k, m) with kTransposedA, rows a_stride apart. b: (k, n), b_stride. row_flags: (m,),
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __shared__ SpoiltColumns spoilt;
   let_next_kernel_start();  // it waits for this one, which waits for the one before
   const ItemOrder order(m, n);
-  const int step = gridDim.x / kSplits, first = blockIdx.x / kSplits;
+  const int step = gridDim.x / kSplitK, first = blockIdx.x / kSplitK;
   const bool any_row = m <= kFewFlags ? any_flag_wide(row_flags, m)
                                       : any_row_flag(order, first, step, row_flags, m);
   const u32 of_sum = any_flag_wide(sum_flags, k);

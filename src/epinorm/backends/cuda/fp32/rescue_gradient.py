@@ -65,7 +65,7 @@ def rescue_gradient_source(
         "kTransposedA": transposed_a,
         "kAligned": aligned,
         "kAdds": adds,
-        "kSplits": splits,
+        "kSplitK": splits,
     }
     text = "".join(f"constexpr int {name} = {int(value)};\n" for name, value in prelude.items())
     return KernelSource("rescue_gradient", kernel_text("fp32/rescue_gradient.cu", text), arch)

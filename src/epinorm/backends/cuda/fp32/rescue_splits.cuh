@@ -1,4 +1,4 @@
-// Sums over k that the kSplits blocks of a cluster share: each multiplies its part of k into its own tile
+// Sums over k that the kSplitK blocks of a cluster share: each multiplies its part of k into its own tile
 // (rescue_product.cuh), and adds up the tiles of all for its part of the rows.
 #pragma once
 #include "common/hopper_barrier.cuh"
@@ -9,17 +9,17 @@ struct Range {
 };
 
 // This block's number in its cluster: clusters are whole runs of blocks.
-EPINORM_FUNCTION int split_rank() { return blockIdx.x % kSplits; }
+EPINORM_FUNCTION int split_rank() { return blockIdx.x % kSplitK; }
 
 // This block's part of `count`, in whole units; the last parts may be empty. (A single
 // block takes all: ptxas cannot know that the count is not negative, and the general case costs it a
 // register that a portable export for sm_100 lacks.)
 template <int kUnit>
 EPINORM_FUNCTION Range own_part(int count) {
-  if constexpr (kSplits == 1) {
+  if constexpr (kSplitK == 1) {
     return {0, count};
   } else {
-    constexpr int kUnits = kUnit * kSplits;
+    constexpr int kUnits = kUnit * kSplitK;
     const int part = (count + kUnits - 1) / kUnits * kUnit;
     const int first = min(split_rank() * part, count);
     return {first, min(first + part, count)};
@@ -42,11 +42,11 @@ EPINORM_FUNCTION float read_remote(u32 address, u32 rank) {
 
 // The sum over all of k at this place of the tile: of what the blocks have there, in the order of k.
 EPINORM_FUNCTION float sum_of_blocks(const float* place) {
-  if constexpr (kSplits > 1) {
+  if constexpr (kSplitK > 1) {
     const u32 local = static_cast<u32>(__cvta_generic_to_shared(place));
     float sum = 0.0f;
 #pragma unroll
-    for (u32 rank = 0; rank < kSplits; ++rank) sum += read_remote(local, rank);
+    for (u32 rank = 0; rank < kSplitK; ++rank) sum += read_remote(local, rank);
     return sum;
   } else {
     return *place;

@@ -1,5 +1,5 @@
-// The second step of a product whose sum was split over blocks: splits (kSplits, count) in fp32, one
-// after the other in a fixed order, into `out`. The prelude defines kSplits and OutType.
+// The second step of a product whose sum was split over blocks: splits (kSplitK, count) in fp32, one
+// after the other in a fixed order, into `out`. The prelude defines kSplitK and OutType.
 #include "common/dependent.cuh"
 #include "common/storage.cuh"
 
@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (at >= count) return;
   float4 sum = *reinterpret_cast<const float4*>(splits + at);
 #pragma unroll
-  for (int split = 1; split < kSplits; ++split) {
+  for (int split = 1; split < kSplitK; ++split) {
     const float4 v = *reinterpret_cast<const float4*>(splits + split * count + at);
     sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
   }

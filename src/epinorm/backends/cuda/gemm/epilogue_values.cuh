@@ -2,7 +2,7 @@
 // (group_stats.cuh), 16 rows of a warp at a time: bias, scales, gamma and beta, operands.
 //
 // The prelude defines the chain (codegen.py); kGroupColumns; kHasBias, kHasGamma, kHasBeta; kScaled
-// (operands are scaled planes); kKeep (a matrix beside y is written: z, or, with kKeepsSum, what enters
+// (operands are scaled planes); kSaveForBackward (a matrix beside y is written: z, or, with kKeepsSum, what enters
 // the norm); kKeepStatistics (mean and rstd are written); kAffineScaled (a constant taken out of post
 // scales gamma and beta); kBiasInZ (z is kept with the bias); the types OutType, KeptType (of the
 // matrix), LinearType (of the bias) and NormType; kChannelOperands.
@@ -224,7 +224,7 @@ __device__ constexpr bool any_seed(int first) {
 // those of a dropout do not.
 constexpr bool kStagesOperands =
     kAlignedRows && sizeof(typename NormType::Storage) == sizeof(typename OutType::Storage) &&
-    (!kKeep || kSpareRegisters >= 128) && !any_seed(0);
+    (!kSaveForBackward || kSpareRegisters >= 128) && !any_seed(0);
 template <int kColumns>
 using OperandsBefore = StagedOperands<kStagesOperands, 0, chain::kPreOperands, kColumns>;
 template <int kColumns>  // of a chain without a norm all are read there
@@ -236,7 +236,7 @@ constexpr bool kStagesBefore =
     OperandsBefore<kNormPartColumns>::kAny && chain::kNormalises && !kKeepsSum;
 
 // The bias is added to what is kept, or, where its values need not be at hand so early, behind that.
-constexpr bool kBiasFirst = kHasBias && kKeep && kBiasInZ && !kKeepsSum;
+constexpr bool kBiasFirst = kHasBias && kSaveForBackward && kBiasInZ && !kKeepsSum;
 constexpr bool kAddsBias = kHasBias && !kBiasFirst;
 
 __device__ __forceinline__ void add_bias(float (&v)[kAccumulators], const Vectors& vectors,

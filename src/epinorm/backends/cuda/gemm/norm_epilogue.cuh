@@ -65,7 +65,7 @@ __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epi
 }
 
 struct AppliedStatistics {
-  static constexpr bool kRounds = chain::kRoundsStatistics, kKeepsMean = kKeep;
+  static constexpr bool kRounds = chain::kRoundsStatistics, kKeepsMean = kSaveForBackward;
   static __device__ __forceinline__ float rounded(float value) { return chain::statistic(value); }
   static __device__ __forceinline__ float rstd(float found, float mean) {
     return chain::eagers_rstd<kGroupColumns>(found, mean);
@@ -188,7 +188,7 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
                                 row + 8 < e.m ? e.row_scale[row + 8] : 0.f};
     undo_scales(v, row_scale, vectors, lane % 4);
   }
-  if (kKeep) {
+  if (kSaveForBackward) {
     using Store = RowStore<KeptType, kWarpColumns, kAlignedRows>;
     constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
     constexpr bool kStagesSum =

@@ -83,7 +83,7 @@ EPINORM_FUNCTION void backward_rows(TeamType team, const Columns& here, const Te
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
 norm_backward(const Y* __restrict__ dy, i64 dy_stride, const S* __restrict__ z, i64 z_stride,
               const T* __restrict__ mean, const T* __restrict__ rstd,
               const T* __restrict__ row_sums, const Z* __restrict__ bias,

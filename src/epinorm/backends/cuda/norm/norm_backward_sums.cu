@@ -3,7 +3,7 @@
 #include "common/dependent.cuh"
 #include "norm/norm_gradient.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
 norm_backward_sums(const Y* __restrict__ dy, i64 dy_stride, const S* __restrict__ z, i64 z_stride,
                    const T* __restrict__ mean, const T* __restrict__ rstd, T* __restrict__ row_sums,
                    const Z* __restrict__ bias, const P* __restrict__ gamma,

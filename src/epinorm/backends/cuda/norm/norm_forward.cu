@@ -158,7 +158,7 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
 norm_forward(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
              const P* __restrict__ gamma, const P* __restrict__ beta, Y* __restrict__ y,
              T* __restrict__ mean, T* __restrict__ rstd, i64 rows,

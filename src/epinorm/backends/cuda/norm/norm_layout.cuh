@@ -4,10 +4,10 @@
 // lane, the lanes' vectors interleaved so that a warp reads whole sectors. Teams of up to 32 lanes
 // lie in a warp side by side, on neighbouring groups; above, the whole block is one team. A thread
 // keeps its columns and walks over rows, kRows of them in flight at a time, so that bias, gamma and
-// beta are read once (kKeep) and column sums stay in registers.
+// beta are read once (kCacheAffine) and column sums stay in registers.
 //
 // The prelude gives the types; kChannels in a group, kVector, kLanes, kVectors, kRows, kWarpsX,
-// kWarpsY, kKeep, kPrefetch, kResident; kAddsBias (z lacks it), kHasGamma, kHasBeta; the text of the chain. See norm/text.py.
+// kWarpsY, kCacheAffine, kPrefetch, kMinBlocksPerSm; kAddsBias (z lacks it), kHasGamma, kHasBeta; the text of the chain. See norm/text.py.
 #pragma once
 #include "norm/norm_types.cuh"
 #include "common/reduce.cuh"
@@ -146,11 +146,11 @@ EPINORM_FUNCTION void operands_at(const Sources& from, const Channels& channels,
 // The channels' values of vector e: kept in registers over all rows where there are few of them,
 // else read again (from L1) for each pass. Place is Position, or whatever has inside and column.
 struct ChannelStore {
-  Channels kept[kKeep ? kVectors : 1];
+  Channels kept[kCacheAffine ? kVectors : 1];
 
   template <typename Place>
   EPINORM_FUNCTION ChannelStore(const Sources& from, const Place& at) {
-    if (!kKeep) return;
+    if (!kCacheAffine) return;
 #pragma unroll
     for (int e = 0; e < kVectors; ++e)
       if (at.inside(e)) kept[e].load(from, at.column(e));
@@ -158,7 +158,7 @@ struct ChannelStore {
 
   template <typename Place>
   EPINORM_FUNCTION Channels get(const Sources& from, const Place& at, int e) const {
-    if (kKeep) return kept[e];
+    if (kCacheAffine) return kept[e];
     Channels channels;
     if (at.inside(e)) channels.load(from, at.column(e));
     return channels;

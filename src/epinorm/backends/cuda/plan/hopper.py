@@ -136,7 +136,7 @@ def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
         for blocks in (1, 2, 4, LARGEST_CLUSTER):
             if channels % (16 * blocks) == 0 and 64 <= channels // blocks <= widest:
                 width = channels // blocks
-                yield Tile(64, width, 0, False, split_columns=True, group_blocks=blocks)
+                yield Tile(64, width, 0, False, split_columns=True, cluster_n=blocks)
         if problem.dtype != torch.float32 and channels >= FEWEST_SHARED_CHANNELS:
             yield from _cluster_shapes(problem)
 
@@ -155,7 +155,7 @@ def _cluster_shapes(problem: Problem) -> Iterator[Tile]:
         groups = problem.n // channels
         for rows, ping_pong in ((128, False), (64, True)):
             if math.ceil(problem.m / rows) * groups >= at_once:  # fewer leave the GPU half empty
-                yield Tile(rows, width, 0, ping_pong, group_blocks=blocks)
+                yield Tile(rows, width, 0, ping_pong, cluster_n=blocks)
 
 
 def candidates(problem: Problem) -> Iterator[Tile]:
@@ -193,7 +193,7 @@ def _may_convert(problem: Problem) -> bool:
 
 def _may_share_loads(problem: Problem, tile: Tile) -> bool:
     """Two blocks below each other can load W for both: for `epinorm tune` to try, see CLUSTER."""
-    alone = tile.group_blocks == 1 and not tile.resident_steps and not tile.tf32
+    alone = tile.cluster_n == 1 and not tile.resident_steps and not tile.tf32
     one_plane = planes_of(problem) == 1 and tile.block_n % 16 == 0
     return alone and one_plane and problem.m > tile.block_m and not tile.ping_pong
 
@@ -214,7 +214,7 @@ def _fitted(problem: Problem, tile: Tile) -> Tile:
 def _resident_steps(problem: Problem, tile: Tile) -> int:
     """The steps of W where it is one column tile that a block uses again and again."""
     steps = math.ceil(problem.k / tile.block_k)
-    one = problem.n <= tile.block_n and planes_of(problem) == 1 and tile.group_blocks == 1
+    one = problem.n <= tile.block_n and planes_of(problem) == 1 and tile.cluster_n == 1
     if not one or problem.m < 4 * tile.block_m:
         return 0
     return steps if steps * tile.block_n * STEP_BYTES <= LARGEST_RESIDENT_BYTES else 0

@@ -97,7 +97,7 @@ def _step_cycles(tile: Tile, planes: int) -> float:
     if tile.tf32:  # read, rounded and written once more
         written *= 3 if tile.resident_steps else 5
     rate = L2_BYTES_OF_SPLIT_COLUMNS if tile.split_columns else L2_BYTES_PER_CYCLE
-    from_l2 = written / rate if tile.group_blocks > 1 else 0.0
+    from_l2 = written / rate if tile.cluster_n > 1 else 0.0
     shortest = SHORTEST_STEP_OF_TF32 if tile.tf32 and not tile.resident_steps else SHORTEST_STEP
     return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, from_l2, shortest)
 
@@ -112,8 +112,8 @@ def _off_lines(problem: Problem, tile: Tile) -> bool:
 
 def _at_once(tile: Tile, sms: int) -> int:
     """Blocks that run together."""
-    if tile.group_blocks > 1:
-        return CLUSTERS_AT_ONCE[tile.group_blocks] * tile.group_blocks * sms // 132
+    if tile.cluster_n > 1:
+        return CLUSTERS_AT_ONCE[tile.cluster_n] * tile.cluster_n * sms // 132
     return sms // tile.cluster_blocks * tile.cluster_blocks
 
 
@@ -160,7 +160,7 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     if problem.matrix_dtype is not None:
         moved += problem.m * problem.n * problem.matrix_dtype.itemsize
     memory = START + moved / MEMORY_BYTES_PER_CYCLE
-    if tile.group_blocks > 1 and tile.split_columns:
+    if tile.cluster_n > 1 and tile.split_columns:
         total *= SHARED_GROUP[planes]
     if tile.fp32_input:
         total *= FP32_INPUT

@@ -42,7 +42,7 @@ class Tile:
     rows). load_m: rows of A that are loaded, fewer than block_m where m is small. cluster: blocks
     that share the loads of B. group: row tiles that share a column tile. fold_steps: steps of 64
     between folds (two planes); 0: each product of 16 is folded. tf32: fp32 operands are multiplied
-    as they are, as TF32. group_blocks: blocks of a cluster side by side that share a group's
+    as they are, as TF32. cluster_n: blocks of a cluster side by side that share a group's
     statistics. resident_steps: steps of B, where it is one column tile, that stay in shared memory;
     0: B goes through the ring. consumers: warpgroups that multiply; more than two take turns at
     small tiles. fp32_weight: by `hopper_fp32_weight.cu`, which converts W on the way; stages are of
@@ -59,7 +59,7 @@ class Tile:
     split_columns: bool = False
     load_m: int | None = None
     tf32: bool = False
-    group_blocks: int = 1
+    cluster_n: int = 1
     resident_steps: int = 0
     consumers: int = 2
     fp32_weight: bool = False
@@ -84,7 +84,7 @@ class Tile:
     @property
     def cluster_blocks(self) -> int:
         """Blocks of a cluster."""
-        return self.cluster * self.group_blocks
+        return self.cluster * self.cluster_n
 
     @property
     def element_bytes(self) -> int:
@@ -120,7 +120,7 @@ def _exchangers(tile: Tile) -> int:
 
 
 def _barrier_bytes(tile: Tile) -> int:
-    exchanges = 2 * _exchangers(tile) if tile.group_blocks > 1 else 2
+    exchanges = 2 * _exchangers(tile) if tile.cluster_n > 1 else 2
     return (2 * tile.stages + tile.consumers + 1 + exchanges) * 8  # full, empty, turns, resident
 
 

@@ -198,6 +198,9 @@ def _choice(entry: Any) -> Choice:
 def _tile(fields: Any) -> Tile:
     if not isinstance(fields, dict):
         raise ValueError(f"{fields!r} is not a tile")
+    if "group_blocks" in fields:
+        fields = {**fields, "cluster_n": fields["group_blocks"]}
+        del fields["group_blocks"]
     fields = {
         "fp32_weight": False,
         "fp32_input": False,

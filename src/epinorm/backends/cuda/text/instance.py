@@ -145,7 +145,7 @@ def epilogue_prelude(instance: Instance[T]) -> str:
             "kHasGamma": instance.has_gamma,
             "kHasBeta": instance.has_beta,
             "kScaled": instance.scaled,
-            "kKeep": instance.matrix_dtype is not None,
+            "kSaveForBackward": instance.matrix_dtype is not None,
             "kKeepsSum": chain.returns_sum,
             "kKeepStatistics": instance.keep_statistics,
             "kAffineScaled": scaled,

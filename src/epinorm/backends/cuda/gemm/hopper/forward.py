@@ -189,10 +189,10 @@ class _WithTile(Launch):
         dynamic = shared_bytes(instance)
         kernel = load(linear_norm_source(instance), problem.device, dynamic)
         rows = -(-problem.m // (tile.block_m * tile.cluster))
-        tiles = rows * -(-problem.n // (tile.block_n * tile.group_blocks))
+        tiles = rows * -(-problem.n // (tile.block_n * tile.cluster_n))
         together = tile.cluster_blocks
         most = sm_count(problem.device) // together
-        if tile.group_blocks > 1:  # a GPC's multiprocessors need not be a multiple of a cluster's
+        if tile.cluster_n > 1:  # a GPC's multiprocessors need not be a multiple of a cluster's
             most = kernel.clusters_at_once(together, tile.threads, dynamic)
         blocks = persistent_blocks(tiles, most) * together
         return kernel.prepare(

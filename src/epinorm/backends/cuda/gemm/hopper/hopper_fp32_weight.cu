@@ -3,19 +3,19 @@
 //
 // Persistent blocks; a tile is kBlockN rows of W by kBlockM rows of x. W is operand A, so a thread's
 // accumulators run along x's rows: at a tile's end they are turned around through x's ring, and a warp finishes
-// a row of x (turned_epilogue.cuh).
+// a row of x (transposed_epilogue.cuh).
 //
 // Scales of W's rows are estimated, and corrected where they do not suffice (register_operand.cuh).
 //
 // Each of the blocks that multiply the same rows of W looks at a share of the steps: whether halves hold what
 // they round, and in training it writes them as W's plane.
 //
-// The prelude defines kWritesPlane; what two_rings.cuh, weight_fragments.cuh and turned_epilogue.cuh need; the
+// The prelude defines kWritesPlane; what two_rings.cuh, weight_fragments.cuh and transposed_epilogue.cuh need; the
 // instruction wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b); CHAIN_PARAMETERS, OPERAND_LIST,
 // CONSTANT_LIST, AFFINE_SCALE.
 #include "common/dependent.cuh"
 #include "gemm/hopper/register_operand.cuh"
-#include "gemm/hopper/turned_epilogue.cuh"
+#include "gemm/hopper/transposed_epilogue.cuh"
 
 // The thread, found out anew, as lane_here() does.
 __device__ __forceinline__ int thread_here() {

@@ -11,7 +11,7 @@
 
 constexpr int kWarpColumns = kConsumerN;
 constexpr int kVectorColumns = kConsumerN, kVectorThreads = kWarpgroupThreads;
-constexpr int kParts = kGroupBlocks * kColumnParts;
+constexpr int kParts = kClusterN * kColumnParts;
 constexpr bool kPacksAffine = !kPingPong;  // all warps are in the epilogue at once
 constexpr int kSpareRegisters = kConsumerRegisters - kAccumulators;
 #define COMBINES_PARTS
@@ -61,7 +61,7 @@ struct PartExchange {
     const u32 rows = buffers + turn * kParts * kPartBytes + (warp * 16 + lane / 4) * kPairBytes;
     const u32 own = rows + part * kPartBytes;
     ++uses;
-    if (kGroupBlocks == 1) {
+    if (kClusterN == 1) {
       if (lane % 4 == 0)
         for (int lower = 0; lower < 2; ++lower)
           store_pair(own + lower * 8 * kPairBytes, first[lower], second[lower]);
@@ -78,7 +78,7 @@ struct PartExchange {
                                                         const float (&second)[2], u32 to,
                                                         u32 barrier) {
 #pragma unroll
-    for (int block = 0; block < kGroupBlocks; ++block)
+    for (int block = 0; block < kClusterN; ++block)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
         store_async(address_in_block(to + lower * 8 * kPairBytes, block), first[lower],
@@ -147,12 +147,12 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
   const int turn = kPingPong ? consumer : 0;
   Slot slot;
   slot.skip(turn * k_steps);
-  if (kResident && kVectors > 0) {  // one column tile: its vectors stay
+  if (kWeightInSmem && kVectors > 0) {  // one column tile: its vectors stay
     Fetched fetched;
     fetch_vectors(fetched, e, share.first_column, thread);
     share_vectors(fetched, vectors, consumer, thread, e.affine_scale);
   }
-  if (kResident) wait_for_resident(ring);
+  if (kWeightInSmem) wait_for_resident(ring);
   const int first_index = first_tile + turn * tile_step, index_step = kTurns * tile_step;
   int count = 0;
   Tile next = order.tile_at(first_index, rank);
@@ -161,12 +161,12 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
     const Tile tile = next;
     const int first_column = tile.n + share.first_column;
     Fetched fetched;
-    if (!kResident) fetch_vectors(fetched, e, first_column, thread);
+    if (!kWeightInSmem) fetch_vectors(fetched, e, first_column, thread);
     prefetch_operands<kRowBlocks * kProductM>(e, tile.m + share.first_block * kProductM,
                                               first_column, thread);
     Accumulators v;
     multiply_tile(v, ring, slot, share, k_steps, count, [&] {
-      if (!kResident && kVectors > 0)
+      if (!kWeightInSmem && kVectors > 0)
         share_vectors(fetched, vectors, consumer, thread, e.affine_scale);
       next = order.tile_at(index + index_step, rank);
     });
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     give_registers<kProducerRegisters>();
     if (threadIdx.x == kConsumerThreads) {
       const Operands16 operands = {{&x_hi, &x_lo}, {&w_hi, &w_lo}, order.row_tiles == 1};
-      if (kResident) load_resident(ring, operands);
+      if (kWeightInSmem) load_resident(ring, operands);
       Slot slot;
       Tile tile = first;
       for (int index = first_tile; index < order.count();) {

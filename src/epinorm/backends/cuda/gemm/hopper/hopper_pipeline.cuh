@@ -17,9 +17,9 @@
 //   kPlanes, kFoldSteps                    2 planes: three products, see multiply_tile()
 //   kMajorKA, kMajorKB                     the operand's rows run along the summed index
 //   kCluster                               1, or 2: two blocks below each other share B's loads
-//   kGroupBlocks                           1, or blocks side by side that share a group's statistics
+//   kClusterN                           1, or blocks side by side that share a group's statistics
 //   kTileGroup                             see TileOrder
-//   kResidentSteps                         0, or the steps of B, which is one column tile, that stay in
+//   kWeightSteps                         0, or the steps of B, which is one column tile, that stay in
 //                                          shared memory from the first tile to the last
 // and the instruction wgmma(float (&d)[kAccumulators], u64 a, u64 b, int accumulate).
 #pragma once
@@ -30,8 +30,8 @@
 #include "common/tile_order.cuh"
 
 constexpr int kWarpgroupThreads = 128;
-constexpr int kClusterBlocks = kCluster * kGroupBlocks;
-static_assert(kCluster == 1 || kGroupBlocks == 1, "a cluster has one purpose");
+constexpr int kClusterBlocks = kCluster * kClusterN;
+static_assert(kCluster == 1 || kClusterN == 1, "a cluster has one purpose");
 static_assert(kConsumers == 2 || kPingPong, "more than two take turns");
 constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
 constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
@@ -61,12 +61,12 @@ constexpr int kConsumerRegisters =
 
 constexpr int kPlaneBytesA = kBlockM * kSwizzleRowBytes;
 constexpr int kPlaneBytesB = kBlockN * kSwizzleRowBytes;
-constexpr bool kResident = kResidentSteps > 0;
-constexpr int kResidentBytes = kResidentSteps * kPlaneBytesB;
-static_assert(!kResident || (kPlanes == 1 && kClusterBlocks == 1), "one plane, one block");
-constexpr int kStageBytes = kPlanes * (kPlaneBytesA + (kResident ? 0 : kPlaneBytesB));
+constexpr bool kWeightInSmem = kWeightSteps > 0;
+constexpr int kResidentBytes = kWeightSteps * kPlaneBytesB;
+static_assert(!kWeightInSmem || (kPlanes == 1 && kClusterBlocks == 1), "one plane, one block");
+constexpr int kStageBytes = kPlanes * (kPlaneBytesA + (kWeightInSmem ? 0 : kPlaneBytesB));
 constexpr int kLoadedBytes =
-    kPlanes * (kLoadM * kSwizzleRowBytes + (kResident ? 0 : kPlaneBytesB));
+    kPlanes * (kLoadM * kSwizzleRowBytes + (kWeightInSmem ? 0 : kPlaneBytesB));
 constexpr int kRingBytes = kResidentBytes + kStages * kStageBytes;
 constexpr int kBoxBytes = 64 * kSwizzleRowBytes;  // 64 x 64 elements of an operand not K-major
 static_assert(kMajorKB || kBlockN % 64 == 0, "boxes of 64 cover the tile");
@@ -82,7 +82,7 @@ struct Ring {
     return data + stage * kStageBytes + plane * kPlaneBytesA;
   }
   __device__ __forceinline__ u32 b(int stage, int step, int plane) const {
-    if (kResident) return resident + step * kPlaneBytesB;
+    if (kWeightInSmem) return resident + step * kPlaneBytesB;
     return data + stage * kStageBytes + kPlanes * kPlaneBytesA + plane * kPlaneBytesB;
   }
   __device__ __forceinline__ Ring(u32 data, u32 barriers)
@@ -130,14 +130,14 @@ struct TileOrder {
 
   __device__ __forceinline__ TileOrder(int m, int n)
       : row_tiles((m + kCluster * kBlockM - 1) / (kCluster * kBlockM)),
-        column_tiles((n + kGroupBlocks * kBlockN - 1) / (kGroupBlocks * kBlockN)) {}
+        column_tiles((n + kClusterN * kBlockN - 1) / (kClusterN * kBlockN)) {}
 
   __device__ __forceinline__ int count() const { return row_tiles * column_tiles; }
 
   __device__ __forceinline__ Tile tile_at(int index, int rank) const {
     const TilePlace place = grouped_tile<kTileGroup>(index, row_tiles, column_tiles);
     return {(place.row * kCluster + (kCluster > 1 ? rank : 0)) * kBlockM,
-            (place.column * kGroupBlocks + (kGroupBlocks > 1 ? rank : 0)) * kBlockN};
+            (place.column * kClusterN + (kClusterN > 1 ? rank : 0)) * kBlockN};
   }
 };
 
@@ -230,7 +230,7 @@ __device__ __forceinline__ void load_tile(const Ring& ring, Slot& slot, const Op
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {
       load_operand<kMajorKA, kLoadM>(ring.a(slot.stage, plane), operands.a[plane], full, k, tile.m);
-      if (kResident) continue;
+      if (kWeightInSmem) continue;
       const u32 b = ring.b(slot.stage, step, plane);
       if (kCluster == 1)
         load_operand<kMajorKB, kBlockN>(b, operands.b[plane], full, k, tile.n, operands.b_once);
@@ -242,7 +242,7 @@ __device__ __forceinline__ void load_tile(const Ring& ring, Slot& slot, const Op
 
 __device__ __forceinline__ void load_resident(const Ring& ring, const Operands16& operands) {
   barrier_arrive_expect(ring.resident_barrier, kResidentBytes);
-  for (int step = 0; step < kResidentSteps; ++step)
+  for (int step = 0; step < kWeightSteps; ++step)
     load_operand<kMajorKB, kBlockN>(ring.b(0, step, 0), operands.b[0], ring.resident_barrier,
                                     step * kBlockK, 0);
 }
@@ -350,7 +350,7 @@ __device__ __forceinline__ void round_step_to_tf32(const Ring& ring, int stage, 
   static_assert(kElementBytes == 2 || kPingPong, "each step has one reader");
   const u32 thread = threadIdx.x % kWarpgroupThreads;
   round_to_tf32(ring.a(stage, 0), kLoadM * kSwizzleRowBytes, thread, kWarpgroupThreads);
-  if (!kResident) round_to_tf32(ring.b(stage, 0, 0), kPlaneBytesB, thread, kWarpgroupThreads);
+  if (!kWeightInSmem) round_to_tf32(ring.b(stage, 0, 0), kPlaneBytesB, thread, kWarpgroupThreads);
   named_barrier_sync(1 + consumer, kWarpgroupThreads);
 }
 
@@ -394,12 +394,12 @@ __device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators*
 template <class Arrived>
 __device__ __forceinline__ void multiply_at_once(Accumulators& result, const Ring& ring, Slot& slot,
                                                  const Share& share, Arrived arrived) {
-  static_assert(!kResident || kLoadM == kBlockM, "all of A's rows are loaded");
+  static_assert(!kWeightInSmem || kLoadM == kBlockM, "all of A's rows are loaded");
   constexpr int kStepUnits = kPlaneBytesA / kUnitBytes / kWarpgroupThreads;  // of a thread
-  constexpr int kUnits = kResidentSteps * kStepUnits, kAtOnce = kUnits < 16 ? kUnits : 16;
-  int stages[kResidentSteps];
+  constexpr int kUnits = kWeightSteps * kStepUnits, kAtOnce = kUnits < 16 ? kUnits : 16;
+  int stages[kWeightSteps];
 #pragma unroll
-  for (int step = 0; step < kResidentSteps; ++step, slot.next()) {
+  for (int step = 0; step < kWeightSteps; ++step, slot.next()) {
     barrier_wait(ring.full_barrier(slot.stage), slot.parity);
     stages[step] = slot.stage;
   }
@@ -424,14 +424,14 @@ __device__ __forceinline__ void multiply_at_once(Accumulators& result, const Rin
   named_barrier_sync(1 + share.consumer, kWarpgroupThreads);
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kResidentSteps; ++step)
+  for (int step = 0; step < kWeightSteps; ++step)
     multiply_step(result, nullptr, ring, stages[step], step, share.first_block, share.first_column,
                   step > 0, false);
   wgmma_commit();
   wgmma_wait<0>();
   keep_after_wait(result);
 #pragma unroll
-  for (int step = 0; step < kResidentSteps; ++step) release(ring, stages[step]);
+  for (int step = 0; step < kWeightSteps; ++step) release(ring, stages[step]);
 }
 
 __device__ __forceinline__ void add_to(Accumulators& sum, const Accumulators& part, float factor) {
@@ -490,7 +490,7 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
     else
       meanwhile();
   };
-  if constexpr (kElementBytes == 4 && kResident && kResidentSteps <= kStages) {
+  if constexpr (kElementBytes == 4 && kWeightInSmem && kWeightSteps <= kStages) {
     multiply_at_once(result, ring, slot, share, pass_turn);
   } else if constexpr (kPlanes == 1) {
     multiply_steps(result, nullptr, ring, slot, share, 0, k_steps - 1, issued);

@@ -58,7 +58,7 @@ ADD_THREADS, ADD_VALUES = 256, 4
 
 def add_splits_source(parts: int, out_dtype: torch.dtype) -> KernelSource:
     """The kernel that adds up the parts; compiles without a GPU."""
-    prelude = f"constexpr int kSplits = {parts};\n#define OutType {TYPES[out_dtype]}\n"
+    prelude = f"constexpr int kSplitK = {parts};\n#define OutType {TYPES[out_dtype]}\n"
     return KernelSource("add_splits", kernel_text("gemm/add_splits.cu", prelude), ARCH)
 
 

@@ -145,7 +145,7 @@ __device__ __forceinline__ void finish_rows(const Epilogue& e, const LaneChannel
 #pragma unroll
     for (int u = 0; u < kRowsAtOnce; ++u) {
       const int row = first + next + u;
-      const bool keeps = kKeep && row < e.m && column < e.n;
+      const bool keeps = kSaveForBackward && row < e.m && column < e.n;
       float* const kept = e.z + static_cast<i64>(row) * e.n + column;
       if (keeps && !kKeepsSum) store_lane(kept, v[u]);
 #pragma unroll
