@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from epinorm.tools.judge.facts import Timing
 from epinorm.tools.page import html_page
 from epinorm.tools.plots import draw
 from epinorm.tools.results import merge_rows, read_rows
@@ -74,3 +75,12 @@ def test_no_ratio_is_shown_where_noise_is_larger() -> None:
 def test_a_spread_survives_the_file(tmp_path: Path) -> None:
     merge_rows(tmp_path / "a.json", [ROW])
     assert read_rows(tmp_path / "a.json") == [ROW]
+
+
+def test_the_judge_gives_no_ratio_that_is_less_than_its_noise() -> None:
+    quiet = Timing("forward", 100.0, 200.0, 110.0, 5.0, "its own", 1.1, 1.05)
+    assert str(quiet) == "forward: 100 µs, eager 200 µs, 2.00× (1.82 to 2.10) by its own clock"
+    busy = replace(quiet, solution_spread=3.0)  # a machine that others use
+    assert "not distinguishable from eager (0.67 to 2.10×)" in str(busy)
+    assert "2.00×" not in str(busy)
+    assert busy.as_json()["speedups"] == [0.6667, 2.1]

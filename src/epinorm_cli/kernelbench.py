@@ -115,12 +115,15 @@ def _show(verdict: Verdict, details: bool) -> None:
     for held in verdict.not_held:
         out.print(f"not held: {held}", markup=False)
     for timing in verdict.timings:
-        out.print(
-            f"{timing.pass_}: {timing.solution_us:.0f} µs, eager {timing.eager_us:.0f} µs, "
-            f"[bold]{timing.speedup:.2f}×[/] by {timing.clock} clock"
-        )
+        out.print(f"[bold]{escape(str(timing))}[/]")
+    if verdict.failures and not verdict.timings:
+        out.print("not timed: what is wrong has no speed; docs/judging.md says what a check tries")
     facts = verdict.facts
     where = f"{facts['dtype']} {facts['precision']} on {facts['gpu']}, seed {facts['seed']}"
+    if facts["scale"] != 1:
+        where += f", sizes divided by {facts['scale']}"
+    if details:
+        out.print(f"SHA-256 of {verdict.solution}: {facts['solution_sha256']}", markup=False)
     if verdict.clean:
         out.print(f"[bold green]clean[/] {escape(where)}")
     else:

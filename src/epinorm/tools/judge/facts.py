@@ -43,7 +43,8 @@ class Check:
 class Timing:
     """Microseconds a run. ``clock``: whose counts, for solution and eager alike: the solution's
     "its own", confirmed by "the judge's", or the latter with all that the loop of timed runs costs.
-    ``outside_us``: the solution's by the judge's clock; ``loop_us``: the loop's part of that."""
+    ``outside_us``: the solution's by the judge's clock; ``loop_us``: the loop's part of that.
+    ``solution_spread``, ``eager_spread``: the slowest batch's time over the fastest's."""
 
     pass_: Literal["forward", "training"]
     solution_us: float
@@ -51,11 +52,30 @@ class Timing:
     outside_us: float
     loop_us: float
     clock: Literal["its own", "the judge's"] = "its own"
+    solution_spread: float = 1.0
+    eager_spread: float = 1.0
 
     @property
     def speedup(self) -> float:
         """Eager's time over the solution's."""
         return self.eager_us / self.solution_us
+
+    @property
+    def speedups(self) -> tuple[float, float]:
+        """The least and the largest that the batches would allow."""
+        return self.speedup / self.solution_spread, self.speedup * self.eager_spread
+
+    def __str__(self) -> str:
+        """What the batches show; a ratio that is less than their noise is none."""
+        least, most = self.speedups
+        if least < 1.0 < most:
+            said = f"not distinguishable from eager ({least:.2f} to {most:.2f}×)"
+        else:
+            said = f"{self.speedup:.2f}× ({least:.2f} to {most:.2f})"
+        return (
+            f"{self.pass_}: {self.solution_us:.0f} µs, eager {self.eager_us:.0f} µs, {said} "
+            f"by {self.clock} clock"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for JSON, to four digits."""
@@ -67,6 +87,7 @@ class Timing:
             "loop_us": float(f"{self.loop_us:.4g}"),
             "clock": self.clock,
             "speedup": float(f"{self.speedup:.4g}"),
+            "speedups": [float(f"{ratio:.4g}") for ratio in self.speedups],
         }
 
 

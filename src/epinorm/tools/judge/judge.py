@@ -36,7 +36,7 @@ _NOT_HELD = {
     "one",
     "no signals": "it can stop or kill its user's processes, this one among them",
 }
-_AS_ROOT = "it runs as root, who may change the machine: files, settings of the GPU"
+_AS_ROOT = "the judge runs as root, and so the solution, which may change the machine"
 
 
 def _silent(stage: str, share: float) -> None:

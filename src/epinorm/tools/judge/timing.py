@@ -52,23 +52,27 @@ none by GROSS of a part's own size, which a run that was not made exceeds four t
 @dataclass(frozen=True)
 class EagerTimes:
     """Microseconds a run: as reported, by the judge's clock with all that the loop costs, to launch
-    it (CUDA), and what the loop costs without the model."""
+    it (CUDA), and what the loop costs without the model; of the slowest batch, as reported."""
 
     us: float
     outside_us: float
     launch_us: float
     loop_us: float
+    slowest_us: float
 
     def best(self, other: EagerTimes) -> EagerTimes:
         """The faster of two measurements; the loop's cost is the first one's."""
         return replace(
-            self, us=min(self.us, other.us), outside_us=min(self.outside_us, other.outside_us)
+            self,
+            us=min(self.us, other.us),
+            outside_us=min(self.outside_us, other.outside_us),
+            slowest_us=max(self.slowest_us, other.slowest_us),
         )
 
     def against(self, timing: Timing) -> Timing:
         """The timing with this as eager's."""
         mine = self.us if timing.clock == "its own" else self.outside_us
-        return replace(timing, eager_us=mine)
+        return replace(timing, eager_us=mine, eager_spread=self.slowest_us / self.us)
 
 
 def _recipe(session: Session, model: nn.Module, training: bool) -> tuple[Recipe, Loop]:
@@ -127,14 +131,15 @@ def time_eager(session: Session, training: bool) -> EagerTimes:
     batches = [_eager_batch(loop, runs) for _ in range(WANTED)]
     outside = min(outside for _, outside in batches)
     if session.device.type == "cuda":
-        us = min(statistics.fmean(loop.run(_state(), runs, True)[0]) for _ in range(WANTED))
+        cold = [statistics.fmean(loop.run(_state(), runs, True)[0]) for _ in range(WANTED)]
         loop_us = min(_loop_on_device(loop) for _ in range(WANTED))
-        return EagerTimes(us, outside, min(_launch(loop) for _ in range(WANTED)), loop_us)
+        launch = min(_launch(loop) for _ in range(WANTED))
+        return EagerTimes(min(cold), outside, launch, loop_us, max(cold))
     # By the CPU's clock where others use the machine, by the wall's where there are threads.
     loop_us = min(_loop_on_cpu(loop, runs // 8 + 1) for _ in range(4 * WANTED))
     loop_us = min(loop_us, *(outside - said for said, outside in batches))
-    us = min(max(said, outside - loop_us) for said, outside in batches)
-    return EagerTimes(us, outside, 0.0, loop_us)
+    reported = [max(said, outside - loop_us) for said, outside in batches]
+    return EagerTimes(min(reported), outside, 0.0, loop_us, max(reported))
 
 
 def _eager_batch(loop: Loop, runs: int) -> tuple[float, float]:
@@ -345,4 +350,6 @@ class _Batches:
         else:
             reason = f"a run takes {outside:.0f} µs by the judge's clock, and it says {said:.0f}"
             return None, Check("", "failed", f"{reason} (the loop takes {loop:.0f})")
+        counted = self.cold or [b.outside for b in self.warm]
+        timing = replace(timing, solution_spread=max(counted) / min(counted))
         return self.eager.against(timing), Check("", "passed", facts)
