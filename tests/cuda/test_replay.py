@@ -3,13 +3,22 @@
 The GPU is conftest.py's: it computes each launch from the bytes that the driver is given.
 """
 
+import ctypes
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
+from epinorm.backends.cuda.replayed import ReplayedBackward
+from epinorm.backends.cuda.runtime import launch, prepared
 from epinorm.backends.cuda.runtime.replay import CannotReplay, Replay, recording
 from epinorm.chain import Chain
 from epinorm.chain.reference import linear_norm
 from epinorm.operator.dispatch import Caller
+from epinorm.problem import Forward, Gradients, Inputs, Wanted
 
 CHAIN = "layer_norm(1e-05)|leaky_relu(0.25)|add_residual"
 M, K, N = 32, 64, 512
@@ -107,3 +116,110 @@ def test_runs_that_cannot_be_repeated():
         Replay(noted, [], [x])
     with pytest.raises(CannotReplay, match="contiguous"):
         Replay(noted, [x.t()], [made])
+
+
+def numbers_at(address):
+    return torch.frombuffer((ctypes.c_char * (4 * N)).from_address(address), dtype=torch.float32)
+
+
+@pytest.fixture
+def backward(gpu):
+    """One whose pass is repeated from now on: dz = (dy + z + x's planes) + x, by two launches."""
+    gpu.signature_of_add = lambda _: "ppppi"
+    gpu.compute_add = lambda _, *at: numbers_at(at[3]).copy_(
+        sum(numbers_at(each) for each in at[:3] if each)
+    )
+    add = gpu.load(("add", None)).prepare("ppppi", 1, 32)
+
+    def run(inputs, kept, dy, want, left):
+        planes = None if left is None else left.take_x()
+        if planes is None:
+            planes = torch.empty(N)
+            add(inputs.bias.data_ptr(), 0, 0, planes.data_ptr(), N)
+        between, dz = torch.empty(N), torch.empty(N)
+        z, plane = kept[0].z, planes.data_ptr()
+        add(dy.data_ptr(), z.data_ptr(), plane, between.data_ptr(), N)
+        last_row = inputs.x.data_ptr() + 4 * inputs.x.stride(0)
+        add(last_row, between.data_ptr(), 0, dz.data_ptr(), N)
+        kept.clear()
+        return Gradients(None, None, None, None, None, ()), dz
+
+    made = ReplayedBackward(run)
+    for _ in range(3):
+        check_backward(made)
+    assert gpu.replayed
+    return made
+
+
+class Vanishing(KeptPlanes):
+    """Another thread makes room as soon as these planes were seen."""
+
+    seen = False
+
+    def __getattribute__(self, name):
+        if name == "x":
+            if self.seen:
+                self.__dict__["x"] = None
+            self.seen = True
+        return super().__getattribute__(name)
+
+
+def check_backward(backward, left=None, z=None, dy=None, x=None):
+    x = torch.randn(2, N) if x is None else x
+    planes, bias = torch.randn(N), torch.randn(N)
+    left = KeptPlanes(planes, None) if left is None else left(planes)
+    inputs = Inputs(x, torch.randn(N, N), bias, None, None, (), ())
+    dy = torch.randn(N) if dy is None else dy
+    z = torch.randn(N) if z is None else z
+    kept = [Forward(z, z, torch.randn(1), torch.randn(1))]
+    _, dz = backward(inputs, kept, dy, Wanted(True, False, False, False, False, ()), left)
+    found = dz - dy - z - x[1]
+    assert any(torch.allclose(found, each, atol=1e-5) for each in (planes, bias))
+
+
+def test_planes_that_another_thread_frees_meanwhile(backward):
+    check_backward(backward, left=lambda planes: Vanishing(planes, None))
+    check_backward(backward)
+
+
+def test_a_gradient_that_is_what_was_kept(gpu, backward):
+    """As where an operator is called by hand; then it is given once."""
+    before, same = gpu.replayed, torch.randn(N)
+    check_backward(backward, z=same, dy=same)
+    assert gpu.replayed == before
+    check_backward(backward)
+    assert gpu.replayed > before
+
+
+def test_an_input_whose_rows_move_apart_after_the_forward_pass(backward):
+    check_backward(backward, x=torch.randn(2, 2 * N)[:, :N])
+
+
+@pytest.mark.parametrize("module", [launch, prepared])
+def test_a_recording_that_ends_while_another_thread_launches(gpu, module, monkeypatch):
+    """Between looking whether there is one and telling it."""
+    caller = Caller(CHAIN, "planes")
+    check(caller, tensors())
+    lines = Path(module.__file__).read_text().splitlines()
+    last = [i for i, line in enumerate(lines, 1) if ".note_" in line][-1]
+
+    def trace(frame, event, _):
+        if event == "line" and frame.f_lineno == last:
+            module.recording = None
+        return trace if frame.f_code.co_filename == module.__file__ else None
+
+    if module is prepared:
+        monkeypatch.setattr(prepared, "_current_device", lambda: 0)
+        made = torch.empty(4)
+        monkeypatch.setattr(prepared, "_empty_strided_cuda", lambda *_: made)
+        new = prepared.new_tensor((4,), torch.float32, torch.device("cuda", 0))
+    monkeypatch.setattr(
+        module,
+        "recording",
+        SimpleNamespace(note_launch=lambda *_: None, note_allocation=lambda *_: None),
+    )
+    sys.settrace(trace)
+    try:
+        new() if module is prepared else check(caller, tensors())
+    finally:
+        sys.settrace(None)

@@ -149,10 +149,12 @@ def replayed_forward(run: Run) -> Run:
     return forward
 
 
-def _given(inputs: Inputs, kept: Forward, dy: Tensor, left: KeptPlanes | None) -> list[Tensor]:
-    """What a backward pass reads. Where z is dy it is asked for its size alone."""
+def _given(
+    inputs: Inputs, kept: Forward, dy: Tensor, planes: tuple[Tensor | None, ...]
+) -> list[Tensor]:
+    """What a backward pass reads. Where z is dy it is asked for its size alone, or is read as dy:
+    then one tensor fewer is given than where it is not."""
     z = None if kept.z is dy else kept.z
-    planes = (None, None) if left is None else (left.x, left.weight)
     return _there((dy, *inputs[:5], *inputs.operands, z, kept.mean, kept.rstd, *planes))
 
 
@@ -178,16 +180,19 @@ class ReplayedBackward:
         left: KeptPlanes | None,
     ) -> Launches:
         """As ``executable.CudaExecutable.backward``."""
-        has_planes = left is not None and (left.x is not None, left.weight is not None)
+        # x and W as well, which are saved by name: their data may have been exchanged meanwhile.
+        if not all([t.is_contiguous() for t in (dy, inputs.x, inputs.weight, *inputs.operands)]):
+            return self._run(inputs, kept, dy, want, left)
+        # Looked at once: another thread may free them to make room.
+        planes = (None, None) if left is None else (left.x, left.weight)
+        has_planes = planes[0] is not None, planes[1] is not None
         known = self._known.get((want, has_planes))
         if known is None:
             known = self._known[want, has_planes] = (_Recorder(), [])
         recorder, found = known
-        if not all([t.is_contiguous() for t in (dy, *inputs.operands)]):
-            return self._run(inputs, kept, dy, want, left)
         if found and found[0][1] == inputs.constants:
             replay, _, fields = found[0]
-            made = replay(_given(inputs, kept[0], dy, left))
+            made = replay(_given(inputs, kept[0], dy, planes))
             if made is not None:
                 kept.clear()
                 if left is not None:
@@ -197,8 +202,9 @@ class ReplayedBackward:
                 operands = tuple(gradients[len(_SINGLE) :])
                 return Gradients._make((*gradients[: len(_SINGLE)], operands)), dz
         if found or not recorder.wants(dy.device):
+            del planes  # which are freed within the run
             return self._run(inputs, kept, dy, want, left)
-        given = _given(inputs, kept[0], dy, left)
+        given = _given(inputs, kept[0], dy, planes)
         (gradients, dz), replay = recorder.record(
             lambda: self._run(inputs, kept, dy, want, left),
             given,

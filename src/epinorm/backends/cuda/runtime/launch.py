@@ -179,8 +179,9 @@ class Kernel:
                     f"{self.entry}: arguments do not fit their types: {error} "
                     f"({signature}: {values}, {shape})"
                 ) from None
-            if recording is not None:
-                recording.note_launch(
+            noted = recording  # another thread may end it
+            if noted is not None:
+                noted.note_launch(
                     handle.value, shape.numbers, (attributes, attribute_count), layout, values
                 )
             if current_device() == device:

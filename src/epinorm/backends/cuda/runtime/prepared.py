@@ -49,8 +49,9 @@ def new_tensor(
         if current_device() != index:
             return ordinary()
         made = empty(size, strides, dtype)
-        if recording is not None:
-            recording.note_allocation(made)
+        noted = recording  # another thread may end it
+        if noted is not None:
+            noted.note_allocation(made)
         return made
 
     return new

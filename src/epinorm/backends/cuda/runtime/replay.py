@@ -206,6 +206,7 @@ class Replay:
         self.device = device.index or 0
         self.count = len(noted.launches)
         memory = _Memory(given, noted, results)
+        self._given = len(given)
         self._aligned = [i for i, t in enumerate(given) if t.numel() > 1]
         self._new = [new_tensor(tuple(t.shape), t.dtype, t.device) for t in results]
         if memory.scratch_bytes:
@@ -217,7 +218,10 @@ class Replay:
         self._address = ctypes.addressof(self._program)
 
     def __call__(self, given: Sequence[Tensor]) -> list[Tensor] | None:
-        """The results; None where the tensors do not begin as those of the recorded run did."""
+        """The results; None where the tensors are not as many as those of the recorded run, or do
+        not begin as they did."""
+        if len(given) != self._given:
+            return None
         addresses = [t.data_ptr() for t in given]
         together = 0
         for i in self._aligned:
