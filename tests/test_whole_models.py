@@ -241,6 +241,14 @@ def test_a_name_that_is_none_is_one_sentence(text: str, said: str) -> None:
     assert said in result.stderr
 
 
+def test_a_problem_files_options_are_not_taken_for_a_whole_models() -> None:
+    result = CliRunner().invoke(app, ["bench", "tdmpc2", "--small", "--dtype", "bfloat16"])
+    assert result.exit_code == 2
+    assert "--settings highest, high, bf16" in result.stderr
+    result = CliRunner().invoke(app, ["check", "model.py:factory"])
+    assert "a whole model is for bench and explain" in result.stderr
+
+
 def test_a_factory_in_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text("WIDTH = 6\n")
     (tmp_path / "mine.py").write_text(
@@ -262,6 +270,7 @@ def test_the_command_writes_rows_and_says_what_it_found(tmp_path: Path) -> None:
         "tdmpc2_small, highest, forward: 4 of 4 chains, 0 of 0 other Linears fused" in result.stdout
     )
     (path,) = (tmp_path / "models").iterdir()
+    assert f"results: {path}" in result.stdout.replace("\n", "")
     (row,) = read_model_rows(path)
     assert row.model == "tdmpc2_small"
     assert row.verified
@@ -289,11 +298,15 @@ def test_kernels_have_families(kernel: str, name: str) -> None:
 def test_tables_show_times_ratios_and_what_is_not_verified(
     rows: list[ModelRow], tmp_path: Path
 ) -> None:
-    good = replace(rows[0], eager_ms=10.0, compile_ms=8.0, fused_ms=4.0, backend_ms=2.5)
+    good = replace(
+        rows[0], eager_ms=10.0, compile_ms=8.0, fused_ms=4.0, backend_ms=2.5, spreads=None
+    )
     bad = replace(good, setting="bf16", fused_ms=None, reasons={"fused": "output: error 1"})
     table = models_table([good, bad])
     assert "| net | highest | 10 ms | 8 ms (1.25×) | 4 ms (2.50×) | 2.5 ms (4.00×) |" in table
     assert "| net | bf16 | 10 ms | 8 ms (1.25×) | not verified | 2.5 ms (4.00×) |" in table
+    noisy = replace(good, spreads={"fused": [0.2, 1.5], "compile": [0.75, 0.9]})
+    assert "8 ms (1.25×) | 4 ms (within noise) | 2.5 ms (4.00×) |" in models_table([noisy])
     assert "| 1 of 1, 0 of 1 |" in details_table([good])
     assert models_table([]) == "Not measured yet."
     path = tmp_path / "gpu.json"

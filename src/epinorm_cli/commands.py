@@ -112,6 +112,12 @@ def bench(
         raise typer.Exit(0 if right else 1)
     assert model is not None
     if is_whole_model(model):
+        if (dtype, precision, scale, strategy) != ("float32", None, 1, "auto"):
+            with one_sentence():
+                raise UsageError(
+                    "--dtype, --precision, --scale and --strategy are for a problem FILE; "
+                    f"{model} is a whole model: --settings highest, high, bf16 or bf16-autocast"
+                )
         verified = bench_models(
             *(model, settings, device, training, small, compile_, runs, out_folder, as_json)
         )

@@ -34,7 +34,7 @@ def bench_models(
     with one_sentence():
         from dataclasses import replace
 
-        from epinorm.tools.console import err, progress
+        from epinorm.tools.console import err, out, progress
         from epinorm.tools.models import SETTINGS, bench_model, load_subject, merge_model_rows
         from epinorm.tools.models.bench import FEW_RUNS
         from epinorm.tools.results import device_slug
@@ -64,6 +64,8 @@ def bench_models(
                     _show(row)
         if as_json:
             print(json.dumps([row.as_json() for row in rows], indent=1))
+        else:
+            out.print(f"results: {path}", markup=False)
         return all(row.verified for row in rows)
 
 
@@ -73,12 +75,11 @@ def _show(row: ModelRow) -> None:
     from epinorm.tools.console import out
     from epinorm.tools.models.rows import COMPETITORS
     from epinorm.tools.models.tables import NAMES, milliseconds
-    from epinorm.tools.tables import times
 
     pass_ = "forward + backward" if row.pass_ == "training" else "forward"
     out.print(
         f"{row.model}, {row.setting}, {pass_}: {row.fused_places} of {row.places} chains, "
-        f"{row.fused_linears} of {row.linears} other Linears fused",
+        f"{row.fused_linears} of {row.linears} other Linears fused, on {row.gpu}",
         style="bold", markup=False,
     )  # fmt: skip
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -89,7 +90,7 @@ def _show(row: ModelRow) -> None:
         if values[0] is None and name not in (row.reasons or {}):
             continue
         peak = "–" if values[2] is None else f"{values[2]:.0f}"
-        cells = [milliseconds(values[0]), times(row.over(name)), milliseconds(values[1]), peak]
+        cells = [milliseconds(values[0]), _ratio(row, name), milliseconds(values[1]), peak]
         table.add_row(NAMES[name], *cells)
     out.print(table)
     if row.ours_error is not None and row.eager_error is not None:
@@ -103,6 +104,18 @@ def _show(row: ModelRow) -> None:
         said = ", ".join(f"{family} {ms:.3g} ms" for family, ms in of.items())
         out.print(f"{NAMES[name]}: {said}", markup=False)
     out.print()
+
+
+def _ratio(row: ModelRow, name: str) -> str:
+    from epinorm.tools.tables import times
+
+    between = row.between(name)
+    if between is None:
+        return times(row.over(name))
+    said = f"{between[0]:.2f} to {between[1]:.2f}"
+    if row.is_noise(name):
+        return f"not distinguishable ({said})"
+    return f"{times(row.over(name))} ({said})"
 
 
 def bench_suite(

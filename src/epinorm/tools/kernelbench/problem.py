@@ -147,7 +147,8 @@ def _parse(path: Path) -> ast.Module:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ProblemError(f"{path} does not exist; expected a Python file") from None
+        whole = "; a whole model is for bench and explain" if ":" in path.name else ""
+        raise ProblemError(f"{path} does not exist; expected a Python file{whole}") from None
     except UnicodeDecodeError:
         raise ProblemError(f"{path} is not a text file in UTF-8; expected a Python file") from None
     except OSError as error:

@@ -75,6 +75,18 @@ class ModelRow(JsonRow):
         ours, theirs = getattr(self, f"{name}_ms"), getattr(self, f"{other}_ms")
         return theirs / ours if ours and theirs else None
 
+    def between(self, name: str) -> tuple[float, float] | None:
+        """Between what eager's time over that of ``name`` lies in eight of ten rounds."""
+        if name not in (self.spreads or {}):
+            return None
+        low, high = (self.spreads or {})[name]
+        return 1 / high, 1 / low
+
+    def is_noise(self, name: str) -> bool:
+        """Whether the rounds differ by more than ``name`` and eager do."""
+        low, high = self.between(name) or (0.0, 0.0)
+        return low <= 1 <= high
+
 
 def read_model_rows(path: Path) -> list[ModelRow]:
     """The rows of a results file; raises ValueError if the file is not one."""

@@ -38,6 +38,8 @@ def _cell(row: ModelRow, name: str) -> str:
     value = getattr(row, f"{name}_ms")
     if value is None:
         return "not verified" if name in (row.reasons or {}) and name != "compile" else "–"
+    if row.is_noise(name):
+        return f"{milliseconds(value)} (within noise)"
     ratio = "" if name == "eager" else f" ({times(row.over(name))})"
     return milliseconds(value) + ratio
 
