@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import epinorm
 from epinorm.backends.cpu import build
 from epinorm.chain import reference
 from epinorm.chain.pointwise import DEFINITIONS
@@ -151,3 +153,18 @@ def test_reference_agrees_with_float64(make_case):
         *(case.inputs.norm_weight, case.inputs.norm_bias, case.inputs.operands),
     )
     assert relative_error(case.run()[0], y) < 1e-14
+
+
+@pytest.mark.parametrize("m", [7, 300])
+def test_a_bias_far_above_the_products_rounds_their_sum_once(m):
+    """In float64: added to the bias one by one, each of K products would be rounded at its size."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(m, 128).double() * 2**-20, torch.randn(12, 128).double()
+    bias = torch.randn(12).double()
+    _, total = epinorm.linear_norm(
+        x, weight, bias, norm=epinorm.RMSNorm(), return_sum=True, strategy="cpu"
+    )
+    rows = range(0, m, max(1, m // 7))
+    terms = [[(x[i] * weight[j]).tolist() + [bias[j].item()] for j in range(12)] for i in rows]
+    exact = torch.tensor([[math.fsum(t) for t in row] for row in terms], dtype=torch.float64)
+    assert relative_error(total[list(rows)], exact) < 1.2e-16

@@ -70,18 +70,21 @@ static std::optional<PackedWeight> pack_weight(const Problem& p, bool transposed
 }
 
 // Rows [row, row + count) and columns [column, column + width) of x weight^T + bias. The product adds
-// to the bias, as eager's does: in 16 bit z is rounded once. In 32, a short K is cut in halves, which
+// to the bias, as eager's does: in 16 bit z is rounded once; but in 64 the bias is added to the sum, since
+// one far larger than the products would round each of them. In 32, a short K is cut in halves, which
 // a library does with a long one: rounding z is most of the error of a gradient, and a sum of two
 // short chains rounds less than one long one. `packed`: all columns, whole blocks.
 static void linear(const Problem& p, const Matrix& z, int64_t z_row, int64_t row, int64_t count,
                    int64_t column, int64_t width, const PackedWeight* packed = nullptr) {
   const int64_t size = size_of(p.dtype);
-  if (p.bias != nullptr)
+  const bool added = p.bias != nullptr && p.dtype == kDouble && p.k > 0;
+  const bool first = p.bias != nullptr && !added;
+  if (first)
     for (int64_t r = 0; r < count; ++r)
       std::memcpy(z.at(z_row + r, column), static_cast<char*>(p.bias) + column * size, width * size);
   if (packed != nullptr && count == p.blocks.rows)
     return packed->multiply(p.matrix(p.x, p.x_stride).at(row, 0), p.x_stride, z.at(z_row, 0),
-                            z.stride, p.bias != nullptr);
+                            z.stride, first);
   int64_t depth = p.k;
   if (p.dtype == kFloat && p.k <= kUncut)
     depth = halved(p.k);
@@ -92,7 +95,11 @@ static void linear(const Problem& p, const Matrix& z, int64_t z_row, int64_t row
     multiply(z.part(z_row, count, column, width),
              p.matrix(p.x, p.x_stride).part(row, count, inner, deep),
              p.matrix(p.weight, p.weight_stride).part(column, width, inner, deep).t(),
-             inner > 0 || p.bias != nullptr);
+             inner > 0 || first);
+  }
+  for (int64_t r = 0; added && r < count; ++r) {
+    double* const to = reinterpret_cast<double*>(z.at(z_row + r, column));
+    for (int64_t c = 0; c < width; ++c) to[c] += static_cast<double*>(p.bias)[column + c];
   }
 }
 
