@@ -165,6 +165,6 @@ def test_a_bias_far_above_the_products_rounds_their_sum_once(m):
         x, weight, bias, norm=epinorm.RMSNorm(), return_sum=True, strategy="cpu"
     )
     rows = range(0, m, max(1, m // 7))
-    terms = [[(x[i] * weight[j]).tolist() + [bias[j].item()] for j in range(12)] for i in rows]
+    terms = [[[*(x[i] * weight[j]).tolist(), bias[j].item()] for j in range(12)] for i in rows]
     exact = torch.tensor([[math.fsum(t) for t in row] for row in terms], dtype=torch.float64)
     assert relative_error(total[list(rows)], exact) < 1.2e-16
