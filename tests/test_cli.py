@@ -232,6 +232,7 @@ def test_explain_takes_a_whole_model_by_its_factory(here: Path) -> None:
     result = call("explain", "mine.py:factory", "--device", "cpu")
     assert result.exit_code == 0, result.stderr
     assert "1 of 1 chains fused" in result.stdout
+    assert "plans for CPU" in result.stdout
     assert "mine.py:factory" in result.stderr  # and no picture of a factory
 
 

@@ -293,6 +293,7 @@ def explain(
         from epinorm.tools.console import out, progress
         from epinorm.tools.kernelbench.problem import load_problem
         from epinorm.tools.plans import plans_of
+        from epinorm.tools.results import device_name
 
         chosen, products, where, _ = options_of(dtype, precision, device, "auto")
         with progress(file.name) as notify, fp32_precision_set(products):
@@ -309,6 +310,7 @@ def explain(
         if as_json:
             print(explained.to_json())
         else:
+            out.print(f"plans for {device_name(where)}, {dtype}", markup=False, highlight=False)
             out.print(str(explained), markup=False)
         if plan and not as_json:
             with fp32_precision_set(products):

@@ -78,8 +78,8 @@ def _show(row: ModelRow) -> None:
 
     pass_ = "forward + backward" if row.pass_ == "training" else "forward"
     out.print(
-        f"{row.model}, {row.setting}, {pass_}: {row.fused_places} of {row.places} chains, "
-        f"{row.fused_linears} of {row.linears} other Linears fused, on {row.gpu}",
+        f"{row.model}, {row.setting}, {pass_}: {row.fused_places} of {row.places} chains can be "
+        f"fused, {row.fused_linears} of {row.linears} other Linears are, on {row.gpu}",
         style="bold", markup=False,
     )  # fmt: skip
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -200,6 +200,68 @@ def test_rows_name_chain_place_and_plan() -> None:
     assert {row.strategy for row in epinorm.explain(fused).rows} == {"reference"}
 
 
+def test_what_is_left_to_pytorch_is_not_shown_as_fused() -> None:
+    wide = (nn.Linear(K, 128), nn.LayerNorm(128), nn.ReLU())  # as fast in PyTorch's own layers
+    made = nn.Sequential(*wide, nn.Linear(128, N), nn.GroupNorm(4, N))
+    explained = epinorm.explain(made, torch.randn(64, K))
+    assert [row.left for row in explained.rows] == [True, False]
+    assert [row.cells()[2] for row in explained.rows] == ["PyTorch's", "yes"]
+    assert (explained.fused, explained.left) == (2, 1)
+    said = "1 of 2 chains by epinorm's kernels, 1 left to PyTorch's own layers"
+    assert f"Sequential: {said}" in str(explained)
+    assert said in explained._repr_html_().replace("&#x27;", "'")
+
+
+def test_a_copy_is_told_to_be_not_fused_and_no_more() -> None:
+    fused = epinorm.fuse(Model(), strategy="reference")
+    fused(torch.randn(ROWS, K))
+    said = str(epinorm.explain(copy.deepcopy(fused)))
+    assert "It is not fused: call epinorm.fuse" in said
+    assert "no chain" not in said
+
+
+class Agent(nn.Module):
+    """Methods alone, as agents of reinforcement learning have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Model().eval()
+
+    def encode(self, x):
+        return self.encoder(x)
+
+
+def test_a_model_without_forward_is_warned_of_and_its_parts_are_named() -> None:
+    told = r"Agent has no forward, and model\(x\) is what is fused: fuse the submodules"
+    with pytest.warns(UserWarning, match=told):
+        agent = epinorm.fuse(Agent())
+    x = torch.randn(ROWS, K)
+    agent.encode(x)
+    for explained in (epinorm.explain(agent), epinorm.explain(agent, x), epinorm.explain(Agent())):
+        assert re.search(told, str(explained))
+        assert "no chain" not in str(explained)
+    epinorm.fuse(agent.encoder, strategy="reference")
+    agent.encode(x)
+    assert epinorm.explain(agent).fused == 1
+
+
+def test_a_model_with_forward_is_not_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    class Calls(Agent):
+        def forward(self, x):
+            return self.encode(x)
+
+    given = nn.Identity()
+    given.forward = lambda x: x  # type: ignore[method-assign]
+    fused = epinorm.fuse(Calls())
+    epinorm.fuse(given)
+    epinorm.fuse(torch.jit.script(nn.Linear(2, 2)))
+    assert not [w for w in recwarn if "has no forward" in str(w.message)]
+    fused.encode(torch.randn(ROWS, K))
+    assert "submodules that are called by themselves" in " ".join(
+        str(epinorm.explain(fused)).lower().split()
+    )
+
+
 def test_a_missing_compiler_is_told() -> None:
     code = (
         "import epinorm, torch; from torch import nn;"

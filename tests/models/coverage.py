@@ -1,8 +1,8 @@
-"""Count the places where a Linear's result reaches a norm, and those that are fused.
+"""Count the places where a Linear's result reaches a norm, and those that can be fused.
 
 `make coverage`, or `python tests/models/coverage.py [NAME...] [--all]`: a line for each model, in
-training and in eval, then the share of all; BatchNorm counts by itself. --all: each place that is
-not fused, with its reason.
+training and in eval, then the share of all; BatchNorm counts by itself. Whether a plan then
+leaves a chain to PyTorch's layers does not count. --all: each place that cannot be fused, and why.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
         for mode in ("training", "eval"):
             fused, places = (totals[kind, mode, what] for what in ("fused", "places"))
             share = f"{100 * fused / places:.0f} %" if places else "none"
-            print(f"{kind}, {mode}: {fused} of {places} fused ({share})")
+            print(f"{kind}, {mode}: {fused} of {places} can be fused ({share})")
 
 
 if __name__ == "__main__":

@@ -17,19 +17,25 @@ from torch import nn
 from epinorm.backends.engine import plan_for
 from epinorm.backends.prepack import keeps
 from epinorm.capture.dynamo import run_without_values
-from epinorm.capture.fuse import checked_settings, fused_of
+from epinorm.capture.fuse import checked_settings, fused_of, without_forward
 from epinorm.capture.rewriting import Recorder, Settings
 from epinorm.capture.sites import Captured, Site
 
 __all__ = ["Explanation", "Row", "explain"]
 
+_NOT_CALLED = (
+    "It was not called since it was fused: call it as model(x), which is what is fused, or "
+    "explain(model, *inputs). Submodules that are called by themselves are to be fused themselves."
+)
 _COLUMNS = ("chain", "where", "fused", "strategy", "gain", "why")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One place of a model. ``reason``: why it is not fused, or why this strategy. gain: how many
-    times as fast as PyTorch's own layers the plan estimates it; None where nothing was estimated.
+    """One place of a model. ``fused``: it is one chain, which a plan is made for; ``left``: that
+    plan is PyTorch's own layers. ``reason``: why it is not fused, or why this strategy. gain: how
+    many times as fast as PyTorch's own layers the plan estimates it; None where nothing was
+    estimated.
     """
 
     chain: str
@@ -40,38 +46,55 @@ class Row:
     shape: str = ""
     gain: float | None = None
 
+    @property
+    def left(self) -> bool:
+        """Whether the chain's plan leaves it to PyTorch's own layers."""
+        return self.fused and self.strategy == "reference"
+
     def cells(self) -> tuple[str, ...]:
         """What the table shows, in the order of its columns."""
         place = f"{self.where}\n{self.shape}" if self.shape else self.where
         gain = "" if self.gain is None else f"{self.gain:.1f}×"
-        return self.chain, place, "yes" if self.fused else "no", self.strategy, gain, self.reason
+        fused = "PyTorch's" if self.left else "yes" if self.fused else "no"
+        return self.chain, place, fused, self.strategy, gain, self.reason
 
 
 @dataclass(frozen=True)
 class Explanation:
     """What ``explain`` found. ``rows``: in the order in which the model computes; ``linears``:
     those without a norm, which the table counts by what computes them; ``notes``: where the graph
-    breaks, and what else limits what was seen."""
+    breaks, and what else limits what was seen; ``seen``: whether there was a call to look at."""
 
     model: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     linears: tuple[Row, ...] = ()
+    seen: bool = True
 
     @property
     def fused(self) -> int:
-        """The number of chains that are, or would be, fused."""
+        """The number of chains that are, or would be, one operation, ``left`` included."""
         return sum(row.fused for row in self.rows)
 
+    @property
+    def left(self) -> int:
+        """The number of those chains whose plans leave them to PyTorch's own layers."""
+        return sum(row.left for row in self.rows)
+
     def to_json(self) -> str:
-        """As JSON text: {"model": ..., "rows": [...], "linears": [...], "notes": [...]}."""
+        """As JSON text: {"model": ..., "rows": [...], "linears": [...], "notes": [...], ...}."""
         return json.dumps(asdict(self), indent=2)
 
     @property
     def _title(self) -> str:
+        if not self.seen:
+            return self.model
         if not self.rows:
             return f"{self.model}: no chain was found: no Linear's result reaches a norm"
-        return f"{self.model}: {self.fused} of {len(self.rows)} chains fused"
+        if not self.left:
+            return f"{self.model}: {self.fused} of {len(self.rows)} chains fused"
+        ours = f"{self.fused - self.left} of {len(self.rows)} chains by epinorm's kernels"
+        return f"{self.model}: {ours}, {self.left} left to PyTorch's own layers"
 
     @property
     def _below(self) -> tuple[str, ...]:
@@ -148,18 +171,21 @@ def explain(model: nn.Module, *example_inputs: Any, **example_arguments: Any) ->
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     fused = fused_of(model)
     name = type(model).__name__
+    no_forward = without_forward(model)
+    if no_forward and (example_inputs or example_arguments):
+        return Explanation(name, (), (no_forward,), seen=False)
     if example_inputs or example_arguments:
         settings = fused.settings if fused is not None else checked_settings("auto", False, "once")
         return _without_values(name, model, settings, example_inputs, example_arguments)
     # Its parts may be fused by themselves, as those that fully_shard or DDP stand around.
     known = [found for m in model.modules() if (found := fused_of(m)) is not None]
     if not known:
-        note = "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
-        return Explanation(name, (), (note,))
+        note = no_forward or "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
+        return Explanation(name, (), (note,), seen=False)
     recorders = [found.recorder for found in known]
     if not any(recorder.graphs for recorder in recorders):
-        note = "It was not called since it was fused: call it, or explain(model, *inputs)."
-        return Explanation(name, (), (note,))
+        note = no_forward or _NOT_CALLED
+        return Explanation(name, (), (note,), seen=False)
     apart = any(found.leaves_rest for found in known)
     notes = ("What is outside of fully_shard's units is not fused.",) * apart
     return _explanation(name, recorders, notes)

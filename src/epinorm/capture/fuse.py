@@ -7,6 +7,7 @@ out of copies and pickles. What Dynamo cannot capture runs the model's own code.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from epinorm.operator import calls
 from epinorm.precision import fp32_precision
 from epinorm.problem import Strategy, check_strategy
 
-__all__ = ["Fused", "checked_settings", "fuse", "fused_of", "unfuse"]
+__all__ = ["Fused", "checked_settings", "fuse", "fused_of", "unfuse", "without_forward"]
 
 M = TypeVar("M", bound=nn.Module)
 _MOST_CAPTURES = 16
@@ -250,6 +251,17 @@ def fused_of(model: nn.Module) -> Fused | None:
     return getattr(model.__dict__.get("_compiled_call_impl"), "_epinorm", None)
 
 
+def without_forward(model: nn.Module) -> str:
+    """What to say of a model without a ``forward`` of its own; empty for one that has it."""
+    inherited = getattr(type(model), "forward", None) is nn.Module.forward
+    if not inherited or "forward" in model.__dict__:
+        return ""
+    return (
+        f"{type(model).__name__} has no forward, and model(x) is what is fused: fuse the "
+        "submodules that are called by themselves."
+    )
+
+
 def fuse(
     model: M,
     *,
@@ -266,8 +278,9 @@ def fuse(
     fused and what is not.
 
     ``rounding``, ``strategy`` and ``strict`` are those of ``linear_norm``; under ``strict`` a chain
-    that is found and cannot be fused is a RuntimeError at the call too. Raises TypeError for
-    anything but an nn.Module and ValueError for an unknown strategy or rounding.
+    that is found and cannot be fused is a RuntimeError at the call too. Warns of a model without a
+    ``forward``: calls of its methods and submodules are not captured. Raises TypeError for anything
+    but an nn.Module and ValueError for an unknown strategy or rounding.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -276,6 +289,8 @@ def fuse(
     if isinstance(model, torch.jit.ScriptModule):
         say_once(f"{type(model).__name__} is TorchScript: it runs as it is, unfused")
         return model
+    if said := without_forward(model):
+        warnings.warn(f"epinorm: {said}", stacklevel=2)
     model.__dict__["_compiled_call_impl"] = Fused(model, settings).call
     return model
 

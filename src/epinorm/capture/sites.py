@@ -53,8 +53,10 @@ class Captured:
         fused = sum(site.taken for site in self.sites)
         linears = sum(site.taken for site in self.linears)
         return (
-            f"{fused} of {len(self.sites)} chains fused, and {linears} of {len(self.linears)} "
-            "Linears without a norm" + f"; ended by {self.broken_by}" * bool(self.broken_by)
+            f"{fused} of {len(self.sites)} chains can be fused, and {linears} of "
+            f"{len(self.linears)} Linears without a norm"
+            + f"; ended by {self.broken_by}"
+            * bool(self.broken_by)
         )
 
 

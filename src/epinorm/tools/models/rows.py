@@ -27,8 +27,9 @@ class ModelRow(JsonRow):
 
     ``ours_error`` and ``eager_error`` are relative to float64's output, the ``gradient`` ones those
     of all gradients together; ours is that of ``fused``. What is not verified has no times.
-    ``places``: where a Linear's result reaches a norm, ``fused_places`` of them run as ours;
-    ``linears`` and ``fused_linears`` are those without a norm. ``dropout``: the largest p while
+    ``places``: where a Linear's result reaches a norm, ``fused_places`` of them can be fused,
+    those included that their plans leave to PyTorch's layers; ``linears`` are those without a norm,
+    ``fused_linears`` of them run as ours. ``dropout``: the largest p while
     timed; verification is without. ``families``: GPU ms of each kind of kernel, of
     eager and of fused. ``reasons``: why a competitor has no times. ``spreads``: for each, eight of
     ten rounds' times over eager's.

@@ -62,8 +62,8 @@ class SuiteRow(JsonRow):
 
     ``seeds``: how many of SEEDS KernelBench's rule passes; ``exact_seeds``: how many it would of
     Model in float64. Errors are relative to float64.
-    ``fused``: chains and other Linears that run as ours, of ``places``. What is not ``right`` has
-    no times, and ``reason`` says why.
+    ``fused``: chains that can be fused and other Linears that run as ours, of ``places``. What is
+    not ``right`` has no times, and ``reason`` says why.
     """
 
     problem: int

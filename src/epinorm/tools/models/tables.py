@@ -79,7 +79,7 @@ def details_table(rows: Sequence[ModelRow]) -> str:
     """What verification, memory and coverage were."""
     heads = (
         *("model", "setting", "error, ours / eager", "gradients' error, ours / eager"),
-        *("peak MB, fused / eager", "chains and other Linears fused"),
+        *("peak MB, fused / eager", "chains that can be fused, other Linears fused"),
     )
     cells = [
         [
