@@ -27,6 +27,17 @@ _NOT_CALLED = (
     "It was not called since it was fused: call it as model(x), which is what is fused, or "
     "explain(model, *inputs). Submodules that are called by themselves are to be fused themselves."
 )
+_UNSEEN = {
+    "multi_head_attention_forward": (
+        "nn.MultiheadAttention's Linears, and a norm behind them, are not seen: PyTorch "
+        "computes it as one function."
+    ),
+    "_transformer_encoder_layer_fwd": (
+        "nn.TransformerEncoderLayer's Linears and norms are not seen: in eval without gradients "
+        "PyTorch computes it as one function. torch.backends.mha.set_fastpath_enabled(False) "
+        "before the first call shows its layers."
+    ),
+}
 _COLUMNS = ("chain", "where", "fused", "strategy", "gain", "why")
 
 
@@ -63,7 +74,7 @@ class Row:
 class Explanation:
     """What ``explain`` found. ``rows``: in the order in which the model computes; ``linears``:
     those without a norm, which the table counts by what computes them; ``notes``: where the graph
-    breaks, and what else limits what was seen; ``seen``: whether there was a call to look at."""
+    breaks, and what else limits what was seen; ``seen``: whether there was anything to look at."""
 
     model: str
     rows: tuple[Row, ...]
@@ -223,7 +234,11 @@ def _explanation(name: str, recorders: list[Recorder], notes: tuple[str, ...]) -
                 linears[(site.where, site.chain)] = _row(site, recorder)
             if graph.broken_by:
                 breaks[_break(graph)] = None
-    return Explanation(name, tuple(rows.values()), (*breaks, *notes), tuple(linears.values()))
+            for function in graph.unseen:
+                breaks[_UNSEEN[function]] = None
+    unseen = any(graph.unseen for recorder in recorders for graph in recorder.graphs)
+    shown = tuple(rows.values()), (*breaks, *notes), tuple(linears.values())
+    return Explanation(name, *shown, seen=bool(rows) or not unseen)
 
 
 def _break(graph: Captured) -> str:

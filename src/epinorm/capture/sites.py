@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from epinorm.capture.distributed import layout_of_found
 from epinorm.capture.found import Found, Place
@@ -39,15 +40,20 @@ class Site:
     split: str = ""
 
 
+_WHOLE = {functional.multi_head_attention_forward, torch._transformer_encoder_layer_fwd}
+"""What nn.MultiheadAttention calls, and nn.TransformerEncoderLayer in eval without gradients."""
+
+
 @dataclass(frozen=True)
 class Captured:
-    """One graph: its places, its Linears without a norm, and why Dynamo ended it (empty: it did not
-    have to)."""
+    """One graph: its places, its Linears without a norm, why Dynamo ended it (empty: it did not
+    have to), and the functions of PyTorch's that hold Linears which no graph shows."""
 
     sites: tuple[Site, ...]
     linears: tuple[Site, ...] = ()
     broken_by: str = ""
     broken_at: str = ""
+    unseen: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         fused = sum(site.taken for site in self.sites)
@@ -72,11 +78,16 @@ def record(
     reason = getattr(gm, "compile_subgraph_reason", None)
     sites = tuple(_site(place, names, inputs) for place in places)
     others = tuple(_site(place, names, inputs) for place in linears)
+    unseen = tuple(
+        str(getattr(node.target, "__name__", ""))
+        for node in gm.graph.nodes
+        if node.target in _WHOLE
+    )
     if reason is None or not reason.graph_break:
-        return Captured(sites, others)
+        return Captured(sites, others, unseen=unseen)
     stack = list(reason.user_stack or ())
     at = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
-    return Captured(sites, others, str(reason.reason).strip(), at)
+    return Captured(sites, others, str(reason.reason).strip(), at, unseen)
 
 
 def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Site:
