@@ -193,7 +193,10 @@ def call(
     if "dropout" in chain:
         operands = _with_seeds(operands, Chain.parse(chain).operand_kinds, x.device)
     if is_distributed((x, weight)):
-        return _sharded(x, weight, bias, norm_weight, norm_bias, operands, chain, strategy, strict)
+        from epinorm.operator import sharded  # loads torch.distributed.tensor and torch._dynamo
+
+        tensors = (x, weight, bias, norm_weight, norm_bias, operands)
+        return sharded.call(caller_of, *tensors, chain, strategy, strict)
     if not is_strided((x, weight, bias, norm_weight, norm_bias, *operands)):
         if strict or strategy not in ("auto", "reference"):
             raise RuntimeError(
@@ -214,30 +217,6 @@ def call(
         y, total = (t.view(*leading, t.shape[-1]) for t in found)
         return y, total
     return found.view(*leading, found.shape[-1])
-
-
-@torch.compiler.disable
-def _sharded(*arguments: Any) -> Results:
-    """A call with DTensors."""
-    from epinorm.operator import sharded  # loads torch.distributed.tensor
-
-    x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict = arguments
-
-    def local(part: str, *given: Any) -> Results:
-        of_norm = Chain.parse(part).norm is not None
-        facts = (strategy, strict) if of_norm or strategy == "reference" else ("auto", False)
-        return caller_of(part, *facts)(*given)
-
-    chain, norm = Chain.parse(text), (norm_weight, norm_bias)
-    results = sharded.linear_norm(x, weight, bias, *norm, operands, chain, local)
-    if results is not None:
-        return results
-    if strict or strategy not in ("auto", "reference"):
-        raise RuntimeError(
-            f"DTensors of these placements are computed by PyTorch's own layers alone: {chain} of "
-            f"a weight {weight.placements}"
-        )
-    return reference.linear_norm(x, weight, bias, chain, *norm, operands)
 
 
 def _with_seeds(

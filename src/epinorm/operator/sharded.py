@@ -26,7 +26,7 @@ from epinorm.chain.reference import Results
 _all_gather: Any = getattr(distributed, "all_gather_single", None)
 _all_gather = _all_gather or distributed.all_gather_into_tensor
 
-__all__ = ["Layout", "layout_of", "linear_norm"]
+__all__ = ["Layout", "call", "layout_of", "linear_norm"]
 
 Local = Callable[..., Results]
 """(chain, x, weight, bias, norm_weight, norm_bias, operands) → results, for plain tensors."""
@@ -179,6 +179,28 @@ def _local(tensor: Any, placements: Placements, gradient: Placements) -> Any:
     elif gradient != placements and tensor.requires_grad:
         tensor = _Summed.apply(tensor)
     return tensor.to_local(grad_placements=gradient)
+
+
+@torch.compiler.disable
+def call(caller_of: Callable[..., Any], *arguments: Any) -> Results:
+    """A call of dispatch.py with DTensors, which ``caller_of`` computes in each process."""
+    x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict = arguments
+
+    def local(part: str, *given: Any) -> Results:
+        of_norm = Chain.parse(part).norm is not None
+        facts = (strategy, strict) if of_norm or strategy == "reference" else ("auto", False)
+        return caller_of(part, *facts)(*given)
+
+    chain, norm = Chain.parse(text), (norm_weight, norm_bias)
+    results = linear_norm(x, weight, bias, *norm, operands, chain, local)
+    if results is not None:
+        return results
+    if strict or strategy not in ("auto", "reference"):
+        raise RuntimeError(
+            f"DTensors of these placements are computed by PyTorch's own layers alone: {chain} of "
+            f"a weight {weight.placements}"
+        )
+    return reference.linear_norm(x, weight, bias, chain, *norm, operands)
 
 
 def linear_norm(
