@@ -13,7 +13,7 @@ from epinorm.backends.prepack import prepacked
 from epinorm.tools.models import SETTINGS
 from epinorm.tools.models.verify import DRAWS, compare_candidate, judge, truth_of
 
-ROWS, WIDTH = 2048, 256
+ROWS, WIDTH = 4096, 768  # large enough that each alone is ours too
 
 
 class Attention(nn.Module):
