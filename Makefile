@@ -108,10 +108,8 @@ fuzz: $(READY)  ## random chains against float64 for FUZZ_SECONDS, on a GPU if t
 bench-gpu:  ## time every named shape with the Python that is there (nothing is installed)
 	@$(PYTHON_HERE) benchmarks/run.py $(ARGS)
 
-MODELS ?= bert_base bert_base_dropout vit_b llama_4 mlp_2048 tdmpc2 dreamer
-bench-models:  ## time the named whole models with the Python that is there (nothing is installed)
-	@for model in $(MODELS); do PYTHONPATH=src $${PYTHON:-python3} -m epinorm bench $$model \
-	  --settings highest,high,bf16,bf16-autocast --out benchmarks/results $(ARGS); done
+bench-models:  ## verify and time the named whole models with the Python that is there (nothing is installed)
+	@$(PYTHON_HERE) benchmarks/models.py $(ARGS)
 
 report: $(READY)  ## rewrite README's picture and the generated tables from benchmarks/results
 	@$(BIN)/python -m epinorm.tools.report --readme $(ARGS)

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +57,16 @@ def rows() -> list[ModelRow]:
         bench_model(subject, SETTINGS[setting], training, CPU, (), FAST)
         for setting, training in (("highest", False), ("bf16-autocast", True))
     ]
+
+
+def test_torch_compile_is_run_once_and_ours_at_every_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    told: list[str] = []
+    ways, setting = ("compile", "backend"), SETTINGS["highest"]
+    subject = load_subject(f"{__name__}:net")
+    bench_model(subject, setting, True, CPU, ways, FAST, lambda stage, _: told.append(stage))
+    assert told.count("verifying compile") == 1
+    assert told.count("verifying fused") == told.count("verifying backend") == DRAWS
 
 
 def test_each_row_says_what_was_measured(rows: list[ModelRow]) -> None:
@@ -276,6 +288,22 @@ def test_the_command_writes_rows_and_says_what_it_found(tmp_path: Path) -> None:
     assert row.model == "tdmpc2_small"
     assert row.verified
     assert json.loads(path.read_text())[0]["pass"] == "forward"
+
+
+def test_rows_are_verified_side_by_side_and_timed_one_by_one(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "models.py"
+    wanted = ["tdmpc2:bf16:forward", "tdmpc2:highest"]
+    arguments = ["--small", "--device", "cpu", "--competitors", "", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(script), *wanted, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tmp_path / "models").iterdir()
+    found = {(row.setting, row.pass_) for row in read_model_rows(path) if row.verified}
+    assert found == {("bf16", "forward"), ("highest", "forward"), ("highest", "training")}
+    told = done.stdout.splitlines()
+    ready = [i for i, line in enumerate(told) if "verified after" in line]
+    assert ready == [0, 1, 2], "a row was timed while another one was verified"
 
 
 @pytest.mark.parametrize(
