@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -131,6 +132,47 @@ def test_values_and_gradients_are_eagers(make: type[nn.Module]) -> None:
     for ours, eagers in zip(twin.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, eagers.grad)
     assert groups == CASES[make]
+
+
+class Plain(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*self.heads(x))
+
+
+def test_the_weights_as_one_wait_for_no_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model, made, cat = Plain(), list[Tensor](), torch.cat
+    model.o = nn.Identity()
+
+    def noted(*given: Any, **named: Any) -> Tensor:
+        made.append(cat(*given, **named))
+        return made[-1]
+
+    run, x = rewritten(model, []), torch.randn(2, ROWS, K)
+    run(x)
+    monkeypatch.setattr(torch, "cat", noted)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        run(x)
+    assert [t.untyped_storage().nbytes() > 0 for t in made] == [True, True]  # hooks may copy it
+    made.clear()
+    y = run(x)
+    assert [t.untyped_storage().nbytes() > 0 for t in made] == [True, False]
+    y.square().sum().backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    y.square().sum().backward()
+    for again, once in zip(model.parameters(), first, strict=True):
+        assert torch.equal(again.grad, once)
+    del y
+    model.zero_grad()
+    checkpoint(run, x, use_reentrant=False).square().sum().backward()
+    for again, once in zip(model.parameters(), first, strict=True):
+        torch.testing.assert_close(again.grad, once)
+    y = run(x)
+    with torch.no_grad():
+        model.k.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_what_changes_between_them_keeps_them_apart() -> None:

@@ -2,7 +2,8 @@
 
 fp32's x is then converted once instead of for each, forward and backward, dX is one product, and
 the launches and the host's work of one operation serve all. The weights are put together at each
-call, a copy that must be small beside the conversions of x that it saves.
+call, a copy that must be small beside the conversions of x that it saves, and for the backward pass
+again, so that it does not wait in memory beside the activations.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from epinorm.backends.prepack import keeps, marked
 from epinorm.capture.chains import Search
 from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import storage_of, value_of
+from epinorm.operator.undisturbed import has_plain_types, is_under_autocast_alone
 from epinorm.problem import CUDA_STRATEGIES, Problem
 
 __all__ = ["groups_of", "put_together"]
@@ -119,8 +121,38 @@ class _Together:
             pairs = zip(weights, each, strict=True)
             return [self.apply(x, weight, bias, None, None, ()) for weight, bias in pairs]
         bias = torch.cat(biases) if biases else None
-        y: Tensor = self.apply(x, torch.cat(weights), bias, None, None, ())
+        weight = torch.cat(weights)
+        y: Tensor = self.apply(x, weight, bias, None, None, ())
+        if y.requires_grad and _is_kept_by_autograd_alone(weights):
+            _let_go(weight, weights, y)
         return y.split(self.sizes, -1)
+
+
+def _is_kept_by_autograd_alone(weights: tuple[Tensor, ...]) -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is None and is_under_autocast_alone() and has_plain_types(weights)
+
+
+def _let_go(whole: Tensor, parts: tuple[Tensor, ...], y: Tensor) -> None:
+    """Free the parts' copy, which y's gradient reads, until that is asked for."""
+    waiting, versions = [whole], [part._version for part in parts]
+    size = whole.untyped_storage().nbytes()
+    whole.untyped_storage().resize_(0)
+
+    def put_back(_: Any) -> None:
+        if not waiting:
+            return  # an earlier backward pass, whose graph was retained
+        if versions != [part._version for part in parts]:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: a weight of Linears that are multiplied as one"
+            )
+        whole = waiting.pop()
+        whole.untyped_storage().resize_(size)
+        torch.cat([part.detach() for part in parts], out=whole.data)  # leaves the version as it is
+
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(put_back)
 
 
 def put_together(
