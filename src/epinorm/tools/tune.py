@@ -17,7 +17,7 @@ import torch
 
 from epinorm.backends import memo
 from epinorm.backends import reference as reference_backend
-from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.core import VARIABLE, wanted_core
@@ -170,7 +170,7 @@ def _guarded(problem: Problem, tile: Tile) -> bool:
 
 def _run_of(problem: Problem, way: Way) -> Run:
     if way[1] is not None:
-        return hopper_forward.launch_with(problem, way[1])
+        return single.launch_with(problem, way[1])
     layout = Layout(problem.k, problem.k, (problem.m, problem.n))
     epilogue = executable_for(problem, Plan("epilogue", "measured by name"), layout)
     return lambda inputs: epilogue.forward(*inputs)
