@@ -114,7 +114,7 @@ bench-models:  ## time the named whole models with the Python that is there (not
 	  --settings highest,high,bf16,bf16-autocast --out benchmarks/results $(ARGS); done
 
 report: $(READY)  ## rewrite README's picture and the generated tables from benchmarks/results
-	@$(BIN)/python -m epinorm.tools.report --readme $(ARGS)
+	@$(BIN)/python benchmarks/report.py --readme $(ARGS)
 
 build: $(READY)  ## build wheel and sdist into dist/
 	@$(BIN)/python -m build --no-isolation --outdir dist .

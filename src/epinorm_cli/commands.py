@@ -200,7 +200,7 @@ def _write_results(folder: Path, name: str, rows: list[Any], show: bool) -> None
     """Write NAME.json, with the rows of all runs in NAME.runs.json, NAME.png, .svg and .html; where
     that cannot be, print and say so."""
     from epinorm.tools.console import err, out, progress
-    from epinorm.tools.report import write_report
+    from epinorm.tools.page import write_report
     from epinorm.tools.results import add_run, merge_rows
 
     try:
