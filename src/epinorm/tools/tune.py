@@ -29,6 +29,7 @@ from epinorm.backends.engine import executable_for, plan_for
 from epinorm.operator import calls
 from epinorm.problem import Forward, Inputs, Layout, Plan, Problem
 from epinorm.tools.accuracy import FLOOR_ULPS, allowed_error, relative_error
+from epinorm.tools.progress import Notify, silent
 from epinorm.tools.timing import DEFAULT_SETTINGS, Runner, Settings, time_interleaved
 from epinorm.tools.verify import poisoned_memory
 
@@ -52,11 +53,6 @@ WORTHWHILE = 0.99
 Way = tuple[str, Tile | None]
 """A strategy, and its tile where it has one."""
 Run = Callable[[Inputs], Forward]
-Notify = Callable[[str, float], None]
-
-
-def _silent(stage: str, share: float) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,7 @@ def tune(
     inputs: Inputs,
     most: int = MOST_TILES,
     settings: Settings = DEFAULT_SETTINGS,
-    notify: Notify = _silent,
+    notify: Notify = silent,
 ) -> Tuning | None:
     """Try the ways of ``ways_of``, verify and time them, remember the fastest that is right.
 
