@@ -112,7 +112,7 @@ bench-models:  ## verify and time the named whole models with the Python that is
 	@$(PYTHON_HERE) benchmarks/models.py $(ARGS)
 
 report: $(READY)  ## rewrite README's picture and the generated tables from benchmarks/results
-	@$(BIN)/python -m epinorm.tools.report --readme $(ARGS)
+	@$(BIN)/python benchmarks/report.py --readme $(ARGS)
 
 build: $(READY)  ## build wheel and sdist into dist/
 	@$(BIN)/python -m build --no-isolation --outdir dist .

@@ -25,7 +25,7 @@ import typer
 from torch import Tensor
 
 from epinorm.backends.cuda.fp32.planes import Planes, split
-from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.gemm.forward import SingleForward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.chain import Chain
@@ -80,16 +80,17 @@ def kernel(problem: Problem, fold_steps: int | None = None) -> Run:
     """The linear's output by our kernel; with the plan's tile, or folding at another interval."""
 
     def chosen(problem: Problem, sms: int, *rest: Any, **named: Any) -> Tile | None:
-        tile = hopper_plan.choose_tile(problem, sms, *rest, **named)
+        tile = planned(problem, sms, *rest, **named)
         if tile is None or fold_steps is None:
             return tile
         return dataclasses.replace(tile, fold_steps=fold_steps)
 
-    with mock.patch.object(hopper_forward, "choose_tile", chosen):
-        forward = hopper_forward.HopperForward(problem)
+    planned = hopper_plan.choose_tile
+    with mock.patch.object(hopper_plan, "choose_tile", chosen):
+        forward = SingleForward(problem, "hopper")
 
     def run(inputs: Inputs, weight: Planes | None = None) -> Tensor:
-        with mock.patch.object(hopper_forward, "choose_tile", chosen):
+        with mock.patch.object(hopper_plan, "choose_tile", chosen):
             return forward(inputs, weight).z
 
     return run

@@ -26,9 +26,9 @@ from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.tools.bench import Competitors, bench
 from epinorm.tools.kernelbench.protocol import make_case
 from epinorm.tools.results import Row, device_name, device_slug, merge_rows
-from epinorm.tools.tables import markdown_table
 from epinorm.tools.timing import Settings
 from micro import MICRO, bench_micro
+from readme_tables import markdown_table
 from shapes import SHAPES, Shape
 
 HERE = Path(__file__).resolve().parent

@@ -32,8 +32,8 @@ from epinorm.operator import calls
 from epinorm.operator.functional import apply_chain
 from epinorm.tools.accuracy import allowed_error, relative_error
 from epinorm.tools.results import commit, device_name, device_slug, write_atomic
-from epinorm.tools.speedups import THEMES, Theme
 from epinorm.tools.timing import Runner, Settings, gpu_times, wall_times
+from speedups import THEMES, Theme
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sweep"

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import epinorm
+from epinorm import said
 from epinorm.backends import memo
-from epinorm.backends.engine import _warn_once, executable_for, plan_for
+from epinorm.backends.engine import executable_for, plan_for
 from epinorm.chain import Chain
 from epinorm.operator import calls
 from epinorm.problem import Inputs, Layout, Plan, Problem
@@ -39,10 +40,10 @@ def fake_cuda(monkeypatch):
     module.plan_cuda, module.asked = plan_cuda, asked
     monkeypatch.setitem(sys.modules, "epinorm.backends.cuda.plan.strategy", module)
     plan_for.cache_clear()
-    _warn_once.cache_clear()
+    said.forget()
     yield module
     plan_for.cache_clear()
-    _warn_once.cache_clear()
+    said.forget()
 
 
 @pytest.fixture

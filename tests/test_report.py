@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from epinorm.tools import report, tables
+import readme_tables
+import report
+from epinorm.tools import tables
 from epinorm.tools.models import ModelRow, merge_model_rows
-from epinorm.tools.page import html_page
+from epinorm.tools.page import html_page, write_report
 from epinorm.tools.plots import draw
 from epinorm.tools.results import Row, commit, device_slug, merge_rows, read_rows, write_atomic
 
@@ -145,7 +147,7 @@ def test_times_are_given_in_one_unit() -> None:
 
 
 def test_the_table_holds_the_numbers_and_no_empty_column() -> None:
-    text = tables.markdown_table([ROW])
+    text = readme_tables.markdown_table([ROW])
     assert "| kb62 | 1024, 8192 → 8192, 512 groups | float32 `highest` | 714 µs | 3070 µs |" in text
     assert "4.30×" in text
     assert "0.36×" in text
@@ -154,7 +156,7 @@ def test_the_table_holds_the_numbers_and_no_empty_column() -> None:
 
 
 def test_a_failed_row_shows_no_speed() -> None:
-    line = tables.markdown_table([FAILED]).splitlines()[2]
+    line = readme_tables.markdown_table([FAILED]).splitlines()[2]
     assert "not verified" in line
     assert "µs" not in line
 
@@ -193,7 +195,7 @@ def test_nothing_verified_is_nothing_to_draw() -> None:
 
 
 def test_accumulation_table(tmp_path: Path) -> None:
-    assert tables.accumulation_table(tmp_path) == "Not measured yet."
+    assert readme_tables.accumulation_table(tmp_path) == "Not measured yet."
     row = {"shape": "kb62", "dtype": "float32", "precision": "high", "verified": True}
     row |= {"gpu": "G", "torch": "2.11", "commit": "abc", "date": "2026-11-22"}
     for name, us, peak in (("in_place", 800, 286), ("ours", 950, 404), ("eager", 2400, 436)):
@@ -201,7 +203,7 @@ def test_accumulation_table(tmp_path: Path) -> None:
     row["compile_us"] = 1600
     refused = {**row, "precision": "native", "dtype": "bfloat16", "verified": False}
     (tmp_path / "g.json").write_text(json.dumps([row, refused]))
-    lines = tables.accumulation_table(tmp_path).splitlines()
+    lines = readme_tables.accumulation_table(tmp_path).splitlines()
     assert lines[2] == (
         "| kb62 | float32 `high` | 800 µs | 950 µs | 2400 µs | 1600 µs | 3.00× | 2.00× "
         "| 286 / 404 / 436 |"
@@ -217,20 +219,20 @@ def test_judged_table(tmp_path: Path) -> None:
         "torch": "2", "commit": "abc", "date": "2026-01-01",
         "timings": [{"pass": "forward", "solution_us": 100.0, "eager_us": 250.0}],
     }  # fmt: skip
-    assert tables.judged_table(tmp_path) == "Not measured yet."
+    assert readme_tables.judged_table(tmp_path) == "Not measured yet."
     (tmp_path / "a.json").write_text(json.dumps(verdict))
     wrong = {**verdict, "clean": False, "timings": [], "dtype": "bfloat16", "precision": "native"}
     (tmp_path / "b.json").write_text(json.dumps(wrong))
-    lines = tables.judged_table(tmp_path).splitlines()
+    lines = readme_tables.judged_table(tmp_path).splitlines()
     assert lines[2] == "| p.py | float32 `high` | forward | 100 µs | 250 µs | 2.50× | clean |"
     assert lines[3] == "| p.py | bfloat16 | – | – | – | – | not clean |"
     assert lines[-1] == "G, PyTorch 2, commit abc, 2026-01-01. Medians of interleaved runs."
 
 
 def test_write_report(tmp_path: Path) -> None:
-    written = report.write_report(tmp_path, "a", [ROW], "title")
+    written = write_report(tmp_path, "a", [ROW], "title")
     assert [p.name for p in written] == ["a.png", "a.svg", "a.html"]
-    assert [p.name for p in report.write_report(tmp_path, "b", [FAILED], "t")] == ["b.html"]
+    assert [p.name for p in write_report(tmp_path, "b", [FAILED], "t")] == ["b.html"]
 
 
 MARKED = "before\n<!-- begin:gpu-forward -->\nold\n<!-- end:gpu-forward -->\nafter\n"
@@ -288,7 +290,7 @@ def test_every_results_file_reads_back() -> None:
 
 def test_the_command_draws_a_results_file(tmp_path: Path) -> None:
     merge_rows(tmp_path / "gpu.json", [ROW])
-    command = [sys.executable, "-m", "epinorm.tools.report"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "report.py")]
     done = subprocess.run([*command, str(tmp_path / "gpu.json")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {p.name for p in tmp_path.iterdir()} == {"gpu.json", "gpu.png", "gpu.svg", "gpu.html"}

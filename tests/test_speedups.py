@@ -7,8 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from epinorm.tools.models import ModelRow
-from epinorm.tools.results import Row, newest, read_rows
-from epinorm.tools.speedups import PICTURED, THEMES, speedup_svg
+from epinorm.tools.results import Row, read_rows
+from readme_tables import newest
+from speedups import PICTURED, THEMES, speedup_svg
 
 ROOT = Path(__file__).parents[1]
 ROW = next(

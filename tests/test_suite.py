@@ -18,9 +18,10 @@ from epinorm.tools.models.suite import (
     read_suite_rows,
     within_tolerance,
 )
-from epinorm.tools.models.tables import suite_sentence, suite_table
+from epinorm.tools.models.tables import suite_sentence
 from epinorm.tools.timing import Settings
 from epinorm_cli.commands import app
+from readme_tables import suite_table
 
 CPU = torch.device("cpu")
 FAST = Settings(runs=2, cpu_runs=2, cpu_seconds=0.1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from epinorm.chain import Chain
-from epinorm.tools.speedups import THEMES
+from speedups import THEMES
 
 
 def sweep() -> Any:

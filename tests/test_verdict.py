@@ -9,8 +9,8 @@ from epinorm.tools.judge.facts import Timing
 from epinorm.tools.page import html_page
 from epinorm.tools.plots import draw
 from epinorm.tools.results import merge_rows, read_rows
-from epinorm.tools.tables import markdown_table
 from epinorm.tools.verdict import spreads, verdict
+from readme_tables import markdown_table
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200.json"
 ROW = replace(

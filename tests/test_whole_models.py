@@ -21,10 +21,10 @@ from epinorm.tools.models import SETTINGS, bench_model, load_subject, read_model
 from epinorm.tools.models.families import family
 from epinorm.tools.models.rows import ModelRow, merge_model_rows
 from epinorm.tools.models.subject import dropout_off
-from epinorm.tools.models.tables import details_table, models_table
 from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
 from epinorm.tools.timing import Settings
 from epinorm_cli.commands import app
+from readme_tables import details_table, models_table
 
 CPU = torch.device("cpu")
 FAST = Settings(runs=2, cpu_runs=2, cpu_seconds=0.1)

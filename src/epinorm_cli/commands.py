@@ -7,7 +7,6 @@ the traceback too.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from epinorm_cli import kernelbench, tune  # noqa: F401  (they add their commands to the app)
+from epinorm_cli import kernelbench, machine, tune  # noqa: F401  (they add commands to the app)
 from epinorm_cli.models import bench_models, bench_suite, is_whole_model
 from epinorm_cli.options import (
     INTERRUPTED,
@@ -45,9 +44,6 @@ ON_A_CPU = (
 
 SHOWN = 12
 """Lines of a verification without --details, so that both passes fit a screen."""
-
-cache_app = typer.Typer(no_args_is_help=False, help="The compiled kernels kept on disk.")
-app.add_typer(cache_app, name="cache")
 
 
 @app.command()
@@ -112,34 +108,29 @@ def bench(
         raise typer.Exit(0 if right else 1)
     assert model is not None
     if is_whole_model(model):
-        if (dtype, precision, scale, strategy) != ("float32", None, 1, "auto"):
-            with one_sentence():
-                raise UsageError(
-                    "--dtype, --precision, --scale and --strategy are for a problem FILE; "
-                    f"{model} is a whole model: --settings highest, high, bf16 or bf16-autocast"
-                )
+        of_a_file = (dtype, precision, scale, strategy) != ("float32", None, 1, "auto")
         verified = bench_models(
-            *(model, settings, device, training, small, compile_, runs, out_folder, as_json)
+            *(model, settings, device, training, small, compile_, runs, out_folder, as_json),
+            of_a_file,
         )
         raise typer.Exit(0 if verified else 1)
     with one_sentence():
         from epinorm.tools.bench import Competitors
         from epinorm.tools.bench import bench as run_case
-        from epinorm.tools.console import progress
+        from epinorm.tools.console import pass_name, print_json, progress
 
         file = Path(model)
         cases = _cases(file, dtype, precision, device, training, scale, strategy)
         rows, verifications = [], []
         for case in cases:
-            label = "forward + backward" if case.training else "forward"
-            with progress(label) as notify:
+            with progress(pass_name(case.training)) as notify:
                 row, verification = run_case(
                     case, competitors=Competitors(compile_, autotune), notify=notify
                 )
             rows.append(row)
             verifications.append(verification)
         if as_json:
-            print(json.dumps([row.as_json() for row in rows], indent=1))
+            print_json([row.as_json() for row in rows])
         else:
             _show_bench(rows)
         _write_results(out_folder, file.stem, rows, show=not as_json)
@@ -199,8 +190,8 @@ def _show_bench(rows: list[Any]) -> None:
 def _write_results(folder: Path, name: str, rows: list[Any], show: bool) -> None:
     """Write NAME.json, with the rows of all runs in NAME.runs.json, NAME.png, .svg and .html; where
     that cannot be, print and say so."""
-    from epinorm.tools.console import err, out, progress
-    from epinorm.tools.report import write_report
+    from epinorm.tools.console import err, out, print_json, progress
+    from epinorm.tools.page import write_report
     from epinorm.tools.results import add_run, merge_rows
 
     try:
@@ -217,7 +208,7 @@ def _write_results(folder: Path, name: str, rows: list[Any], show: bool) -> None
             markup=False,
         )
         if show:
-            print(json.dumps([row.as_json() for row in rows], indent=1))
+            print_json([row.as_json() for row in rows])
         return
     if show:
         others = ", ".join(p.suffix for p in written[:-1])
@@ -239,14 +230,19 @@ def check(
     """Fuse the model of FILE and compare output and all gradients with eager and float64."""
     with one_sentence():
         from epinorm.tools.bench import fp32_precision_set
-        from epinorm.tools.console import out, progress, verification_table
+        from epinorm.tools.console import (
+            out,
+            pass_name,
+            print_json,
+            progress,
+            verification_table,
+        )
         from epinorm.tools.verify import verify
 
         cases = _cases(file, dtype, precision, device, training, scale, strategy)
         results = []
         for case in cases:
-            label = "forward + backward" if case.training else "forward"
-            with progress(label) as notify, fp32_precision_set(case.precision):
+            with progress(pass_name(case.training)) as notify, fp32_precision_set(case.precision):
                 results.append(
                     verify(
                         case.model,
@@ -258,12 +254,12 @@ def check(
                 )
         passed = all(result.passed for result in results)
         if as_json:
-            print(json.dumps([r.as_json() for r in results], indent=1))
+            print_json([r.as_json() for r in results])
         else:
             for case, result in zip(cases, results, strict=True):
                 kind = str(case.dtype).removeprefix("torch.")
                 how = kind if case.precision == "native" else f"{kind} {case.precision}"
-                pass_ = "forward + backward" if case.training else "forward"
+                pass_ = pass_name(case.training)
                 out.print(f"[bold]{pass_}[/], {how} on {case.device}, strategy {case.strategy}")
                 out.print(verification_table(result, None if details else SHOWN))
                 out.print()
@@ -319,74 +315,6 @@ def explain(
                     out.print(f"\n{problem.chain}  {shape}", markup=False)
                     out.print(str(planned), markup=False, soft_wrap=True)
     raise typer.Exit(0 if explained.fused else 1)
-
-
-@app.command()
-def info(as_json: JsonOption = False) -> None:
-    """Say what is here: Python, torch, GPU, compiler, cache folder, and what is supported."""
-    with one_sentence():
-        from rich.table import Table
-
-        from epinorm.tools.console import out
-        from epinorm.tools.environment import facts
-
-        known = facts()
-        if as_json:
-            print(json.dumps(known, indent=1))
-            return
-        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-        for name, value in known.items():
-            table.add_row(f"[bold]{name}[/]", "–" if value is None else str(value))
-        out.print(table)
-
-
-@cache_app.callback(invoke_without_command=True)
-def cache(context: typer.Context) -> None:
-    """List the compiled kernels kept on disk; `epinorm cache clear` removes them."""
-    if context.invoked_subcommand is None:
-        cache_list()
-
-
-@cache_app.command("list")
-def cache_list(as_json: JsonOption = False) -> None:
-    """List the compiled kernels kept on disk."""
-    with one_sentence():
-        from epinorm.backends import cache as store
-        from epinorm.tools.console import out
-
-        state, entries = store.info(), store.list_entries()
-        if as_json:
-            kernels = [
-                {"entry": e.entry, "arch": e.arch, "bytes": e.size, "path": str(e.path)}
-                for e in entries
-            ]
-            folder = None if state.folder is None else str(state.folder)
-            problem = state.problem or state.mistake
-            listed = {"folder": folder, "problem": problem, "kernels": kernels}
-            print(json.dumps(listed, indent=1))
-            return
-        if state.problem:
-            out.print(f"nothing is kept on disk: {state.problem}", markup=False)
-            return
-        for entry in entries:
-            out.print(f"{entry.size / 1024:8.1f} KB  {entry.arch:8}  {entry.entry}", markup=False)
-        out.print(
-            f"{len(entries)} kernels in {state.folder}: {state.size / 1e6:.1f} of at most "
-            f"{state.limit / 1e6:.0f} MB",
-            markup=False,
-        )
-        if state.mistake:
-            out.print(state.mistake, markup=False)
-
-
-@cache_app.command("clear")
-def cache_clear() -> None:
-    """Remove the compiled kernels kept on disk; they are compiled again when next used."""
-    with one_sentence():
-        from epinorm.backends import cache as store
-        from epinorm.tools.console import out
-
-        out.print(f"removed {store.clear()} kernels from {store.info().folder}", markup=False)
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
@@ -60,7 +59,7 @@ def judge(
 ) -> None:
     """Judge the ModelNew of SOLUTION against the Model of FILE: right, honest, and how fast."""
     with one_sentence():
-        from epinorm.tools.console import progress
+        from epinorm.tools.console import print_json, progress
         from epinorm.tools.judge.facts import JudgeOptions
         from epinorm.tools.judge.judge import judge as run
 
@@ -80,7 +79,7 @@ def judge(
         with progress(solution.name) as notify:
             verdict = run(problem, solution, options, notify)
         if as_json:
-            print(json.dumps(verdict.as_json(), indent=1))
+            print_json(verdict.as_json())
         else:
             _show(verdict, details)
     raise typer.Exit(0 if verdict.clean else 1)
@@ -91,11 +90,10 @@ _MARKS = {"passed": "[green]passed[/]", "failed": "[red]failed[/]", "skipped": "
 
 def _show(verdict: Verdict, details: bool) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    from epinorm.tools.console import out
+    from epinorm.tools.console import out, plain_table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for name in ("check", "", "reason"):
         table.add_column(name, overflow="fold")
     lines: dict[tuple[Status, str], list[str]] = {}  # what several checks say is said once

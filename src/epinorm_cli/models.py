@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +28,21 @@ def bench_models(
     runs: int | None,
     out_folder: Path,
     as_json: bool,
+    of_a_file: bool,
 ) -> bool:
-    """Measure a model in each setting and pass; whether all of it was verified."""
+    """Measure a model in each setting and pass; whether all of it was verified.
+
+    of_a_file: whether there are options that are a problem file's alone, which is an error.
+    """
     with one_sentence():
+        if of_a_file:
+            raise UsageError(
+                "--dtype, --precision, --scale and --strategy are for a problem FILE; "
+                f"{text} is a whole model: --settings highest, high, bf16 or bf16-autocast"
+            )
         from dataclasses import replace
 
-        from epinorm.tools.console import err, out, progress
+        from epinorm.tools.console import err, out, pass_name, print_json, progress
         from epinorm.tools.models import SETTINGS, bench_model, load_subject, merge_model_rows
         from epinorm.tools.models.bench import FEW_RUNS
         from epinorm.tools.results import device_slug
@@ -48,8 +56,8 @@ def bench_models(
         rows = []
         for setting in chosen:
             for is_training in passes_of(training):
-                pass_ = "forward + backward" if is_training else "forward"
-                with progress(f"{subject.name}, {setting.name}, {pass_}") as notify:
+                label = f"{subject.name}, {setting.name}, {pass_name(is_training)}"
+                with progress(label) as notify:
                     competitors = ("compile", "backend") if compile_ else ()
                     row = bench_model(
                         subject, setting, is_training, where, competitors, timing, notify
@@ -63,28 +71,24 @@ def bench_models(
                 if not as_json:
                     _show(row)
         if as_json:
-            print(json.dumps([row.as_json() for row in rows], indent=1))
+            print_json([row.as_json() for row in rows])
         else:
             out.print(f"results: {path}", markup=False)
         return all(row.verified for row in rows)
 
 
 def _show(row: ModelRow) -> None:
-    from rich.table import Table
-
-    from epinorm.tools.console import out
+    from epinorm.tools.console import out, pass_name, plain_table
     from epinorm.tools.models.rows import COMPETITORS
     from epinorm.tools.models.tables import NAMES, milliseconds
 
-    pass_ = "forward + backward" if row.pass_ == "training" else "forward"
+    pass_ = pass_name(row.pass_ == "training")
     out.print(
         f"{row.model}, {row.setting}, {pass_}: {row.fused_places} of {row.places} chains can be "
         f"fused, {row.fused_linears} of {row.linears} other Linears are, on {row.gpu}",
         style="bold", markup=False,
     )  # fmt: skip
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("", "time", "over eager", "in a loop", "peak MB"):
-        table.add_column(head, justify="right" if head else "left")
+    table = plain_table([""], ("time", "over eager", "in a loop", "peak MB"))
     for name in COMPETITORS:
         values: Any = [getattr(row, f"{name}_{key}") for key in ("ms", "wall_ms", "peak_mb")]
         if values[0] is None and name not in (row.reasons or {}):
@@ -132,9 +136,7 @@ def bench_suite(
     with one_sentence():
         from dataclasses import replace
 
-        from rich.table import Table
-
-        from epinorm.tools.console import err, out, progress
+        from epinorm.tools.console import err, out, plain_table, print_json, progress
         from epinorm.tools.models import suite
         from epinorm.tools.models.bench import FEW_RUNS
         from epinorm.tools.models.tables import SUITE, suite_cells, suite_sentence
@@ -163,9 +165,9 @@ def bench_suite(
             said = times(row.over("eager")) if row.right else f"not right: {row.reason}"
             err.print(f"{done} of {len(files)}, {row.name}: {said}", markup=False)
         if as_json:
-            print(json.dumps([row.as_json() for row in rows], indent=1))
+            print_json([row.as_json() for row in rows])
         else:
-            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            table = plain_table()
             for head in SUITE:
                 table.add_column(head, no_wrap=True)
             for row in rows:

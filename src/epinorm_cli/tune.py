@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +55,7 @@ def tune(
             return
         if file is None:
             raise UsageError("epinorm tune takes a FILE, or --clear to forget what was measured")
+        from epinorm.tools.console import print_json
         from epinorm.tools.tune import why_not
 
         where = device_of(device)
@@ -64,7 +64,7 @@ def tune(
             chosen, products, where, _ = options_of(dtype, precision, str(where), "auto")
             tunings = _tune(file, scale, chosen, products, where, training)
             if as_json:
-                print(json.dumps([tuning.as_json() for tuning in tunings], indent=1))
+                print_json([tuning.as_json() for tuning in tunings])
             else:
                 _show(tunings)
     if refusal is not None:
@@ -91,7 +91,7 @@ def _tune(
     import torch
 
     from epinorm.tools.bench import fp32_precision_set
-    from epinorm.tools.console import progress
+    from epinorm.tools.console import pass_name, progress
     from epinorm.tools.kernelbench.problem import load_problem
     from epinorm.tools.kernelbench.protocol import fused_copy
     from epinorm.tools.tune import recorded
@@ -109,7 +109,7 @@ def _tune(
                     with torch.set_grad_enabled(backward):
                         candidate(*inputs)
         for problem, tensors in found:
-            kind = "forward + backward" if problem.training else "forward"
+            kind = pass_name(problem.training)
             with progress(f"{problem.m}, {problem.k} → {problem.n} {kind}") as notify:
                 tuning = run(problem, tensors, notify=notify)
             if tuning is not None:
@@ -155,12 +155,10 @@ def _name(trial: Trial) -> str:
 def _table(tuning: Tuning) -> Any:
     """The trials, the fastest first and those that do not count last."""
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("way")
-    for head in ("µs", "ratio", "error"):
-        table.add_column(head, justify="right")
+    from epinorm.tools.console import plain_table
+
+    table = plain_table(["way"], ("µs", "ratio", "error"))
     table.add_column("")
     ordered = sorted(tuning.trials, key=lambda t: (t.microseconds is None, t.microseconds or 0))
     for trial in ordered:

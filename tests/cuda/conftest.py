@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from epinorm.backends import memo
 from epinorm.backends.cuda.fp32 import planes, rescue
-from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.gemm.hopper import linear_norm
 from epinorm.backends.cuda.norm import forward as norm_forward
 from epinorm.backends.cuda.norm.text import chain_signature
 from epinorm.backends.cuda.plan import strategy as cuda_plan
@@ -159,7 +159,7 @@ class ImaginaryGPU:
 
     def signature_of_linear_norm(self, instance: Any) -> str:
         return (
-            hopper_forward._SIGNATURE
+            linear_norm.SIGNATURE
             + "p" * len(instance.chain.operand_kinds)
             + constants(instance.chain, torch.float32)
         )
@@ -274,9 +274,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
         set_(module, "driver", lambda: gpu)
     native = gpu.native()
     set_(replay, "driver", lambda: native)
-    for module in (hopper_forward, norm_forward, planes, rescue):
+    for module in (linear_norm, norm_forward, planes, rescue):
         set_(module, "load", gpu.load)
-    set_(hopper_forward, "linear_norm_source", lambda instance: ("linear_norm", instance))
+    set_(linear_norm, "linear_norm_source", lambda instance: ("linear_norm", instance))
     set_(norm_forward, "forward_source", lambda *source: ("norm_forward", source))
     set_(planes, "split_source", lambda *source: ("split", source))
     set_(rescue, "rescue_source", lambda problem, *_: ("rescue", problem))

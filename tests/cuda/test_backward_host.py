@@ -19,7 +19,7 @@ from epinorm.backends.cuda import plane_products
 from epinorm.backends.cuda.fp32 import gradient_planes, norm_planes, planes, rescue, rescue_gradient
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, nbytes_kept
 from epinorm.backends.cuda.fp32.planes import splitter
-from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.gemm.hopper import linear_norm
 from epinorm.backends.cuda.gemm.hopper import product as hopper_product
 from epinorm.backends.cuda.norm import backward as norm_backward
 from epinorm.backends.cuda.plan import gradients
@@ -75,9 +75,7 @@ def launched(monkeypatch):
         "load": lambda source, device, dynamic=0: Stand(source.entry, found),
         "tensor_map": lambda *arguments: type("Map", (), {"data": b"0" * 128}),
     }
-    modules = (
-        *(gradient_planes, hopper_forward, hopper_product, norm_backward, norm_planes, planes),
-    )
+    modules = (*(gradient_planes, linear_norm, hopper_product, norm_backward, norm_planes, planes),)
     for module in (*modules, rescue, rescue_gradient):
         for name, stand in stands.items():
             monkeypatch.setattr(module, name, stand, raising=False)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from epinorm import said
 from epinorm.backends import cache
 from epinorm.backends.cuda.runtime import jit
 from epinorm.backends.cuda.runtime.jit import KernelSource
@@ -32,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("EPINORM_CACHE_DIR", str(folder))
     monkeypatch.delenv("EPINORM_CACHE_SIZE", raising=False)
-    monkeypatch.setattr(cache, "_warned", set())
+    said.forget()
     return folder
 
 

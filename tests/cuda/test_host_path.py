@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import epinorm
-from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.chain import Chain
@@ -333,7 +332,7 @@ def test_a_new_plan_is_followed(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> No
         check(fused, x)
         before = gpu.launches[-1].source.tile
         tiles = [t for t in hopper_plan.candidates(problem_of(gpu)) if t != before]
-        monkeypatch.setattr(hopper_forward, "choose_tile", lambda *_, **__: tiles[0])
+        monkeypatch.setattr(hopper_plan, "choose_tile", lambda *_, **__: tiles[0])
         memo.clear()
         check(fused, x)
     assert gpu.launches[-1].source.tile == tiles[0]

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from epinorm.backends import cache, memo
 from epinorm.backends import engine as general_plan
 from epinorm.backends import reference as reference_backend
-from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
@@ -103,7 +103,7 @@ def hopper(table, monkeypatch) -> dict[Any, float]:
             found[name] = times.get(getattr(run, "name", "epilogue"), 100.0)
         return found
 
-    monkeypatch.setattr(hopper_forward, "launch_with", launch_with)
+    monkeypatch.setattr(single, "launch_with", launch_with)
     monkeypatch.setattr(tune, "executable_for", executable_for)
     monkeypatch.setattr(tune, "time_interleaved", timer)
     return times
@@ -358,7 +358,7 @@ def test_a_way_that_is_wrong_is_not_timed(hopper, monkeypatch):
     problem = problem_of()
     tile = other_tile(problem)
     hopper[tile.block_m, tile.block_n] = 1.0
-    right = hopper_forward.launch_with
+    right = single.launch_with
 
     def sometimes_wrong(problem, candidate, prepacked=False):
         run = right(problem, candidate)
@@ -371,7 +371,7 @@ def test_a_way_that_is_wrong_is_not_timed(hopper, monkeypatch):
         wrong.name = (tile.block_m, tile.block_n)
         return wrong
 
-    monkeypatch.setattr(hopper_forward, "launch_with", sometimes_wrong)
+    monkeypatch.setattr(single, "launch_with", sometimes_wrong)
     found = tune.tune(problem, inputs_of(problem), most=100)
     trial = next(t for t in found.trials if t.tile == tile)
     assert trial.microseconds is None
@@ -384,7 +384,7 @@ def test_what_backward_needs_is_verified_too(spoiled, hopper, monkeypatch):
     problem = problem_of(training=True)
     tile, inputs = other_tile(problem), inputs_of(problem)._replace(bias=None)
     hopper[tile.block_m, tile.block_n] = 1.0
-    right = hopper_forward.launch_with
+    right = single.launch_with
 
     def sometimes_wrong(problem, candidate, prepacked=False):
         run = right(problem, candidate)
@@ -397,21 +397,21 @@ def test_what_backward_needs_is_verified_too(spoiled, hopper, monkeypatch):
 
         return wrong
 
-    monkeypatch.setattr(hopper_forward, "launch_with", sometimes_wrong)
+    monkeypatch.setattr(single, "launch_with", sometimes_wrong)
     found = tune.tune(problem, inputs, most=100)
     assert next(t for t in found.trials if t.tile == tile).refused.startswith(f"error of {spoiled}")
 
 
 def test_a_tile_that_does_not_compile_is_left_out(hopper, monkeypatch):
     problem = problem_of()
-    tile, right = other_tile(problem), hopper_forward.launch_with
+    tile, right = other_tile(problem), single.launch_with
 
     def sometimes_failing(problem, candidate, prepacked=False):
         if candidate == tile:
             raise RuntimeError("ptxas said no")
         return right(problem, candidate)
 
-    monkeypatch.setattr(hopper_forward, "launch_with", sometimes_failing)
+    monkeypatch.setattr(single, "launch_with", sometimes_failing)
     found = tune.tune(problem, inputs_of(problem), most=100)
     trial = next(t for t in found.trials if t.tile == tile)
     assert trial.refused == "it cannot be compiled: ptxas said no"

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epinorm.backends.cuda.fp32.planes import Planes
-from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
-from epinorm.backends.cuda.gemm.portable import forward as portable_forward
+from epinorm.backends.cuda.gemm.forward import SingleForward
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
@@ -65,14 +64,13 @@ class ProductCase:
         inputs = self.inputs if inputs is None else inputs
         if self.core == "portable":
             self._skip_unless_served()
-            return _portable(self.problem)(inputs, weight)
-        return _hopper(self.problem)(inputs, weight)
+        return _forward(self.problem, self.core)(inputs, weight)
 
     def _skip_unless_served(self) -> None:
         """What Hopper's clusters serve and this core does not: wide groups."""
         p = self.problem
         why_not = portable_plan.why_not(p)
-        if why_not is None and portable_forward.choose_tile(p, gpu_of(p.device)) is None:
+        if why_not is None and portable_plan.choose_tile(p, gpu_of(p.device)) is None:
             why_not = "no tile fits"
         if why_not is not None:
             pytest.skip(f"the portable core does not serve it: {why_not}")
@@ -264,13 +262,8 @@ def fitted(problem: Problem, tile: Tile) -> Tile:
 
 
 @memo()
-def _hopper(problem: Problem) -> hopper_forward.HopperForward:
-    return hopper_forward.HopperForward(problem)
-
-
-@memo()
-def _portable(problem: Problem) -> portable_forward.PortableForward:
-    return portable_forward.PortableForward(problem)
+def _forward(problem: Problem, core: Core) -> SingleForward:
+    return SingleForward(problem, core)
 
 
 def plane_products(
@@ -289,7 +282,7 @@ def plane_products(
 def forced_tile(tile: Tile) -> Iterator[None]:
     """Within, the Hopper kernel takes this tile for every problem (stages 0: as many as fit), but
     for a weight that it cannot convert on the way."""
-    before = hopper_forward.choose_tile
+    before = hopper_plan.choose_tile
 
     def chosen(
         problem: Problem, sms: int, prepacked: bool = False, converts: bool = True
@@ -298,10 +291,10 @@ def forced_tile(tile: Tile) -> Iterator[None]:
             return before(problem, sms, prepacked, False)
         return fitted(problem, tile)
 
-    hopper_forward.choose_tile = chosen
+    hopper_plan.choose_tile = chosen
     clear()
     try:
         yield
     finally:
-        hopper_forward.choose_tile = before
+        hopper_plan.choose_tile = before
         clear()

@@ -24,13 +24,13 @@ import epinorm
 from conftest import CHAIN, make_case
 from epinorm.backends.cuda.fp32.norm_planes import DzPlanes
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
-from epinorm.backends.cuda.gemm.hopper import product as hopper_product
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting
 from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
-from epinorm.backends.cuda.gemm.portable import product as portable_product
+from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
 from epinorm.backends.cuda.plan.hopper_tile import fp32_input_tiles, fp32_weight_tiles
-from epinorm.backends.cuda.runtime.device import sm_count
+from epinorm.backends.cuda.plan.portable_product import choose_tile
+from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.chain import Rounding
 from epinorm.problem import Strategy, Wanted
 
@@ -123,7 +123,7 @@ def portable_kernels() -> None:
         torch.cuda.synchronize()
         assert all(bool(t.isfinite().all()) for t in found.outputs), (m, k, channels, kind)
         print(f"{m} x {k}, {channels} channels, {kind}: done", flush=True)
-    products(portable_product.prepare_product, PRODUCTS)
+    products(portable_product_of, PRODUCTS)
 
 
 def linear_norm_kernels(cases: Iterable[tuple[int, int, int, int, str, bool]]) -> None:
@@ -144,7 +144,12 @@ def hopper_kernels() -> None:
 
 def hopper_product_of(shape: ProductShape, *rest: Any) -> Any:
     choice = choose(shape, sm_count(torch.device("cuda")))
-    return hopper_product.prepare_product(shape, choice, *rest)
+    return prepare_product(shape, choice, *rest)
+
+
+def portable_product_of(shape: ProductShape, *rest: Any) -> Any:
+    tile = choose_tile(shape.planes, gpu_of(torch.device("cuda")))
+    return prepare_product(shape, tile, *rest)
 
 
 def weights_converted() -> None:

@@ -23,7 +23,7 @@ from product_case import bits, forced_tile, make_product, matmul_precision
 import epinorm
 from epinorm.backends import memo
 from epinorm.backends.cuda.fp32.planes import split
-from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward_module
+from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.engine import plan_for
@@ -68,7 +68,7 @@ TOGETHER = Tile(128, 128, 0, ping_pong=False)
 def without_guard(monkeypatch):
     """Leave out the range guard's kernel, a second one to compile for each chain and group size:
     tests of values that it would never touch. tests/gpu/test_precision.py has it in."""
-    monkeypatch.setattr(hopper_forward_module, "LARGEST_GUARDED_GROUP", 0)  # no group is guarded
+    monkeypatch.setattr(single, "LARGEST_GUARDED_GROUP", 0)  # no group is guarded
     memo.clear()
     yield
     memo.clear()

@@ -21,10 +21,11 @@ from product_case import bits, make_product, matmul_precision
 
 import epinorm
 from epinorm.backends import memo
-from epinorm.backends.cuda.gemm.portable import forward as portable_forward_module
-from epinorm.backends.cuda.gemm.portable.product import prepare_product
+from epinorm.backends.cuda.gemm import forward as single
+from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.hopper_product import ProductShape
+from epinorm.backends.cuda.plan.portable_product import choose_tile as choose_product_tile
 from epinorm.backends.cuda.plan.portable_tile import PortableTile, largest_stages
 from epinorm.backends.cuda.runtime.device import gpu_of
 from epinorm.tools.accuracy import allowed_error, relative_error
@@ -42,7 +43,7 @@ PLANES = {"high": 1, "highest": 2}
 def without_guard(monkeypatch):
     """Leave out the range guard's kernel, a second one to compile for each chain and group size:
     tests of values that it would never touch."""
-    monkeypatch.setattr(portable_forward_module, "LARGEST_GUARDED_GROUP", 0)  # no group is guarded
+    monkeypatch.setattr(single, "LARGEST_GUARDED_GROUP", 0)  # no group is guarded
     memo.clear()
     yield
     memo.clear()
@@ -65,13 +66,13 @@ def forced_tile(tile: PortableTile) -> Iterator[None]:
         stages = largest_stages(portable_plan.instance_for(problem, tile), limit)
         return dataclasses.replace(tile, stages=min(stages, 8))
 
-    before = portable_forward_module.choose_tile
-    portable_forward_module.choose_tile = chosen
+    before = portable_plan.choose_tile
+    portable_plan.choose_tile = chosen
     memo.clear()
     try:
         yield
     finally:
-        portable_forward_module.choose_tile = before
+        portable_plan.choose_tile = before
         memo.clear()
 
 
@@ -275,7 +276,8 @@ PRODUCTS = [(128, 256, 64), (1000, 520, 328), (17, 24, 8), (300, 72, 1032), (130
 def product(a: Tensor, b: Tensor, major_k_a: bool, out_dtype: torch.dtype) -> Tensor:
     rows, length = a.shape if major_k_a else a.shape[::-1]
     shape = ProductShape(rows, b.shape[1], length, 1, out_dtype.itemsize)
-    multiply = prepare_product(shape, a.dtype, out_dtype, False, major_k_a, a.device)
+    tile = choose_product_tile(1, gpu_of(a.device))
+    multiply = prepare_product(shape, tile, a.dtype, out_dtype, False, major_k_a, a.device)
     like = torch.empty(rows, b.shape[1], dtype=out_dtype, device=a.device)
     with poisoned_memory([like]):
         return multiply((a.data_ptr(), b.data_ptr()), lambda: (a, a, b, b), 0)

@@ -15,7 +15,7 @@ from product_case import make_product, matmul_precision
 import epinorm
 from epinorm.backends import memo
 from epinorm.backends.cuda.executable import CudaExecutable
-from epinorm.backends.cuda.gemm.hopper.forward import launch_with
+from epinorm.backends.cuda.gemm.forward import launch_with
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.core import wanted_core

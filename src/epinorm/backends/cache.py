@@ -18,10 +18,11 @@ import secrets
 import stat
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from epinorm.said import warn_once
 
 __all__ = [
     "CacheEntry",
@@ -49,8 +50,6 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # these two exist on one kind of plat
 _BINARY = getattr(os, "O_BINARY", 0)
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-
-_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def size_limit() -> int:
     """
     limit, mistake = _size()
     if mistake is not None:
-        _warn_once("size", mistake)
+        warn_once(f"epinorm: {mistake}", RuntimeWarning, "cache size")
     return limit
 
 
@@ -155,7 +154,7 @@ def read(key: str) -> Record | None:
     except OSError:
         return None
     except _Refused as error:
-        _warn_once("read", f"{error}; the kernel is compiled again")
+        warn_once(f"epinorm: {error}; the kernel is compiled again", RuntimeWarning, "cache read")
         return None
     # The least recently used go first when the cache is full. Another process may have removed it.
     with contextlib.suppress(OSError):
@@ -177,7 +176,8 @@ def write(key: str, facts: Mapping[str, str | int], payload: bytes) -> bool:
         _write_and_rename(folder, key + _SUFFIX, data)
         _prune(folder, limit, keep=key)
     except (_Refused, OSError) as error:
-        _warn_once("write", f"{_reason(error)}; kernels are compiled anew in each process")
+        said = f"epinorm: {_reason(error)}; kernels are compiled anew in each process"
+        warn_once(said, RuntimeWarning, "cache write")
         return False
     return True
 
@@ -348,9 +348,3 @@ def _reason(error: Exception) -> str:
         where = f" ({error.filename})" if error.filename else ""
         return f"the kernel cache cannot be used: {error.strerror or error}{where}"
     return str(error)
-
-
-def _warn_once(cause: str, text: str) -> None:
-    if cause not in _warned:
-        _warned.add(cause)
-        warnings.warn(f"epinorm: {text}", RuntimeWarning, stacklevel=4)

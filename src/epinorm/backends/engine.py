@@ -5,9 +5,7 @@ Backends are registered here (backends/__init__.py); ``memo.clear`` forgets all 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from functools import cache
 
 from epinorm.backends.memo import memo
 from epinorm.problem import (
@@ -19,6 +17,7 @@ from epinorm.problem import (
     Strategy,
     check_strategy,
 )
+from epinorm.said import warn_once
 
 __all__ = ["executable_for", "plan_for", "register"]
 
@@ -72,15 +71,11 @@ def plan_for(problem: Problem, strategy: Strategy = "auto", strict: bool = False
     if strict:
         raise RuntimeError(f"strict=True, and nothing faster than PyTorch serves: {plan.reason}")
     if kind == "cuda" and not plan.chosen:
-        _warn_once(
-            f"computes through plain PyTorch here: {plan.reason} (strict=True makes this an error)"
+        warn_once(
+            f"epinorm computes through plain PyTorch here: {plan.reason} "
+            "(strict=True makes this an error)"
         )
     return plan
-
-
-@cache
-def _warn_once(text: str) -> None:
-    warnings.warn(f"epinorm {text}", stacklevel=2)
 
 
 def executable_for(problem: Problem, plan: Plan, layout: Layout) -> Executable:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import random
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,9 +23,10 @@ from torch._dynamo.variables import torch as dynamo_functions
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-__all__ = ["Backend", "Callback", "capture", "run_without_values", "say_once"]
+from epinorm.said import log_once
 
-log = logging.getLogger("epinorm")
+__all__ = ["Backend", "Callback", "capture", "run_without_values"]
+
 
 Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
 """From a captured graph and its example inputs to what runs in its place."""
@@ -152,21 +151,7 @@ class Callback:
         self._failures.clear()
 
     def _say(self, code: Any, reason: str) -> None:
-        say_once(f"{self._name}: {code.co_qualname} runs its own code here, unfused ({reason})")
-
-
-_said: set[str] = set()
-_saying = threading.Lock()
-
-
-def say_once(message: str) -> None:
-    """Log a warning if it was not logged before."""
-    with _saying:
-        new = message not in _said
-        if len(_said) < 10_000:
-            _said.add(message)
-    if new:
-        log.warning("epinorm: %s", message)
+        log_once(f"{self._name}: {code.co_qualname} runs its own code here, unfused ({reason})")
 
 
 def capture(

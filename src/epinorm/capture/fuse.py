@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from epinorm.backends.prepack import marked
-from epinorm.capture.dynamo import Callback, capture, say_once
+from epinorm.capture.dynamo import Callback, capture
 from epinorm.capture.rewriting import Recorder, Settings
 from epinorm.chain import Rounding
 from epinorm.chain.chain import check_rounding
 from epinorm.operator import calls
 from epinorm.precision import fp32_precision
 from epinorm.problem import Strategy, check_strategy
+from epinorm.said import is_new, log_once
 
 __all__ = ["Fused", "checked_settings", "fuse", "fused_of", "unfuse", "without_forward"]
 
@@ -114,7 +115,7 @@ class Fused:
         """Begin anew for classes that changed; False if they keep changing."""
         self.times += 1
         if self.times > _MOST_CAPTURES:
-            say_once(
+            log_once(
                 f"{type(model).__name__} runs its own code, unfused: its classes keep changing"
             )
             return False
@@ -164,7 +165,7 @@ class Fused:
         self.units = units
         self.leaves_rest = bool(units) and not isinstance(model, _Wrapper)
         if self.leaves_rest:
-            say_once(f"{type(model).__name__}: what is outside of fully_shard's units is not fused")
+            log_once(f"{type(model).__name__}: what is outside of fully_shard's units is not fused")
         if is_unit != self.is_unit:
             self.is_unit = is_unit
             self.capture(model)
@@ -189,7 +190,7 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
         # DataParallel's replicas share this function, but not what it is for.
         caller = sys._getframe(1).f_locals.get("self", model)
         if caller is not model and isinstance(caller, nn.Module):
-            say_once(f"{name}: a replica runs its own code, unfused")
+            log_once(f"{name}: a replica runs its own code, unfused")
             return caller._call_impl(*args, **kwargs)
         if (
             _waiting_transforms() is not None
@@ -217,7 +218,7 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
             raise
 
     call._torchdynamo_inline = own  # type: ignore[attr-defined]  # for another's capture
-    for function in (call, _as_written, say_once):
+    for function in (call, _as_written, log_once, is_new):
         dynamo.eval_frame.skip_code(function.__code__)
     return call
 
@@ -236,7 +237,7 @@ def _as_written(
     else:
         reason = "" if callback is not None else "under a dispatch mode"
     if reason:
-        say_once(f"{name} runs its own code {reason}, unfused")
+        log_once(f"{name} runs its own code {reason}, unfused")
     return own(*args, **kwargs)
 
 
@@ -287,7 +288,7 @@ def fuse(
     settings = checked_settings(strategy, strict, rounding)
     unfuse(model)
     if isinstance(model, torch.jit.ScriptModule):
-        say_once(f"{type(model).__name__} is TorchScript: it runs as it is, unfused")
+        log_once(f"{type(model).__name__} is TorchScript: it runs as it is, unfused")
         return model
     if said := without_forward(model):
         warnings.warn(f"epinorm: {said}", stacklevel=2)

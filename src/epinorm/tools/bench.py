@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from epinorm.tools.accuracy import Verification
+from epinorm.tools.progress import Notify, Progress, in_a_line, silent
 from epinorm.tools.results import Row, commit, device_name, today
 from epinorm.tools.timing import (
     DEFAULT_SETTINGS,
@@ -29,16 +30,9 @@ from epinorm.tools.timing import (
     wall_times,
 )
 from epinorm.tools.verdict import spreads
-from epinorm.tools.verify import Progress, draw_dy, verify
+from epinorm.tools.verify import draw_dy, of_floats, verify
 
 __all__ = ["Case", "Competitors", "bench", "fp32_precision_set", "linear_calls", "model_runner"]
-
-Notify = Callable[[str, float], None]
-"""Told what is being done now, and the share of the whole that is done, from 0 to 1."""
-
-
-def _silent(stage: str, share: float) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ def bench(
     case: Case,
     settings: Settings = DEFAULT_SETTINGS,
     competitors: Competitors = DEFAULT_COMPETITORS,
-    notify: Notify = _silent,
+    notify: Notify = silent,
 ) -> tuple[Row, Verification]:
     """Verify, time and verify again; the row has times only if both verifications pass."""
     with fp32_precision_set(case.precision):
@@ -204,8 +198,7 @@ def _compiled_runner(case: Case, mode: str | None) -> Runner | str:
     except Exception as error:
         # Whatever a compiler raises, from a missing g++ to an internal error, costs this column
         # alone; the row says it.
-        text = next((line for line in str(error).splitlines() if line.strip()), "")
-        return f"{type(error).__name__}: {text.strip()}"[:300]
+        return in_a_line(error)
     return runner
 
 
@@ -246,12 +239,7 @@ def model_runner(
 
         return Runner(forward)
 
-    fresh = tuple(
-        v.detach().clone().requires_grad_()
-        if isinstance(v, Tensor) and v.is_floating_point()
-        else v
-        for v in inputs
-    )
+    fresh = of_floats(inputs, lambda v: v.detach().clone().requires_grad_())
     leaves = [*model.parameters(), *(v for v in fresh if isinstance(v, Tensor))]
     dys: list[Tensor] = []
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from epinorm.tools.accuracy import Verification
+from epinorm.tools.progress import Notify
 from epinorm.tools.results import Row
 from epinorm.tools.tables import COMPETITORS, microseconds, over_text, setting, size, times
 
@@ -22,9 +25,25 @@ __all__ = ["bench_table", "err", "interruptible", "out", "progress", "verificati
 out = Console(highlight=False, soft_wrap=True, emoji=False)
 err = Console(highlight=False, soft_wrap=True, stderr=True, emoji=False)
 
-Notify = Callable[[str, float], None]
 
-_PASSES = {"forward": "forward", "training": "forward + backward"}
+def pass_name(training: bool) -> str:
+    """What a row's pass is called in a terminal."""
+    return "forward + backward" if training else "forward"
+
+
+def plain_table(left: Sequence[str] = (), right: Sequence[str] = (), **options: Any) -> Table:
+    """A table without lines; the heads of columns that align to the left, then of the others."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), **options)
+    for head in left:
+        table.add_column(head)
+    for head in right:
+        table.add_column(head, justify="right")
+    return table
+
+
+def print_json(values: Any) -> None:
+    """For another program."""
+    print(json.dumps(values, indent=1))
 
 
 @contextlib.contextmanager
@@ -90,10 +109,9 @@ def progress(label: str) -> Iterator[Notify]:
 
 def bench_table(rows: Sequence[Row]) -> Table:
     """One line a competitor, two columns a pass: the time, and how many times ours is faster."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
+    table = plain_table([""])
     for row in rows:
-        table.add_column(_PASSES[row.pass_], justify="right")
+        table.add_column(pass_name(row.pass_ == "training"), justify="right")
         table.add_column("epinorm is", justify="right", style="dim")
     for key, name in COMPETITORS:
         values = [getattr(row, f"{key}_us") for row in rows]
@@ -124,11 +142,8 @@ def headline(row: Row) -> str:
 def verification_table(verification: Verification, most: int | None = None) -> Table:
     """Every output and gradient, or the ``most`` that come closest to their limits or lie beyond:
     our error, eager's, their ratio and what is allowed."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("tensor", "inputs"):
-        table.add_column(head)
-    for head in ("error", "eager's error", "ratio", "allowed", ""):
-        table.add_column(head, justify="right")
+    numbers = ("error", "eager's error", "ratio", "allowed", "")
+    table = plain_table(("tensor", "inputs"), numbers)
     comparisons = verification.comparisons
     if most is not None and len(comparisons) > most:
         closest = set(sorted(comparisons, key=lambda c: -c.strain)[:most])

@@ -1,12 +1,15 @@
-"""Rows as a self-contained HTML page: verdict, bars, tables, earlier runs, and what did not run."""
+"""Rows as a self-contained HTML page: verdict, bars, tables, earlier runs, and what did not run;
+and the files that `epinorm bench` writes of them."""
 
 from __future__ import annotations
 
 import html
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
-from epinorm.tools.results import KEY, Row
+from epinorm.tools.plots import draw
+from epinorm.tools.results import KEY, Row, write_atomic
 from epinorm.tools.tables import (
     COMPETITORS,
     microseconds,
@@ -18,7 +21,7 @@ from epinorm.tools.tables import (
 )
 from epinorm.tools.verdict import PASSES, verdict
 
-__all__ = ["html_page"]
+__all__ = ["html_page", "write_report"]
 
 # One column on a phone. Colours by names that the dark scheme gives other values.
 STYLE = """
@@ -45,6 +48,22 @@ th, td { padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); tex
   .bars > div { display: grid; grid-template-columns: subgrid; grid-column: 1 / -1; }
   .track { grid-column: 1 / -1; } .name, .time { grid-row: 1; } }
 """
+
+
+def write_report(
+    folder: Path, name: str, rows: Sequence[Row], title: str, earlier: Sequence[Row] = ()
+) -> list[Path]:
+    """Write NAME.png, NAME.svg (if there are times) and NAME.html, with the rows of earlier runs;
+    returns what was written."""
+    written = []
+    if any(row.ours_us for row in rows):
+        for kind in ("png", "svg"):
+            path = folder / f"{name}.{kind}"
+            write_atomic(path, draw(rows, kind))
+            written.append(path)
+    page = folder / f"{name}.html"
+    write_atomic(page, html_page(title, rows, earlier))
+    return [*written, page]
 
 
 def html_page(title: str, rows: Sequence[Row], earlier: Sequence[Row] = ()) -> str:

@@ -24,7 +24,6 @@ __all__ = [
     "device_name",
     "device_slug",
     "merge_rows",
-    "newest",
     "put_values",
     "read_rows",
     "read_rows_of",
@@ -254,22 +253,6 @@ def add_run(path: Path, rows: Iterable[Row]) -> list[Row]:
     values = [row.as_json() for row in (*earlier, *rows)]
     write_atomic(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
     return earlier
-
-
-def newest(rows: Iterable[Row]) -> list[Row]:
-    """One row for each shape, dtype, precision, pass and GPU, in their order: the newest,
-    and of strategies measured on one day the fastest that is verified."""
-    best: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        key = (row.shape, row.dtype, row.precision, row.pass_, row.gpu)
-        old = best.get(key)
-        if old is None or _rank(row) > _rank(old):
-            best[key] = row
-    return list(best.values())
-
-
-def _rank(row: Row) -> tuple[str, float]:
-    return row.date, -(row.ours_us or math.inf)
 
 
 def put_values(path: Path, values: Mapping[str, Any], key: Sequence[str]) -> None:

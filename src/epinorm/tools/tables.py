@@ -1,28 +1,21 @@
-"""Rows as tables: all their columns, or the six that README has room for."""
+"""Rows as cells: a time, a ratio, a size for people; and all columns of a table."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from epinorm.tools.results import Row, newest
+from epinorm.tools.results import Row
 
 __all__ = [
     "COMPETITORS",
-    "accumulation_table",
-    "judged_table",
-    "markdown_lines",
-    "markdown_table",
-    "measured_table",
     "microseconds",
     "over",
     "over_text",
     "provenance",
     "setting",
-    "short_table",
+    "setting_of",
     "size",
     "table",
     "times",
@@ -75,10 +68,11 @@ def over_text(row: Row, key: str) -> str:
 
 def setting(row: Row) -> str:
     """The row's dtype, with the precision of its products where PyTorch has a choice."""
-    return _setting(vars(row))
+    return setting_of(vars(row))
 
 
-def _setting(row: Mapping[str, Any]) -> str:
+def setting_of(row: Mapping[str, Any]) -> str:
+    """As ``setting``, of a row as JSON holds it."""
     return row["dtype"] + ("" if row["precision"] == "native" else f" `{row['precision']}`")
 
 
@@ -156,32 +150,6 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     return [COLUMNS[i][0] for i in used], [[line[i] for i in used] for line in cells]
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table, with the machine, torch and commit below it."""
-    return measured_table(*table(rows), rows) if rows else NOT_MEASURED
-
-
-SHORT = ("shape", "dtype", "epinorm", "eager", "compile", "over eager")
-SHORT_SHAPES = ("kb62", "mid", "skinny", "bert_out")
-_SETTINGS = ("highest", "high", "native")
-
-
-def short_table(rows: Sequence[Row]) -> str:
-    """As ``markdown_table``, but the columns SHORT, for SHORT_SHAPES, and of several strategies the
-    newest row."""
-    chosen = [row for row in newest(rows) if row.shape in SHORT_SHAPES]
-    chosen.sort(key=lambda r: (SHORT_SHAPES.index(r.shape), _SETTINGS.index(r.precision)))
-    columns = dict(COLUMNS)
-    cells = [[columns[head](row) for head in SHORT] for row in chosen]
-    return measured_table(SHORT, cells, chosen)
-
-
-def markdown_lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return [*lines, *("| " + " | ".join(line) + " |" for line in cells)]
-
-
 def provenance(measured: Sequence[Any]) -> str:
     """Where, with what and when rows, or what JSON holds of them, were measured, in a line."""
     facts = [one if isinstance(one, Mapping) else vars(one) for one in measured]
@@ -190,54 +158,3 @@ def provenance(measured: Sequence[Any]) -> str:
         for label, key in (("", "gpu"), ("PyTorch ", "torch"), ("commit ", "commit"), ("", "date"))
     ]
     return ", ".join(parts) + ". Medians of interleaved runs."
-
-
-NOT_MEASURED = "Not measured yet."
-
-
-def measured_table(
-    heads: Sequence[str], cells: Sequence[Sequence[str]], measured: Sequence[Any]
-) -> str:
-    """A Markdown table, with the machine, torch and commit of what was ``measured`` below it."""
-    if not measured:
-        return NOT_MEASURED
-    return "\n".join([*markdown_lines(heads, cells), "", provenance(measured)])
-
-
-def judged_table(folder: Path) -> str:
-    """A line for each verdict's pass, with the machine, torch and commit below; a verdict that is
-    not clean has no times."""
-    verdicts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    heads = ("problem", "dtype", "pass", "exported file", "eager", "over eager", "verdict")
-    lines = []
-    for verdict in verdicts:
-        said = "clean" if verdict["clean"] else "not clean"
-        timings = verdict["timings"] or [dict.fromkeys(("pass", "solution_us", "eager_us"))]
-        for timing in timings:
-            ours, eager = timing["solution_us"], timing["eager_us"]
-            cells = [verdict["problem"], _setting(verdict), timing["pass"] or "–"]
-            cells += [microseconds(ours), microseconds(eager, ours), times(over(eager, ours)), said]
-            lines.append(cells)
-    return measured_table(heads, lines, verdicts)
-
-
-def accumulation_table(folder: Path) -> str:
-    """A line for each row of ``benchmarks/accumulation.py``."""
-    files = sorted(folder.glob("*.json"))
-    measured = [row for path in files for row in json.loads(path.read_text())]
-    heads = (
-        *("shape", "dtype", "in place", "added by autograd", "eager", "compile"),
-        *("over eager", "over compile", "peak MB, in place / added / eager"),
-    )
-    names = ("in_place", "ours", "eager", "compile")
-    lines = []
-    for row in measured:
-        cells = [row["shape"], _setting(row)]
-        if row["verified"]:
-            cells += [microseconds(row[f"{name}_us"]) for name in names]
-            cells += [times(over(row[f"{name}_us"], row["in_place_us"])) for name in names[2:]]
-            cells.append(" / ".join(f"{row[f'{name}_peak_mb']:.0f}" for name in names[:3]))
-        else:
-            cells += ["not verified", *["–"] * 6]
-        lines.append(cells)
-    return measured_table(heads, lines, measured)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from epinorm.tools.progress import Progress, silent
+
 __all__ = [
     "DEFAULT_SETTINGS",
     "Runner",
@@ -34,13 +36,6 @@ FIRST_WAIT_US = 200.0
 LONGEST_WAIT_US = 20_000.0
 CYCLES_PER_US = 2000
 """Of the clock that a waiting GPU counts: 2 GHz, which is as fast as they run."""
-
-Progress = Callable[[float], None]
-"""Told the share of the work that is done, from 0 to 1."""
-
-
-def _ignore(share: float) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ def time_interleaved(
     runners: Mapping[str, Runner],
     device: torch.device,
     settings: Settings = DEFAULT_SETTINGS,
-    progress: Progress = _ignore,
+    progress: Progress = silent,
 ) -> dict[str, float]:
     """Median time in microseconds of each runner, all interleaved."""
     samples = sample_interleaved(runners, device, settings, progress)
@@ -82,7 +77,7 @@ def sample_interleaved(
     runners: Mapping[str, Runner],
     device: torch.device,
     settings: Settings = DEFAULT_SETTINGS,
-    progress: Progress = _ignore,
+    progress: Progress = silent,
 ) -> dict[str, list[float]]:
     """Times in microseconds of each runner, all interleaved, one a round."""
     for runner in runners.values():

@@ -17,7 +17,7 @@ import torch
 
 from epinorm.backends import memo
 from epinorm.backends import reference as reference_backend
-from epinorm.backends.cuda.gemm.hopper import forward as hopper_forward
+from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.core import VARIABLE, wanted_core
@@ -29,6 +29,7 @@ from epinorm.backends.engine import executable_for, plan_for
 from epinorm.operator import calls
 from epinorm.problem import Forward, Inputs, Layout, Plan, Problem
 from epinorm.tools.accuracy import FLOOR_ULPS, allowed_error, relative_error
+from epinorm.tools.progress import Notify, silent
 from epinorm.tools.timing import DEFAULT_SETTINGS, Runner, Settings, time_interleaved
 from epinorm.tools.verify import poisoned_memory
 
@@ -52,11 +53,6 @@ WORTHWHILE = 0.99
 Way = tuple[str, Tile | None]
 """A strategy, and its tile where it has one."""
 Run = Callable[[Inputs], Forward]
-Notify = Callable[[str, float], None]
-
-
-def _silent(stage: str, share: float) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -170,7 +166,7 @@ def _guarded(problem: Problem, tile: Tile) -> bool:
 
 def _run_of(problem: Problem, way: Way) -> Run:
     if way[1] is not None:
-        return hopper_forward.launch_with(problem, way[1])
+        return single.launch_with(problem, way[1])
     layout = Layout(problem.k, problem.k, (problem.m, problem.n))
     epilogue = executable_for(problem, Plan("epilogue", "measured by name"), layout)
     return lambda inputs: epilogue.forward(*inputs)
@@ -181,7 +177,7 @@ def tune(
     inputs: Inputs,
     most: int = MOST_TILES,
     settings: Settings = DEFAULT_SETTINGS,
-    notify: Notify = _silent,
+    notify: Notify = silent,
 ) -> Tuning | None:
     """Try the ways of ``ways_of``, verify and time them, remember the fastest that is right.
 

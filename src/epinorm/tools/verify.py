@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,10 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from epinorm.tools.accuracy import Comparison, Outcome, Verification, compare, differences
 from epinorm.tools.kinks import away_from_kinks
+from epinorm.tools.progress import Progress, silent
 
 __all__ = [
     "draw_dy",
     "draw_inputs",
+    "is_floating",
+    "of_floats",
     "poisoned_memory",
     "randomize_parameters",
     "run_model",
@@ -31,13 +34,6 @@ __all__ = [
 ]
 
 InputKind = Literal["rand", "randn"]
-
-Progress = Callable[[float], None]
-"""Told the share of the work that is done, from 0 to 1."""
-
-
-def _ignore(share: float) -> None:
-    pass
 
 
 def randomize_parameters(model: nn.Module, seed: int = 0) -> None:
@@ -66,11 +62,21 @@ def share_state(source: nn.Module, target: nn.Module) -> None:
     target.load_state_dict(source.state_dict(), strict=True)
 
 
+def of_floats(values: Iterable[Any], change: Callable[[Tensor], Any]) -> tuple[Any, ...]:
+    """The values, each floating tensor among them changed."""
+    return tuple(change(v) if is_floating(v) else v for v in values)
+
+
+def is_floating(value: Any) -> bool:
+    """Whether the value is a tensor of floating-point numbers."""
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def draw_inputs(inputs: Sequence[Any], kind: InputKind, seed: int) -> tuple[Any, ...]:
     """Fresh floating tensors like ``inputs``, uniform in [0, 1) or normal; the rest unchanged."""
     drawn = []
     for index, value in enumerate(inputs):
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if is_floating(value):
             generator = torch.Generator(value.device).manual_seed(seed + index)
             draw = torch.rand if kind == "rand" else torch.randn
             fresh = draw(value.shape, generator=generator, device=value.device)
@@ -133,12 +139,7 @@ def run_model(
     if not training:
         with torch.no_grad():
             return Outcome(_floating_leaves(call(*inputs)), {})
-    inputs = tuple(
-        value.detach().clone().requires_grad_()
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-        for value in inputs
-    )
+    inputs = of_floats(inputs, lambda v: v.detach().clone().requires_grad_())
     model.zero_grad(set_to_none=True)
     every = _floating_leaves(call(*inputs))
     outputs = [output for output in every if output.requires_grad] or every  # autograd says which
@@ -150,7 +151,7 @@ def run_model(
     gradients = {
         f"gradient of input {index}": value.grad
         for index, value in enumerate(inputs)
-        if isinstance(value, Tensor) and value.is_floating_point()
+        if is_floating(value)
     }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -174,11 +175,7 @@ def draw_dy(outputs: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 
 def _floating_leaves(output: Any) -> tuple[Tensor, ...]:
-    return tuple(
-        leaf
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    )
+    return tuple(filter(is_floating, tree_leaves(output)))
 
 
 def verify(
@@ -189,7 +186,7 @@ def verify(
     training: bool = True,
     kinds: Sequence[InputKind] = ("rand", "randn"),
     seed: int = 0,
-    progress: Progress = _ignore,
+    progress: Progress = silent,
 ) -> Verification:
     """Compare ``candidate`` with ``model``, of the same state_dict keys, on fresh inputs.
 
@@ -218,14 +215,12 @@ def _verify(
     seed: int,
     progress: Progress,
 ) -> Verification:
-    dtype = next(v.dtype for v in inputs if isinstance(v, Tensor) and v.is_floating_point())
+    dtype = next(filter(is_floating, inputs)).dtype
     exact_model = copy.deepcopy(model).double()
     comparisons: list[Comparison] = []
     for index, kind in enumerate(kinds):
         fresh = draw_inputs(inputs, kind, seed + 1000 * (index + 1))
-        exact = tuple(
-            v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in fresh
-        )
+        exact = of_floats(fresh, Tensor.double)
         progress(index / len(kinds))
         truth, eager = (run_model(m, x, False) for m, x in ((exact_model, exact), (model, fresh)))
         kept: list[Tensor | None] = []

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from epinorm.backends.cpu import build
-from epinorm.backends.cpu.build import warn_once
 from epinorm.backends.cpu.codegen import CPP_TYPES, kernel_source
 from epinorm.chain import LayerNorm
 from epinorm.problem import Plan, Problem, Step, Strategy
+from epinorm.said import warn_once
 
 __all__ = ["plan_cpu", "supports"]
 
@@ -59,7 +59,7 @@ def supports(problem: Problem) -> str | None:
         return reason
     reason = build.compiler_problem() or build.failure(kernel_source(problem))
     if reason is not None:
-        warn_once(reason)
+        warn_once(f"epinorm computes with PyTorch's own layers: {reason}")
     return reason
 
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from epinorm.backends.cpu import abi
 from epinorm.backends.cpu.blocks import Blocks, choose_blocks
-from epinorm.backends.cpu.build import BuildError, load_kernel, load_runner, warn_once
+from epinorm.backends.cpu.build import BuildError, load_kernel, load_runner
 from epinorm.backends.cpu.codegen import kernel_source
 from epinorm.backends.reference import ReferenceExecutable
 from epinorm.chain.pointwise import complement
 from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Wanted
+from epinorm.said import warn_once
 
 __all__ = ["CpuExecutable"]
 
@@ -129,7 +130,7 @@ class CpuExecutable(ReferenceExecutable):
         try:
             self.prepared = _make(problem)
         except BuildError as error:
-            warn_once(str(error))
+            warn_once(f"epinorm computes with PyTorch's own layers: {error}")
             raise
 
     def compute(self, inputs: Inputs) -> Forward:

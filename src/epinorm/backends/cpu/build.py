@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import platform
 import re
@@ -22,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -34,7 +32,7 @@ from epinorm.backends.cpu.abi import declare_kernel, declare_runner
 from epinorm.backends.cpu.proof import Disproved, prove_kernel, prove_runner
 from epinorm.problem import CannotCompile, Problem
 
-__all__ = ["BuildError", "compiler_problem", "failure", "load_kernel", "load_runner", "warn_once"]
+__all__ = ["BuildError", "compiler_problem", "failure", "load_kernel", "load_runner"]
 
 HERE = Path(__file__).parent
 KERNEL_HEADERS = ("call.h", "lanes.h", "elementary.h", "strip.h", "stages.h", "passes.h")
@@ -79,12 +77,6 @@ def compiler_problem() -> str | None:
 def failure(source: str) -> str | None:
     """Why this kernel's or the runner's build failed earlier in this process, or None."""
     return _failures.get(_RUNNER) or _failures.get(source)
-
-
-@functools.cache
-def warn_once(reason: str) -> None:
-    """Say once in a process that PyTorch's own layers serve instead, and why."""
-    warnings.warn(f"epinorm computes with PyTorch's own layers: {reason}", stacklevel=4)
 
 
 def load_runner(problem: Problem) -> ctypes.CDLL:

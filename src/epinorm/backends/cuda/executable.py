@@ -10,9 +10,8 @@ from torch.nn.functional import linear
 
 from epinorm.backends.cuda import planes_forward
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
-from epinorm.backends.cuda.gemm.hopper import forward as hopper
-from epinorm.backends.cuda.gemm.hopper.product import Product, prepare_product
-from epinorm.backends.cuda.gemm.portable import forward as portable
+from epinorm.backends.cuda.gemm import forward as single
+from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.gradients import BackwardChoice, backward_choice
@@ -181,8 +180,7 @@ class _Backward:
 
 def _forward(problem: Problem, plan: Plan, layout: Layout) -> Run:
     if plan.strategy == "single":
-        core = portable if plan.core == "portable" else hopper
-        return core.bind(problem, layout)
+        return single.bind(problem, plan.core or "hopper", layout)
     if plan.strategy == "planes":
         return planes_forward.bind(problem, plan.core or "hopper", layout)
     z_is_sum = sum_is_z(problem)
@@ -256,7 +254,7 @@ class _InSixteenBits:
         self, problem: Problem, chosen: tuple[ProductShape, Choice], major_k_a: bool
     ) -> None:
         dtype, device = problem.dtype, problem.device
-        self.product: Product = prepare_product(*chosen, dtype, dtype, False, major_k_a, device)
+        self.product = prepare_product(*chosen, dtype, dtype, False, major_k_a, device)
         self.library: MatrixProduct = torch.mm if major_k_a else _transposed_mm
 
     def __call__(self, dz: Tensor, other: Tensor) -> Tensor:

@@ -21,18 +21,18 @@ from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.fp32.norm_planes import DzPlanes, WrittenDz
 from epinorm.backends.cuda.fp32.planes import Splitter, splitter
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
-from epinorm.backends.cuda.gemm.hopper import product as hopper_product
-from epinorm.backends.cuda.gemm.hopper.product import AddingProduct, Planes, prepare_adding
-from epinorm.backends.cuda.gemm.portable import product as portable_product
+from epinorm.backends.cuda.gemm.hopper.product import AddingProduct, prepare_adding
+from epinorm.backends.cuda.gemm.launch import Operands
+from epinorm.backends.cuda.gemm.product import Product, prepare_product
 from epinorm.backends.cuda.norm.backward import Factors, Largest, NormBackward, NormGradients
 from epinorm.backends.cuda.plan.gradients import BackwardChoice
-from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
-from epinorm.backends.cuda.runtime.device import sm_count
+from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape, choose
+from epinorm.backends.cuda.plan.portable_product import choose_tile
+from epinorm.backends.cuda.plan.portable_tile import PortableTile
+from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
 __all__ = ["PlaneProducts"]
-
-Product = hopper_product.Product | portable_product.Product
 
 
 class _Operands(NamedTuple):
@@ -65,15 +65,13 @@ class PlaneProducts:
 
         def product(rows: int, length: int, major_k_a: bool) -> Product:
             shape = ProductShape(rows, k, length, self.planes, 4)
-            half, single = torch.float16, torch.float32
-            if core == "portable":
-                return portable_product.prepare_product(
-                    shape, half, single, True, major_k_a, device
-                )
-            chosen = choose(shape, sm_count(device))
-            return hopper_product.prepare_product(
-                shape, chosen, half, single, True, major_k_a, device
+            choice: Choice | PortableTile = (
+                choose_tile(self.planes, gpu_of(device))
+                if core == "portable"
+                else choose(shape, sm_count(device))
             )
+            half, single = torch.float16, torch.float32
+            return prepare_product(shape, choice, half, single, True, major_k_a, device)
 
         self.dx = product(m, n, True) if by_x else None
         self.dw = product(n, m, False) if by_weight else None
@@ -224,11 +222,11 @@ class PlaneProducts:
 
     def _given(
         self, a: GradientPlanes, b: Tensor, of_b: Splitter
-    ) -> tuple[Any, Callable[[], Planes], int]:
+    ) -> tuple[Any, Callable[[], Operands], int]:
         """A product's arguments: what its operands' maps are kept under, the operands, the scales
         of a's rows."""
 
-        def operands() -> Planes:
+        def operands() -> Operands:
             m, n = self.shape
             bytes_of_planes = a.buffer[: self.planes * 2 * m * n]
             stored = bytes_of_planes.view(torch.float16).view(self.planes, m, n)

@@ -1,7 +1,7 @@
 """Strategy `planes`: an fp32 product by fp16 planes, then the norm kernel, for groups of any width.
 
-The product is the single kernel of the chain without a norm (gemm/hopper/forward.py, or the
-portable core's), its range guard included, so prepacked weights, tuned tiles and planes kept for
+The product is the single kernel of the chain without a norm (gemm/forward.py), its range guard
+included, so prepacked weights, tuned tiles and planes kept for
 the backward pass are the same. z goes through memory once; the norm kernel starts early behind the
 guard. A sum that is a result is the matrix between the two, where backward needs no z besides.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from epinorm.backends.cuda.gemm.hopper import forward as hopper
-from epinorm.backends.cuda.gemm.portable import forward as portable
+from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
 from epinorm.problem import Core, Forward, Layout, Problem, Run, StepForward
@@ -29,7 +28,7 @@ def bind(problem: Problem, core: Core, layout: Layout) -> Run:
     """The forward pass of tensors of this layout."""
     of_pre, constants_of_pre = _counts(problem)
     keeps_z, returns_sum = problem.keeps_z, problem.chain.returns_sum
-    multiply = (portable if core == "portable" else hopper).bind(product_of(problem), layout)
+    multiply = single.bind(product_of(problem), core, layout)
     normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size)
 
     def run(

@@ -8,9 +8,7 @@ kernels, and whatever runs while a CUDA graph is captured before anything was re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +19,10 @@ from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
 from epinorm.backends.cuda.runtime.replay import CannotReplay, Replay, is_recording, recording
 from epinorm.backends.prepack import marked
 from epinorm.problem import Forward, Gradients, Inputs, Run, StepForward, Wanted
+from epinorm.said import log_once
 
 __all__ = ["ReplayedBackward", "replayed_forward"]
 
-log = logging.getLogger("epinorm")
 
 ATTEMPTS = 3
 """Runs that are recorded before it is given up."""
@@ -63,15 +61,10 @@ class _Recorder:
         except CannotReplay:
             return made, None
         except BuildError as error:
-            _say_once(str(error))
+            log_once(f"kernels are launched one by one, which takes longer: {error}")
             return made, None
         self.runs = ATTEMPTS + 1
         return made, replay
-
-
-@cache
-def _say_once(reason: str) -> None:
-    log.warning("epinorm: kernels are launched one by one, which takes longer: %s", reason)
 
 
 def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from epinorm.tools.judge.conduct import conduct, untouched
 from epinorm.tools.judge.facts import Result
 from epinorm.tools.judge.process import SolutionError
 from epinorm.tools.judge.session import LARGE_MEAN_FLOOR_64, Session, outside_public_tolerance
-from epinorm.tools.verify import InputKind, draw_inputs, run_model
+from epinorm.tools.verify import InputKind, draw_inputs, of_floats, run_model
 
 __all__ = ["CHECKS", "NamedCheck", "from_comparisons"]
 
@@ -194,21 +194,18 @@ def _magnitudes(session: Session) -> list[Result]:
 
 
 def _times(inputs: Sequence[Any], factor: float) -> tuple[Any, ...]:
-    return tuple(
-        v * factor if isinstance(v, Tensor) and v.is_floating_point() else v for v in inputs
-    )
+    return of_floats(inputs, lambda v: v * factor)
 
 
 def _rows_apart(inputs: Sequence[Any]) -> tuple[Any, ...]:
     def scaled(v: Tensor) -> Tensor:
-        rows = v.shape[0] if v.dim() else 1
+        if not v.dim():
+            return v
+        rows = v.shape[0]
         powers = torch.linspace(-4, 4, rows, device=v.device, dtype=torch.float64)
         return (v.double() * (10**powers).view(-1, *[1] * (v.dim() - 1))).to(v.dtype)
 
-    return tuple(
-        scaled(v) if isinstance(v, Tensor) and v.is_floating_point() and v.dim() else v
-        for v in inputs
-    )
+    return of_floats(inputs, scaled)
 
 
 def _large_mean(session: Session) -> list[Result]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,11 +22,11 @@ from epinorm.tools.judge.session import Session
 from epinorm.tools.judge.source import remarks
 from epinorm.tools.judge.timing import EagerTimes, time_eager, time_solution
 from epinorm.tools.kernelbench.problem import ProblemError, load_problem
+from epinorm.tools.progress import Notify, silent
 from epinorm.tools.results import commit, device_name, today
 
 __all__ = ["judge"]
 
-Notify = Callable[[str, float], None]
 
 _NOT_HELD = {
     "orphans": "a process that it leaves behind is not found",
@@ -39,13 +39,7 @@ _NOT_HELD = {
 _AS_ROOT = "the judge runs as root, and so the solution, which may change the machine"
 
 
-def _silent(stage: str, share: float) -> None:
-    pass
-
-
-def judge(
-    problem: Path, solution: Path, options: JudgeOptions, notify: Notify = _silent
-) -> Verdict:
+def judge(problem: Path, solution: Path, options: JudgeOptions, notify: Notify = silent) -> Verdict:
     """Judge the solution file; raises ProblemError for what is wrong with the problem file.
 
     Whatever is wrong with the solution is a line of the verdict. ``notify`` is told what is checked

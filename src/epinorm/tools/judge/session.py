@@ -16,7 +16,7 @@ from epinorm.tools.judge.facts import JudgeOptions
 from epinorm.tools.judge.process import SolutionProcess
 from epinorm.tools.kernelbench.problem import ProblemFile
 from epinorm.tools.kinks import away_from_kinks
-from epinorm.tools.verify import randomize_parameters, run_model
+from epinorm.tools.verify import of_floats, randomize_parameters, run_model
 
 __all__ = ["LARGE_MEAN_FLOOR_64", "PUBLIC_TOLERANCES", "STRESS_RATIO", "Session"]
 __all__ += ["outside_public_tolerance"]
@@ -209,9 +209,7 @@ class Session:
     ) -> tuple[Outcome, Outcome, list[Tensor | None]]:
         """Truth, eager and, in training, which elements lie away from a kink (see kinks.py)."""
         exact_model = copy.deepcopy(self.model).double()
-        exact = tuple(
-            v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in inputs
-        )
+        exact = of_floats(inputs, Tensor.double)
         truth, eager = run_model(exact_model, exact, False), run_model(self.model, inputs, False)
         if not training:
             return truth, eager, []

@@ -24,6 +24,7 @@ from epinorm.tools.accuracy import Outcome
 from epinorm.tools.judge.facts import Check, Timing
 from epinorm.tools.judge.loop import Loop, Recipe, next_state
 from epinorm.tools.judge.session import Session
+from epinorm.tools.verify import of_floats
 
 __all__ = ["EagerTimes", "time_eager", "time_solution"]
 
@@ -110,12 +111,8 @@ def _exact_parts(loop: Loop, inputs: Sequence[Any]) -> list[Tensor | None]:
     exact = copy.copy(loop)
     exact.model = copy.deepcopy(loop.model).double()
     exact.dys = [dy.double() for dy in loop.dys]
-    given = [
-        v.detach().double().requires_grad_(loop.recipe.training)
-        if isinstance(v, Tensor) and v.is_floating_point()
-        else v
-        for v in inputs
-    ]
+    trained = loop.recipe.training
+    given = of_floats(inputs, lambda v: v.detach().double().requires_grad_(trained))
     return exact.parts(exact.step(given), given)
 
 

@@ -20,6 +20,7 @@ from epinorm.tools.models.families import families_of
 from epinorm.tools.models.rows import OURS, ModelRow
 from epinorm.tools.models.subject import Setting, Subject, dropout_off, most_dropout
 from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
+from epinorm.tools.progress import Notify, in_a_line, silent
 from epinorm.tools.results import commit, device_name, today
 from epinorm.tools.timing import (
     Settings,
@@ -31,7 +32,6 @@ from epinorm.tools.verdict import spreads
 
 __all__ = ["FEW_RUNS", "bench_model"]
 
-Notify = Callable[[str, float], None]
 
 FEW_RUNS = Settings(runs=12, warmup=3, cpu_runs=3, cpu_seconds=4.0, wall_calls=30, wall_blocks=3)
 LONGEST_WALL_MS = 10.0
@@ -46,10 +46,6 @@ class _Way:
     call: Callable[..., Any]
 
 
-def _silent(stage: str, share: float) -> None:
-    pass
-
-
 def bench_model(
     subject: Subject,
     setting: Setting,
@@ -57,7 +53,7 @@ def bench_model(
     device: torch.device,
     competitors: Sequence[str] = ("compile", "backend"),
     timing: Settings = FEW_RUNS,
-    notify: Notify = _silent,
+    notify: Notify = silent,
 ) -> ModelRow:
     """Make, verify and time the model in one setting and pass.
 
@@ -133,8 +129,7 @@ def _verify(
                 except (
                     Exception
                 ) as error:  # a compiler's failure costs its column alone; the row says it
-                    text = next((line for line in str(error).splitlines() if line.strip()), "")
-                    reasons[name] = f"{type(error).__name__}: {text.strip()}"[:300]
+                    reasons[name] = in_a_line(error)
                     continue
                 draws[name].append(compared)
             del truth  # of the next draw there is one more

@@ -14,7 +14,7 @@ import gc
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from epinorm.tools.kernelbench.problem import ProblemError, ProblemFile, load_pr
 from epinorm.tools.models.bench import FEW_RUNS
 from epinorm.tools.models.subject import SETTINGS, dropout_off
 from epinorm.tools.models.verify import compare_candidate, judge, truth_of
+from epinorm.tools.progress import Notify, in_a_line, silent
 from epinorm.tools.results import JsonRow, commit, device_name, put_values, read_rows_of, today
 from epinorm.tools.timing import Settings, sample_interleaved
+from epinorm.tools.verify import of_floats
 
 __all__ = [
     "LEVEL_2",
@@ -52,8 +54,6 @@ TOLERANCE = 1e-4
 """KernelBench's for float32, absolute and relative."""
 NO_YARDSTICK = 1e-3
 """An error of eager's that roundings do not explain: a Model that draws random numbers itself."""
-
-Notify = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def bench_problem(
     compile: bool = True,
     scale: int = 1,
     timing: Settings = FEW_RUNS,
-    notify: Notify = lambda stage, share: None,
+    notify: Notify = silent,
 ) -> SuiteRow:
     """Fuse, verify and time one problem; whatever goes wrong with it is the row's reason."""
     row = SuiteRow(
@@ -135,8 +135,7 @@ def bench_problem(
     except KeyboardInterrupt:
         raise
     except Exception as error:  # one problem's failure is its row, not the end of the table
-        said = next((line for line in str(error).splitlines() if line.strip()), "")
-        return replace(row, reason=f"{type(error).__name__}: {said.strip()}"[:300])
+        return replace(row, reason=in_a_line(error))
     finally:
         gc.collect()
         if device.type == "cuda":
@@ -188,7 +187,7 @@ def _by_the_rule(
         with device:
             given = problem.get_inputs()
         given = [v.to(device) if isinstance(v, Tensor) else v for v in given]
-        wide = [v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in given]
+        wide = of_floats(given, Tensor.double)
         eager = model(*given)
         right = within_tolerance(fused(*given), eager)
         could = within_tolerance(exact_model(*wide), eager)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from epinorm.tools.accuracy import FLOOR_ULPS, Comparison, Outcome, allowed_error, compare
 from epinorm.tools.kinks import rows_away_from_kinks
 from epinorm.tools.models.subject import Setting
-from epinorm.tools.verify import poisoned_memory, randomize_parameters, run_model
+from epinorm.tools.verify import of_floats, poisoned_memory, randomize_parameters, run_model
 
 __all__ = ["DRAWS", "Judged", "Truth", "compare_candidate", "judge", "truth_of"]
 
@@ -78,10 +78,7 @@ def truth_of(
     """Run the model in float64 and as it is; norms' and biases' parameters become random."""
     randomize_parameters(model, seed)
     twin = copy.deepcopy(model).double()
-    wide = tuple(
-        v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in inputs
-    )
-
+    wide = of_floats(inputs, Tensor.double)
     eager = partial(setting.call, model)
     exact = run_model(twin, wide, False)
     plain = run_model(model, inputs, False, call=eager)

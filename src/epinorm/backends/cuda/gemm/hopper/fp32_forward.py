@@ -21,12 +21,13 @@ from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
     fp32_weight_source,
     split_and_sample_source,
 )
-from epinorm.backends.cuda.gemm.hopper.launch import Launch
+from epinorm.backends.cuda.gemm.launch import KeptOperands, Launch, chain_signature
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
 from epinorm.backends.cuda.plan.hopper_tile import BLOCK_N, STEP_BYTES, Tile, fp32_shared_bytes
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import load
+from epinorm.backends.cuda.runtime.launch import tensor_map
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.problem import Forward, Inputs, Problem, StepForward
 
@@ -53,6 +54,7 @@ class Converting(Launch):
     def __init__(self, problem: Problem, tile: Tile, leaves: bool = False) -> None:
         super().__init__(problem)
         self.tile, self.leaves = tile, leaves
+        self.maps = KeptOperands(self._maps_of)
         m, n, k, device = problem.m, problem.n, problem.k, problem.device
         self.of_x, self.of_weight = splitter(1, k, m, 0, device), splitter(1, k, n, 0, device)
         self.ordered = -(-k // ORDERED_MULTIPLE) * ORDERED_MULTIPLE
@@ -86,7 +88,7 @@ class Converting(Launch):
         make = fp32_weight_source if tile.fp32_weight else fp32_input_source
         tiles = -(-problem.m // tile.block_m) * -(-problem.n // tile.block_n)
         return load(make(instance, self.leaves), problem.device, dynamic).prepare(
-            SIGNATURE + self.chain_signature,
+            SIGNATURE + chain_signature(problem),
             persistent_blocks(tiles, sm_count(problem.device)),
             tile.threads,
             shared_bytes=dynamic,
@@ -146,7 +148,7 @@ class Converting(Launch):
                 plane + of_plain.spoilt, fp32_at, stride, *own, *rows, *numbers[2:],
             )  # fmt: skip
             key = ordered_at, fp32_at, stride
-            found = maps.get(key) or self._new_maps(key, ordered, fp32)
+            found = maps(key, lambda: (ordered, fp32))
             parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = out.addresses
             dense = [operand.contiguous() for operand in operands] if operands else ()
@@ -169,8 +171,9 @@ class Converting(Launch):
 
         return run if self.problem.m else lambda *_: outputs()
 
-    def _new_maps(self, key: tuple[int, ...], ordered: Tensor, fp32: Tensor) -> tuple[bytes, ...]:
-        tile = self.tile
+    def _maps_of(self, operands: tuple[Tensor, ...]) -> tuple[bytes, ...]:
+        """Of the ordered plane and of the converted matrix."""
+        (ordered, fp32), tile = operands, self.tile
         rows = tile.block_m if tile.fp32_weight else tile.block_n
-        of_fp32 = fp32, BLOCK_N, STEP_BYTES // 4
-        return self.keep_maps(key, [(ordered, rows, tile.block_k), of_fp32])
+        boxes = (ordered, rows, tile.block_k), (fp32, BLOCK_N, STEP_BYTES // 4)
+        return tuple(tensor_map(*box).data for box in boxes)

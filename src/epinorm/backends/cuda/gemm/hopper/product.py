@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.gemm.hopper.text import ARCH, product_into_source, product_source
+from epinorm.backends.cuda.gemm.launch import KeptOperands, Operands, ProductKernel
 from epinorm.backends.cuda.plan.hopper import persistent_blocks
 from epinorm.backends.cuda.plan.hopper_product import (
     BLOCK_K,
@@ -25,19 +26,11 @@ from epinorm.backends.cuda.plan.hopper_tile import Tile, product_shared_bytes
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.launch import tensor_map
-from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.text.instance import TYPES
 from epinorm.backends.cuda.text.source import kernel_text
 from epinorm.backends.memo import memo
 
-__all__ = [
-    "AddingProduct",
-    "Planes",
-    "Product",
-    "add_splits_source",
-    "prepare_adding",
-    "prepare_product",
-]
+__all__ = ["AddingProduct", "add_splits", "add_splits_source", "hopper_product", "prepare_adding"]
 
 THREADS = Tile(64, 64, 0).threads
 """Of a block: every tile here has two warpgroups that multiply."""
@@ -48,10 +41,6 @@ SIGNATURE = "mmmm" + "pp" + "iiii"
 ADDING_SIGNATURE = "mmmm" + "pppp" + "iii"
 """a hi and lo, b hi and lo; c, row scale, flags of rows and of the sum; rows, columns, length."""
 
-Planes = tuple[Tensor, Tensor, Tensor, Tensor]
-"""a's planes hi and lo, then b's."""
-
-MOST_MAPS = 256
 ADD_THREADS, ADD_VALUES = 256, 4
 """Of add_splits: threads of a block, and values that each adds up."""
 
@@ -62,80 +51,48 @@ def add_splits_source(parts: int, out_dtype: torch.dtype) -> KernelSource:
     return KernelSource("add_splits", kernel_text("gemm/add_splits.cu", prelude), ARCH)
 
 
-class _Operands:
-    """The tensor maps of a's and b's planes, as they were asked for so far."""
-
-    def __init__(self, rows_of_a: int) -> None:
-        self.boxes = (rows_of_a, rows_of_a, BOX, BOX)
-        self.maps: dict[Any, tuple[bytes, ...]] = {}
-
-    def __call__(self, key: Any, operands: Callable[[], Planes]) -> tuple[bytes, ...]:
-        maps = self.maps.get(key)
-        if maps is None:
-            if len(self.maps) >= MOST_MAPS:
-                self.maps.clear()
-            maps = self.maps[key] = tuple(
-                tensor_map(plane, rows, BOX).data
-                for plane, rows in zip(operands(), self.boxes, strict=True)
-            )
-        return maps
+def add_splits(
+    parts: int, count: int, out_dtype: torch.dtype, device: torch.device
+) -> Callable[..., None]:
+    """What adds up the parts of ``count`` sums: a function of their address, the result's and
+    ``count``."""
+    blocks = -(-count // (ADD_THREADS * ADD_VALUES))
+    kernel = load(add_splits_source(parts, out_dtype), device)
+    return kernel.prepare("ppl", blocks, ADD_THREADS, dependent=True)
 
 
-class Product:
-    """c (rows, columns) = a · b, ready to launch.
+def _maps(tile: Tile, major_k_a: bool) -> Callable[[Operands], tuple[bytes, ...]]:
+    """The tensor maps of a's and b's planes."""
+    rows_of_a = tile.block_m if major_k_a else BOX
+    boxes = rows_of_a, rows_of_a, BOX, BOX
+    return lambda planes: tuple(
+        tensor_map(plane, rows, BOX).data for plane, rows in zip(planes, boxes, strict=True)
+    )
 
-    a: (rows, length), or (length, rows) unless ``major_k_a``; b: (length, columns); planes of
-    ``dtype``. With ``scaled`` a's row i counts scale[i].
-    """
 
-    def __init__(
-        self,
-        shape: ProductShape,
-        choice: Choice,
-        dtype: torch.dtype,
-        out_dtype: torch.dtype,
-        scaled: bool,
-        major_k_a: bool,
-        device: torch.device,
-    ) -> None:
-        parts, planes = choice.parts, shape.planes
-        tile = choice.tile
-        self.shape, self.parts = shape, parts
-        self.maps = _Operands(tile.block_m if major_k_a else BOX)
-        self.new = new_tensor((shape.rows, shape.columns), out_dtype, device)
-        self.numbers = (shape.rows, shape.columns, -(-shape.steps // parts) * BLOCK_K, parts)
-        product_dtype = torch.float32 if parts > 1 else out_dtype
-        source = product_source(
-            tile, planes, dtype, product_dtype, scaled, major_k_a, False, parts > 1
-        )
-        dynamic = product_shared_bytes(tile, planes)
-        self.launch = load(source, device, dynamic).prepare(
-            SIGNATURE,
-            persistent_blocks(tiles_of(shape, tile) * parts, sm_count(device)),
-            THREADS,
-            shared_bytes=dynamic,
-            dependent=True,
-        )
-        self.add: Callable[..., None] | None = None
-        if parts > 1:
-            self.count = count = shape.rows * shape.columns
-            self.new_parts = new_tensor((parts * count,), torch.float32, device)
-            blocks = -(-count // (ADD_THREADS * ADD_VALUES))
-            add = load(add_splits_source(parts, out_dtype), device)
-            self.add = add.prepare("ppl", blocks, ADD_THREADS, dependent=True)
-
-    def __call__(self, key: Any, operands: Callable[[], Planes], scale: int) -> Tensor:
-        """Multiply; operands: a's planes hi and lo, then b's, asked for where ``key``, all that
-        their tensor maps depend on, is new."""
-        maps = self.maps(key, operands)
-        result = self.new()
-        if self.add is None:
-            self.launch(*maps, result.data_ptr(), scale, *self.numbers)
-            return result
-        parts = self.new_parts()
-        self.launch(*maps, parts.data_ptr(), scale, *self.numbers)
-        self.add(parts.data_ptr(), result.data_ptr(), self.count)
-        return result
+def hopper_product(
+    shape: ProductShape,
+    choice: Choice,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    scaled: bool,
+    major_k_a: bool,
+    device: torch.device,
+) -> ProductKernel:
+    """`hopper_product.cu` for ``gemm/product.py``; with parts, c is theirs, in fp32."""
+    parts, planes, tile = choice.parts, shape.planes, choice.tile
+    product_dtype = torch.float32 if parts > 1 else out_dtype
+    source = product_source(tile, planes, dtype, product_dtype, scaled, major_k_a, False, parts > 1)
+    dynamic = product_shared_bytes(tile, planes)
+    launch = load(source, device, dynamic).prepare(
+        SIGNATURE,
+        persistent_blocks(tiles_of(shape, tile) * parts, sm_count(device)),
+        THREADS,
+        shared_bytes=dynamic,
+        dependent=True,
+    )
+    numbers = (shape.rows, shape.columns, -(-shape.steps // parts) * BLOCK_K, parts)
+    return ProductKernel(launch, KeptOperands(_maps(tile, major_k_a)), numbers)
 
 
 class AddingProduct:
@@ -144,7 +101,7 @@ class AddingProduct:
     def __init__(
         self, shape: ProductShape, tile: Tile, major_k_a: bool, device: torch.device
     ) -> None:
-        self.maps = _Operands(tile.block_m if major_k_a else BOX)
+        self.maps = KeptOperands(_maps(tile, major_k_a))
         self.sizes = (shape.rows, shape.columns, shape.length)
         dynamic = product_shared_bytes(tile, shape.planes)
         source = product_into_source(tile, shape.planes, major_k_a)
@@ -159,7 +116,7 @@ class AddingProduct:
     def __call__(
         self,
         key: Any,
-        operands: Callable[[], Planes],
+        operands: Callable[[], Operands],
         scale: int,
         result: Tensor,
         row_flags: int,
@@ -170,20 +127,6 @@ class AddingProduct:
         of (rows,) and (length,) uint8, multiples of 4."""
         addresses = (result.data_ptr(), scale, row_flags, summed_flags)
         self.launch(*self.maps(key, operands), *addresses, *self.sizes)
-
-
-@memo()
-def prepare_product(
-    shape: ProductShape,
-    choice: Choice,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    scaled: bool,
-    major_k_a: bool,
-    device: torch.device,
-) -> Product:
-    """The product of this shape, with this tile."""
-    return Product(shape, choice, dtype, out_dtype, scaled, major_k_a, device)
 
 
 @memo()

@@ -1,8 +1,10 @@
-"""Strategy `single` on Hopper: the whole forward chain in the product's epilogue.
+"""Strategy `single`: the whole forward chain in the product's epilogue, on either core.
 
 fp32 takes three launches: x and W are split into planes (planes.py), multiplied, and what planes do
-not hold is computed again (rescue.py). Where x has few rows, W is converted on its way into the
-product instead (gemm/hopper/fp32_forward.py).
+not hold is computed again (rescue.py). In training the planes stay for the backward pass, where it
+reads planes too and there is room (fp32/kept_planes.py): W's then have a launch and a buffer to
+themselves. Where x has few rows, Hopper's core converts W on its way into the product instead
+(gemm/hopper/fp32_forward.py).
 """
 
 from __future__ import annotations
@@ -18,43 +20,35 @@ from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
 from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting, readable
-from epinorm.backends.cuda.gemm.hopper.launch import Launch
-from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
+from epinorm.backends.cuda.gemm.hopper.linear_norm import HopperLinearNorm
+from epinorm.backends.cuda.gemm.launch import KeptOperands, Launch, LinearNorm, Operands
+from epinorm.backends.cuda.gemm.portable.linear_norm import PortableLinearNorm
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
+from epinorm.backends.cuda.plan import hopper, portable
 from epinorm.backends.cuda.plan.gradients import planes_taken
-from epinorm.backends.cuda.plan.hopper import (
-    choose_tile,
-    instance_for,
-    persistent_blocks,
-    planes_of,
-)
-from epinorm.backends.cuda.plan.hopper_tile import Tile, shared_bytes
+from epinorm.backends.cuda.plan.hopper_tile import Tile
+from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
-from epinorm.backends.cuda.runtime.device import sm_count
-from epinorm.backends.cuda.runtime.jit import load
+from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.backends.prepack import marked
-from epinorm.problem import Forward, Inputs, Layout, Problem, Run, StepForward
+from epinorm.problem import Core, Forward, Inputs, Layout, Problem, Run, StepForward
 
-__all__ = ["HopperForward", "bind", "launch_with"]
-
-_SIGNATURE = "mmmm" + "ppppppppp" + "iii"
-"""x hi and lo, w hi and lo; y, z or the sum, bias, gamma, beta, row and column scale, mean, rstd;
-m, n, k."""
+__all__ = ["SingleForward", "bind", "launch_with"]
 
 
-def bind(problem: Problem, layout: Layout) -> Run:
+def bind(problem: Problem, core: Core, layout: Layout) -> Run:
     """The forward pass of tensors of this layout."""
-    return HopperForward(problem).bind(*layout)
+    return SingleForward(problem, core).bind(*layout)
 
 
-class HopperForward:
+class SingleForward:
     """y and what backward needs, by one kernel (fp32: and the conversion of x and W to planes)."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.ordinary = _launch_of(problem, prepacked=False)
+    def __init__(self, problem: Problem, core: Core) -> None:
+        self.problem, self.core = problem, core
+        self.ordinary = _launch_of(problem, core, prepacked=False)
         self.prepacked: _Launch | None = None
 
     def __call__(self, inputs: Inputs, weight: Planes | None = None) -> Forward:
@@ -69,29 +63,19 @@ class HopperForward:
         ordinary = self.ordinary.bind(x_stride, w_stride, y_size)
         if self.problem.dtype != torch.float32:
             return ordinary
-        size, keeping = (self.problem.m, self.problem.k), _keeping(self.problem, self.ordinary)
+        size, keeping = (self.problem.m, self.problem.k), self._keeping()
 
-        def run(
-            x: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            norm_weight: Tensor | None,
-            norm_bias: Tensor | None,
-            operands: tuple[Tensor, ...],
-            constants: tuple[float, ...],
-        ) -> Forward:
+        def run(x: Tensor, weight: Tensor, *rest: Any) -> Forward:
             if id(weight) in marked:
                 matrix = x.view(size) if x.dim() != 2 else x
-                inputs = Inputs(matrix, weight, bias, norm_weight, norm_bias, operands, constants)
-                found = self._with_kept_weight(inputs, None)
+                found = self._with_kept_weight(Inputs(matrix, weight, *rest), None)
                 if found is not None:
                     return found._replace(y=found.y.view(y_size))
-            if keeping is not None:  # training: x has two dimensions
-                inputs = Inputs(x, weight, bias, norm_weight, norm_bias, operands, constants)
-                found = self._with_planes_left(keeping, inputs)
-                if found is not None:
-                    return found
-            return ordinary(x, weight, bias, norm_weight, norm_bias, operands, constants)
+            # Planes stay where there is room for them, in memory that backward gives back before
+            # dW is allocated. In training x has two dimensions.
+            if keeping is not None and make_room(keeping.nbytes_left, self.problem.device):
+                return keeping.leaving(Inputs(x, weight, *rest))
+            return ordinary(x, weight, *rest)
 
         return run
 
@@ -101,7 +85,7 @@ class HopperForward:
             return None
         launch = self.prepacked
         if launch is None:
-            launch = self.prepacked = _launch_of(self.problem, prepacked=True)
+            launch = self.prepacked = _launch_of(self.problem, self.core, prepacked=True)
         if not isinstance(launch, _Split):
             return launch(inputs)
         if weight is None:
@@ -110,12 +94,16 @@ class HopperForward:
             return None if kept is None else launch(inputs, launch.weight_in(kept))
         return launch(inputs, _weight_of(weight))
 
-    def _with_planes_left(self, launch: _Leaving, inputs: Inputs) -> Forward | None:
-        """The same, and the planes stay for the backward pass where there is room for them, in
-        memory that backward gives back before dW is allocated."""
-        if not make_room(launch.nbytes_left, self.problem.device):
+    def _keeping(self) -> _Leaving | None:
+        """``ordinary`` with its planes left, where the backward pass reads planes too."""
+        problem, ordinary = self.problem, self.ordinary
+        if not (problem.whole_step and problem.m) or isinstance(ordinary, _Direct):
             return None
-        return launch.leaving(inputs)
+        if not planes_taken(problem, True, True, self.core)[0]:
+            return None
+        if isinstance(ordinary, _Converting):
+            return _Converting(problem, ordinary.tile, leaves=True)
+        return _Split(problem, ordinary.kernel, prepacked=True)
 
 
 class _Leaving(Protocol):
@@ -127,30 +115,27 @@ class _Leaving(Protocol):
     def leaving(self, inputs: Inputs) -> Forward: ...
 
 
-def _keeping(problem: Problem, ordinary: _Launch) -> _Leaving | None:
-    """``ordinary`` with its planes left, where the backward pass reads planes too."""
-    if not (problem.whole_step and problem.m) or isinstance(ordinary, _Direct):
-        return None
-    if not planes_taken(problem, True, True)[0]:
-        return None
-    if isinstance(ordinary, _Converting):
-        return _Converting(problem, ordinary.tile, leaves=True)
-    return _Split(problem, ordinary.tile, prepacked=True)
-
-
-def _launch_of(problem: Problem, prepacked: bool, converts: bool = True) -> _Launch:
-    tile = choose_tile(problem, sm_count(problem.device), prepacked, converts)
+def _launch_of(problem: Problem, core: Core, prepacked: bool, converts: bool = True) -> _Launch:
+    tile: Tile | PortableTile | None
+    if core == "portable":
+        tile = portable.choose_tile(problem, gpu_of(problem.device))
+    else:
+        tile = hopper.choose_tile(problem, sm_count(problem.device), prepacked, converts)
     if tile is None:
-        raise RuntimeError(f"no tile of the Hopper kernel fits {problem}")
+        raise RuntimeError(f"no tile of the {core} kernel fits {problem}")
     return launch_with(problem, tile, prepacked)
 
 
-def launch_with(problem: Problem, tile: Tile, prepacked: bool = False) -> _Launch:
+def launch_with(problem: Problem, tile: Tile | PortableTile, prepacked: bool = False) -> _Launch:
     """A function from ``Inputs`` to ``Forward``, by the kernel with this tile."""
-    if tile.converts:
+    kernel: LinearNorm
+    if isinstance(tile, PortableTile):
+        kernel = PortableLinearNorm(problem, tile)
+    elif tile.converts:
         return _Converting(problem, tile)
-    scaled = problem.dtype == torch.float32 and not tile.tf32
-    return _Split(problem, tile, prepacked) if scaled else _Direct(problem, tile)
+    else:
+        kernel = HopperLinearNorm(problem, tile)
+    return _Split(problem, kernel, prepacked) if kernel.by_planes else _Direct(problem, kernel)
 
 
 class _Converting(Converting):
@@ -168,59 +153,24 @@ class _Converting(Converting):
             if readable(*at):
                 return run(x, weight, *more)
             if otherwise is None:
-                split = _launch_of(self.problem, False, converts=False)
+                split = _launch_of(self.problem, "hopper", False, converts=False)
                 otherwise = split.bind(x_stride, w_stride, y_size)
             return otherwise(x, weight, *more)
 
         return run_where_readable
 
 
-class _WithTile(Launch):
-    """By `hopper_linear_norm.cu` with this tile."""
-
-    def __init__(self, problem: Problem, tile: Tile) -> None:
-        super().__init__(problem)
-        self.tile = tile
-        self.launch = self._prepare()
-
-    def _prepare(self) -> Callable[..., None]:
-        problem, tile = self.problem, self.tile
-        instance = instance_for(problem, tile)
-        dynamic = shared_bytes(instance)
-        kernel = load(linear_norm_source(instance), problem.device, dynamic)
-        rows = -(-problem.m // (tile.block_m * tile.cluster))
-        tiles = rows * -(-problem.n // (tile.block_n * tile.cluster_n))
-        together = tile.cluster_blocks
-        most = sm_count(problem.device) // together
-        if tile.cluster_n > 1:  # a GPC's multiprocessors need not be a multiple of a cluster's
-            most = kernel.clusters_at_once(together, tile.threads, dynamic)
-        blocks = persistent_blocks(tiles, most) * together
-        return kernel.prepare(
-            _SIGNATURE + self.chain_signature,
-            blocks,
-            tile.threads,
-            shared_bytes=dynamic,
-            cluster=together if together > 1 else None,
-            dependent=True,
-        )
-
-    def _keep_maps(
-        self, key: Any, x: tuple[Tensor, ...], w: tuple[Tensor, ...]
-    ) -> tuple[bytes, ...]:
-        """The maps of x's and W's planes."""
-        tile = self.tile
-        rows_of = ((x, tile.load_m or tile.block_m), (w, tile.box_n))
-        return self.keep_maps(
-            key, [(plane, rows, tile.block_k) for planes, rows in rows_of for plane in planes]
-        )
-
-
-class _Direct(_WithTile):
+class _Direct(Launch):
     """x and W go into the product as they are."""
 
+    def __init__(self, problem: Problem, kernel: LinearNorm) -> None:
+        super().__init__(problem)
+        self.kernel, self.given = kernel, KeptOperands(kernel.given)
+
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
-        outputs, launch, maps = self.outputs(y_size), self.launch, self.maps
+        outputs, given, kept = self.outputs(y_size), self.given, self.given.kept
         sizes, chain_arguments, problem = self.sizes, self.constants, self.problem
+        readable = self.kernel.readable
         keeps_matrix = problem.matrix_dtype is not None
         keeps_statistics = problem.keeps_statistics
 
@@ -235,15 +185,16 @@ class _Direct(_WithTile):
         ) -> Forward:
             out = outputs()
             y, matrix, mean, rstd = out.addresses
-            found = maps.get((x.data_ptr(), x_stride, weight.data_ptr(), w_stride))
+            found = kept.get((x.data_ptr(), x_stride, weight.data_ptr(), w_stride))
             if found is None:
-                x, weight = _readable(x.view(-1, x.shape[-1])), _readable(weight)
-                at = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0))
-                found = maps.get(at) or self._keep_maps(at, (x, x), (weight, weight))
+                x, w = readable(x.view(-1, x.shape[-1])), readable(weight)
+                at = (x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0))
+                found = given(at, lambda: (x, x, w, w))
             if operands:
                 operands = tuple([operand.contiguous() for operand in operands])
+            launch, first = found
             launch(
-                *found,
+                *first,
                 *(y, matrix if keeps_matrix else 0),
                 *parameters_at(bias, gamma, beta),
                 *(0, 0),
@@ -257,23 +208,26 @@ class _Direct(_WithTile):
         return run if self.problem.m else lambda *_: outputs()
 
 
-class _Split(_WithTile):
+class _Split(Launch):
     """fp32 x and W as planes; W's are made in each call, or ``prepacked``."""
 
-    def __init__(self, problem: Problem, tile: Tile, prepacked: bool) -> None:
-        super().__init__(problem, tile)
-        self.planes = planes_of(problem)
+    def __init__(self, problem: Problem, kernel: LinearNorm, prepacked: bool) -> None:
+        super().__init__(problem)
+        self.kernel, self.given = kernel, KeptOperands(kernel.given)
+        planes = portable.planes_of(problem)
         # Wider groups come here in tests alone: plan.py leaves them to the library's product.
         self.rescued = columns_of(problem) <= LARGEST_GUARDED_GROUP
         rows = 0 if prepacked else problem.n
         device = problem.device
-        self.split = splitter(self.planes, problem.k, problem.m, rows, device)
-        self.split_weight = splitter(self.planes, problem.k, problem.n, 0, device)
+        self.split = splitter(planes, problem.k, problem.m, rows, device)
+        self.split_weight = splitter(planes, problem.k, problem.n, 0, device)
         self.new_buffer = new_tensor((self.split.nbytes,), torch.uint8, device)
         self.new_weight = new_tensor((self.split_weight.nbytes,), torch.uint8, device)
         self.kernels: dict[bool, tuple[Callable[..., None], Callable[..., None] | None]] = {}
         if problem.m:
             self._load(aligned=True)  # now: a CUDA graph may be captured when it is first needed
+            if prepacked:
+                self.split_weight.launch(aligned=True)
 
     def _load(self, aligned: bool) -> tuple[Callable[..., None], Callable[..., None] | None]:
         """Of the splitting kernel and of the range guard's."""
@@ -284,12 +238,14 @@ class _Split(_WithTile):
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
         """As ``Launch.bind``; the function takes a ``_Weight`` too, and its buffer if the planes
         are to be left for the backward pass."""
-        outputs, new_buffer, launch, maps = (
-            self.outputs(y_size), self.new_buffer, self.launch, self.maps
+        outputs, new_buffer, given, kept = (
+            self.outputs(y_size), self.new_buffer, self.given, self.given.kept
         )  # fmt: skip
         split, kernels, sizes, chain_arguments = (
             self.split, self.kernels, self.sizes, self.constants
         )  # fmt: skip
+        m, n, _ = sizes
+        length = self.kernel.length(split.padded)
         stride_bytes = (x_stride | w_stride) * 4
 
         def run(
@@ -315,23 +271,22 @@ class _Split(_WithTile):
             )  # fmt: skip
             if weight is None:
                 column_scale, column_flags = scale + 4 * split.second, flags + split.second
-                found = maps.get(at)
-                if found is None:
-                    found = self._new_maps(at, buffer, split.planes_in(buffer, True))
+                key: Any = at
             else:
-                hi, column_scale, column_flags, planes = weight
-                found = maps.get((at, hi)) or self._new_maps((at, hi), buffer, planes())
+                hi, column_scale, column_flags, _ = weight
+                key = at, hi
+            launch, first = kept.get(key) or given(key, lambda: self._operands(buffer, weight))
             parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = out.addresses
             dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(
-                *found, y, z, *parameters, scale, column_scale, mean, rstd, *sizes,
+                *first, y, z, *parameters, scale, column_scale, mean, rstd, m, n, length,
                 *[operand.data_ptr() for operand in dense], *numbers,
             )  # fmt: skip
             if guard is not None:
-                given = matrix_arguments(operands)[0] if operands else ()
+                others = matrix_arguments(operands)[0] if operands else ()
                 guard(
-                    *matrices, *parameters, flags, column_flags, *targets, *sizes, *given, *numbers
+                    *matrices, *parameters, flags, column_flags, *targets, *sizes, *others, *numbers
                 )
             if left is None:
                 return out
@@ -340,6 +295,12 @@ class _Split(_WithTile):
             return more
 
         return run if self.problem.m else lambda *_: outputs()
+
+    def _operands(self, buffer: Tensor, weight: _Weight | None) -> Operands:
+        """x's planes, and W's: its own or the second of the buffer."""
+        x = self.split.planes_in(buffer)
+        w = self.split.planes_in(buffer, True) if weight is None else weight[3]()
+        return x.hi, x.lo, w.hi, w.lo
 
     @property
     def nbytes_left(self) -> int:
@@ -357,24 +318,13 @@ class _Split(_WithTile):
         at, split = kept.data_ptr(), self.split_weight
         return at, at + split.scale, at + split.flags, partial(split.planes_in, kept)
 
-    def _new_maps(self, key: Any, buffer: Tensor, w: Planes) -> tuple[bytes, ...]:
-        x = self.split.planes_in(buffer)
-        return self._keep_maps(key, (x.hi, x.lo), (w.hi, w.lo))
-
 
 _Weight = tuple[int, int, int, Callable[[], Planes]]
-"""Where a weight's hi plane, scales and flags are; and the planes themselves, for tensor maps."""
+"""Where a weight's hi plane, scales and flags are; and the planes themselves."""
 
 
 def _weight_of(w: Planes) -> _Weight:
     return w.hi.data_ptr(), w.scale.data_ptr(), w.flags.data_ptr(), lambda: w
-
-
-def _readable(matrix: Tensor) -> Tensor:
-    """The matrix itself, or a copy where the copy engine cannot read its rows."""
-    if matrix.data_ptr() % 16 or matrix.stride(0) * matrix.element_size() % 16:
-        return matrix.clone(memory_format=torch.contiguous_format)
-    return matrix
 
 
 _Launch = _Direct | _Split | _Converting

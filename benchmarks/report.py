@@ -1,7 +1,7 @@
 """What README and docs show of benchmarks/results: tables between markers, and the picture.
 
-    python -m epinorm.tools.report --readme    rewrite the generated tables and README's picture
-    python -m epinorm.tools.report FILE.json   draw a results file: FILE.png, FILE.svg and FILE.html
+    python benchmarks/report.py --readme    rewrite the generated tables and README's picture
+    python benchmarks/report.py FILE.json   draw a results file: FILE.png, FILE.svg and FILE.html
 
 A marked place is ``<!-- begin:NAME -->`` ... ``<!-- end:NAME -->``, where NAME is a results file
 and a pass: ``nvidia-h200-forward`` is the forward rows of ``benchmarks/results/nvidia-h200.json``,
@@ -23,33 +23,22 @@ from pathlib import Path
 
 from epinorm.tools.models.rows import ModelRow, in_order, read_model_rows
 from epinorm.tools.models.suite import read_suite_rows
-from epinorm.tools.models.tables import details_table, models_section, models_table, suite_table
-from epinorm.tools.page import html_page
-from epinorm.tools.plots import draw
+from epinorm.tools.page import write_report
 from epinorm.tools.results import Row, read_rows, write_atomic
-from epinorm.tools.speedups import THEMES, speedup_svg
-from epinorm.tools.tables import accumulation_table, judged_table, markdown_table, short_table
+from readme_tables import (
+    accumulation_table,
+    details_table,
+    judged_table,
+    markdown_table,
+    models_section,
+    models_table,
+    short_table,
+    suite_table,
+)
+from speedups import THEMES, speedup_svg
 
-__all__ = ["main", "update_marked", "update_readme", "write_report"]
-
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 PICTURED_RESULTS = "nvidia-h200"
-
-
-def write_report(
-    folder: Path, name: str, rows: Sequence[Row], title: str, earlier: Sequence[Row] = ()
-) -> list[Path]:
-    """Write NAME.png, NAME.svg (if there are times) and NAME.html, with the rows of earlier runs;
-    returns what was written."""
-    written = []
-    if any(row.ours_us for row in rows):
-        for kind in ("png", "svg"):
-            path = folder / f"{name}.{kind}"
-            write_atomic(path, draw(rows, kind))
-            written.append(path)
-    page = folder / f"{name}.html"
-    write_atomic(page, html_page(title, rows, earlier))
-    return [*written, page]
 
 
 _MARKED = re.compile(r"(<!-- begin:(?P<name>[\w.-]+) -->\n).*?(<!-- end:(?P=name) -->)", re.DOTALL)
@@ -145,7 +134,7 @@ def update_readme(root: Path, check: bool) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line above; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m epinorm.tools.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/report.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json")
     parser.add_argument("--readme", action="store_true", help="rewrite tables and picture")

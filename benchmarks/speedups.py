@@ -16,9 +16,8 @@ from html import escape
 from epinorm.tools.models.rows import OURS as WAYS
 from epinorm.tools.models.rows import ModelRow
 from epinorm.tools.plots import OURS, SERIES
-from epinorm.tools.results import Row, newest
-
-__all__ = ["PICTURED", "THEMES", "Theme", "speedup_svg"]
+from epinorm.tools.results import Row
+from readme_tables import newest
 
 MODELS = {
     "bert_base": "BERT-base, 16 × 512 tokens",

@@ -1,0 +1,182 @@
+"""The Markdown tables of README and docs, from what benchmarks/results holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from epinorm.tools.models.rows import COMPETITORS, OURS, ModelRow
+from epinorm.tools.models.suite import SuiteRow
+from epinorm.tools.models.tables import (
+    NAMES,
+    SUITE,
+    milliseconds,
+    pair,
+    suite_cells,
+    suite_sentence,
+)
+from epinorm.tools.results import Row
+from epinorm.tools.tables import COLUMNS, microseconds, over, provenance, setting_of, table, times
+
+NOT_MEASURED = "Not measured yet."
+
+
+def measured_table(
+    heads: Sequence[str], cells: Sequence[Sequence[str]], measured: Sequence[Any]
+) -> str:
+    """A Markdown table, with the machine, torch and commit of what was ``measured`` below it."""
+    if not measured:
+        return NOT_MEASURED
+    return "\n".join([*markdown_lines(heads, cells), "", provenance(measured)])
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table, with the machine, torch and commit below it."""
+    return measured_table(*table(rows), rows) if rows else NOT_MEASURED
+
+
+SHORT = ("shape", "dtype", "epinorm", "eager", "compile", "over eager")
+SHORT_SHAPES = ("kb62", "mid", "skinny", "bert_out")
+_SETTINGS = ("highest", "high", "native")
+
+
+def short_table(rows: Sequence[Row]) -> str:
+    """As ``markdown_table``, but the columns SHORT, for SHORT_SHAPES, and of several strategies the
+    newest row."""
+    chosen = [row for row in newest(rows) if row.shape in SHORT_SHAPES]
+    chosen.sort(key=lambda r: (SHORT_SHAPES.index(r.shape), _SETTINGS.index(r.precision)))
+    columns = dict(COLUMNS)
+    cells = [[columns[head](row) for head in SHORT] for row in chosen]
+    return measured_table(SHORT, cells, chosen)
+
+
+def markdown_lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return [*lines, *("| " + " | ".join(line) + " |" for line in cells)]
+
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """One row for each shape, dtype, precision, pass and GPU, in their order: the newest,
+    and of strategies measured on one day the fastest that is verified."""
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = (row.shape, row.dtype, row.precision, row.pass_, row.gpu)
+        old = best.get(key)
+        if old is None or _rank(row) > _rank(old):
+            best[key] = row
+    return list(best.values())
+
+
+def _rank(row: Row) -> tuple[str, float]:
+    return row.date, -(row.ours_us or math.inf)
+
+
+def judged_table(folder: Path) -> str:
+    """A line for each verdict's pass, with the machine, torch and commit below; a verdict that is
+    not clean has no times."""
+    verdicts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    heads = ("problem", "dtype", "pass", "exported file", "eager", "over eager", "verdict")
+    lines = []
+    for verdict in verdicts:
+        said = "clean" if verdict["clean"] else "not clean"
+        timings = verdict["timings"] or [dict.fromkeys(("pass", "solution_us", "eager_us"))]
+        for timing in timings:
+            ours, eager = timing["solution_us"], timing["eager_us"]
+            cells = [verdict["problem"], setting_of(verdict), timing["pass"] or "–"]
+            cells += [microseconds(ours), microseconds(eager, ours), times(over(eager, ours)), said]
+            lines.append(cells)
+    return measured_table(heads, lines, verdicts)
+
+
+def accumulation_table(folder: Path) -> str:
+    """A line for each row of ``benchmarks/accumulation.py``."""
+    files = sorted(folder.glob("*.json"))
+    measured = [row for path in files for row in json.loads(path.read_text())]
+    heads = (
+        *("shape", "dtype", "in place", "added by autograd", "eager", "compile"),
+        *("over eager", "over compile", "peak MB, in place / added / eager"),
+    )
+    names = ("in_place", "ours", "eager", "compile")
+    lines = []
+    for row in measured:
+        cells = [row["shape"], setting_of(row)]
+        if row["verified"]:
+            cells += [microseconds(row[f"{name}_us"]) for name in names]
+            cells += [times(over(row[f"{name}_us"], row["in_place_us"])) for name in names[2:]]
+            cells.append(" / ".join(f"{row[f'{name}_peak_mb']:.0f}" for name in names[:3]))
+        else:
+            cells += ["not verified", *["–"] * 6]
+        lines.append(cells)
+    return measured_table(heads, lines, measured)
+
+
+def _cell(row: ModelRow, name: str) -> str:
+    value = getattr(row, f"{name}_ms")
+    if value is None:
+        return "not verified" if name in (row.reasons or {}) and name != "compile" else "–"
+    if row.is_noise(name):
+        return f"{milliseconds(value)} (within noise)"
+    ratio = "" if name == "eager" else f" ({times(row.over(name))})"
+    return milliseconds(value) + ratio
+
+
+def models_table(rows: Sequence[ModelRow]) -> str:
+    """Six columns: each way's time and how many times as fast as eager it is."""
+    heads = ("model", "setting", *(NAMES[name] for name in COMPETITORS))
+    cells = [[row.model, row.setting, *(_cell(row, name) for name in COMPETITORS)] for row in rows]
+    return measured_table(heads, cells, rows)
+
+
+SHORT_MODELS = ("bert_base", "vit_b", "llama_4", "mlp_2048")
+SHORT_SETTINGS = ("highest", "bf16")
+
+
+def models_section(rows: Sequence[ModelRow]) -> str:
+    """README's section of whole models, by the faster of our two ways; nothing if none was
+    measured."""
+    rows = [r for r in rows if r.model in SHORT_MODELS and r.setting in SHORT_SETTINGS]
+    if not rows:
+        return ""
+    heads = ("model", "setting", "pass", "eager", "`torch.compile`", "epinorm")
+    cells = []
+    for row in rows:
+        timed = [name for name in OURS if getattr(row, f"{name}_ms")]
+        ours = min(timed, key=lambda name: getattr(row, f"{name}_ms")) if timed else OURS[0]
+        ways = [_cell(row, name) for name in ("eager", "compile", ours)]
+        cells.append([row.model, row.setting, row.pass_, *ways])
+    said = (
+        f"Whole models, by the faster of {NAMES['fused']} and {NAMES['backend']}; "
+        "`epinorm bench bert_base` measures one, outputs and all gradients verified first."
+    )
+    return "\n".join(["## Whole models", "", said, "", measured_table(heads, cells, rows)])
+
+
+def details_table(rows: Sequence[ModelRow]) -> str:
+    """What verification, memory and coverage were."""
+    heads = (
+        *("model", "setting", "error, ours / eager", "gradients' error, ours / eager"),
+        *("peak MB, fused / eager", "chains that can be fused, other Linears fused"),
+    )
+    cells = [
+        [
+            *(row.model, row.setting),
+            pair(row.ours_error, row.eager_error, ".1e"),
+            pair(row.ours_gradient_error, row.eager_gradient_error, ".1e"),
+            pair(row.fused_peak_mb, row.eager_peak_mb, ".0f"),
+            f"{row.fused_places} of {row.places}, {row.fused_linears} of {row.linears}",
+        ]
+        for row in rows
+    ]
+    return measured_table(heads, cells, rows)
+
+
+def suite_table(rows: Sequence[SuiteRow]) -> str:
+    """KernelBench's problems in six columns, and the sentence over all of them."""
+    if not rows:
+        return "Not measured yet."
+    lines = markdown_lines(SUITE, [suite_cells(row) for row in rows])
+    return "\n".join([*lines, "", suite_sentence(rows), "", provenance(rows)])
