@@ -22,7 +22,6 @@ from epinorm.backends.cuda.fp32.norm_planes_text import (
     rescale_source,
     rows_plan,
 )
-from epinorm.backends.cuda.fp32.planes import TOLERANCE
 from epinorm.backends.cuda.norm.backward_text import backward_plan, backward_source
 from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_planes import FEWEST_STAGES, MOST_STRIPS, worthwhile
@@ -134,12 +133,13 @@ def test_where_it_pays() -> None:
 
 
 class Split(NamedTuple):
-    """hi and lo as float64, in the scale 2^-shift of each row; where a row counts, and is held."""
+    """hi and lo as float64, in the scale 2^-shift of each row; where a row counts; and elements of
+    rows out of range."""
 
     hi: Tensor
     lo: Tensor
     shift: Tensor
-    held: Tensor
+    out: Tensor
 
 
 def exponent(value: Tensor) -> Tensor:
@@ -163,12 +163,10 @@ def split(value: Tensor, given: Tensor, planes: int, of_x: Tensor | None = None)
     hi = v.half().float()
     rest = v - hi
     lo = (rest * 2048).half().float() if planes == 2 else torch.zeros_like(v)
-    rest = rest - lo / 2048
-    tolerance = float.fromhex(TOLERANCE[planes].rstrip("f"))
-    held = (given == 0) | (rest.abs() < v.abs() * tolerance) & in_range[:, None]
+    out = (given != 0) & ~in_range[:, None]
     if of_x is not None:
         shift = torch.where(in_range & (of_x != 24), shift, math.nan)
-    return Split(hi.double(), lo.double(), shift, held)
+    return Split(hi.double(), lo.double(), shift, out)
 
 
 class Emulated(NamedTuple):
@@ -204,7 +202,7 @@ def emulated(dz: Tensor, x: Tensor, weight_scale: Tensor, planes: int) -> Emulat
     least = tiny
     if power[counts].min() < top + faint_power:
         least = max(tiny, faint_largest)
-    flags = (~up.held).any(0) | (largest != 0) & (exponent(largest) < least)
+    flags = up.out.any(0) | (largest != 0) & (exponent(largest) < least)
     norms = v.norm(dim=1, keepdim=True)
     unscaled = torch.exp2(top - exponent(weight_scale))
     return Emulated(

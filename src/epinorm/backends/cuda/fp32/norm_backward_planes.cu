@@ -10,7 +10,7 @@
 // take over if their values then fit as well. internals/training.md.
 //
 // The prelude gives, besides what norm_rows.cuh and row_ring.cuh need: kStrips, blocks of a
-// cluster, which span a row; kPlanes; kTolerance.
+// cluster, which span a row; kPlanes; kTolerance; kNormComesLast: dz is the norm's gradient as it is.
 #include "common/dependent.cuh"
 #include "norm/norm_rows.cuh"
 #include "fp32/plane_value.cuh"
@@ -23,7 +23,7 @@ static_assert(kWarpsY == 1 && kRowLargest && kColumnLargest && !kSumsGiven && !k
 
 using Exchange = RowExchange<kStrips, kRowWarps>;
 
-// In place of a column's largest magnitude: an element of it that the planes do not hold.
+// In place of a column's largest magnitude: it has an element in a row out of range.
 constexpr u32 kSpoilt = 0xffffffffu;
 
 // Of what counts in dW: above it, what the planes hold does not leave fp32's range.
@@ -79,6 +79,7 @@ EPINORM_FUNCTION int shift_of(u32 largest, int x_power, int preferred, bool& in_
 // A row whose largest magnitude is on its way.
 struct Unsplit {
   float dz[kValues];
+  float lost;   // the group's means, that dz is a difference to: it is not known better than they are
   int x_power;  // x's scale of it
   int row;
 
@@ -88,6 +89,10 @@ struct Unsplit {
                               const Tensors& tensors, const ChannelStore& store,
                               const ColumnFactors& factors, ColumnSums& columns, bool own) {
     float largest = 0.0f;
+    const GroupGradient group(pass.rstd[0], half.sums[0], half.sums[1]);
+    lost = kNormComesLast && chain::kNormalises
+               ? group.rstd * fmaxf(fabsf(group.mean_g), fabsf(group.mean_gh))
+               : 0.0f;
 #pragma unroll
     for (int e = 0; e < kVectors; ++e) {
       if (!here.inside(e)) continue;
@@ -139,7 +144,7 @@ struct Unsplit {
         hi.value[j] = p.hi;
         lo.value[j] = p.lo;
         const float magnitude = fabsf(p.scaled);
-        smallest = fminf(smallest, magnitude);
+        if (dz[i] != 0.0f) smallest = fminf(smallest, magnitude);
         columns.largest[i] = max(columns.largest[i], __float_as_uint(magnitude * counts));
       }
       const int at = row * width + here.column(e);
@@ -157,19 +162,20 @@ struct Unsplit {
     return counted;
   }
 
-  // Looks at each value by itself, and marks the columns of those that are not held; by the whole
-  // warp.
+  // Looks at each value by itself, by the whole warp. What planes lose of values in range is too little for
+  // dW, or all of the column is flagged by its largest (rescale_planes.cu).
   EPINORM_FUNCTION bool find_unheld(const Columns& here, bool in_range, float by,
                                     const ColumnFactors& factors, ColumnSums& columns) const {
-    // A row out of range is left out of dW's planes, so each of its columns that is not zero is marked:
-    // no element passes a negative tolerance.
+    // A row out of range is left out of dW's planes, so its columns that are not zero are marked: no
+    // element passes a negative tolerance.
     const float tolerance = in_range ? kTolerance : -1.0f;
     bool spoilt = here.live && !in_range;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       if (!here.inside(i / kVector)) continue;
-      if (PlaneValue(dz[i], factors.of[i] * by, tolerance).held) continue;
-      if (!in_range || !x_row_is_empty()) columns.largest[i] = kSpoilt;
+      const float factor = factors.of[i] * by;
+      if (PlaneValue(dz[i], factor, tolerance, lost * factor).held) continue;
+      if (!in_range) columns.largest[i] = kSpoilt;
       spoilt = true;
     }
     return __any_sync(kAllLanes, spoilt);

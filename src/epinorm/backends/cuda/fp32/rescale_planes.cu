@@ -123,8 +123,8 @@ struct Faint {
   int power, largest, tiny;
 };
 
-// largest: (parts, n), the bits of the largest |up[i, n]| 2^power[i], no finite number where an
-// element is not held. scale: (n,), of dW's rows.
+// largest: (parts, n), the bits of the largest |up[i, n]| 2^power[i], no finite number where a
+// row out of range has an element. scale: (n,), of dW's rows.
 struct ColumnJoin {
   const float* w_scale;
   const u32* largest;
