@@ -13,6 +13,7 @@ from epinorm.backends.cuda.plan import costs
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile, shared_bytes
+from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.chain import Chain
 from epinorm.problem import Problem
@@ -137,6 +138,14 @@ def test_what_loses_by_the_gpus_time_is_not_taken(hopper, sizes, kind, chain, st
         has_norm_bias=parsed.norm is not None and "rms" not in chain,
     )
     assert cuda_plan.plan_cuda(problem, "auto").strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("columns", "padded"),
+    [(8, 8), (36, 40), (72, 72), (100, 104), (110, 128), (1000, 1024), (1024, 1024)],
+)
+def test_rows_of_planes_begin_on_whole_lines_where_that_adds_little(columns, padded):
+    assert PlaneLayout(2, columns, 10, 10).padded == padded
 
 
 # ---- tiles ----

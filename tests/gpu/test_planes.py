@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from epinorm.backends.cuda.fp32.planes import LISTED, split, splitter
+from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
 from epinorm.tools.verify import poisoned_memory
 
 STEP = {1: 2.0**-11, 2: 2.0**-22}  # of the element
@@ -33,7 +34,7 @@ def rebuilt(found, columns: int, planes: int) -> torch.Tensor:
 def splitted(values: torch.Tensor, planes: int):
     """Into memory that held NaN, twice, with the same bits."""
     rows, columns = values.shape
-    padded = -(-columns // 8) * 8
+    padded = PlaneLayout(planes, columns, rows, 0).padded
     like = [torch.empty(planes, rows, padded, dtype=torch.float16, device="cuda")]
     like += [torch.empty(rows, device="cuda"), torch.empty(rows, dtype=torch.uint8, device="cuda")]
     with poisoned_memory(like):

@@ -47,7 +47,7 @@ Order = Literal["plain", "ordered", "both"]
 class Planes:
     """The planes of a (rows, columns) fp32 matrix.
 
-    hi, lo: (rows, columns rounded up to 8) fp16; lo is hi again where there is one plane. scale:
+    hi, lo: (rows, ``PlaneLayout.padded``) fp16; lo is hi again where there is one plane. scale:
     (rows,) fp32. flags: (rows,) uint8, 0 where the planes hold the row, 1 where they hold all of it
     but the columns in spoilt, 2 where they do not. spoilt: (rows, 4) int32, in any order, -1 where
     there are fewer; not written but where the flag is 1.
