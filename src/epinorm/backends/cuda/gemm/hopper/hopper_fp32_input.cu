@@ -55,26 +55,8 @@ __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, c
     WeightRows rows(input.scale, place.n + row_in_tile, e.m);
     prefetch_operands<64>(e, place.n + consumer * 64, place.m, thread);
     float v[kAccumulators];
-    bool first_time = true, repeat;
-    do {
-      int next = place.m / kBlockM;  // step that this block looks at
-      multiplier.multiply(v, rows, offset, k_steps, [&](const Fragments& a, u32 at, int step) {
-        if (step != next) return;
-        next += order.column_tiles;
-        if (kWritesPlane)
-          write_pieces(input.plane, a, rows.row, step * kStepK, e.m, input.k_padded);
-        if (any_small(a)) note_step(input, rows, at, step * kStepK);
-      });
-      // All products of the block are done when this is known.
-      const bool infinite[2] = {row_infinite(v, 0), row_infinite(v, 1)};
-      repeat = any_consumer(infinite[0] || infinite[1]) && first_time;
-      if (repeat) repeat = any_consumer(correct_scales(rows, infinite, input, k));
-      first_time = false;
-      if (threadIdx.x == 0) {
-        *again = repeat;
-        barrier_arrive(rings.judged());
-      }
-    } while (repeat);
+    multiply_tile(v, multiplier, rows, input, offset, place.m / kBlockM, order.column_tiles, k,
+                  k_steps, again);
     Fetched fetched;
     fetch_vectors(fetched, e, place.m, thread);
     named_barrier_sync(2 + consumer, kWarpgroupThreads);  // the last tile's are no longer read

@@ -61,26 +61,8 @@ __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, c
     const Place place = order.at(index);
     WeightRows rows(weight.scale, place.n + row_in_tile, e.n);
     float v[kAccumulators];
-    bool first_time = true, repeat;
-    do {
-      int next = place.m / kBlockM;  // step that this block looks at
-      multiplier.multiply(v, rows, offset, k_steps, [&](const Fragments& a, u32 at, int step) {
-        if (step != next) return;
-        next += order.column_tiles;
-        if (kWritesPlane)
-          write_pieces(weight.plane, a, rows.row, step * kStepK, e.n, weight.k_padded);
-        if (any_small(a)) note_step(weight, rows, at, step * kStepK);
-      });
-      // All products of the block are done when this is known, and x's ring is read no more.
-      const bool infinite[2] = {row_infinite(v, 0), row_infinite(v, 1)};
-      repeat = any_consumer(infinite[0] || infinite[1]) && first_time;
-      if (repeat) repeat = any_consumer(correct_scales(rows, infinite, weight, k));
-      first_time = false;
-      if (threadIdx.x == 0) {
-        *again = repeat;
-        barrier_arrive(rings.judged());
-      }
-    } while (repeat);
+    multiply_tile(v, multiplier, rows, weight, offset, place.m / kBlockM, order.column_tiles, k,
+                  k_steps, again);
     const int lane = lane_here(), column = place.n + lane * kLaneColumns;
     const LaneChannels channels(e, column);
     turn(rings.x(0), v, rows, row_in_tile);

@@ -182,3 +182,31 @@ __device__ __forceinline__ bool row_infinite(const float (&v)[kAccumulators], in
                                      fabsf(v[accumulator(chunk, lower, 1)])));
   return smallest == __int_as_float(0x7f800000);
 }
+
+// The product of a tile, once more where a row's scale was estimated too small. Of the steps, this block looks
+// at `look` and each look_step-th from there on. again: a word of shared memory that tells the producers. On
+// return all products of the block are done, and x's ring is read no more.
+__device__ __forceinline__ void multiply_tile(float (&v)[kAccumulators], Multiplier& multiplier,
+                                              WeightRows& rows, const Weight& weight, u32 offset,
+                                              int look, int look_step, int k, int k_steps,
+                                              volatile int* again) {
+  bool first_time = true, repeat;
+  do {
+    int next = look;
+    multiplier.multiply(v, rows, offset, k_steps, [&](const Fragments& a, u32 at, int step) {
+      if (step != next) return;
+      next += look_step;
+      if (kWritesPlane)
+        write_pieces(weight.plane, a, rows.row, step * kStepK, rows.n, weight.k_padded);
+      if (any_small(a)) note_step(weight, rows, at, step * kStepK);
+    });
+    const bool infinite[2] = {row_infinite(v, 0), row_infinite(v, 1)};
+    repeat = any_consumer(infinite[0] || infinite[1]) && first_time;
+    if (repeat) repeat = any_consumer(correct_scales(rows, infinite, weight, k));
+    first_time = false;
+    if (threadIdx.x == 0) {
+      *again = repeat;
+      barrier_arrive(multiplier.rings.judged());
+    }
+  } while (repeat);
+}
