@@ -79,7 +79,7 @@ def check(values: torch.Tensor, planes: int) -> torch.Tensor:
     """Every row is held to the bound or flagged; returns the flags."""
     rows, columns = values.shape
     found = splitted(values, planes)
-    assert found.hi.shape == (rows, -(-columns // 8) * 8)
+    assert found.hi.shape == (rows, PlaneLayout(planes, columns, rows, 0).padded)
     check_lists(values, found, planes)
     kept = found.flags == 0
     exact = values.double()[kept]

@@ -26,8 +26,8 @@ __all__ = ["Planes", "Splitter", "split", "split_source", "splitter"]
 THREADS = 256
 MOST_VECTORS = 8
 """float4 that a thread keeps between finding a row's largest value and splitting it."""
-ORDERED_MULTIPLE = 32
-"""Columns among which weight_fragments.cuh changes places."""
+ORDERED_MULTIPLE = 64
+"""Columns of a row in the order of weight_fragments.cuh: whole lines of L2."""
 VECTOR_BYTES = 16
 
 SIGNATURE = "plpl" + "ppppp" + "iiiii"

@@ -10,7 +10,7 @@
 // thread keeps in registers; rows longer than kRowThreads * kRowVectors * 4 are read twice),
 // kTolerance; kAligned (every row starts at a multiple of 16 bytes); kPlain and kOrdered: whether the
 // planes are written as said, and whether a single one goes, in the order of weight_fragments.cuh and in
-// rows of whole 32 columns, to where lo is.
+// rows of whole lines of L2, to where lo is.
 #pragma once
 #include "common/flags.cuh"
 #include "fp32/plane_value.cuh"
@@ -69,6 +69,7 @@ __device__ __forceinline__ Vector load_vector(const float* row, int at, int k) {
 
 static_assert(!kOrdered || kPlanes == 1, "lo has another use");
 constexpr int kOrderedColumns = 32;
+constexpr int kOrderedMultiple = 64;  // columns of a line: no shorter than the plain plane's rows
 
 // Four halves of columns `at` to `at` + 3, in the order of weight_fragments.cuh: chunk 2 q + j of four.
 __device__ __forceinline__ void store_ordered(u16* row, int at, const HalfVector& halves) {
@@ -154,8 +155,8 @@ __device__ __forceinline__ void split_row(const float* from, int row, int k, con
   const int shift = row_shift(largest, in_range);
   const float factor = plane_power_of_two(shift);
   bool held = in_range;
-  constexpr int kMultiple = kOrderedColumns;
-  const int columns = kOrdered ? (k + kMultiple - 1) / kMultiple * kMultiple : to.padded;
+  const int lines = (k + kOrderedMultiple - 1) / kOrderedMultiple;
+  const int columns = kOrdered ? lines * kOrderedMultiple : to.padded;
   u16* hi_row = to.hi + static_cast<i64>(row) * to.padded;
   u16* lo_row = to.lo + static_cast<i64>(row) * columns;
 #pragma unroll
