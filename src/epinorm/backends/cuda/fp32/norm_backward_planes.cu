@@ -10,7 +10,7 @@
 // take over if their values then fit as well. internals/training.md.
 //
 // The prelude gives, besides what norm_rows.cuh and row_ring.cuh need: kStrips, blocks of a
-// cluster, which span a row; kPlanes; kTolerance; kNormComesLast: dz is the norm's gradient as it is.
+// cluster, which span a row; kPlanes; kTolerance.
 #include "common/dependent.cuh"
 #include "norm/norm_rows.cuh"
 #include "fp32/plane_value.cuh"
@@ -76,10 +76,18 @@ EPINORM_FUNCTION int shift_of(u32 largest, int x_power, int preferred, bool& in_
   return in_range && largest != 0 && fits ? wanted : shift;
 }
 
+// Has W a row of zeros, or one that split_rows.cuh could not scale? By the whole warp.
+EPINORM_FUNCTION bool has_empty_row(const Tensors& tensors) {
+  bool found = false;
+#pragma unroll 4
+  for (i64 row = threadIdx.x % 32; row < tensors.width; row += 32)
+    found |= __ldg(tensors.largest.column_factor + row) == plane_power_of_two(-kEmptyRowShift);
+  return __any_sync(kAllLanes, found);
+}
+
 // A row whose largest magnitude is on its way.
 struct Unsplit {
   float dz[kValues];
-  float lost;   // the group's means, that dz is a difference to: it is not known better than they are
   int x_power;  // x's scale of it
   int row;
 
@@ -89,10 +97,6 @@ struct Unsplit {
                               const Tensors& tensors, const ChannelStore& store,
                               const ColumnFactors& factors, ColumnSums& columns, bool own) {
     float largest = 0.0f;
-    const GroupGradient group(pass.rstd[0], half.sums[0], half.sums[1]);
-    lost = kNormComesLast && chain::kNormalises
-               ? group.rstd * fmaxf(fabsf(group.mean_g), fabsf(group.mean_gh))
-               : 0.0f;
 #pragma unroll
     for (int e = 0; e < kVectors; ++e) {
       if (!here.inside(e)) continue;
@@ -123,7 +127,7 @@ struct Unsplit {
 
   // Writes the row and returns the power that it counts in dW; spoilt: whether a part of it that is
   // this warp's is not held.
-  EPINORM_FUNCTION int split(u32 largest, int preferred, const Columns& here, int width,
+  EPINORM_FUNCTION int split(u32 largest, int preferred, const Columns& here, const Tensors& tensors,
                              const RowTargets& to, const ColumnFactors& factors, ColumnSums& columns,
                              bool& spoilt) const {
     bool in_range;
@@ -131,6 +135,7 @@ struct Unsplit {
     const int power = x_power - shift;
     in_range &= power >= kLeastPower || x_row_is_empty();
     const float by = plane_power_of_two(shift);
+    const int width = static_cast<int>(tensors.width);
     const float counts = x_row_is_empty() ? 0.0f : plane_power_of_two(max(power, kLeastPower));
     float smallest = static_cast<float>(EPINORM_INFINITY);
 #pragma unroll
@@ -153,7 +158,7 @@ struct Unsplit {
     }
     // A lane without a group has no x's scale either.
     const bool doubtful = here.live && (!in_range || smallest < kSurelyHeld);
-    spoilt = __any_sync(kAllLanes, doubtful) && find_unheld(here, in_range, by, factors, columns);
+    spoilt = __any_sync(kAllLanes, doubtful) && find_unheld(here, in_range, by, tensors, factors, columns);
     const int counted = in_range && largest != 0 && !x_row_is_empty() ? power : kNoPower;
     if (row_part() == 0 && threadIdx.x == 0) {
       to.scale[row] = plane_power_of_two(-shift);
@@ -163,22 +168,24 @@ struct Unsplit {
   }
 
   // Looks at each value by itself, by the whole warp. What planes lose of values in range is too little for
-  // dW, or all of the column is flagged by its largest (rescale_planes.cu).
+  // dX unless the row's largest may stand beside a row of zeros in W, and for dW, or all of the column is flagged
+  // by its largest (rescale_planes.cu).
   EPINORM_FUNCTION bool find_unheld(const Columns& here, bool in_range, float by,
-                                    const ColumnFactors& factors, ColumnSums& columns) const {
+                                    const Tensors& tensors, const ColumnFactors& factors,
+                                    ColumnSums& columns) const {
     // A row out of range is left out of dW's planes, so its columns that are not zero are marked: no
     // element passes a negative tolerance.
     const float tolerance = in_range ? kTolerance : -1.0f;
-    bool spoilt = here.live && !in_range;
+    bool unheld = false;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       if (!here.inside(i / kVector)) continue;
-      const float factor = factors.of[i] * by;
-      if (PlaneValue(dz[i], factor, tolerance, lost * factor).held) continue;
+      if (PlaneValue(dz[i], factors.of[i] * by, tolerance).held) continue;
       if (!in_range) columns.largest[i] = kSpoilt;
-      spoilt = true;
+      unheld = true;
     }
-    return __any_sync(kAllLanes, spoilt);
+    if (__any_sync(kAllLanes, here.live && !in_range)) return true;
+    return __any_sync(kAllLanes, unheld) && has_empty_row(tensors);
   }
 };
 
@@ -245,8 +252,7 @@ struct Rows {
   EPINORM_FUNCTION void split(const Unsplit& before, u32 place, int preferred, ColumnSums& columns,
                               PowerRange& powers) {
     bool spoilt;
-    const int width = static_cast<int>(tensors.width);
-    powers.add(before.split(exchange.receive(place), preferred, here, width, to, factors, columns,
+    powers.add(before.split(exchange.receive(place), preferred, here, tensors, to, factors, columns,
                             spoilt));
     if (spoilt && threadIdx.x % 32 == 0) spoilt_words()[(place - 1) / 32] |= 1u << (place - 1) % 32;
   }

@@ -24,10 +24,6 @@ __all__ = [
     "rows_plan",
 ]
 
-_DERIVATIVE_OF_ONE = ("identity", "add", "add_channel", "add_residual")
-"""Operations between the linear layer and the norm through which the norm's gradient passes as it
-is."""
-
 
 @memo()
 def rows_plan(
@@ -54,7 +50,6 @@ def planes_source(
         "kStages": plan.stages,
         "kStreams": 2 + len(elements),
         "kPlanes": planes,
-        "kNormComesLast": all(op.name in _DERIVATIVE_OF_ONE for op in problem.chain.pre),
     }
     extra = (
         output_text(outputs)

@@ -36,14 +36,13 @@ struct PlaneValue {
   u16 hi, lo;
   bool held;
 
-  // It is held to `tolerance` of itself or, where that is larger, of `least` in units of `scaled`.
-  __device__ __forceinline__ PlaneValue(float value, float factor, float tolerance, float least = 0.0f)
+  __device__ __forceinline__ PlaneValue(float value, float factor, float tolerance)
       : scaled(value * factor) {
     hi = Float16::store(scaled);
     float rest = scaled - Float16::load(hi);
     lo = Float16::store(rest * kPlaneLowFactor);
     if (kPlanes == 2) rest -= Float16::load(lo) * (1.0f / kPlaneLowFactor);
     // Less, not at most: scaled down, a value below the smallest fp32 is lost without a rest.
-    held = (value == 0.0f) | (fabsf(rest) < fmaxf(fabsf(scaled), least) * tolerance);
+    held = (value == 0.0f) | (fabsf(rest) < fabsf(scaled) * tolerance);
   }
 };
