@@ -56,7 +56,8 @@ class CudaExecutable:
             )
         self.problem, self.plan = problem, plan
         forward = _forward(problem, plan, layout)
-        self.forward: Run = replayed_forward(forward) if _is_small(problem) else forward
+        small = 0 < _values(problem) <= MOST_REPLAYED
+        self.forward: Run = replayed_forward(forward) if small else forward
         self._backward: dict[bool, _Backward] = {}  # by whether the sum has a gradient
 
     def backward(
@@ -90,11 +91,14 @@ class CudaExecutable:
 
 MOST_REPLAYED = 48e6
 """Values of x, W and y together: beyond, the GPU decides, and memory counts."""
+MOST_REPLAYED_BACKWARD_BYTES = 80e6
+"""Of the same in a backward pass, which takes longer, and where memory peaks: repeated, it holds z
+and all that it hands on until dX and dW are done."""
 
 
-def _is_small(problem: Problem) -> bool:
+def _values(problem: Problem) -> int:
     m, k, n = problem.m, problem.k, problem.n
-    return 0 < m * k + n * k + m * n <= MOST_REPLAYED
+    return m * k + n * k + m * n
 
 
 class _Backward:
@@ -104,7 +108,9 @@ class _Backward:
         self.problem, self.plan = problem, plan
         self._norm: NormBackward | None = None
         self._products: dict[Wanted, _Products] = {}
-        self.launch = ReplayedBackward(self._launch) if _is_small(problem) else self._launch
+        nbytes = _values(problem) * problem.dtype.itemsize
+        small = 0 < nbytes <= MOST_REPLAYED_BACKWARD_BYTES
+        self.launch = ReplayedBackward(self._launch) if small else self._launch
 
     def __call__(
         self,
