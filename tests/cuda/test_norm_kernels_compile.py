@@ -1,5 +1,7 @@
 """Every kind of norm kernel compiles without a GPU, for each architecture, without spills."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from epinorm.backends.cuda.norm.backward_text import (
 )
 from epinorm.backends.cuda.norm.forward import forward_plan, forward_source
 from epinorm.backends.cuda.plan.norm_backward import Outputs, backward_plans
-from epinorm.backends.cuda.plan.norm_forward import forward_plans
+from epinorm.backends.cuda.plan.norm_forward import FEW, forward_plans
 from epinorm.backends.cuda.plan.norm_tile import vector_width
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.chain import Chain
@@ -112,6 +114,20 @@ def test_preferred_plans_do_not_spill_for_a_plain_chain(channels, dtype, arch):
     outputs = Outputs.of(problem, Wanted(True, True, True, True, True, ()))
     backward = backward_plan(problem, vector, outputs, arch)
     assert backward == backward_plans(problem, vector, outputs)[0]
+
+
+@pytest.mark.parametrize(
+    "channels, dtype, values", [(512, F32, 16), (1000, BF16, 32), (256, F32, 8)]
+)
+def test_few_rows_have_few_values_a_lane(channels, dtype, values):
+    few = problem_of(channels, dtype, "layer_norm|gelu")
+    many = dataclasses.replace(few, m=FEW + 1)
+    vector = 16 // dtype.itemsize
+    plans = [forward_plan(p, vector, 227 * 1024, "sm_90a") for p in (few, many)]
+    assert [plan.tile.values for plan in plans] == [8, values]
+    for p, plan in zip((few, many), plans, strict=True):
+        result = compiled(forward_source(p, plan, "sm_90a"))
+        assert (result.spill_bytes, result.stack_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from epinorm.backends.cuda.executable import CudaExecutable
-from epinorm.backends.cuda.plan.norm_forward import forward_plans
+from epinorm.backends.cuda.plan.norm_forward import FEW, forward_plans
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.problem import Layout, Plan
 from epinorm.tools.accuracy import allowed_error, relative_error
@@ -48,6 +48,12 @@ def test_every_group_size(norm_case, channels, groups, dtype, rows):
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_number_of_rows(norm_case, rows):
     norm_case(16, 8, rows).check()
+
+
+@pytest.mark.parametrize("dtype, channels", [(torch.float32, 512), (torch.bfloat16, 1000)])
+def test_few_rows_are_spread_over_blocks_and_many_are_not(norm_case, dtype, channels):
+    for rows in (FEW, FEW + 1):
+        norm_case(channels, 1, rows, dtype, "layer_norm|gelu").check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *OTHER_DTYPES])
