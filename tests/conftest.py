@@ -49,6 +49,15 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Forget what TorchDynamo captured and counted, before a test and after it."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def pytorch_settings() -> Iterator[None]:
     """Undo what a test changes in PyTorch's process-wide settings."""
