@@ -188,10 +188,10 @@ class Opened:
         return made
 
 
-def open_functions(graph: fx.Graph, may_round: Callable[[Tensor], bool]) -> list[Opened]:
+def open_functions(graph: fx.Graph, always: bool) -> list[Opened]:
     """Put operations in the place of functions that hold Linears; ``tidy`` is to follow.
 
-    may_round: whether on tensors like this one the operations may take the place of such a kernel.
+    always: also where these gain too little to be worth it (decisions/0025-attention.md).
     """
     opened = []
     for node in list(graph.nodes):
@@ -199,15 +199,13 @@ def open_functions(graph: fx.Graph, may_round: Callable[[Tensor], bool]) -> list
         if whole is None:
             continue
         try:
-            opened.append(_open(graph, node, whole, may_round))
+            opened.append(_open(graph, node, whole, always))
         except StaysWhole as why:
             node.meta[_WHY] = str(why)
     return opened
 
 
-def _open(
-    graph: fx.Graph, node: fx.Node, whole: _Whole, may_round: Callable[[Tensor], bool]
-) -> Opened:
+def _open(graph: fx.Graph, node: fx.Node, whole: _Whole, always: bool) -> Opened:
     query = value_of(node.args[0])
     tensors = [value for given in node.all_input_nodes if (value := value_of(given)) is not None]
     if query is None or any(
@@ -223,8 +221,11 @@ def _open(
                 "torch.backends.mha.set_fastpath_enabled(False) before the first call shows its "
                 "layers"
             )
-        if not may_round(query):
-            raise StaysWhole("its kernel is left alone on a CPU and in 16 bit")
+        if not (always or query.is_cuda):
+            raise StaysWhole("on a CPU its kernel gains more than fusing")
+    autocast = torch.is_autocast_enabled(query.device.type)
+    if not always and query.is_cuda and (query.dtype.itemsize == 2 or autocast):
+        raise StaysWhole("in 16 bit its operations gain less than they cost the host")
     readers = [(user.args[1], user) for user in node.users if user.target is operator.getitem]
     trace = Trace(graph, node, whole.parts)
     try:

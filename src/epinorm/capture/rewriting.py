@@ -174,7 +174,7 @@ def rewrite(
     """
     inner = _enter_checkpoints(gm, apply, settings, runs_eagerly)
     _follow_changes(gm.graph)
-    opened = open_functions(gm.graph, lambda x: _may_round(x, settings))
+    opened = open_functions(gm.graph, always=settings.strategy != "auto")
     batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
     search = Search(gm.graph, settings.rounding)
     places = [_with_paying_dropout(p, settings) for p in search.places()]
@@ -207,12 +207,6 @@ def rewrite(
         gm.graph.lint()
     gm.recompile()
     return Rewritten(inner.places + places, inner.linears + linears)
-
-
-def _may_round(x: Tensor, settings: Settings) -> bool:
-    """Whether a kernel that PyTorch has for attention or a whole layer is to be left for its
-    operations, should one be ours: in fp32 on a GPU these gain more than it saves."""
-    return settings.strategy != "auto" or (x.is_cuda and x.dtype == torch.float32)
 
 
 _MANY_ROWS = 8192

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -59,7 +60,7 @@ class Trace(TorchFunctionMode):
         query: Any = args[0]
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            with query.fake_mode, self:
+            with query.fake_mode, enable_python_dispatcher(), self:
                 result = body(*args, **kwargs)
         if warned:
             raise StaysWhole(f"it warns ({warned[0].message})")
