@@ -4,9 +4,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+
+from epinorm.backends import cpu
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -43,10 +46,26 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     del os.environ["EPINORM_CACHE_DIR"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def small_calls() -> Iterator[None]:
+    """Let `auto` take chains on the CPU that are too small to gain: tests compute little."""
+    with mock.patch.multiple(cpu, LEAST_VALUES=0, LEAST_VALUES_TRAINING=0):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Start every test from the same random state, alone or in the suite."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Forget what TorchDynamo captured and counted, before a test and after it."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

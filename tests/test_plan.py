@@ -10,7 +10,7 @@ import torch
 
 import epinorm
 from epinorm import said
-from epinorm.backends import memo
+from epinorm.backends import cpu, memo
 from epinorm.backends.engine import executable_for, plan_for
 from epinorm.chain import Chain
 from epinorm.operator import calls
@@ -62,14 +62,29 @@ def test_cpu_kernel_where_it_serves(fake_cpu):
     assert plan_for(problem(), strict=True).strategy == "cpu"
 
 
-def test_a_plain_layer_norm_is_left_to_pytorch_on_a_cpu(fake_cpu):
+def test_a_plain_norm_of_rows_is_left_to_pytorch_on_a_cpu(fake_cpu):
     """Its own layers are faster there; what else the chain does makes up for it."""
-    large = replace(problem(text="layer_norm|silu", m=64), n=256)
+    large = replace(problem(text="layer_norm|silu", m=1024), n=256)
     plan = plan_for(large)
     assert (plan.strategy, plan.chosen) == ("reference", True)
     assert plan_for(large, "cpu").strategy == "cpu"
-    for text in ("add_residual|layer_norm|silu", "rms_norm|silu"):
+    rms = replace(large, chain=Chain.parse("rms_norm|silu"))
+    assert plan_for(rms).strategy == "reference"
+    assert plan_for(replace(rms, training=True)).strategy == "cpu"
+    for text in ("add_residual|layer_norm|silu", "group_norm(8)|silu"):
         assert plan_for(replace(large, chain=Chain.parse(text))).strategy == "cpu"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_costs_more_to_call_than_it_saves_is_left_to_pytorch(fake_cpu, monkeypatch, training):
+    monkeypatch.setattr(cpu, "LEAST_VALUES", 2**14)
+    monkeypatch.setattr(cpu, "LEAST_VALUES_TRAINING", 2**16)
+    least = 2**16 if training else 2**14
+    enough = replace(problem(m=least // 64), n=64, training=training)
+    small = replace(enough, m=enough.m - 1)
+    assert plan_for(enough).strategy == "cpu"
+    assert (plan_for(small).strategy, plan_for(small).chosen) == ("reference", True)
+    assert plan_for(small, "cpu").strategy == "cpu"
 
 
 def test_reference_on_the_cpu_where_it_does_not(fake_cpu):

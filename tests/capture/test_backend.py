@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,6 @@ class Stream(Block):
     def forward(self, x: Tensor) -> Tensor:
         h = self.fc(x) + x
         return F.gelu(self.norm(h)) * torch.sigmoid(self.up(x)) + h.tanh()
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

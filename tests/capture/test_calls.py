@@ -8,7 +8,6 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,14 +48,6 @@ def randomised(model: nn.Module) -> Any:
 
 def fused_copy(model: nn.Module, **settings: Any) -> Any:
     return epinorm.fuse(copy.deepcopy(model), **{"strategy": "reference", **settings})
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,13 +29,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, r: Tensor) -> Tensor:
         return self.written(self, x, r)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def step(model: nn.Module, fused: bool = True) -> list[Tensor]:

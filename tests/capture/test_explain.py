@@ -9,7 +9,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,13 +120,6 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no_grad between": (model(without_gradients_between), "in between may change tensors or modes"),
     "other dtype": (model(other_dtype), "its result is torch.float64"),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", REASONS)
@@ -293,17 +286,3 @@ def test_text_html_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keyword_arguments() -> None:
     (row,) = epinorm.explain(Model(), x=torch.randn(2, 3, K)).rows
     assert row.shape == f"[2, 3, {K}] → [2, 3, {N}]"
-
-
-@pytest.mark.parametrize("gradients", [True, False])
-def test_what_pytorch_computes_as_one_function_is_said_not_to_be_seen(gradients: bool) -> None:
-    model = epinorm.fuse(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval())
-    with torch.set_grad_enabled(gradients):
-        model(torch.randn(2, 3, 16))
-    said = " ".join(str(epinorm.explain(model)).split())
-    if gradients:
-        assert "linear2 → norm2" in said
-        assert "nn.MultiheadAttention's Linears, and a norm behind them, are not seen" in said
-    else:
-        assert "nn.TransformerEncoderLayer's Linears and norms are not seen" in said
-        assert "no Linear's result reaches a norm" not in said

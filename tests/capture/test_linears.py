@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,13 +13,6 @@ from torch import Tensor, nn
 import epinorm
 
 K, N, ROWS = 12, 16, 5
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Gated(nn.Module):

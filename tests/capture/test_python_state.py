@@ -951,13 +951,6 @@ def run(make: Callable[[], nn.Module], steps: tuple[Step, ...], fuse: bool) -> l
     return seen
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("name", PROBES)
 def test_fused_does_what_the_model_does(name: str) -> None:
     make, steps = PROBES[name]

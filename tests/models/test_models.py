@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import epinorm
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo import CASES, Missing
 
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("fresh_dynamo")]
 
 DROPPING = (
     "p",
@@ -32,13 +31,6 @@ DROPPING = (
     "hidden_dropout",
     "drop_prob",
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def made(name: str) -> tuple[nn.Module, nn.Module, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
+from epinorm.capture.attention import SWAPPED
 from epinorm.capture.found import Found, Place, Step, gather, unfit
 from epinorm.capture.norms import NormRead, read_norm_function
 from epinorm.capture.purity import changed_argument, changes, is_pure, storage_of, value_of
@@ -107,7 +108,7 @@ class _Walk:
         while step is not None and step.kind != "norm" and len(self.steps) < _MOST_STEPS:
             self.steps.append(step)
             step = self._step(step.end)
-        while self.steps and self.steps[-1].kind in ("view", "cast"):
+        while self.steps and self.steps[-1].kind in ("view", "cast", "swap"):
             self.steps.pop()
         found, why = self._found(len(self.steps))
         path = tuple(step.end for step in self.steps)
@@ -136,6 +137,9 @@ class _Walk:
             return Step("norm", (node,), norm=norm)
         if is_view_of_rows(node, x):
             return Step("view", (node,))
+        turn, rows = self.start.meta.get(SWAPPED, (None, None))
+        if node is turn and all(step.kind == "view" for step in self.steps):
+            return Step("swap", (node,), operand=rows)
         if is_cast(node, x):
             return Step("cast", (node,))
         dropout = is_dropout(node)

@@ -27,17 +27,6 @@ _NOT_CALLED = (
     "It was not called since it was fused: call it as model(x), which is what is fused, or "
     "explain(model, *inputs). Submodules that are called by themselves are to be fused themselves."
 )
-_UNSEEN = {
-    "multi_head_attention_forward": (
-        "nn.MultiheadAttention's Linears, and a norm behind them, are not seen: PyTorch "
-        "computes it as one function."
-    ),
-    "_transformer_encoder_layer_fwd": (
-        "nn.TransformerEncoderLayer's Linears and norms are not seen: in eval without gradients "
-        "PyTorch computes it as one function. torch.backends.mha.set_fastpath_enabled(False) "
-        "before the first call shows its layers."
-    ),
-}
 _COLUMNS = ("chain", "where", "fused", "strategy", "gain", "why")
 
 
@@ -234,8 +223,7 @@ def _explanation(name: str, recorders: list[Recorder], notes: tuple[str, ...]) -
                 linears[(site.where, site.chain)] = _row(site, recorder)
             if graph.broken_by:
                 breaks[_break(graph)] = None
-            for function in graph.unseen:
-                breaks[_UNSEEN[function]] = None
+            breaks |= dict.fromkeys(graph.unseen)
     unseen = any(graph.unseen for recorder in recorders for graph in recorder.graphs)
     shown = tuple(rows.values()), (*breaks, *notes), tuple(linears.values())
     return Explanation(name, *shown, seen=bool(rows) or not unseen)

@@ -4,7 +4,7 @@ computes the same in shapes and dtypes."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -27,9 +27,12 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Step:
-    """From one value of a chain to the next: ``nodes``, of which the last one is that value."""
+    """From one value of a chain to the next: ``nodes``, of which the last one is that value.
 
-    kind: Literal["view", "cast", "pointwise", "operand", "norm"]
+    "swap" turns all rows to another order, in which ``operand`` is the Linear's x.
+    """
+
+    kind: Literal["view", "cast", "swap", "pointwise", "operand", "norm"]
     nodes: tuple[fx.Node, ...]
     operation: Pointwise | None = None
     operand: fx.Node | None = None
@@ -108,6 +111,8 @@ def gather(linear: Linear, steps: Iterable[Step], rounding: Rounding, kept_at: i
             found.norm, found.norm_node, seen_norm = step.norm, step.end, True
         elif step.kind == "view":
             found.views.append(step.end)
+        elif step.kind == "swap" and step.operand is not None:
+            found.linear, found.views = replace(found.linear, x=step.operand), []
         elif step.operation is not None and not _absorb(found, step, seen_norm):
             (found.post if seen_norm else found.pre).append(step.operation)
             found.operands += [] if step.operand is None else [step.operand]
@@ -154,6 +159,10 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     linear, end = value_of(found.linear.nodes[-1]), value_of(found.nodes[-1])
     assert linear is not None
     assert end is not None
+    if any(step.kind == "swap" for step in steps):
+        results = [v for v in (end, value_of(found.kept)) if v is not None]
+        if not all(v.is_contiguous() for v in results):
+            return "its rows are turned to another order, which its result keeps in memory"
     if found.linear.turned and linear.dtype.itemsize == 2:
         return (
             "its weight is kept as (in, out), as Conv1D does: in 16 bit turning it at each call "

@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from epinorm.backends.engine import plan_for
+from epinorm.capture.attention import close_unused, open_functions, tidy
 from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Search
 from epinorm.capture.distributed import as_in_eager
@@ -173,6 +174,7 @@ def rewrite(
     """
     inner = _enter_checkpoints(gm, apply, settings, runs_eagerly)
     _follow_changes(gm.graph)
+    opened = open_functions(gm.graph, always=settings.strategy != "auto")
     batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
     search = Search(gm.graph, settings.rounding)
     places = [_with_paying_dropout(p, settings) for p in search.places()]
@@ -180,12 +182,12 @@ def rewrite(
         replace(p, taken=_pays(p, settings), norm=batch_norm_of(p.found.nodes if p.found else ()))
         for p in search.linears()
     ]
-    fused: dict[fx.Node, fx.Node] = {}
     taken = [
         (p, p.found)
         for p in (*(p for p in places if _may_pay(p, settings)), *linears)
         if p.found is not None and p.taken
     ]
+    fused = close_unused(gm.graph, opened, {node for _, f in taken for node in f.nodes})
     seeds = draw_at_once(search, [found for _, found in taken])
     groups = {} if settings.strategy != "auto" else groups_of(search, linears, problem_of)
     for place, found in taken:
@@ -200,7 +202,8 @@ def rewrite(
         batch_norms.restore()
     places += [place for place in linears if place.norm is not None]
     linears = [place for place in linears if place.norm is None]
-    if fused:
+    tidy(gm.graph, opened)
+    if taken or opened:
         gm.graph.lint()
     gm.recompile()
     return Rewritten(inner.places + places, inner.linears + linears)

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional
 
+from epinorm.capture.attention import unseen
 from epinorm.capture.distributed import layout_of_found
 from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import name_of
+from epinorm.capture.trace import PART
 from epinorm.precision import product_precision
 from epinorm.problem import Problem
 
@@ -40,14 +41,10 @@ class Site:
     split: str = ""
 
 
-_WHOLE = {functional.multi_head_attention_forward, torch._transformer_encoder_layer_fwd}
-"""What nn.MultiheadAttention calls, and nn.TransformerEncoderLayer in eval without gradients."""
-
-
 @dataclass(frozen=True)
 class Captured:
     """One graph: its places, its Linears without a norm, why Dynamo ended it (empty: it did not
-    have to), and the functions of PyTorch's that hold Linears which no graph shows."""
+    have to), and what is said of functions of PyTorch's that hold Linears which no graph shows."""
 
     sites: tuple[Site, ...]
     linears: tuple[Site, ...] = ()
@@ -78,16 +75,12 @@ def record(
     reason = getattr(gm, "compile_subgraph_reason", None)
     sites = tuple(_site(place, names, inputs) for place in places)
     others = tuple(_site(place, names, inputs) for place in linears)
-    unseen = tuple(
-        str(getattr(node.target, "__name__", ""))
-        for node in gm.graph.nodes
-        if node.target in _WHOLE
-    )
+    whole = unseen(gm.graph)
     if reason is None or not reason.graph_break:
-        return Captured(sites, others, unseen=unseen)
+        return Captured(sites, others, unseen=whole)
     stack = list(reason.user_stack or ())
     at = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else ""
-    return Captured(sites, others, str(reason.reason).strip(), at, unseen)
+    return Captured(sites, others, str(reason.reason).strip(), at, whole)
 
 
 def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Site:
@@ -110,11 +103,14 @@ def layer_of(node: fx.Node, names: dict[str, str]) -> str:
     """The path of the module that a node comes from; a function's name with that of its module."""
     stack = node.meta.get("nn_module_stack") or {}
     key = next(reversed(stack), None)
+    part = node.meta.get(PART, "")
     if key is None:
-        return name_of(node)
+        return part or name_of(node)
     path, cls = stack[key]
     known = names.get(str(key))
     path = known if known is not None else str(path).partition(".")[2] or str(path)
+    if part:
+        return f"{path}.{part}".strip(".")
     leaf = getattr(cls, "__module__", "").startswith("torch.nn.modules")
     return path if leaf and path else f"{path}.{name_of(node)}".strip(".")
 

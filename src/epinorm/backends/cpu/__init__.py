@@ -11,20 +11,24 @@ import torch
 
 from epinorm.backends.cpu import build
 from epinorm.backends.cpu.codegen import CPP_TYPES, kernel_source
-from epinorm.chain import LayerNorm
+from epinorm.chain import GroupNorm, RMSNorm
 from epinorm.problem import Plan, Problem, Step, Strategy
 from epinorm.said import warn_once
 
 __all__ = ["plan_cpu", "supports"]
 
-_PLAIN_LAYER_NORM = "PyTorch's own layers: its LayerNorm of whole rows is as fast as one fused"
-
 # Measured on two cores (decisions/0014-cpu_blocks.md): beyond these, cutting the product into parts
 # loses more than one pass over its result wins.
-LAYER_NORM_ROWS, LAYER_NORM_CHANNELS = 16, 128
 LONE_ROWS = 4
 LONE_WEIGHT = 2**20
 DOUBLE_WEIGHT = 2**20
+LEAST_VALUES, LEAST_VALUES_TRAINING = 2**14, 2**16
+"""Results of the product from which on what a fused call saves is more than what it costs the
+host, in a forward pass and in a step: 15 to 25 us and 60 to 100 us a chain, measured under ``fuse``
+on one thread."""
+PLAIN_VALUES, PLAIN_VALUES_RMS_TRAINING = 2**14, 2**18
+"""From the first on, and up to the second, norms of whole rows with one operation beside them take
+1.05 to 2 times as long fused, measured at up to 2048 rows and 768 channels."""
 
 
 def plan_cpu(problem: Problem, strategy: Strategy) -> Plan:
@@ -32,8 +36,8 @@ def plan_cpu(problem: Problem, strategy: Strategy) -> Plan:
     why_not = supports(problem)
     if why_not is not None:
         return Plan("reference", why_not)
-    if strategy == "auto" and _plain_layer_norm(problem):
-        return Plan("reference", _PLAIN_LAYER_NORM, chosen=True)
+    if strategy == "auto" and (why_not := _gains_nothing(problem)) is not None:
+        return Plan("reference", why_not, chosen=True)
     reason = "blocks of rows stay in cache from the product to the last operation"
     forward = (Step("epinorm_forward", problem.made_by_forward, reason),)
     backward = (Step("epinorm_backward", "all gradients", reason),) if problem.training else ()
@@ -63,17 +67,21 @@ def supports(problem: Problem) -> str | None:
     return reason
 
 
-def _plain_layer_norm(problem: Problem) -> bool:
-    """A LayerNorm with at most one operation beside it, in float32, of sizes as measured.
-
-    On one thread, 64 to 2048 rows of 256 to 768 channels, fused steps took 1.05 to 1.6 times as
-    long as eager's, forward passes 1.05 to 1.4 times.
-    """
-    chain = problem.chain
-    beside = len(chain.pre) + len(chain.post)
-    one = isinstance(chain.norm, LayerNorm) and beside <= 1
-    large = problem.m >= LAYER_NORM_ROWS and problem.n >= LAYER_NORM_CHANNELS
-    return one and large and problem.dtype == problem.out_dtype == torch.float32
+def _gains_nothing(problem: Problem) -> str | None:
+    """Why PyTorch's own layers are as fast or faster, by decisions/0014-cpu_blocks.md."""
+    values, chain = problem.m * problem.n, problem.chain
+    if values < (LEAST_VALUES_TRAINING if problem.training else LEAST_VALUES):
+        return (
+            f"PyTorch's own layers: {problem.m} × {problem.n} values are so few that calling the "
+            "fused kernel costs more than it saves"
+        )
+    one = len(chain.pre) + len(chain.post) <= 1
+    fp32 = problem.dtype == problem.out_dtype == torch.float32
+    if not (one and fp32 and values >= PLAIN_VALUES) or isinstance(chain.norm, GroupNorm):
+        return None
+    if isinstance(chain.norm, RMSNorm) and problem.training and values >= PLAIN_VALUES_RMS_TRAINING:
+        return None
+    return "PyTorch's own layers: its norm of whole rows is as fast as one fused"
 
 
 def _does_not_pay(problem: Problem) -> str | None:
