@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from epinorm.capture.found import Place
 from epinorm.capture.fuse import checked_settings
+from epinorm.capture.masks import leave_out_masks
 from epinorm.capture.rewriting import rewrite
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import call
@@ -71,6 +72,7 @@ def compile_graph(
     def operator(place: Place, chain: str) -> _Operator:
         return _Operator(chain, *settings.of(place.has_norm))
 
+    leave_out_masks(gm.graph)
     found = rewrite(gm, operator, settings, runs_eagerly=False)
     unfused = [place for place in found.places if place.found is None]
     if settings.strict and unfused:

@@ -22,6 +22,8 @@ _IN_PLACE_OPERATORS = frozenset(
         *("and", "or", "xor", "lshift", "rshift"),
     )
 )
+_KEYWORDS = frozenset((operator.and_, operator.or_, operator.not_))
+"""That end with _ and change nothing."""
 _EFFECTS = ("set_", "manual_seed", "seed", "batch_norm", "instance_norm", "embedding")
 _METHODS_WITH_EFFECTS = frozenset(
     (
@@ -51,7 +53,7 @@ def _public(namespace: Any) -> set[Any]:
 def _functions() -> frozenset[Any]:
     """PyTorch's and Python's functions that return a result and do nothing else."""
     spaces = (torch, F, torch._C._nn, torch.special, torch.linalg, torch.fft, math, operator)
-    hidden = {getattr, torch.sym_float, torch.sym_int}
+    hidden = {getattr, torch.sym_float, torch.sym_int, *_KEYWORDS}
     known: set[Any] = set().union(hidden, *map(_public, spaces))
     known -= {operator.setitem, operator.delitem, *_IN_PLACE_OPERATORS}
     return frozenset(known)
@@ -124,7 +126,7 @@ def changed_argument(node: fx.Node) -> fx.Node | None:
         in_place = (
             node.target in _IN_PLACE_OPERATORS
             or _asks_in_place(node)
-            or (name.endswith("_") and not name.startswith("_"))
+            or (name.endswith("_") and not name.startswith("_") and node.target not in _KEYWORDS)
         )
     else:
         return None

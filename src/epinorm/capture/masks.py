@@ -1,0 +1,92 @@
+"""Attention masks that hide nothing, or what ``is_causal`` hides, left out of a captured graph.
+
+Transformers leaves such masks out in eager and makes them where it is traced, as nothing can look
+into a tensor there; with a mask attention does without its fastest kernels. What a mask is made of
+says what is in it, where no input takes part: ranges and comparisons, which are computed here once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from epinorm.capture.purity import changes, is_pure, storage_of
+from epinorm.capture.spelling import arguments, name_of
+
+__all__ = ["leave_out_masks"]
+
+_KNOWN = frozenset(
+    (
+        *("arange", "ones", "zeros", "full", "new_ones", "new_zeros", "ones_like", "zeros_like"),
+        *("add", "sub", "mul", "neg", "diff", "cumsum", "eq", "ne", "lt", "le", "gt", "ge"),
+        *("and_", "or_", "invert", "logical_and", "logical_or", "logical_not", "bitwise_and"),
+        *("bitwise_or", "bitwise_not", "getitem", "unsqueeze", "squeeze", "expand", "view"),
+        *("reshape", "tril", "triu", "to", "bool", "long", "int", "t", "transpose"),
+    )
+)
+_LARGEST = 1 << 26
+"""Values of a tensor that is looked into."""
+_BEFORE_CAUSAL = ("query", "key", "value", "attn_mask", "dropout_p")
+
+
+def leave_out_masks(graph: fx.Graph) -> None:
+    """Take away the masks of attentions that say nothing, or what ``is_causal`` says as well."""
+    values = _Constants(graph)
+    for node in graph.nodes:
+        if name_of(node) != "scaled_dot_product_attention" or len(node.args) > len(_BEFORE_CAUSAL):
+            continue
+        given = arguments(node, *_BEFORE_CAUSAL)
+        mask = values.of(given.get("attn_mask"))
+        if given.get("is_causal") or not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            continue
+        is_causal = not mask.all()
+        if not is_causal or (mask.dim() > 1 and torch.equal(mask, torch.ones_like(mask).tril())):
+            node.args = tuple(given.pop(name) for name in _BEFORE_CAUSAL[:3])
+            node.kwargs = given | {"attn_mask": None, "is_causal": is_causal}
+
+
+class _Constants:
+    """Values, on the CPU, of nodes that follow from no input."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._found: dict[fx.Node, Any] = {}
+        changed = (changes(n) if is_pure(n) else n.all_input_nodes for n in graph.nodes)
+        self._changed = {storage_of(given) for nodes in changed for given in nodes} - {None}
+
+    def of(self, node: Any) -> Any:
+        """The value; None where an input takes part, or what is not known or changed here."""
+        if not isinstance(node, fx.Node):
+            return None
+        if node not in self._found:
+            self._found[node] = self._compute(node)
+        return self._found[node]
+
+    def _compute(self, node: fx.Node) -> Any:
+        example = node.meta.get("example_value")
+        if isinstance(example, Tensor) and (
+            not all(isinstance(size, int) for size in example.shape)
+            or example.numel() > _LARGEST
+            or storage_of(node) in self._changed
+        ):
+            return None
+        if node.op not in ("call_function", "call_method") or name_of(node) not in _KNOWN:
+            return None
+        if any(self.of(given) is None for given in node.all_input_nodes):
+            return None
+        args: Any = fx.node.map_aggregate(node.args, self._concrete)
+        kwargs: Any = fx.node.map_aggregate(node.kwargs, self._concrete)
+        function: Any = node.target
+        if node.op == "call_method":
+            function, args = getattr(args[0], function), args[1:]
+        with torch.no_grad(), torch.device("cpu"):
+            try:
+                return function(*args, **kwargs)
+            except (RuntimeError, TypeError, ValueError, IndexError):
+                return None
+
+    def _concrete(self, given: Any) -> Any:
+        if isinstance(given, fx.Node):
+            return self.of(given)
+        return torch.device("cpu") if isinstance(given, torch.device) else given
