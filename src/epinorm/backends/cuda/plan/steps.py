@@ -97,9 +97,8 @@ class _Forward:
         if problem.m:
             vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
             first = forward_plans(problem, vector, max_shared_bytes(problem.device))[0]
-            reason = "the least idle lanes for the group's channels"
             otherwise = f"{_NARROW}; {_SPILLS}"
-            self.steps.append(Step(first.kernel, self.y, reason, first, otherwise))
+            self.steps.append(Step(first.kernel, self.y, first.reason, first, otherwise))
 
     def _single(self, core: Core) -> None:
         problem = self.problem
