@@ -135,6 +135,7 @@ def rounded(value: Any) -> Any:
 
 
 def today() -> str:
+    """As it stands in a row: 2026-01-31."""
     return date.today().isoformat()
 
 

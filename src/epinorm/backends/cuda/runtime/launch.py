@@ -240,6 +240,7 @@ class Kernel:
 
 
 def three(dimensions: Dimensions) -> tuple[int, int, int]:
+    """The dimensions along x, y and z; raises ValueError for more."""
     if isinstance(dimensions, int):
         return dimensions, 1, 1
     if len(dimensions) > 3:
