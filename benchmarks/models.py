@@ -22,8 +22,8 @@ from typing import IO
 
 import torch
 
-from epinorm.tools.models import NAMED, SETTINGS, bench_model, load_subject, merge_model_rows
-from epinorm.tools.results import device_name, device_slug
+from epinorm.tools.models import NAMED, SETTINGS, bench_model, load_subject
+from epinorm.tools.results import device_name, device_slug, merge_rows
 
 HERE = Path(__file__).resolve().parent
 PASSES = ("forward", "training")
@@ -104,7 +104,7 @@ def measure(text: str, chosen: argparse.Namespace) -> int:
             [name for name in chosen.competitors.split(",") if name],
             notify=lambda stage, share: reached(stage, text, began, lock, chosen.out),
         )
-        merge_model_rows(chosen.out / "models" / f"{device_slug(device_name(device))}.json", [row])
+        merge_rows(chosen.out / "models" / f"{device_slug(device_name(device))}.json", [row])
     times = {name: getattr(row, f"{name}_ms") for name in ("eager", "compile", "fused", "backend")}
     shown = ", ".join(f"{name} {ms:.4g} ms" for name, ms in times.items() if ms is not None)
     print(f"{text}: {shown}; {row.reasons or ''} ({time.monotonic() - began:.0f} s)", flush=True)

@@ -21,10 +21,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from epinorm.tools.models.rows import ModelRow, in_order, read_model_rows
-from epinorm.tools.models.suite import read_suite_rows
+from epinorm.tools.models.rows import ModelRow, in_order
+from epinorm.tools.models.suite import SuiteRow
 from epinorm.tools.page import write_report
-from epinorm.tools.results import Row, read_rows, write_atomic
+from epinorm.tools.results import Row, read_rows, read_rows_of, write_atomic
 from readme_tables import (
     accumulation_table,
     details_table,
@@ -95,12 +95,13 @@ def _models_table(name: str, results: Path) -> str:
 
 def _model_rows_of(slug: str, results: Path) -> list[ModelRow]:
     path = results / "models" / f"{slug}.json"
-    return in_order(read_model_rows(path)) if path.is_file() else []
+    return in_order(read_rows_of(ModelRow, path)) if path.is_file() else []
 
 
 def _suite_table(slug: str, results: Path) -> str:
     path = results / "kernelbench" / f"{slug}.json"
-    return suite_table(read_suite_rows(path) if path.is_file() else [])
+    rows = read_rows_of(SuiteRow, path) if path.is_file() else []
+    return suite_table(sorted(rows, key=lambda row: row.problem))
 
 
 def _rows_of(slug: str, results: Path) -> list[Row]:

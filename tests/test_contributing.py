@@ -1,4 +1,4 @@
-"""CONTRIBUTING is true: an activation, a norm and a GPU are added by touching what it names alone.
+"""CONTRIBUTING is true: an activation, a norm, a GPU and a kernel take what it names alone.
 
 Each is added to a copy of the library, which then computes with it in a process of its own.
 """
@@ -196,10 +196,167 @@ new, unknown = (Gpu((major, 0), 132, 232448, 233472) for major in (11, 13))
 assert portable.microseconds(problem, new) < 0.5 * portable.microseconds(problem, unknown)
 """
 
+KERNEL: Edits = {
+    "backends/cuda/plan/norm_forward.py": [
+        (
+            'Kind = Literal["registers", ',
+            'Kind = Literal["serial", "registers", ',
+        ),
+        (
+            "_KERNELS: dict[Kind, tuple[str, str]] = {\n",
+            """_KERNELS: dict[Kind, tuple[str, str]] = {
+    "serial": ("norm_forward_serial", "a thread holds so small a group"),
+""",
+        ),
+        (
+            "    tile = _warp_teams(problem, channels, vector)\n",
+            """    if channels <= 4:
+        tile = NormTile(vector, 1, channels // vector, 1, 1, BLOCK_WARPS)
+        return ForwardPlan("serial", tile), wide
+    tile = _warp_teams(problem, channels, vector)
+""",
+        ),
+    ]
+}
+
+KERNEL_FILE = "backends/cuda/norm/norm_forward_serial.cu"
+KERNEL_TEXT = """
+#include "common/dependent.cuh"
+#include "common/variance.cuh"
+#include "norm/norm_layout.cuh"
+
+static_assert(kLanes == 1 && kRows == 1, "a thread a (row, group)");
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
+norm_forward_serial(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
+                    const P* __restrict__ gamma, const P* __restrict__ beta, Y* __restrict__ y,
+                    T* __restrict__ mean, T* __restrict__ rstd, i64 rows,
+                    int groups EPINORM_CHAIN_PARAMETERS EPINORM_SUM_PARAMETER) {
+  wait_for_previous_kernel();
+  const Sources from = {bias, gamma, beta, EPINORM_OPERAND_POINTERS, EPINORM_OPERAND_STRIDES,
+                        EPINORM_CONSTANTS,
+                        chain::drops_of<T>(EPINORM_CONSTANTS, EPINORM_OPERAND_POINTERS)};
+  constexpr T kInverse = T(1) / T(kChannels);
+  const Position at(groups);
+  if (!at.live) return;
+  const i64 columns = i64(groups) * kChannels;
+  for (i64 row = blockIdx.y * kRowsPerPass + at.row; row < rows; row += gridDim.y * kRowsPerPass) {
+    Channels channels[kVectors];
+    Elements elements[kVectors];
+    T v[kVectors][kVector], t[chain::kSlots], sum = T(0), squares = T(0), distances = T(0);
+#pragma unroll
+    for (int e = 0; e < kVectors; ++e) {
+      channels[e].load(from, at.column(e));
+      elements[e].load(from, row, at.column(e));
+      const auto raw = loaded<Z, kVector>(z + row * z_stride + at.column(e));
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        operands_at(from, channels[e], elements[e], j, t);
+        const T biased = channels[e].with_bias(raw.template get<T>(j), j);
+        v[e][j] = chain::pre_apply<T>(from.constants, biased, t);
+        sum += v[e][j];
+      }
+      if constexpr (kWritesSum) {
+        Vector<S, kVector> packed;
+        packed.set(v[e]);
+        packed.store(EPINORM_SUM + row * columns + at.column(e));
+      }
+    }
+    const T centre = chain::kCentred ? sum * kInverse : T(0);
+#pragma unroll
+    for (int e = 0; e < kVectors; ++e)
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        v[e][j] -= centre;
+        squares += v[e][j] * v[e][j];
+        distances += v[e][j];
+      }
+    const T shift = chain::kCentred ? distances * kInverse : T(0);
+    const T spread =
+        chain::kCentred ? variance<kChannels>(squares, distances, shift) : squares * kInverse;
+    const T scale = reciprocal_sqrt(spread + chain::epsilon<T>());
+    const Applied applied(centre, shift, scale);
+#pragma unroll
+    for (int e = 0; e < kVectors; ++e) {
+      T out[kVector];
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        operands_at(from, channels[e], elements[e], j, t);
+        const T normal = channels[e].normalized(v[e][j], applied.shift, applied.rstd, j);
+        out[j] = chain::post_apply<T>(from.constants, normal, t);
+      }
+      Vector<Y, kVector> packed;
+      packed.set(out);
+      packed.store(y + row * columns + at.column(e));
+    }
+    if (kKeepStatistics) {
+      if (chain::kCentred) mean[row * groups + at.group] = centre + shift;
+      rstd[row * groups + at.group] = scale;
+    }
+  }
+}
+"""
+
+USES_KERNEL = """
+import torch
+import epinorm
+from epinorm.backends.cuda.norm.forward import forward_plan, forward_source
+from epinorm.backends.cuda.plan.strategy import plan_cuda
+from epinorm.backends.cuda.runtime.jit import compiled
+from epinorm.chain import Chain
+from epinorm.problem import Problem
+from imaginary import imaginary_h200, launches
+
+M, K, N, NORM, PRE, POST = 300, 72, 132, epinorm.GroupNorm(33), "", "leaky_relu(0.01)"
+
+
+def problem_of(dtype, device):
+    chain = Chain.build(NORM, PRE, POST)
+    kinds = (dtype,) * 3, (True,) * 3
+    return Problem(chain, M, K, N, *kinds[0], *kinds[1], training=True, device=device,
+                   precision="native")
+
+
+# It compiles for each architecture and spills nothing.
+for arch in ("sm_80", "sm_90a", "sm_100"):
+    problem = problem_of(torch.float32, torch.device("cuda", 0))
+    plan = forward_plan(problem, 4, 227 * 1024, arch)
+    assert plan.kernel == "norm_forward_serial"
+    assert compiled(forward_source(problem, plan, arch)).spill_bytes == 0
+
+# The plan shows it with its reason, and it is what a call launches.
+with imaginary_h200() as api:
+    planned = plan_cuda(problem_of(torch.float64, torch.device("cpu")), "auto")
+    found = launches(api, M, K, N, NORM, PRE, POST, torch.float64, True)
+    names = [one["kernel"] for one in found if "kernel" in one]
+    assert names == [step.kernel for step in (*planned.forward, *planned.backward)], names
+assert "norm_forward_serial" in names
+assert "a thread holds so small a group" in str(planned)
+
+# Values and gradients, where there is a GPU.
+if torch.cuda.is_available():
+    tensors = [torch.rand(M, K), torch.randn(N, K), *torch.randn(3, N)]
+    dy = torch.randn(M, N)
+
+    def results(dtype, strategy):
+        x, w, *vectors = (t.to("cuda", dtype).requires_grad_() for t in tensors)
+        y = epinorm.linear_norm(
+            x, w, vectors[0], norm=NORM, norm_weight=vectors[1], norm_bias=vectors[2], pre=PRE,
+            post=POST, strategy=strategy,
+        )
+        return [y.detach(), *torch.autograd.grad(y, (x, w, *vectors), dy.to(y))]
+
+    truth, eager = results(torch.float64, "reference"), results(torch.float32, "reference")
+    for exact, theirs, ours in zip(truth, eager, results(torch.float32, "epilogue")):
+        allowed = max((theirs - exact).norm().item(), 4 * 2**-23 * exact.norm().item())
+        assert (ours - exact).norm().item() <= 1.005 * allowed
+"""
+
 SECTIONS = {
     "Add an activation": (ACTIVATION, USES_ACTIVATION),
     "Add a norm": (NORM, USES_NORM),
     "Add a GPU": (GPU, USES_GPU),
+    "Add a kernel": (KERNEL, USES_KERNEL),
 }
 
 
@@ -225,9 +382,11 @@ def test_what_a_section_names_is_all_that_it_takes(section: str, tmp_path: Path)
             assert text.count(old) == 1, (name, old)
             text = text.replace(old, new)
         path.write_text(text, "utf-8")
+    if section == "Add a kernel":
+        (tmp_path / "src" / "epinorm" / KERNEL_FILE).write_text(KERNEL_TEXT, "utf-8")
     environment = {
         **os.environ,
-        "PYTHONPATH": str(tmp_path / "src"),
+        "PYTHONPATH": os.pathsep.join((str(tmp_path / "src"), str(ROOT / "tests"))),
         "EPINORM_CACHE_DIR": str(tmp_path / "cache"),
     }
     done = subprocess.run(

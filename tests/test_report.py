@@ -12,7 +12,7 @@ import pytest
 import readme_tables
 import report
 from epinorm.tools import tables
-from epinorm.tools.models import ModelRow, merge_model_rows
+from epinorm.tools.models import ModelRow
 from epinorm.tools.page import html_page, write_report
 from epinorm.tools.plots import draw
 from epinorm.tools.results import Row, commit, device_slug, merge_rows, read_rows, write_atomic
@@ -306,7 +306,7 @@ def test_markers_of_whole_models_and_of_kernelbench(tmp_path: Path) -> None:
     )  # fmt: skip
     first = replace(forward, setting="highest", pass_="forward", eager_ms=40.0, fused_ms=10.0)
     other = replace(first, pass_="training")
-    merge_model_rows(tmp_path / "models" / "h200.json", [forward, first, other])
+    merge_rows(tmp_path / "models" / "h200.json", [forward, first, other])
     table = report.marked_table("models-h200-forward", tmp_path)
     assert [line.split(" | ")[1] for line in table.splitlines()[2:4]] == ["highest", "bf16"]
     assert "40 ms | – | 10 ms (4.00×)" in table

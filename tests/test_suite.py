@@ -13,12 +13,11 @@ from epinorm.tools.models.suite import (
     SuiteRow,
     bench_problem,
     geometric_mean,
-    merge_suite_rows,
     problem_files,
-    read_suite_rows,
     within_tolerance,
 )
 from epinorm.tools.models.tables import suite_sentence
+from epinorm.tools.results import merge_rows, read_rows_of
 from epinorm.tools.timing import Settings
 from epinorm_cli.commands import app
 from readme_tables import suite_table
@@ -124,9 +123,9 @@ def test_tables_and_means(tmp_path: Path) -> None:
     assert "| 12 Gemm_Multiply | 100 µs | 400 µs | 200 µs | 4.00× | 1.0e-07 / 2.0e-07 |" in table
     assert "| 9 Wrong | not right |" in table
     path = tmp_path / "rows.json"
-    merge_suite_rows(path, [ROW, wrong, replace(ROW, ours_us=50.0)])
-    assert [row.problem for row in read_suite_rows(path)] == [9, 12]
-    assert read_suite_rows(path)[1].ours_us == 50.0
+    merge_rows(path, [ROW, wrong, replace(ROW, ours_us=50.0)])
+    assert [row.problem for row in read_rows_of(SuiteRow, path)] == [12, 9]
+    assert read_rows_of(SuiteRow, path)[0].ours_us == 50.0
 
 
 def test_the_command_goes_on_after_a_failure(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from epinorm.tools.accuracy import Comparison
 from epinorm.tools.kinks import rows_away_from_kinks
-from epinorm.tools.models import SETTINGS, bench_model, load_subject, read_model_rows
+from epinorm.tools.models import SETTINGS, bench_model, load_subject
 from epinorm.tools.models.families import family
-from epinorm.tools.models.rows import ModelRow, merge_model_rows
+from epinorm.tools.models.rows import ModelRow
 from epinorm.tools.models.subject import dropout_off
 from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
+from epinorm.tools.results import merge_rows, read_rows_of
 from epinorm.tools.timing import Settings
 from epinorm_cli.commands import app
 from readme_tables import details_table, models_table
@@ -284,7 +285,7 @@ def test_the_command_writes_rows_and_says_what_it_found(tmp_path: Path) -> None:
     )
     (path,) = (tmp_path / "models").iterdir()
     assert f"results: {path}" in result.stdout.replace("\n", "")
-    (row,) = read_model_rows(path)
+    (row,) = read_rows_of(ModelRow, path)
     assert row.model == "tdmpc2_small"
     assert row.verified
     assert json.loads(path.read_text())[0]["pass"] == "forward"
@@ -299,7 +300,7 @@ def test_rows_are_verified_side_by_side_and_timed_one_by_one(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "models").iterdir()
-    found = {(row.setting, row.pass_) for row in read_model_rows(path) if row.verified}
+    found = {(row.setting, row.pass_) for row in read_rows_of(ModelRow, path) if row.verified}
     assert found == {("bf16", "forward"), ("highest", "forward"), ("highest", "training")}
     told = done.stdout.splitlines()
     ready = [i for i, line in enumerate(told) if "verified after" in line]
@@ -339,8 +340,8 @@ def test_tables_show_times_ratios_and_what_is_not_verified(
     assert "| 1 of 1, 0 of 1 |" in details_table([good])
     assert models_table([]) == "Not measured yet."
     path = tmp_path / "gpu.json"
-    merge_model_rows(path, [good, bad, good])
-    assert [row.setting for row in read_model_rows(path)] == ["bf16", "highest"]
+    merge_rows(path, [good, bad, good])
+    assert [row.setting for row in read_rows_of(ModelRow, path)] == ["highest", "bf16"]
     (tmp_path / "none.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match="not a results file"):
-        read_model_rows(tmp_path / "none.json")
+        read_rows_of(ModelRow, tmp_path / "none.json")

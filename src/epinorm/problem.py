@@ -85,6 +85,11 @@ class Problem:
         return self.chain.groups(self.n)
 
     @property
+    def planes(self) -> int:
+        """16-bit planes of each operand: two for fp32 at full accuracy, else one."""
+        return 2 if self.precision == "highest" else 1
+
+    @property
     def keeps_z(self) -> bool:
         """Whether forward keeps z for a backward pass."""
         return self.training and self.chain.keeps_z

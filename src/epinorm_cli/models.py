@@ -43,9 +43,9 @@ def bench_models(
         from dataclasses import replace
 
         from epinorm.tools.console import err, out, pass_name, print_json, progress
-        from epinorm.tools.models import SETTINGS, bench_model, load_subject, merge_model_rows
+        from epinorm.tools.models import SETTINGS, bench_model, load_subject
         from epinorm.tools.models.bench import FEW_RUNS
-        from epinorm.tools.results import device_slug
+        from epinorm.tools.results import device_slug, merge_rows
 
         where = device_of(device)
         chosen = [SETTINGS[one_of("--settings", s, tuple(SETTINGS))] for s in settings.split(",")]
@@ -65,7 +65,7 @@ def bench_models(
                 rows.append(row)
                 path = out_folder / "models" / f"{device_slug(row.gpu)}.json"
                 try:
-                    merge_model_rows(path, [row])
+                    merge_rows(path, [row])
                 except (OSError, ValueError) as error:
                     err.print(f"results were not written to {path}: {error}", markup=False)
                 if not as_json:
@@ -140,7 +140,7 @@ def bench_suite(
         from epinorm.tools.models import suite
         from epinorm.tools.models.bench import FEW_RUNS
         from epinorm.tools.models.tables import SUITE, suite_cells, suite_sentence
-        from epinorm.tools.results import device_slug
+        from epinorm.tools.results import device_slug, merge_rows
         from epinorm.tools.tables import times
 
         where = device_of(device)
@@ -159,7 +159,7 @@ def bench_suite(
             rows.append(row)
             results = out_folder / "kernelbench" / f"{device_slug(row.gpu)}.json"
             try:
-                suite.merge_suite_rows(results, [row])
+                merge_rows(results, [row])
             except (OSError, ValueError) as error:
                 err.print(f"results were not written to {results}: {error}", markup=False)
             said = times(row.over("eager")) if row.right else f"not right: {row.reason}"

@@ -175,7 +175,7 @@ def registers(problem: Problem, tile: Tile) -> int:
     """Accumulators of a consumer's thread: two planes have three sets."""
     consumers = 1 if tile.ping_pong or tile.split_columns else 2
     rows = tile.block_m // 64 // consumers
-    return (3 if hopper_plan.planes_of(problem) == 2 else 1) * rows * tile.consumer_n // 2
+    return (3 if problem.planes == 2 else 1) * rows * tile.consumer_n // 2
 
 
 @pytest.mark.parametrize("channels", GROUP_SIZES)
@@ -201,7 +201,7 @@ def test_a_measured_tile_overrides_the_model(monkeypatch):
     problem = problem_of(520, 256, 16, 32)
     chosen = hopper_plan.choose_tile(problem, SMS)
     other = next(tile for tile in hopper_plan.candidates(problem) if tile != chosen)
-    key = (hopper_plan.planes_of(problem), 16, problem.m, problem.k, problem.n)
+    key = (problem.planes, 16, problem.m, problem.k, problem.n)
     monkeypatch.setitem(hopper_plan.MEASURED, key, other)
     hopper_plan.choose_tile.cache_clear()
     try:

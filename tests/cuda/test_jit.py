@@ -28,7 +28,7 @@ extern "C" __global__ void sum32(const float* __restrict__ x, float* __restrict_
 """
 # 200 live values under a limit of 32 registers: they cannot but spill.
 SPILLING = """
-extern "C" __global__ void spills(const float* x, float* y) {
+extern "C" __global__ void BOUNDS spills(const float* x, float* y) {
     float v[200];
     #pragma unroll
     for (int i = 0; i < 200; ++i) v[i] = x[i * 32 + threadIdx.x];
@@ -55,12 +55,13 @@ def test_figures_of_the_entry_are_reported(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_spills_are_reported(arch: str) -> None:
-    source = KernelSource("spills", SPILLING, arch, ("max_register_count=32",))
-    result = compile_cubin(source)
+    bound = "__launch_bounds__(1024, 2)"  # 32 registers of each thread
+    result = compile_cubin(KernelSource("spills", SPILLING.replace("BOUNDS", bound), arch))
     assert result.registers <= 32
     assert result.spill_bytes > 100
     assert result.stack_bytes > 100
-    assert compile_cubin(replace(source, options=())).spill_bytes == 0
+    free = SPILLING.replace("BOUNDS", "")
+    assert compile_cubin(KernelSource("spills", free, arch)).spill_bytes == 0
 
 
 def test_a_log_without_figures_does_not_pass_for_no_spills() -> None:
@@ -83,15 +84,6 @@ def test_an_entry_that_is_not_there_is_an_error() -> None:
         compile_cubin(KernelSource("absent", TEXT, "sm_80"))
 
 
-def test_options_reach_the_compiler() -> None:
-    text = 'extern "C" __global__ void k(float* x) { x[0] = x[1] / x[2]; }'
-    exact = compile_cubin(KernelSource("k", text, "sm_80"))
-    fast = compile_cubin(KernelSource("k", text, "sm_80", ("--use_fast_math",)))
-    assert len(fast.cubin) < len(exact.cubin)  # exact division is a subroutine
-    with pytest.raises(ValueError, match="'warp_speed=9' is not an option"):
-        compile_cubin(KernelSource("k", text, "sm_80", ("warp_speed=9",)))
-
-
 def test_a_slow_compilation_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,16 +99,14 @@ def test_a_slow_compilation_is_said(
 
 
 def test_the_key_holds_all_that_changes_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = KernelSource("sum32", TEXT, "sm_80", ("use_fast_math",))
+    base = KernelSource("sum32", TEXT, "sm_80")
     variants = [
         base,
         replace(base, entry="other"),
         replace(base, text=TEXT + " "),
         replace(base, arch="sm_90a"),
-        replace(base, options=()),
-        replace(base, options=("use_fast_math", "ftz=false")),
         # The same characters, parted differently.
-        replace(base, arch="sm_80use_fast_math", options=()),
+        replace(base, text=TEXT + "s", entry="um32"),
     ]
     keys = [jit.cache_key(variant) for variant in variants]
     assert jit.cache_key(replace(base)) == keys[0]

@@ -1,12 +1,10 @@
 """One text out of a kernel's file and its headers."""
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin
 from epinorm.backends.cuda.text import source
 
 
@@ -51,49 +49,6 @@ def test_a_header_from_elsewhere_is_refused(folder: Path) -> None:
         source.read_kernel("k.cu")
 
 
-def test_definitions_stand_before_the_text(folder: Path) -> None:
+def test_a_prelude_stands_before_the_text(folder: Path) -> None:
     (folder / "k.cu").write_text("int x;\n")
-    text = source.kernel_text(
-        "k.cu", {"N": 5, "NEGATIVE": -3, "LONG": 2**40, "FLAG": True, "T": "float", "EPS": 0.5}
-    )
-    assert text.split("\n") == [
-        "#define N 5",
-        "#define NEGATIVE (-3)",
-        "#define LONG 1099511627776LL",
-        "#define FLAG 1",
-        "#define T float",
-        "#define EPS 0x1.0000000000000p-1f",
-        "int x;",
-        "",
-    ]
     assert source.kernel_text("k.cu", "int y;") == "int y;\nint x;\n"
-
-
-@pytest.mark.parametrize(
-    "defines, words",
-    [
-        ({"2N": 1}, "not a C identifier"),
-        ({"N": "1\n#undef N"}, "one line"),
-        ({"EPS": float("nan")}, "must be finite"),
-        ({"EPS": 1e39}, "does not fit a float"),
-    ],
-)
-def test_what_cannot_be_defined_is_refused(
-    folder: Path, defines: dict[str, str | int | float], words: str
-) -> None:
-    (folder / "k.cu").write_text("")
-    with pytest.raises(ValueError, match=words):
-        source.kernel_text("k.cu", defines)
-
-
-@pytest.mark.parametrize("value", [1e-5, -0.01, 3.4028234663852886e38, 1e-45, 0.0, 1 / 3])
-def test_float_literals_are_exact(value: float) -> None:
-    """The compiler itself says whether each literal has the bits that the value has."""
-    bits = struct.unpack("<I", struct.pack("<f", value))[0]
-    double_bits = struct.unpack("<Q", struct.pack("<d", value))[0]
-    text = f"""
-        static_assert(__builtin_bit_cast(unsigned, {source.float_literal(value)}) == {bits}u, "");
-        static_assert(__builtin_bit_cast(unsigned long long, {source.double_literal(value)})
-                      == {double_bits}ull, "");
-        extern "C" __global__ void k() {{}}"""
-    compile_cubin(KernelSource("k", text, "sm_80"))

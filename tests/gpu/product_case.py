@@ -270,7 +270,7 @@ def plane_products(
     problem: Problem, core: Core = "hopper", writes_planes: bool | None = None
 ) -> PlaneProducts:
     """dX and dW from planes, fast or not; dz is written as planes where the plan would."""
-    planes = 2 if problem.precision == "highest" else 1
+    planes = problem.planes
     if writes_planes is None:
         writes_planes = core == "hopper" and worthwhile(problem, planes)
     beside = writes_planes and beside_dx(problem, planes)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ import torch
 from epinorm.backends.cuda.runtime import device
 from epinorm.backends.cuda.runtime.driver import driver
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
-from epinorm.backends.cuda.runtime.launch import Kernel, f32, f64, i32, i64, tensor_map, u32, u64
+from epinorm.backends.cuda.runtime.launch import Kernel
+from epinorm.backends.cuda.runtime.tensor_map import TensorMap, tensor_map
 
 pytestmark = pytest.mark.gpu
 
@@ -31,11 +33,21 @@ def kernel_of(entry: str, text: str, index: int = 0) -> Kernel:
     return load(KernelSource(entry, text, device.arch_of(index)), index)
 
 
+def launch(
+    kernel: Kernel, signature: str, grid: int, block: int, *values: object, **options: Any
+) -> None:
+    """Once, with tensors and tensor maps as what they are addressed by."""
+    bare = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+    bare = [v.data if isinstance(v, TensorMap) else v for v in bare]
+    stream = options.pop("stream", None)
+    kernel.prepare(signature, grid, block, **options)(*bare, stream=stream)
+
+
 def scale(x: torch.Tensor, y: torch.Tensor, factor: float, **options: object) -> None:
     """y = factor x by the kernel above."""
     n = x.numel()
     kernel = kernel_of("scale", SCALE, x.device.index)
-    kernel.launch(-(-n // 128), 128, (x, y, i32(n), f32(factor)), **options)  # type: ignore[arg-type]
+    launch(kernel, "ppif", -(-n // 128), 128, x, y, n, factor, **options)
 
 
 def blank_like(x: torch.Tensor) -> torch.Tensor:
@@ -69,39 +81,30 @@ def test_arguments_of_every_type_arrive() -> None:
     data = torch.zeros(1, dtype=torch.int8, device="cuda")
     y = torch.full((8,), float("nan"), dtype=torch.float64, device="cuda")
     expected = [2.5, 1, -5, -(2**40), 2**32 - 1, 2**60, 0.15625, 1 / 3]
-    numbers = (i32(-5), i64(-(2**40)), u32(2**32 - 1), u64(2**60), f32(0.15625), f64(1 / 3))
-    kernel = kernel_of("all", text)
-    parameter = torch.nn.Parameter(x)
-    kernel.launch(1, 1, (parameter, None, *numbers[:2], data, *numbers[2:], y))
-    assert y.tolist() == expected
-    assert data.item() == 7
-    y.fill_(float("nan"))
-    prepared = kernel.prepare("ppilpuvfdp", (1, 1, 1), (1, 1))
+    numbers = (-5, -(2**40), 2**32 - 1, 2**60, 0.15625, 1 / 3)
+    prepared = kernel_of("all", text).prepare("ppilpuvfdp", (1, 1, 1), (1, 1))
     prepared(x.data_ptr(), 0, *numbers[:2], data.data_ptr(), *numbers[2:], y.data_ptr())
     assert y.tolist() == expected
+    assert data.item() == 7
 
 
 def test_wrong_arguments_are_refused_before_the_launch() -> None:
     x = torch.ones(4, device="cuda")
     kernel = kernel_of("scale", SCALE)
-    with pytest.raises(TypeError, match=r"wrapped as i32.*but got 4 of type int"):
-        kernel.launch(1, 1, (x, x, 4, f32(1)))
-    with pytest.raises(ValueError, match="must be on its GPU, but got one on cpu"):
-        kernel.launch(1, 1, (x, x.cpu(), i32(4), f32(1)))
     with pytest.raises(ValueError, match="scale: arguments do not fit their types"):
-        kernel.launch(1, 1, (x, x, i32(2**31), f32(1)))
+        launch(kernel, "ppif", 1, 1, x, x, 2**31, 1)
     with pytest.raises(ValueError, match="letters out of"):
         kernel.prepare("pp?f", 1, 1)(0, 0, 0, 0)
     if driver().has_parameter_info:
         with pytest.raises(TypeError, match=r"scale takes arguments of \[8, 8, 4, 4\] bytes"):
-            kernel.launch(1, 1, (x, x, i64(4), f32(1)))
+            launch(kernel, "pplf", 1, 1, x, x, 4, 1)
         with pytest.raises(TypeError, match=r"scale takes arguments of \[8, 8, 4, 4\] bytes"):
-            kernel.launch(1, 1, (x, x, i32(4)))
+            launch(kernel, "ppi", 1, 1, x, x, 4)
     too_much = device.max_shared_bytes() + 1
     with pytest.raises(RuntimeError, match=f"allowing scale {too_much} bytes of shared memory"):
-        kernel.launch(1, 1, (x, x, i32(4), f32(1)), shared_bytes=too_much)
+        launch(kernel, "ppif", 1, 1, x, x, 4, 1, shared_bytes=too_much)
     with pytest.raises(RuntimeError, match=r"launching scale on cuda:0 failed.*block \(2048, 1, 1"):
-        kernel.launch(1, 2048, (x, x, i32(4), f32(1)))
+        launch(kernel, "ppif", 1, 2048, x, x, 4, 1)
     y = blank_like(x)
     scale(x, y, 3.0)  # and the GPU is none the worse
     assert y.tolist() == [3.0] * 4
@@ -158,7 +161,7 @@ def test_a_kernel_that_is_not_loaded_is_not_loaded_inside_a_capture() -> None:
     kernel = kernel_of("cold", text)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.launch(8, 128, (x, y, i32(1000), f32(5.0)))
+        launch(kernel, "ppif", 8, 128, x, y, 1000, 5.0)
     graph.replay()
     assert torch.equal(y, x * 5)
 
@@ -198,7 +201,7 @@ def test_threads_launch_the_same_kernel() -> None:
     inputs = [torch.full((n,), float(i + 1), device="cuda") for i in range(8)]
     outputs = [torch.full((rounds, n), float("nan"), device="cuda") for _ in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
-    kernel = kernel_of("scale", SCALE)
+    prepared = kernel_of("scale", SCALE).prepare("ppif", 2, 128)
     torch.cuda.synchronize()
     errors: list[Exception] = []
     start = threading.Barrier(len(inputs))
@@ -207,8 +210,8 @@ def test_threads_launch_the_same_kernel() -> None:
         try:
             start.wait()
             for r in range(rounds):
-                arguments = (inputs[i], outputs[i][r], i32(n), f32(r))
-                kernel.launch(2, 128, arguments, stream=streams[i].cuda_stream)
+                addresses = inputs[i].data_ptr(), outputs[i][r].data_ptr()
+                prepared(*addresses, n, r, stream=streams[i].cuda_stream)
         except Exception as error:
             errors.append(error)
 
@@ -272,7 +275,7 @@ def test_all_of_the_shared_memory_can_be_had() -> None:
         n = size // 4
         x = torch.arange(n, dtype=torch.int32, device="cuda")
         y = torch.full_like(x, -1)
-        kernel.launch(1, 256, (x, y, i32(n)), shared_bytes=size)
+        launch(kernel, "ppi", 1, 256, x, y, n, shared_bytes=size)
         assert torch.equal(y, x.flip(0))
     assert kernel.blocks_per_sm(256, device.max_shared_bytes()) == 1
     assert kernel.blocks_per_sm(256) >= 4
@@ -294,7 +297,7 @@ extern "C" __global__ void ranks(int* y) {
 def test_blocks_come_in_clusters(size: int) -> None:
     y = torch.full((16, 2), -1, dtype=torch.int32, device="cuda")
     kernel = kernel_of("ranks", CLUSTER)
-    kernel.launch(16, 32, (y,), cluster=size)
+    launch(kernel, "p", 16, 32, y, cluster=size)
     assert y.tolist() == [[block % size, size] for block in range(16)]
     # Of blocks that fill a multiprocessor.
     at_once = kernel.clusters_at_once(size, 32, device.max_shared_bytes())
@@ -332,8 +335,8 @@ def test_a_dependent_launch_starts_before_the_one_ahead_has_ended(dependent: boo
         times = torch.zeros(2, dtype=torch.int64, device="cuda")
         value, result = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
         torch.cuda.synchronize()
-        first.launch(1, 1, (times, value))
-        second.launch(1, 1, (times, value, result), dependent=dependent)
+        launch(first, "pp", 1, 1, times, value)
+        launch(second, "ppp", 1, 1, times, value, result, dependent=dependent)
         end_of_first, start_of_second = times.tolist()
         assert result.item() == 42
         assert (start_of_second < end_of_first) == dependent
@@ -344,12 +347,11 @@ import time, torch
 x = torch.ones(1000, device="cuda"); y = torch.full_like(x, float("nan")); torch.cuda.synchronize()
 from epinorm.backends import cache
 from epinorm.backends.cuda.runtime import device, jit
-from epinorm.backends.cuda.runtime.launch import f32, i32
 started = time.perf_counter()
 compiled, real = [], jit.compile_cubin
 jit.compile_cubin = lambda source: compiled.append(source) or real(source)
 kernel = jit.load(jit.KernelSource("scale", {SCALE!r}, device.arch_of(0)), 0)
-kernel.launch(8, 128, (x, y, i32(1000), f32(2.0)))
+kernel.prepare("ppif", 8, 128)(x.data_ptr(), y.data_ptr(), 1000, 2.0)
 seconds = time.perf_counter() - started
 assert y.eq(2).all().item()
 print("compiled" if compiled else "cached", seconds)
@@ -420,18 +422,13 @@ def test_a_launch_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
         prepared(p, p, p, p, p, p, p, 5, 7, 1.0)
 
     found: dict[str, Callable[[], object]] = {
-        "ten arguments": lambda: kernel.launch(4, 128, (*([x] * 7), i32(5), i32(7), f32(1.0))),
         "ten arguments, prepared": addresses,
         "torch.add(x, x, out=x)": lambda: torch.add(x, x, out=x),
     }
     if device.capability() >= (9, 0):
-        map_ = tensor_map(x, 32, 32)
-        found["four maps, kept"] = lambda: mapped.launch(
-            4, 128, (*([map_] * 4), x, x, x, i32(5), i32(7), f32(1.0))
-        )
-        found["ten arguments, cluster, dependent"] = lambda: kernel.launch(
-            4, 128, (*([x] * 7), i32(5), i32(7), f32(1.0)), cluster=2, dependent=True
-        )
+        maps, p = [tensor_map(x, 32, 32).data] * 4, x.data_ptr()
+        of_maps = mapped.prepare("mmmmpppiif", 4, 128)
+        found["four maps, prepared"] = lambda: of_maps(*maps, p, p, p, 5, 7, 1.0)
         found["tensor_map, kept"] = lambda: tensor_map(x, 32, 32)
     measured = {name: microseconds_a_call(call) for name, call in found.items()}
     with capsys.disabled():
@@ -491,8 +488,7 @@ def test_tensor_maps_address_a_matrix(dtype: torch.dtype, swizzle: int) -> None:
     from_map = tensor_map(x, box_rows, box_cols, swizzle)
     assert tensor_map(x, box_rows, box_cols, swizzle) is from_map
     bytes_ = box_rows * box_cols * size
-    arguments = (from_map, seen, i32(column), i32(row), i32(bytes_))
-    kernel.launch(1, 128, arguments, shared_bytes=bytes_)
+    launch(kernel, "mpiii", 1, 128, from_map, seen, column, row, bytes_, shared_bytes=bytes_)
     copied = x[row:, column:]
     expected = torch.zeros_like(seen)
     expected[: copied.shape[0], : copied.shape[1]] = copied

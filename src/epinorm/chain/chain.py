@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 
+from epinorm.chain.activations import OperandKind
 from epinorm.chain.pointwise import (
     DEFINITIONS,
     Argument,
-    OperandKind,
     Pointwise,
     PointwiseLike,
     as_pointwise_list,

@@ -22,7 +22,6 @@ __all__ = [
     "SCALE_BY_POWER_OF_TWO",
     "Argument",
     "Definition",
-    "OperandKind",
     "Pointwise",
     "PointwiseLike",
     "as_pointwise",
@@ -223,6 +222,7 @@ def split_call(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def parse_number(text: str, where: str) -> float:
+    """A number of a chain's text; raises ValueError that says where it stands."""
     try:
         return float(text)
     except ValueError:

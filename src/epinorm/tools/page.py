@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from epinorm.tools.plots import draw
-from epinorm.tools.results import KEY, Row, write_atomic
+from epinorm.tools.results import Row, write_atomic
 from epinorm.tools.tables import (
     COMPETITORS,
     microseconds,
@@ -145,7 +145,7 @@ def _facts(row: Row) -> str:
 
 def _same(one: Row, other: Row) -> bool:
     first, second = one.as_json(), other.as_json()
-    return all(first[name] == second[name] for name in KEY if name != "strategy")
+    return all(first[name] == second[name] for name in Row.KEY if name != "strategy")
 
 
 def _history(earlier: Sequence[Row], row: Row) -> list[str]:

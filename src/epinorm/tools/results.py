@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -31,12 +31,21 @@ __all__ = [
     "write_atomic",
 ]
 
-KEY = ("shape", "dtype", "precision", "pass", "strategy", "gpu")
-"""Two rows with the same values here measure the same thing: the newer one replaces the older."""
-
 
 class JsonRow:
-    """A dataclass that a results file holds; ``pass_`` is written as "pass"."""
+    """A dataclass that a results file holds; ``pass_`` is written as "pass".
+
+    Two rows with the same values under KEY measure the same thing: the newer one replaces the
+    older.
+    """
+
+    KEY: ClassVar[tuple[str, ...]]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The values under KEY."""
+        values = self.as_json()
+        return tuple(values[name] for name in self.KEY)
 
     def as_json(self) -> dict[str, Any]:
         """The row as it stands in a results file: numbers to four digits."""
@@ -59,6 +68,8 @@ class Row(JsonRow):
     error comes closest to what is allowed. A row that is not ``verified`` has no times.
     ``spreads`` are those of ``verdict.spreads``, over ``runs`` rounds.
     """
+
+    KEY = ("shape", "dtype", "precision", "pass", "strategy", "gpu")
 
     shape: str
     m: int | None
@@ -135,6 +146,7 @@ def rounded(value: Any) -> Any:
 
 
 def today() -> str:
+    """As it stands in a row: 2026-01-31."""
     return date.today().isoformat()
 
 
@@ -232,16 +244,14 @@ def read_rows_of(kind: type[AnyRow], path: Path) -> list[AnyRow]:
         raise ValueError(f"{path} is not a results file: {error}") from None
 
 
-def merge_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
-    """Put rows into a results file, each in place of the one with the same key; returns all."""
-    merged: dict[tuple[Any, ...], Row] = {}
-    for row in [*(read_rows(path) if path.exists() else []), *rows]:
-        values = row.as_json()
-        merged[tuple(values[name] for name in KEY)] = row
-    everything = list(merged.values())
-    text = json.dumps([row.as_json() for row in everything], indent=1, allow_nan=False)
-    write_atomic(path, text + "\n")
-    return everything
+def merge_rows(path: Path, rows: Sequence[JsonRow]) -> None:
+    """Put rows of one kind into a results file, each in place of the one with the same key."""
+    there = [row for kind in {type(row) for row in rows} for row in _rows_there(kind, path)]
+    _write(path, {row.key: row for row in (*there, *rows)}.values())
+
+
+def _rows_there(kind: type[AnyRow], path: Path) -> list[AnyRow]:
+    return read_rows_of(kind, path) if path.exists() else []
 
 
 def add_run(path: Path, rows: Iterable[Row]) -> list[Row]:
@@ -249,15 +259,19 @@ def add_run(path: Path, rows: Iterable[Row]) -> list[Row]:
 
     A file there that holds something else is a ValueError.
     """
-    earlier = read_rows(path) if path.exists() else []
-    values = [row.as_json() for row in (*earlier, *rows)]
-    write_atomic(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+    earlier = _rows_there(Row, path)
+    _write(path, (*earlier, *rows))
     return earlier
 
 
 def put_values(path: Path, values: Mapping[str, Any], key: Sequence[str]) -> None:
-    """Put one measurement that is no ``Row`` into a file of them, in place of those that have the
-    same values under ``key``."""
+    """Put one measurement that is no row into a file of them, in place of those that have the same
+    values under ``key``."""
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     kept = [old for old in kept if any(old[name] != values[name] for name in key)]
     write_atomic(path, json.dumps([*kept, dict(values)], indent=1, allow_nan=False) + "\n")
+
+
+def _write(path: Path, rows: Iterable[JsonRow]) -> None:
+    text = json.dumps([row.as_json() for row in rows], indent=1, allow_nan=False)
+    write_atomic(path, text + "\n")

@@ -21,6 +21,7 @@ from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.core import VARIABLE, wanted_core
+from epinorm.backends.cuda.plan.hopper_cost import cycles
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.plan.strategy import HOPPER, LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.plan.tuned import Choice
@@ -152,7 +153,7 @@ def ways_of(problem: Problem, most: int = MOST_TILES) -> list[Way]:
     if hopper_plan.why_not(problem) is None:
         sms = sm_count(problem.device)
         tiles = [tile for tile in hopper_plan.candidates(problem) if _guarded(problem, tile)]
-        tiles.sort(key=lambda tile: hopper_plan.cycles(problem, tile, sms))
+        tiles.sort(key=lambda tile: cycles(problem, tile, sms))
         ways += [("single", tile) for tile in tiles[:most]]
     ways.append(("epilogue", None))
     return list(dict.fromkeys(ways))

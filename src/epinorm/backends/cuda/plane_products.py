@@ -50,7 +50,7 @@ class PlaneProducts:
         by_x, by_weight, core = choice.x, choice.weight, choice.core
         self.norm = norm
         m, k, n, device = problem.m, problem.k, problem.n, problem.device
-        self.planes = 2 if problem.precision == "highest" else 1
+        self.planes = problem.planes
         self.by_x, self.by_weight = by_x, by_weight
         self.split_weight = splitter(self.planes, k, n, 0, device)
         self.split_x = splitter(self.planes, k, m, 0, device)

@@ -2,7 +2,7 @@
 
 from epinorm.tools.models.bench import bench_model
 from epinorm.tools.models.named import NAMED
-from epinorm.tools.models.rows import ModelRow, merge_model_rows, read_model_rows
+from epinorm.tools.models.rows import ModelRow
 from epinorm.tools.models.subject import SETTINGS, Subject, load_subject
 
 __all__ = [
@@ -12,6 +12,4 @@ __all__ = [
     "Subject",
     "bench_model",
     "load_subject",
-    "merge_model_rows",
-    "read_model_rows",
 ]

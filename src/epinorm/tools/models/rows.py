@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from epinorm.tools.models.named import NAMED
-from epinorm.tools.results import JsonRow, put_values, read_rows_of
+from epinorm.tools.results import JsonRow
 
-__all__ = ["COMPETITORS", "OURS", "ModelRow", "in_order", "merge_model_rows", "read_model_rows"]
+__all__ = ["COMPETITORS", "OURS", "ModelRow", "in_order"]
 
 COMPETITORS = ("eager", "compile", "fused", "backend")
 """Eager, torch.compile, ``epinorm.fuse`` and ``torch.compile(backend="epinorm")``."""
 OURS = ("fused", "backend")
 _SETTINGS = ("highest", "high", "bf16", "bf16-autocast")
-
-KEY = ("model", "setting", "pass", "gpu")
-"""Two rows with the same values here measure the same thing: the newer one replaces the older."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,8 @@ class ModelRow(JsonRow):
     eager and of fused. ``reasons``: why a competitor has no times. ``spreads``: for each, eight of
     ten rounds' times over eager's.
     """
+
+    KEY = ("model", "setting", "pass", "gpu")
 
     model: str
     setting: str
@@ -87,17 +85,6 @@ class ModelRow(JsonRow):
         """Whether the rounds differ by more than ``name`` and eager do."""
         low, high = self.between(name) or (0.0, 0.0)
         return low <= 1 <= high
-
-
-def read_model_rows(path: Path) -> list[ModelRow]:
-    """The rows of a results file; raises ValueError if the file is not one."""
-    return read_rows_of(ModelRow, path)
-
-
-def merge_model_rows(path: Path, rows: Iterable[ModelRow]) -> None:
-    """Put rows into a results file, each in place of the one with the same key."""
-    for row in rows:
-        put_values(path, row.as_json(), KEY)
 
 
 def in_order(rows: Iterable[ModelRow]) -> list[ModelRow]:

@@ -29,7 +29,7 @@ from epinorm.tools.models.bench import FEW_RUNS
 from epinorm.tools.models.subject import SETTINGS, dropout_off
 from epinorm.tools.models.verify import compare_candidate, judge, truth_of
 from epinorm.tools.progress import Notify, in_a_line, silent
-from epinorm.tools.results import JsonRow, commit, device_name, put_values, read_rows_of, today
+from epinorm.tools.results import JsonRow, commit, device_name, today
 from epinorm.tools.timing import Settings, sample_interleaved
 from epinorm.tools.verify import of_floats
 
@@ -38,9 +38,7 @@ __all__ = [
     "SuiteRow",
     "bench_problem",
     "geometric_mean",
-    "merge_suite_rows",
     "problem_files",
-    "read_suite_rows",
     "within_tolerance",
 ]
 
@@ -65,6 +63,8 @@ class SuiteRow(JsonRow):
     ``fused``: chains that can be fused and other Linears that run as ours, of ``places``. What is
     not ``right`` has no times, and ``reason`` says why.
     """
+
+    KEY = ("problem", "gpu")
 
     problem: int
     name: str
@@ -217,14 +217,3 @@ def geometric_mean(rows: Iterable[SuiteRow], key: str = "eager") -> float | None
     """Of the competitor's time over ours, over the rows that have both; None if none has."""
     logs = [math.log(ratio) for row in rows if (ratio := row.over(key))]
     return math.exp(sum(logs) / len(logs)) if logs else None
-
-
-def read_suite_rows(path: Path) -> list[SuiteRow]:
-    """The rows of ``benchmarks/results/kernelbench/<gpu>.json``, by number."""
-    return sorted(read_rows_of(SuiteRow, path), key=lambda row: row.problem)
-
-
-def merge_suite_rows(path: Path, rows: Iterable[SuiteRow]) -> None:
-    """Put rows into a results file, each in place of the one of its problem and GPU."""
-    for row in rows:
-        put_values(path, row.as_json(), ("problem", "gpu"))

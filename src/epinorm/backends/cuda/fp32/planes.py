@@ -173,12 +173,8 @@ class Splitter(PlaneLayout):
         return launch
 
 
-@memo()
-def splitter(
-    planes: int, columns: int, rows: int, more_rows: int, device: torch.device
-) -> Splitter:
-    """The splitter of these sizes; to be kept by who calls it often."""
-    return Splitter(planes, columns, rows, more_rows, device)
+splitter = memo()(Splitter)
+"""The splitter of these sizes, made once; to be kept by who calls it often."""
 
 
 def split(values: Tensor, planes: int) -> Planes:

@@ -214,7 +214,7 @@ class _Split(Launch):
     def __init__(self, problem: Problem, kernel: LinearNorm, prepacked: bool) -> None:
         super().__init__(problem)
         self.kernel, self.given = kernel, KeptOperands(kernel.given)
-        planes = portable.planes_of(problem)
+        planes = problem.planes
         # Wider groups come here in tests alone: plan.py leaves them to the library's product.
         self.rescued = columns_of(problem) <= LARGEST_GUARDED_GROUP
         rows = 0 if prepacked else problem.n

@@ -63,15 +63,5 @@ class Product:
         return result
 
 
-@memo()
-def prepare_product(
-    shape: ProductShape,
-    choice: Choice | PortableTile,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    scaled: bool,
-    major_k_a: bool,
-    device: torch.device,
-) -> Product:
-    """The product of this shape, with this tile."""
-    return Product(shape, choice, dtype, out_dtype, scaled, major_k_a, device)
+prepare_product = memo()(Product)
+"""The product of this shape, made once."""

@@ -57,7 +57,7 @@ def _cheapest(
     # Rows of dz, dX and dW are whole 16-byte units.
     if problem.dtype != torch.float32 or m == 0 or n % 8 or k % 4:
         return sum(library), (False, False)
-    planes = 2 if problem.precision == "highest" else 1
+    planes = problem.planes
     gpu = gpu_of(problem.device)
     moved = _BYTES if gpu.capability == HOPPER else portable_plan.bytes_per_microsecond(gpu)
     least = 4.0 * (m * n + n * k + m * k) / moved
@@ -136,7 +136,7 @@ def backward_choice(problem: Problem, plan: Plan, want: Wanted) -> BackwardChoic
     dx = dw = None
     if core is not None:
         x, weight = planes_taken(problem, want.x, want.weight, core)
-    planes = 2 if problem.precision == "highest" else 1
+    planes = problem.planes
     if x and weight and core == "hopper" and worthwhile(problem, planes):
         vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
         writes_planes = next(rows_plans(problem, vector), None) is not None

@@ -19,7 +19,6 @@ from epinorm.backends.cuda.plan.hopper_cost import (
     LAUNCH_MICROSECONDS,
     cold_cycles,
     cycles,
-    planes_of,
 )
 from epinorm.backends.cuda.plan.hopper_tile import (
     STEP_BYTES,
@@ -42,7 +41,6 @@ __all__ = [
     "instance_for",
     "microseconds",
     "persistent_blocks",
-    "planes_of",
     "why_not",
 ]
 
@@ -89,7 +87,7 @@ def why_not(problem: Problem) -> str | None:
         return "tensor cores of this kernel take 16-bit and fp32 inputs, not float64"
     if problem.k == 0:
         return "there is nothing to multiply (0 input features)"
-    pair = WIDEST[planes_of(problem)] // 2  # of groups that share a chunk of 8 columns
+    pair = WIDEST[problem.planes] // 2  # of groups that share a chunk of 8 columns
     straddles = channels % 8 == 4 and channels <= pair
     if channels > LARGEST_GROUP or (channels != 2 and channels % 8 and not straddles):
         return (
@@ -160,14 +158,14 @@ def _cluster_shapes(problem: Problem) -> Iterator[Tile]:
 
 def candidates(problem: Problem) -> Iterator[Tile]:
     """The tiles that fit the registers and the shared memory."""
-    for shape in _shapes(problem, planes_of(problem)):
+    for shape in _shapes(problem, problem.planes):
         low = shape.block_m == 64 and problem.m < 64
         load_m = -(-max(problem.m, 1) // 8) * 8 if low else None
         # TF32 operands are rounded in shared memory, by the one warpgroup that reads them.
         kinds = (False, True) if shape.ping_pong and _may_be_tf32(problem) else (False,)
         for tf32 in kinds:
             tile = dataclasses.replace(shape, load_m=load_m, tf32=tf32)
-            if planes_of(problem) == 2:  # one plane is not folded
+            if problem.planes == 2:  # one plane is not folded
                 tile = dataclasses.replace(tile, fold_steps=fold_steps(problem.k))
             tile = dataclasses.replace(tile, resident_steps=_resident_steps(problem, tile))
             fitted = _fitted(problem, tile)
@@ -194,7 +192,7 @@ def _may_convert(problem: Problem) -> bool:
 def _may_share_loads(problem: Problem, tile: Tile) -> bool:
     """Two blocks below each other can load W for both: for `epinorm tune` to try, see CLUSTER."""
     alone = tile.cluster_n == 1 and not tile.resident_steps and not tile.tf32
-    one_plane = planes_of(problem) == 1 and tile.block_n % 16 == 0
+    one_plane = problem.planes == 1 and tile.block_n % 16 == 0
     return alone and one_plane and problem.m > tile.block_m and not tile.ping_pong
 
 
@@ -214,7 +212,7 @@ def _fitted(problem: Problem, tile: Tile) -> Tile:
 def _resident_steps(problem: Problem, tile: Tile) -> int:
     """The steps of W where it is one column tile that a block uses again and again."""
     steps = math.ceil(problem.k / tile.block_k)
-    one = problem.n <= tile.block_n and planes_of(problem) == 1 and tile.cluster_n == 1
+    one = problem.n <= tile.block_n and problem.planes == 1 and tile.cluster_n == 1
     if not one or problem.m < 4 * tile.block_m:
         return 0
     return steps if steps * tile.block_n * STEP_BYTES <= LARGEST_RESIDENT_BYTES else 0
@@ -242,7 +240,7 @@ def choose_tile(
         if tile is not None and (converts or not tile.converts):
             return tile
     channels = columns_of(problem)
-    key = (planes_of(problem), channels, problem.m, problem.k, problem.n)
+    key = (problem.planes, channels, problem.m, problem.k, problem.n)
     if key in MEASURED:
         return _fitted(problem, MEASURED[key])
     tiles = [tile for tile in candidates(problem) if converts or not tile.converts]
@@ -264,4 +262,4 @@ def microseconds(problem: Problem, sms: int) -> float:
 def instance_for(problem: Problem, tile: Tile) -> Instance[Tile]:
     """The kernel of this problem with this tile."""
     scaled = problem.dtype == torch.float32 and not (tile.tf32 or tile.fp32_weight)
-    return instance_of(problem, tile, planes_of(problem), scaled)
+    return instance_of(problem, tile, problem.planes, scaled)

@@ -19,7 +19,6 @@ __all__ = [
     "LAUNCH_MICROSECONDS",
     "cold_cycles",
     "cycles",
-    "planes_of",
 ]
 
 # Cycles. A tile's first loads; what passes between two tiles of a warpgroup; a column of a row
@@ -71,11 +70,6 @@ FP32_WEIGHT_LAUNCH = 4.0
 """Microseconds more: its kernel does not start early, and its guard waits for it."""
 SAMPLE_BYTES = 1024
 """Of a row of W, that estimating its scale moves (sample_rows.cuh)."""
-
-
-def planes_of(problem: Problem) -> int:
-    """16-bit planes of each operand: two for fp32 at full accuracy, else one."""
-    return 2 if problem.precision == "highest" else 1
 
 
 def _step_cycles(tile: Tile, planes: int) -> float:
@@ -135,7 +129,7 @@ def _rounds(problem: Problem, tile: Tile, sms: int) -> int:
 
 
 def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
-    planes = planes_of(problem)
+    planes = problem.planes
     rounds = _rounds(problem, tile, sms)
     products = math.ceil(problem.k / tile.block_k) * _step_cycles(tile, planes)
     if _off_lines(problem, tile):
@@ -173,7 +167,7 @@ def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
         return 0.0
     of_x = 0 if tile.fp32_input else problem.m
     of_w = 0 if prepacked or tile.fp32_weight else problem.n
-    moved = (of_x + of_w) * problem.k * (4 + 2 * planes_of(problem))
+    moved = (of_x + of_w) * problem.k * (4 + 2 * problem.planes)
     if tile.converts:
         sampled = problem.n if tile.fp32_weight else problem.m
         moved += sampled * min(problem.k * 4, SAMPLE_BYTES)

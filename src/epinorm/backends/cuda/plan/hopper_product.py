@@ -73,6 +73,7 @@ class Choice:
 
 
 def tiles_of(shape: ProductShape, tile: Tile) -> int:
+    """How many tiles cover the result."""
     return -(-shape.rows // tile.block_m) * -(-shape.columns // tile.block_n)
 
 

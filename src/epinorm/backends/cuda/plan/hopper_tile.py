@@ -35,7 +35,7 @@ _STORE_BYTES = 4 * 2048  # of a consumer: warps x bytes of a buffer, row_store.c
 
 @dataclass(frozen=True)
 class Tile:
-    """How a block cuts the product; the fields are the constants of `hopper_pipeline.cuh`.
+    """How a block cuts the product; the fields are the constants of `hopper_ring.cuh`.
 
     block_m, block_n: rows and columns of a tile. stages: slots of the ring. ping_pong: each
     warpgroup has tiles of its own; split_columns: each has half of a tile's columns (else of its

@@ -18,6 +18,13 @@ __all__ = ["FEW", "ForwardPlan", "forward_plans"]
 
 Kind = Literal["registers", "shared", "reread"]
 
+_KERNELS: dict[Kind, tuple[str, str]] = {
+    "registers": ("norm_forward", "the least idle lanes for the group's channels"),
+    "shared": ("norm_forward_wide", "groups too wide for registers wait in shared memory"),
+    "reread": ("norm_forward_wide", "groups too wide for shared memory are read again"),
+}
+"""By kind: the kernel, whose file and entry have this name, and why it is taken."""
+
 BLOCK_WARPS = 4
 MOST_THREADS = 1024
 FEW, SPREAD_VALUES = 2048, 8
@@ -38,7 +45,12 @@ class ForwardPlan:
 
     @property
     def kernel(self) -> str:
-        return "norm_forward" if self.kind == "registers" else "norm_forward_wide"
+        return _KERNELS[self.kind][0]
+
+    @property
+    def reason(self) -> str:
+        """Why this kernel, for who reads the plan."""
+        return _KERNELS[self.kind][1]
 
     def shared_bytes(self, problem: Problem) -> int:
         """Dynamic shared memory of a block."""

@@ -26,7 +26,6 @@ __all__ = [
     "instance_for",
     "library_flops",
     "microseconds",
-    "planes_of",
     "product_microseconds",
     "why_not",
 ]
@@ -76,11 +75,6 @@ _SHALLOW = {32: 1.35, 64: 1.03}
 """What it costs if only so many elements along the summed index are on their way."""
 
 
-def planes_of(problem: Problem) -> int:
-    """16-bit planes of each operand: two for fp32 at full accuracy, else one."""
-    return 2 if problem.precision == "highest" else 1
-
-
 def copy_bytes(*numbers: int) -> int:
     """16, 4 or 2: of which addresses, row lengths and strides, all in bytes, are multiples."""
     together = 0
@@ -96,10 +90,10 @@ def why_not(problem: Problem) -> str | None:
         return "tensor cores of this kernel take 16-bit and fp32 inputs, not float64"
     if problem.k == 0:
         return "there is nothing to multiply (0 input features)"
-    pair = _WIDEST_WARP[planes_of(problem)] // 2  # of groups that share a chunk of 8 columns
+    pair = _WIDEST_WARP[problem.planes] // 2  # of groups that share a chunk of 8 columns
     if channels != 2 and channels % 8 and (channels % 4 or channels > pair):
         return f"a group of {channels} channels is none of 2, a multiple of 4 up to {pair} or of 8"
-    if not any(True for _ in _warp_columns(channels, planes_of(problem))):
+    if not any(True for _ in _warp_columns(channels, problem.planes)):
         return f"a group of {channels} channels does not fit the warps of a block"
     return None
 
@@ -148,10 +142,10 @@ def _shapes(channels: int, planes: int) -> Iterator[PortableTile]:
 def candidates(problem: Problem, gpu: Gpu) -> Iterator[PortableTile]:
     """The tiles that fit the registers and the shared memory of this GPU."""
     channels = columns_of(problem)
-    for shape in _shapes(channels, planes_of(problem)):
+    for shape in _shapes(channels, problem.planes):
         each = gpu.shared_of_multiprocessor // shape.blocks - _RESERVED_BYTES
         limit = min(gpu.shared_of_block, each)
-        for block_k in (64, 32) if planes_of(problem) == 1 or _long_steps(gpu) else (32,):
+        for block_k in (64, 32) if problem.planes == 1 or _long_steps(gpu) else (32,):
             tile = dataclasses.replace(shape, block_k=block_k)
             stages = largest_stages(instance_for(problem, tile), limit)
             if stages >= _FEWEST_STAGES + (block_k == 64):
@@ -194,7 +188,7 @@ def product_microseconds(
 
 def cycles(problem: Problem, tile: PortableTile, gpu: Gpu) -> float:
     """Estimated time of the product and its epilogue with this tile."""
-    planes, size = planes_of(problem), problem.out_dtype.itemsize
+    planes, size = problem.planes, problem.out_dtype.itemsize
     products = _product_cycles(planes, problem.k, tile, gpu)
     beside = problem.dtype if problem.training else None
     beside = problem.matrix_dtype if problem.chain.returns_sum else beside
@@ -218,7 +212,7 @@ def _split_cycles(problem: Problem, gpu: Gpu) -> float:
     """The conversion of fp32 operands to planes, and the range guard's look at its flags."""
     if problem.dtype != torch.float32:
         return 0.0
-    moved = (problem.m + problem.n) * problem.k * (4 + 2 * planes_of(problem))
+    moved = (problem.m + problem.n) * problem.k * (4 + 2 * problem.planes)
     launches = 2 * _LAUNCH_MICROSECONDS * _CYCLES_PER_MICROSECOND
     return launches + moved / _memory_bytes(gpu)
 
@@ -256,4 +250,4 @@ def bytes_per_microsecond(gpu: Gpu) -> float:
 
 def instance_for(problem: Problem, tile: PortableTile) -> Instance[PortableTile]:
     """The kernel of this problem with this tile."""
-    return instance_of(problem, tile, planes_of(problem), problem.dtype == torch.float32)
+    return instance_of(problem, tile, problem.planes, problem.dtype == torch.float32)

@@ -97,9 +97,8 @@ class _Forward:
         if problem.m:
             vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
             first = forward_plans(problem, vector, max_shared_bytes(problem.device))[0]
-            reason = "the least idle lanes for the group's channels"
             otherwise = f"{_NARROW}; {_SPILLS}"
-            self.steps.append(Step(first.kernel, self.y, reason, first, otherwise))
+            self.steps.append(Step(first.kernel, self.y, first.reason, first, otherwise))
 
     def _single(self, core: Core) -> None:
         problem = self.problem
@@ -122,7 +121,7 @@ class _Forward:
         return problem.whole_step and planes_taken(problem, True, True, core)[0]
 
     def _by_planes(self, core: Core, tile: Tile | PortableTile, why: str) -> None:
-        problem, planes = self.problem, hopper.planes_of(self.problem)
+        problem, planes = self.problem, self.problem.planes
         m, n, k = problem.m, problem.n, problem.k
         of_x, of_w = PlaneLayout(planes, k, m, 0), PlaneLayout(planes, k, n, 0)
         kernel = "portable_linear_norm" if core == "portable" else "linear_norm"
@@ -271,7 +270,7 @@ class _Backward:
             self._take(f"{name}'s parts", nbytes, "hopper_product", "add_splits")
 
     def _by_planes(self, x: bool, weight: bool) -> None:
-        problem, planes = self.problem, hopper.planes_of(self.problem)
+        problem, planes = self.problem, self.problem.planes
         m, n, k = problem.m, problem.n, problem.k
         for taken, name, rows, until in ((x, "W", n, "dX"), (weight, "x", m, "dW")):
             if taken and not self.left:
@@ -319,7 +318,7 @@ class _Backward:
 
     def _product_of_planes(self, name: str, rows: int, length: int) -> None:
         problem = self.problem
-        shape = ProductShape(rows, problem.k, length, hopper.planes_of(problem), 4)
+        shape = ProductShape(rows, problem.k, length, problem.planes, 4)
         if self.choice.core == "hopper":
             self._product(name, shape, hopper_product.choose(shape, sm_count(problem.device)))
             return

@@ -152,7 +152,7 @@ def _planes_core(problem: Problem) -> tuple[Core | None, str]:
 
 
 def _planes_text(problem: Problem) -> str:
-    planes = "two fp16 planes" if hopper_plan.planes_of(problem) == 2 else "one fp16 plane"
+    planes = "two fp16 planes" if problem.planes == 2 else "one fp16 plane"
     return f"a product by {planes}, then one kernel"
 
 
@@ -211,7 +211,7 @@ def _tile_text(problem: Problem, core: Core) -> str:
     kind, rows, columns, tf32, converted = _tile_facts(problem, core)
     operands = ""
     if problem.dtype == torch.float32:
-        count = hopper_plan.planes_of(problem)
+        count = problem.planes
         planes = "two fp16 planes" if count == 2 else "one fp16 plane"
         operands = ", as TF32" if tf32 else f", as {planes}"
         operands += f", {converted} made on the way" if converted else ""

@@ -57,7 +57,7 @@ def gpu_name(device: torch.device) -> str | None:
 def key_of(problem: Problem) -> str:
     """The facts of a problem that decide which tile is fastest, as one line of text."""
     facts = {
-        "planes": 2 if problem.precision == "highest" else 1,
+        "planes": problem.planes,
         "channels": problem.chain.channels_per_group(problem.n),
         "m": problem.m,
         "k": problem.k,

@@ -1,4 +1,4 @@
-"""Python values as a kernel's arguments, in a buffer that the driver copies from.
+"""A kernel's arguments in a buffer that the driver copies from.
 
 A signature has one letter an argument (see `FIELDS`); its layout is the same everywhere.
 """
@@ -7,57 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
-import torch
+from epinorm.backends.cuda.runtime.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 
-from epinorm.backends.cuda.runtime.tensor_map import (
-    TENSOR_MAP_ALIGNMENT,
-    TENSOR_MAP_BYTES,
-    TensorMap,
-)
-
-__all__ = [
-    "FIELDS",
-    "SHAPE",
-    "Frame",
-    "Layout",
-    "f32",
-    "f64",
-    "i32",
-    "i64",
-    "layout_of",
-    "packed",
-    "u32",
-    "u64",
-]
-
-
-class i32(int):
-    """An `int` argument."""
-
-
-class i64(int):
-    """A `long long` argument."""
-
-
-class u32(int):
-    """An `unsigned` argument."""
-
-
-class u64(int):
-    """An `unsigned long long` argument."""
-
-
-class f32(float):
-    """A `float` argument, rounded from Python's float."""
-
-
-class f64(float):
-    """A `double` argument."""
+__all__ = ["FIELDS", "SHAPE", "Frame", "Layout", "layout_of"]
 
 
 # CUlaunchConfig: grid, block and shared bytes, which stay; then, packed with the arguments, stream,
@@ -126,49 +82,3 @@ def layout_of(signature: str) -> Layout:
         offsets.append(end + padding)
         end += padding + size
     return Layout(signature, "".join(codes), tuple(offsets), end)
-
-
-def packed(arguments: Sequence[object]) -> tuple[str, list[Any]]:
-    """Signature and bare values; raises `TypeError` for what is no argument of a kernel."""
-    letters, values = [], []
-    for argument in arguments:
-        kind = _KINDS.get(type(argument)) or _kind_of(argument)
-        letters.append(kind[0])
-        values.append(kind[1](argument))
-    return "".join(letters), values
-
-
-_Kind = tuple[str, Callable[[Any], Any]]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    if not tensor.is_cuda:
-        raise ValueError(f"a kernel's tensor must be on its GPU, but got one on {tensor.device}")
-    return tensor.data_ptr()
-
-
-def _itself(value: object) -> object:
-    return value
-
-
-_KINDS: dict[type, _Kind] = {
-    torch.Tensor: ("p", _address),
-    torch.nn.Parameter: ("p", _address),
-    type(None): ("p", lambda _: 0),
-    i32: ("i", _itself),
-    i64: ("l", _itself),
-    u32: ("u", _itself),
-    u64: ("v", _itself),
-    f32: ("f", _itself),
-    f64: ("d", _itself),
-    TensorMap: ("m", lambda map_: map_.data),
-}
-
-
-def _kind_of(argument: object) -> _Kind:
-    if isinstance(argument, torch.Tensor):
-        return _KINDS[torch.Tensor]
-    raise TypeError(
-        "a kernel's argument must be a tensor, None, a TensorMap or a number wrapped as i32, i64, "
-        f"u32, u64, f32 or f64, but got {argument!r} of type {type(argument).__name__}"
-    )

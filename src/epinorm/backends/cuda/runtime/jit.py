@@ -13,7 +13,7 @@ import logging
 import re
 import threading
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -33,36 +33,25 @@ NOT_REPORTED = -1
 
 _log = logging.getLogger("epinorm")
 
-_ALIASES = {
-    "maxrregcount": "max_register_count",
-    "fmad": "fma",
-    "generate_line_info": "lineinfo",
-}
-
 
 @dataclass(frozen=True)
 class KernelSource:
-    """One kernel to compile.
-
-    entry: an `extern "C"` symbol of text. arch: such as 'sm_90a'. options: compiler options, each
-    a field of cuda-core's `ProgramOptions`, as 'use_fast_math', 'fma=false' or
-    'max_register_count=168' (NVRTC's spelling '--maxrregcount=168' does too).
-    """
+    """One kernel to compile: ``entry`` is an `extern "C"` symbol of ``text``, ``arch`` such as
+    'sm_90a'."""
 
     entry: str
     text: str
     arch: str
-    options: tuple[str, ...] = ()
 
 
 def compile_cubin(source: KernelSource) -> Compiled:
     """Compile for `source.arch`, on a machine with or without a GPU.
 
     Raises `RuntimeError` with the compiler's log where the text does not compile or has no such
-    entry, `ValueError` for an option that cuda-core does not know.
+    entry.
     """
     program_class, options_class = _compiler()
-    options = options_class(**_program_options(source, options_class))
+    options = options_class(arch=source.arch, std=STANDARD, ptxas_options=["-v"])
     log = io.StringIO()
     started = time.perf_counter()
     try:
@@ -93,28 +82,27 @@ def compiled(source: KernelSource) -> Compiled:
 
 def cache_key(source: KernelSource) -> str:
     """Key that holds everything that the machine code depends on."""
-    return cache.key_of(source.text, source.entry, source.arch, *source.options, *_versions())
+    return cache.key_of(source.text, source.entry, source.arch, *_versions())
 
 
 def load(
     source: KernelSource,
     device: torch.device | int | None = None,
     dynamic_shared_bytes: int = 0,
-    max_cluster: int = 1,
 ) -> Kernel:
     """The kernel on this GPU, from memory, else from the cache on disk, else compiled.
 
-    dynamic_shared_bytes and max_cluster: the largest of any launch, in bytes and blocks (a launch
-    that needs more raises them itself). Raises `RuntimeError` where the kernel is not loaded yet
-    and the current stream is being captured: nothing is compiled or loaded inside a capture.
+    dynamic_shared_bytes: the most of any launch (one that needs more raises it itself). Raises
+    `RuntimeError` where the kernel is not loaded yet and the current stream is being captured:
+    nothing is compiled or loaded inside a capture.
     """
     if (instead := stand_in()) is not None:
         kernel: Kernel = instead.kernel(source)
         return kernel
     index = device_index(device)
     kernel = _kernels.get((source, index)) or _load(source, index)
-    if dynamic_shared_bytes or max_cluster > 1:
-        kernel.reserve(dynamic_shared_bytes, max_cluster)
+    if dynamic_shared_bytes:
+        kernel.reserve(dynamic_shared_bytes)
     return kernel
 
 
@@ -209,29 +197,6 @@ def _compiler() -> tuple[Any, Any]:
                 f"kernels are compiled with cuda-core, which cannot be imported: {error}"
             ) from error
     return Program, ProgramOptions
-
-
-def _program_options(source: KernelSource, options_class: Any) -> dict[str, object]:
-    known = {field.name for field in fields(options_class)}
-    ptxas = ["-v"]
-    chosen: dict[str, object] = {"arch": source.arch, "std": STANDARD}
-    for option in source.options:
-        name, has_value, text = option.lstrip("-").partition("=")
-        name = name.replace("-", "_")
-        name = _ALIASES.get(name, name)
-        if name not in known:
-            raise ValueError(f"{option!r} is not an option of cuda-core's ProgramOptions")
-        if name == "ptxas_options":
-            ptxas.append(text)
-        else:
-            chosen[name] = _option_value(text) if has_value else True
-    return {**chosen, "ptxas_options": ptxas}
-
-
-def _option_value(text: str) -> object:
-    if text in ("true", "false"):
-        return text == "true"
-    return int(text) if text.isdecimal() else text
 
 
 @lru_cache(maxsize=1)

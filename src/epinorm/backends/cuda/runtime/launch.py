@@ -11,26 +11,14 @@ import ctypes
 import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
-from epinorm.backends.cuda.runtime.arguments import (
-    FIELDS,
-    Frame,
-    Layout,
-    f32,
-    f64,
-    i32,
-    i64,
-    layout_of,
-    packed,
-    u32,
-    u64,
-)
+from epinorm.backends.cuda.runtime.arguments import FIELDS, Frame, Layout, layout_of
 from epinorm.backends.cuda.runtime.compiled import Compiled
 from epinorm.backends.cuda.runtime.driver import (
     INVALID_CONTEXT,
@@ -39,9 +27,8 @@ from epinorm.backends.cuda.runtime.driver import (
     make_primary_context_current,
     message,
 )
-from epinorm.backends.cuda.runtime.tensor_map import TensorMap, tensor_map
 
-__all__ = ["Kernel", "TensorMap", "f32", "f64", "i32", "i64", "tensor_map", "u32", "u64"]
+__all__ = ["Kernel"]
 
 Dimensions = int | tuple[int, ...]
 Stream = torch.Stream | int | None
@@ -56,8 +43,6 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 SHARED_BYTES_FOR_ALL = 48 * 1024
 """Dynamic shared memory that a kernel has without asking."""
 LARGEST_PORTABLE_CLUSTER = 8
-MOST_PREPARED = 256
-"""Shapes that `Kernel.launch` keeps prepared."""
 
 # A PyTorch without CUDA has neither.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None)  # type: ignore[assignment]
@@ -97,40 +82,10 @@ class Kernel:
         self._shared_limit = SHARED_BYTES_FOR_ALL
         self._cluster_limit = LARGEST_PORTABLE_CLUSTER
         self._layouts: dict[str, Layout] = {}
-        self._prepared: dict[tuple[str, _Shape], Callable[..., None]] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"Kernel({self.entry!r}, cuda:{self.device})"
-
-    def launch(
-        self,
-        grid: Dimensions,
-        block: Dimensions,
-        args: Sequence[object],
-        *,
-        shared_bytes: int = 0,
-        cluster: Dimensions | None = None,
-        dependent: bool = False,
-        stream: Stream = None,
-    ) -> None:
-        """Launch on this kernel's GPU, on PyTorch's current stream of it unless told otherwise.
-
-        `grid` counts blocks, with a cluster too; `shared_bytes` is the dynamic shared memory of a
-        block. An argument is a tensor of this GPU or None (a pointer), a `TensorMap`, or a number
-        wrapped as i32, i64, u32, u64, f32 or f64. `dependent` lets this kernel start before the
-        one ahead of it in the stream has ended: it must execute `griddepcontrol.wait` before it
-        reads what that one wrote. Raises `TypeError` or `ValueError` for arguments that are not
-        what the kernel takes, `RuntimeError` for what the driver refuses.
-        """
-        signature, values = packed(args)
-        shape = _shape(grid, block, shared_bytes, cluster, dependent)
-        launch = self._prepared.get((signature, shape))
-        if launch is None:
-            if len(self._prepared) >= MOST_PREPARED:
-                self._prepared.clear()
-            launch = self._prepared[signature, shape] = self._prepare(signature, shape)
-        launch(*values, stream=stream)
 
     def prepare(
         self,
@@ -142,17 +97,18 @@ class Kernel:
         cluster: Dimensions | None = None,
         dependent: bool = False,
     ) -> Callable[..., None]:
-        """A function of the bare arguments that launches with this shape, in a third of the time.
+        """A function of the bare arguments that launches on this kernel's GPU, on PyTorch's current
+        stream of it unless ``stream`` names another.
 
         signature: a letter an argument: p pointer (given as an int, `tensor.data_ptr()`, 0 for
         null), m tensor map (its `data`), i int, l long long, u unsigned, v unsigned long long,
-        f float, d double. The function takes them in this order, and `stream` by name. Raises as
-        `launch` does.
+        f float, d double. `grid` counts blocks, with a cluster too; `shared_bytes` is the dynamic
+        shared memory of a block. `dependent` lets this kernel start before the one ahead of it in
+        the stream has ended: it must execute `griddepcontrol.wait` before it reads what that one
+        wrote. Raises `TypeError` or `ValueError` for arguments that are not what the kernel takes,
+        `RuntimeError` for what the driver refuses.
         """
         shape = _shape(grid, block, shared_bytes, cluster, dependent)
-        return self._prepare(signature, shape)
-
-    def _prepare(self, signature: str, shape: _Shape) -> Callable[..., None]:
         layout = self._layouts.get(signature) or self._add_layout(signature)
         if shape.shared_bytes > self._shared_limit or shape.cluster_size > self._cluster_limit:
             self.reserve(shape.shared_bytes, shape.cluster_size)
@@ -284,6 +240,7 @@ class Kernel:
 
 
 def three(dimensions: Dimensions) -> tuple[int, int, int]:
+    """The dimensions along x, y and z; raises ValueError for more."""
     if isinstance(dimensions, int):
         return dimensions, 1, 1
     if len(dimensions) > 3:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from epinorm.chain import Chain
-from epinorm.chain.pointwise import OperandKind
+from epinorm.chain.activations import OperandKind
 from epinorm.problem import Problem
 
 __all__ = ["BackwardChain", "backward_elements", "backward_problem"]

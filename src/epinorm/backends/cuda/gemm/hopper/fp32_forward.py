@@ -27,8 +27,8 @@ from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
 from epinorm.backends.cuda.plan.hopper_tile import BLOCK_N, STEP_BYTES, Tile, fp32_shared_bytes
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import load
-from epinorm.backends.cuda.runtime.launch import tensor_map
 from epinorm.backends.cuda.runtime.prepared import new_tensor
+from epinorm.backends.cuda.runtime.tensor_map import tensor_map
 from epinorm.problem import Forward, Inputs, Problem, StepForward
 
 __all__ = ["Converting", "readable"]

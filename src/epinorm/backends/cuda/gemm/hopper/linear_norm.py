@@ -14,7 +14,7 @@ from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
 from epinorm.backends.cuda.plan.hopper_tile import Tile, shared_bytes
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import load
-from epinorm.backends.cuda.runtime.launch import tensor_map
+from epinorm.backends.cuda.runtime.tensor_map import tensor_map
 from epinorm.problem import Problem
 
 __all__ = ["SIGNATURE", "HopperLinearNorm"]

@@ -25,7 +25,7 @@ from epinorm.backends.cuda.plan.hopper_product import (
 from epinorm.backends.cuda.plan.hopper_tile import Tile, product_shared_bytes
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
-from epinorm.backends.cuda.runtime.launch import tensor_map
+from epinorm.backends.cuda.runtime.tensor_map import tensor_map
 from epinorm.backends.cuda.text.instance import TYPES
 from epinorm.backends.cuda.text.source import kernel_text
 from epinorm.backends.memo import memo

@@ -56,7 +56,7 @@ def product_prelude(
     major_k_a: bool = True,
     major_k_b: bool = True,
 ) -> str:
-    """The constants that `hopper_pipeline.cuh` needs, and the product instruction."""
+    """The constants that `hopper_ring.cuh` needs, and the product instruction."""
     return constants(
         {
             "kBlockM": tile.block_m,

@@ -1,0 +1,119 @@
+"""A stranger's six questions (docs/internals/index.md): the answers there are true."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import epinorm
+from epinorm.backends import memo
+from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
+from epinorm.backends.cuda.plan.strategy import plan_cuda
+from epinorm.chain import Chain
+from epinorm.chain.activations import Definition
+from epinorm.problem import Problem
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from imaginary import CASES, H200, believe_in, imaginary_h200, launches
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "internals" / "index.md").read_text("utf-8")
+TABLE = PAGE.split("## Where is it?\n")[1].split("\n\n")[1]
+ROWS = dict(line.strip("| ").split(" | ", 1) for line in TABLE.splitlines()[2:])
+NAMED = [
+    (file, symbol)
+    for answer in ROWS.values()
+    for file, symbol in re.findall(r"`([\w/]+\.(?:py|cuh?))`(?:: `(\w+)`)?", answer)
+]
+KEPT_FOR_GOOD = {
+    # What a text or the machine says: it cannot change while the process runs, or is cleared by
+    # its owner on a fork or a new file.
+    *("epinorm.chain", "epinorm.capture.purity", "epinorm.operator.calls"),
+    *("epinorm.operator.dispatch", "epinorm.operator.functional"),
+    *("epinorm.backends.cpu.build", "epinorm.backends.cuda.fp32.kept_planes"),
+    *("epinorm.backends.cuda.runtime", "epinorm.backends.cuda.text"),
+    "epinorm.backends.cuda.plan.planes",
+}
+
+
+def problem(precision: str = "highest", dtype: torch.dtype = torch.float32) -> Problem:
+    return Problem(
+        Chain.parse("group_norm(64,1e-05)|relu"), 8192, 1024, 1024, *(dtype,) * 3, *(True,) * 3,
+        training=True, device=torch.device("cuda", 0), precision=precision,
+    )  # fmt: skip
+
+
+def test_six_questions_are_answered() -> None:
+    assert len(ROWS) == 6
+
+
+@pytest.mark.parametrize("file, symbol", NAMED)
+def test_an_answer_names_what_is_there(file: str, symbol: str) -> None:
+    text = (ROOT / "src" / "epinorm" / file).read_text("utf-8")
+    if symbol:
+        assert re.search(
+            rf"(?:def|class|__global__.*?\)?)\s+{symbol}\b|^{symbol} = ", text, re.M | re.S
+        )
+
+
+def test_dw_has_the_tile_that_is_picked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    believe_in(monkeypatch, H200)
+    p = problem()
+    steps = plan_cuda(p, "auto").backward
+    (dw,) = [s for s in steps if s.kernel == "hopper_product" and s.makes.startswith("dW")]
+    assert dw.choice == choose(ProductShape(p.n, p.k, p.m, 2, 4), H200.multiprocessors)
+
+
+def test_the_plan_says_what_comes_between_dy_and_dx(monkeypatch: pytest.MonkeyPatch) -> None:
+    believe_in(monkeypatch, H200)
+    plan = plan_cuda(problem(), "auto")
+    made = [(step.kernel, step.makes) for step in plan.backward]
+    dx = made.index(("hopper_product", "dX"))
+    assert any(kernel.startswith("norm_backward") for kernel, _ in made[:dx])
+    assert ("rescue_gradient", "dX") in made[dx:]
+    printed = str(plan)
+    for step in plan.backward[: dx + 1]:
+        assert step.kernel in printed
+        assert step.reason in printed
+
+
+def test_what_an_activation_must_declare() -> None:
+    fields = {f.name: f for f in dataclasses.fields(Definition)}
+    assert "parameters" in fields
+    needed = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
+    assert {"name", "forward", "backward", "modules", "functions", "kinks", "homogeneous"} <= set(
+        needed
+    )
+
+
+def test_one_function_clears_every_cache_that_can_go_stale() -> None:
+    with imaginary_h200() as api:  # fills what a training step needs
+        launches(api, *CASES["mid"], torch.float32, True)
+        filled = {id(value) for value in _caches() if value.cache_info().currsize}
+        memo.clear()
+        left = {id(value) for value in _caches() if value.cache_info().currsize}
+    assert len(filled - left) > 10
+    for value in _caches():
+        for_good = any(value.__module__.startswith(known) for known in KEPT_FOR_GOOD)
+        assert id(value) not in left or for_good, f"{value.__module__}.{value.__name__}"
+
+
+def _caches() -> list[Any]:
+    """Every cache of a function in the library, its tools aside."""
+    found = []
+    for module in pkgutil.walk_packages(epinorm.__path__, "epinorm."):
+        if ".tools" not in module.name and not module.name.endswith("__main__"):
+            names = vars(importlib.import_module(module.name))
+            kept = (v for v in names.values() if isinstance(v, functools._lru_cache_wrapper))
+            found += [value for value in kept if value.__module__ == module.name]
+    return found
