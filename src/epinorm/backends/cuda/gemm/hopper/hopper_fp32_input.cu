@@ -78,27 +78,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                            u16* x_plane, int m, int n, int k, int k_padded CHAIN_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Rings rings = {shared_address(shared), shared_address(shared + kBarrierOffset)};
-  const int warpgroup = threadIdx.x / kWarpgroupThreads;
   const volatile int* again = reinterpret_cast<const volatile int*>(shared + kVerdictOffset);
-  if (threadIdx.x == kConsumerThreads) rings_init(rings);
-  __syncthreads();
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-
-  const int k_steps = (k + 2 * kStepK - 1) / (2 * kStepK) * 2;
-  if (warpgroup == kConsumers) {
-    give_registers<24>();
-    const TileOrder order(m, n);
-    if (threadIdx.x == kConsumerThreads)
-      load_w(rings, &map_x, order, k_steps, again);
-    else if (threadIdx.x == kConsumerThreads + 32)
-      load_x(rings, &map_w, order, k_steps, again);
-  } else {
-    take_registers<240>();
+  const auto work = [&](int warpgroup, int k_steps) {
     const Epilogue e = {bias, gamma, beta, OPERAND_LIST, CONSTANT_LIST, AFFINE_SCALE,
                         x_scale, column_scale, y, z, mean, rstd, m, n,
                         chain::drops_of<float>(CONSTANT_LIST, OPERAND_LIST)};
     const Weight input = {x, x_stride, x_scale, x_flags, x_columns, x_plane, k_padded};
     consume(rings, e, input, shared, warpgroup, k, k_steps);
-  }
+  };
+  share_work(rings, again, &map_x, &map_w, m, n, k, work);
 }

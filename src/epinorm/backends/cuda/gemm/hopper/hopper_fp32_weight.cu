@@ -87,27 +87,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                             int k_padded CHAIN_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Rings rings = {shared_address(shared), shared_address(shared + kBarrierOffset)};
-  const int warpgroup = threadIdx.x / kWarpgroupThreads;
   const volatile int* again = reinterpret_cast<const volatile int*>(shared + kVerdictOffset);
-  if (threadIdx.x == kConsumerThreads) rings_init(rings);
-  __syncthreads();
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-
-  const int k_steps = (k + 2 * kStepK - 1) / (2 * kStepK) * 2;
-  if (warpgroup == kConsumers) {
-    give_registers<24>();
-    const TileOrder order(n, m);
-    if (threadIdx.x == kConsumerThreads)
-      load_w(rings, &map_w, order, k_steps, again);
-    else if (threadIdx.x == kConsumerThreads + 32)
-      load_x(rings, &map_x, order, k_steps, again);
-  } else {
-    take_registers<240>();
+  const auto work = [&](int warpgroup, int k_steps) {
     const Epilogue e = {bias, gamma, beta, OPERAND_LIST, CONSTANT_LIST, AFFINE_SCALE,
                         row_scale, y, z, mean, rstd, m, n,
                         chain::drops_of<float>(CONSTANT_LIST, OPERAND_LIST)};
     const Weight weight = {w, w_stride, w_scale, w_flags, w_columns, w_plane, k_padded};
     consume(rings, e, weight, shared, warpgroup, k, k_steps);
-  }
+  };
+  share_work(rings, again, &map_w, &map_x, n, m, k, work);
 }

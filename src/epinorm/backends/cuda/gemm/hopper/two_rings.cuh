@@ -5,6 +5,7 @@
 // The prelude defines kBlockN, the rows of W of a tile, and kBlockM, those of x; kStagesW, kStagesX; kLendsRing;
 // kTileGroup (TileOrder).
 #pragma once
+#include "common/dependent.cuh"
 #include "common/hopper_barrier.cuh"
 #include "common/hopper_tma.cuh"
 #include "common/hopper_wgmma.cuh"
@@ -130,5 +131,31 @@ __device__ __forceinline__ void load_x(const Rings& rings, const TensorMap* x,
       }
     } while (wait_for_verdict(rings, again, parity));
     if (kLendsRing) barrier_wait(rings.returned(), returned);
+  }
+}
+
+// The block's threads by their work: two load, and the consumer warpgroups call consume(warpgroup,
+// k_steps). rows: of the matrix that is converted; w, x: its map and that of the plane.
+template <class Consume>
+__device__ __forceinline__ void share_work(const Rings& rings, const volatile int* again,
+                                           const TensorMap* w, const TensorMap* x, int rows,
+                                           int columns, int k, Consume consume) {
+  const int warpgroup = threadIdx.x / kWarpgroupThreads;
+  if (threadIdx.x == kConsumerThreads) rings_init(rings);
+  __syncthreads();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+
+  const int k_steps = (k + 2 * kStepK - 1) / (2 * kStepK) * 2;
+  if (warpgroup == kConsumers) {
+    give_registers<24>();
+    const TileOrder order(rows, columns);
+    if (threadIdx.x == kConsumerThreads)
+      load_w(rings, w, order, k_steps, again);
+    else if (threadIdx.x == kConsumerThreads + 32)
+      load_x(rings, x, order, k_steps, again);
+  } else {
+    take_registers<240>();
+    consume(warpgroup, k_steps);
   }
 }
