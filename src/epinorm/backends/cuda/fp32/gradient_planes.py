@@ -16,7 +16,7 @@ from epinorm.backends.cuda.norm.backward import Factors, Largest
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
-from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.cuda.text.source import constants, kernel_text
 
 __all__ = ["GradientPlanes", "GradientSplitter", "gradient_source"]
 
@@ -46,10 +46,13 @@ class GradientPlanes(NamedTuple):
 
 def gradient_source(planes: int, by_row: bool, by_column: bool, arch: str) -> KernelSource:
     """The kernel's text; compiles without a GPU."""
-    prelude = (
-        f"constexpr int kPlanes = {planes};\nconstexpr float kTolerance = {TOLERANCE[planes]};\n"
-        f"constexpr bool kByRow = {str(by_row).lower()};\n"
-        f"constexpr bool kByColumn = {str(by_column).lower()};\n"
+    prelude = constants(
+        {
+            "kPlanes": planes,
+            "kTolerance": TOLERANCE[planes],
+            "kByRow": by_row,
+            "kByColumn": by_column,
+        }
     )
     return KernelSource("split_gradient", kernel_text("fp32/split_gradient.cu", prelude), arch)
 

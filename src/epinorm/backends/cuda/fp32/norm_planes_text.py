@@ -13,7 +13,7 @@ from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_planes import RowsPlan, rows_plans
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.backends.cuda.text.backward_chain import backward_elements
-from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 from epinorm.problem import Problem
 
@@ -53,7 +53,7 @@ def planes_source(
     }
     extra = (
         output_text(outputs)
-        + f"constexpr float kTolerance = {TOLERANCE[planes]};\n"
+        + constants({"kTolerance": TOLERANCE[planes]})
         + f"EPINORM_FUNCTION constexpr int element_stream(int i) {{ return {places}0; }}\n"
     )
     text = norm_text("fp32/norm_backward_planes", problem, plan.tile, more, extra)
@@ -65,9 +65,8 @@ def rescale_source(planes: int, sums: int, beside_dx: bool, arch: str) -> Kernel
     a GPU. beside_dx: it is launched behind dX."""
     stores = " ".join(f"case {i}: sum{i}[column] = sum; break;" for i in range(sums))
     prelude = (
-        f"constexpr int kPlanes = {planes}, kSums = {sums};\n"
-        f"constexpr bool kBesideDx = {str(beside_dx).lower()};\n"
-        f"#define SUM_PARAMETERS {''.join(f', float* sum{i}' for i in range(sums))}\n"
+        constants({"kPlanes": planes, "kSums": sums, "kBesideDx": beside_dx})
+        + f"#define SUM_PARAMETERS {''.join(f', float* sum{i}' for i in range(sums))}\n"
         f"#define SUM_STORES {stores}\n"
     )
     text = kernel_text("fp32/rescale_planes.cu", prelude)

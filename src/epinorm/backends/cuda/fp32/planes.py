@@ -18,7 +18,7 @@ from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.driver import relaxed_capture
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.prepared import starts_early
-from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 
 __all__ = ["Planes", "Splitter", "split", "split_source", "splitter"]
@@ -90,13 +90,16 @@ def split_prelude(
     planes: int, columns: int, aligned: bool, shape: SplitShape, order: Order = "plain"
 ) -> str:
     """The constants of `split_rows.cuh`; aligned: each row starts on 16 bytes."""
-    return (
-        f"constexpr int kPlanes = {planes}, kRowThreads = {shape.threads};\n"
-        f"constexpr int kRowVectors = {shape.vectors};\n"
-        f"constexpr float kTolerance = {TOLERANCE[planes]};\n"
-        f"constexpr bool kAligned = {str(aligned).lower()};\n"
-        f"constexpr bool kPlain = {str(order != 'ordered').lower()};\n"
-        f"constexpr bool kOrdered = {str(order != 'plain').lower()};\n"
+    return constants(
+        {
+            "kPlanes": planes,
+            "kRowThreads": shape.threads,
+            "kRowVectors": shape.vectors,
+            "kTolerance": TOLERANCE[planes],
+            "kAligned": aligned,
+            "kPlain": order != "ordered",
+            "kOrdered": order != "plain",
+        }
     )
 
 

@@ -22,7 +22,7 @@ from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.launch import Kernel
 from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments, chain_text, constant_list
-from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 from epinorm.problem import Forward, Inputs, Problem
 
@@ -172,7 +172,7 @@ def rescue_source(
         raise ValueError(f"the range guard is for float32 throughout, but got {dtypes}")
     group = _group_of(problem)
     tile = rescue_tile(group, limit)
-    constants = {
+    numbers = {
         "kRows": tile.rows,
         "kColumns": tile.columns,
         "kWidth": tile.width,
@@ -196,7 +196,7 @@ def rescue_source(
     arguments = ChainArguments(problem.chain, torch.float32)
     prelude = (
         chain_text(problem.chain)
-        + "".join(f"constexpr int {name} = {int(value)};\n" for name, value in constants.items())
+        + constants({name: int(value) for name, value in numbers.items()})
         + f"#define CHAIN_PARAMETERS {parameters}{arguments.parameters}\n"
         + f"#define OPERAND_LIST {{{operands}}}\n"
         + f"#define STRIDE_LIST {{{strides}}}\n"

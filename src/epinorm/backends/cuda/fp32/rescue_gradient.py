@@ -17,7 +17,7 @@ from epinorm.backends.cuda.fp32.rescue import VECTOR_BYTES, RescueTile, prepare_
 from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.prepared import starts_early
-from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 
 __all__ = [
@@ -67,7 +67,7 @@ def rescue_gradient_source(
         "kAdds": adds,
         "kSplitK": splits,
     }
-    text = "".join(f"constexpr int {name} = {int(value)};\n" for name, value in prelude.items())
+    text = constants({name: int(value) for name, value in prelude.items()})
     return KernelSource("rescue_gradient", kernel_text("fp32/rescue_gradient.cu", text), arch)
 
 

@@ -8,7 +8,7 @@ from epinorm.backends.cuda.norm.text import norm_text, types_text
 from epinorm.backends.cuda.plan.norm_backward import BackwardPlan, Outputs, backward_plans
 from epinorm.backends.cuda.plan.norm_tile import NormTile
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
-from epinorm.backends.cuda.text.source import read_kernel
+from epinorm.backends.cuda.text.source import constants, read_kernel
 from epinorm.problem import Problem
 
 __all__ = [
@@ -42,7 +42,7 @@ def backward_source(
 def output_text(outputs: Outputs) -> str:
     """The constants of norm_gradient.cuh, and the parameters of element operands' gradients."""
     gamma, beta, bias, *operands = outputs.places
-    constants = {
+    numbers = {
         "kSumGamma": gamma,
         "kSumBeta": beta,
         "kSumBias": bias,
@@ -54,7 +54,7 @@ def output_text(outputs: Outputs) -> str:
     elements = [i for i, wanted in enumerate(outputs.elements) if wanted]
     count = len(outputs.elements)
     return (
-        "".join(f"constexpr int {name} = {int(value)};\n" for name, value in constants.items())
+        constants({name: int(value) for name, value in numbers.items()})
         + _table("int", "sum_of_operand", operands, -1)
         + _table("bool", "writes_operand", outputs.elements, False)
         + "#define EPINORM_OUTPUT_PARAMETERS "

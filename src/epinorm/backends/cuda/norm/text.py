@@ -17,7 +17,7 @@ from epinorm.backends.cuda.text.chain_text import (
     constant_list,
     statistics_text,
 )
-from epinorm.backends.cuda.text.source import read_kernel
+from epinorm.backends.cuda.text.source import constants, read_kernel
 from epinorm.problem import Inputs, Problem
 
 __all__ = [
@@ -60,7 +60,7 @@ def norm_text(
     the channels in a group, not on M or the number of groups.
     """
     z_lacks_bias = not problem.bias_in_z and not begins_at_sum(problem.chain)
-    constants = {
+    numbers = {
         "kChannels": problem.n // problem.groups,
         "kVector": tile.vector,
         "kLanes": tile.lanes,
@@ -76,8 +76,8 @@ def norm_text(
         "kHasBeta": problem.has_norm_bias,
         **more,
     }
-    lines = [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
-    prelude = "".join((*lines, _operands_text(problem), extra))
+    prelude = constants({name: int(value) for name, value in numbers.items()})
+    prelude += _operands_text(problem) + extra
     backward = "backward" in kernel
     before = types_text(problem, backward) + "#define EPINORM_BACKWARD\n" * backward
     before += statistics_text(problem.chain, problem.out_dtype) + chain_text(problem.chain)

@@ -18,6 +18,7 @@ from epinorm.backends.cuda.text.chain_text import (
     constant_list,
     statistics_text,
 )
+from epinorm.backends.cuda.text.source import constants
 from epinorm.chain import Chain
 from epinorm.chain.pointwise import SCALE_BY_POWER_OF_TWO
 from epinorm.problem import Problem
@@ -26,7 +27,6 @@ __all__ = [
     "TYPES",
     "Instance",
     "columns_of",
-    "constants",
     "epilogue_prelude",
     "instance_of",
     "rows_aligned",
@@ -98,15 +98,6 @@ def rows_aligned(problem: Problem) -> bool:
     """Whether rows of y, and of the matrix beside it, are whole 16-byte units."""
     dtypes = (problem.out_dtype, problem.matrix_dtype)
     return all(dtype is None or problem.n * dtype.itemsize % ROW_BYTES == 0 for dtype in dtypes)
-
-
-def constants(values: dict[str, int | bool]) -> str:
-    """Integers and bools as constexpr definitions."""
-    lines = []
-    for name, value in values.items():
-        kind, text = ("bool", str(value).lower()) if isinstance(value, bool) else ("int", value)
-        lines.append(f"constexpr {kind} {name} = {text};\n")
-    return "".join(lines)
 
 
 def vectors(instance: Instance[T]) -> int:

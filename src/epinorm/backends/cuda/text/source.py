@@ -7,10 +7,11 @@ content of the cache's key, and it can be written into an exported file as it st
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-__all__ = ["KERNEL_FOLDER", "kernel_text", "read_kernel"]
+__all__ = ["KERNEL_FOLDER", "constants", "kernel_text", "read_kernel"]
 
 KERNEL_FOLDER = Path(__file__).parents[1]
 
@@ -41,6 +42,19 @@ def kernel_text(name: str, prelude: str = "") -> str:
     if prelude and not prelude.endswith("\n"):
         prelude += "\n"
     return prelude + read_kernel(name)
+
+
+def constants(values: Mapping[str, int | bool | str]) -> str:
+    """Each as a constexpr definition; a text is the literal of a float."""
+    lines = []
+    for name, value in values.items():
+        kind, text = "int", str(value)
+        if isinstance(value, bool):
+            kind, text = "bool", text.lower()
+        elif isinstance(value, str):
+            kind = "float"
+        lines.append(f"constexpr {kind} {name} = {text};\n")
+    return "".join(lines)
 
 
 def _expanded(name: str, included_from: str | None, seen: set[str]) -> str:

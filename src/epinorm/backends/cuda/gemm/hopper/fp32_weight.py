@@ -15,8 +15,8 @@ from epinorm.backends.cuda.plan.hopper_tile import (
     stages_of_fp32,
 )
 from epinorm.backends.cuda.runtime.jit import KernelSource
-from epinorm.backends.cuda.text.instance import Instance, constants, epilogue_prelude
-from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.cuda.text.instance import Instance, epilogue_prelude
+from epinorm.backends.cuda.text.source import constants, kernel_text
 
 __all__ = [
     "fp32_input_source",
@@ -56,9 +56,9 @@ def _prelude(instance: Instance[Tile], plane_rows: int, writes_plane: bool) -> s
             "kTileGroup": tile.group,
             "kWritesPlane": writes_plane,
             "kPlanes": 1,
+            "kTolerance": TOLERANCE[1],
         }
     )
-    numbers += f"constexpr float kTolerance = {TOLERANCE[1]};\n"
     return numbers + _wgmma_text(plane_rows) + epilogue_prelude(instance)
 
 

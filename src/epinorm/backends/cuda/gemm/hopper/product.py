@@ -27,7 +27,7 @@ from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.tensor_map import tensor_map
 from epinorm.backends.cuda.text.instance import TYPES
-from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 
 __all__ = ["AddingProduct", "add_splits", "add_splits_source", "hopper_product", "prepare_adding"]
@@ -47,7 +47,7 @@ ADD_THREADS, ADD_VALUES = 256, 4
 
 def add_splits_source(parts: int, out_dtype: torch.dtype) -> KernelSource:
     """The kernel that adds up the parts; compiles without a GPU."""
-    prelude = f"constexpr int kSplitK = {parts};\n#define OutType {TYPES[out_dtype]}\n"
+    prelude = constants({"kSplitK": parts}) + f"#define OutType {TYPES[out_dtype]}\n"
     return KernelSource("add_splits", kernel_text("gemm/add_splits.cu", prelude), ARCH)
 
 

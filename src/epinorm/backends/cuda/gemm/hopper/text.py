@@ -13,10 +13,9 @@ from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.instance import (
     TYPES,
     Instance,
-    constants,
     epilogue_prelude,
 )
-from epinorm.backends.cuda.text.source import kernel_text
+from epinorm.backends.cuda.text.source import constants, kernel_text
 
 __all__ = [
     "ARCH",
