@@ -172,7 +172,11 @@ def test_exits_on_import(tmp_path: Path) -> None:
 
 
 def test_lacks_model(tmp_path: Path) -> None:
-    assert "defines no class Model" in refused(write(tmp_path, GOOD.replace("Model", "Net")))
+    message = refused(write(tmp_path, GOOD.replace("Model", "Net")))
+    assert "defines no class Model" in message
+    assert ".py:FUNCTION" in message
+    solution = refused(write(tmp_path, GOOD.replace("Model", "ModelNew")))
+    assert "judged by `epinorm judge PROBLEM" in solution
 
 
 def test_model_is_no_module(tmp_path: Path) -> None:

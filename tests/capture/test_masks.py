@@ -43,6 +43,11 @@ def window(q: Tensor) -> Tensor:
     return (columns <= rows) & (columns > rows - 3)
 
 
+def first_key(q: Tensor) -> Tensor:
+    """One row for all queries: a lower half of one row, and not what ``is_causal`` means."""
+    return torch.arange(L, device=q.device)[None] < 1
+
+
 def of_an_input(q: Tensor) -> Tensor:
     return (q[:, :1, :, :1] > -1e9).expand(2, -1, L, L)
 
@@ -68,7 +73,7 @@ LEFT: list[tuple[Made, Any]] = [
     (bidirectional, (None, False)),
     (causal, (None, True)),
     (packed, (None, True)),
-    *((made, ("kept", False)) for made in (window, of_an_input, changed)),
+    *((made, ("kept", False)) for made in (window, first_key, of_an_input, changed)),
     *((made, ("kept", False)) for made in (changed_by_a_view, additive)),
 ]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from epinorm.capture.purity import changes, is_pure, storage_of
+from epinorm.capture.purity import changes, is_pure, storage_of, value_of
 from epinorm.capture.spelling import arguments, name_of
 
 __all__ = ["leave_out_masks"]
@@ -42,9 +42,16 @@ def leave_out_masks(graph: fx.Graph) -> None:
         if given.get("is_causal") or not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             continue
         is_causal = not mask.all()
-        if not is_causal or (mask.dim() > 1 and torch.equal(mask, torch.ones_like(mask).tril())):
+        if not is_causal or _is_causal(mask, value_of(given["query"]), value_of(given["key"])):
             node.args = tuple(given.pop(name) for name in _BEFORE_CAUSAL[:3])
             node.kwargs = given | {"attn_mask": None, "is_causal": is_causal}
+
+
+def _is_causal(mask: Tensor, query: Tensor | None, key: Tensor | None) -> bool:
+    """Whether the mask has its rows and columns, none of them broadcast, and is the lower half."""
+    if query is None or key is None or mask.shape[-2:] != (query.shape[-2], key.shape[-2]):
+        return False
+    return torch.equal(mask, torch.ones_like(mask).tril())
 
 
 class _Constants:

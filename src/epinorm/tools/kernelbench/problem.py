@@ -121,9 +121,12 @@ def load_problem(path: str | Path, scale: int = 1) -> ProblemFile:
     module = _execute(path, tree)
     model_type = getattr(module, "Model", None)
     if model_type is None:
+        hint = f"bench and explain take {path.name}:FUNCTION too, which returns a model and inputs"
+        if hasattr(module, "ModelNew"):
+            hint = f"its ModelNew is judged by `epinorm judge PROBLEM {path.name}`"
         raise ProblemError(
             f"{path.name} defines no class Model; a problem file defines Model, get_inputs() and "
-            "get_init_inputs()"
+            f"get_init_inputs(); {hint}"
         )
     if not (isinstance(model_type, type) and issubclass(model_type, nn.Module)):
         raise ProblemError(
