@@ -27,7 +27,7 @@ from imaginary import CASES, KINDS, hash_of, imaginary_h200, launches
 def steps() -> tuple[dict[str, Any], list[Any]]:
     """The launches in their order by case, kind and pass; and every source that was loaded."""
     found: dict[str, Any] = {}
-    with imaginary_h200() as api:
+    with imaginary_h200(compiles=True) as api:
         for name, (m, k, n, norm, pre, post) in CASES.items():
             for kind, (dtype, precision) in KINDS.items():
                 torch.set_float32_matmul_precision(precision)

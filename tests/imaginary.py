@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
 from epinorm.backends import memo
+from epinorm.backends.cuda.fp32 import norm_planes_text
+from epinorm.backends.cuda.norm import backward_text, forward
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.runtime import device, driver, jit, launch, tensor_map
@@ -26,6 +28,8 @@ from epinorm.problem import Inputs
 
 H200 = device.Gpu((9, 0), 132, 232448, 233472)
 PRODUCTS = ("mm", "addmm", "addmm_", "linear")
+TRYING = (norm_planes_text, backward_text, forward)
+"""The modules that look for a kernel that does not spill."""
 GroupNorm, LayerNorm, RMSNorm = epinorm.GroupNorm, epinorm.LayerNorm, epinorm.RMSNorm
 
 # name: m, k, n, norm, pre, post
@@ -134,8 +138,10 @@ def believe_in(monkeypatch: Any, gpu: device.Gpu) -> None:
 
 
 @contextlib.contextmanager
-def imaginary_h200(gpu: device.Gpu = H200) -> Any:
-    """Let tensors of the CPU be computed as if on an H200, or another GPU; yields the driver."""
+def imaginary_h200(gpu: device.Gpu = H200, compiles: bool = False) -> Any:
+    """Let tensors of the CPU be computed as if on an H200, or another GPU; yields the driver.
+
+    compiles: whether plans try which kernels spill; else none does."""
     api = Driver()
 
     def load_library(source: Any) -> Any:
@@ -158,7 +164,7 @@ def imaginary_h200(gpu: device.Gpu = H200) -> Any:
         *((module, "driver", lambda: api) for module in (driver, jit, launch, tensor_map)),
         (jit, "_load_library", load_library),
         *((jit, name, {}) for name in ("_kernels", "_libraries", "_locks")),
-        (jit, "compiled", text_of),
+        *((module, "compiled", text_of) for module in (jit, *(() if compiles else TRYING))),
         (device, "device_index", lambda device=None: 0),
         (jit, "device_index", lambda device=None: 0),
         (device, "gpu_at", lambda index: gpu),

@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.backends.cuda.gemm.hopper import text as hopper_text
-from epinorm.backends.cuda.gemm.portable import text as portable_text
-from epinorm.backends.cuda.plan import hopper as hopper_plan
-from epinorm.backends.cuda.plan import portable as portable_plan
-from epinorm.backends.cuda.runtime.device import Gpu
-from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin, compiled
+from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin
 from epinorm.backends.cuda.text.chain_text import chain_text
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.chain import Chain
 from epinorm.chain.pointwise import DEFINITIONS
-from epinorm.problem import Problem
 
 CHAINS = (
     "group_norm(4)",
@@ -184,31 +178,3 @@ extern "C" __global__ void probe(const float* in, float* out, chain::Constants<f
     result = compile_cubin(KernelSource("probe", chain_text(chain) + body, "sm_80"))
     assert result.spill_bytes == 0
     assert result.stack_bytes == 0
-
-
-EAGER_CHAINS = {
-    "group_norm(512)|leaky_relu(0.01)|scale(2)|rounding(eager)": 1024,
-    "group_norm(16)|hardtanh(-2,2)|rounding(eager)": 1024,
-    "add_channel|hardtanh|mish|group_norm(256)|rounding(eager)": 1024,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("text", EAGER_CHAINS)
-def test_kernels_that_round_as_eager_does_compile_without_spills(
-    text: str, dtype: torch.dtype, training: bool
-) -> None:
-    problem = Problem(
-        Chain.parse(text), EAGER_CHAINS[text], 8192, 8192, dtype, dtype, dtype,
-        True, True, True, training, torch.device("cuda"), "native",
-    )  # fmt: skip
-    tile = hopper_plan.choose_tile(problem, 132)
-    assert tile is not None
-    instance = hopper_plan.instance_for(problem, tile)
-    assert compiled(hopper_text.linear_norm_source(instance)).spill_bytes == 0
-    tile = portable_plan.choose_tile(problem, Gpu((8, 0), 108, 166912, 167936))
-    assert tile is not None
-    instance = portable_plan.instance_for(problem, tile)
-    assert compiled(portable_text.linear_norm_source(instance, "sm_80")).spill_bytes == 0

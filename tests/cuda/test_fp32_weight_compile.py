@@ -89,7 +89,7 @@ def test_converting_x(channels, chain, training):
     problem = problem_of(16384, 768, channels, groups, "high", training, chain)
     tiles = [tile for tile in hopper_plan.candidates(problem) if tile.fp32_input]
     assert tiles
-    for tile in tiles:
+    for tile in tiles if training else tiles[:1]:
         check(problem, tile, training)
 
 

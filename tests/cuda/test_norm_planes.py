@@ -61,8 +61,7 @@ def test_kb62_has_its_registers_and_bytes_in_flight(planes: int) -> None:
     assert (plan.stages - 1) * KB62_THREADS * 2 * 4 * tile.values >= 32 * 1024
 
 
-@pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("everything", [True, False])
+@pytest.mark.parametrize(("planes", "everything"), [(1, False), (2, True)])
 @pytest.mark.parametrize(
     ("channels", "n", "chain"),
     [
