@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -22,6 +23,7 @@ __all__ = [
     "Gradients",
     "Inputs",
     "Layout",
+    "NativePasses",
     "Plan",
     "Problem",
     "Run",
@@ -344,6 +346,26 @@ class Run(Protocol):
         constants: tuple[float, ...],
         /,
     ) -> Forward: ...
+
+
+class NativePasses(NamedTuple):
+    """Passes that native code repeats (cuda/runtime/replay.cpp).
+
+    program: of the forward pass, its first result y. kept: what backward reads of it, z or the sum,
+    mean and rstd, each as the number of a result or as a tensor of its own. sum: the number of that
+    result, or -1. planes: the number from which on results are what is left for the backward pass;
+    has_room, leave: whether it may stay, and what holds it, from these results and whether x and
+    the weight want gradients; None where nothing is left. backward: where it finds the passes
+    without and with a gradient of the sum; None without gradients.
+    """
+
+    program: Any
+    kept: tuple[int | Tensor | None, ...]
+    sum: int
+    planes: int
+    has_room: Callable[[], bool] | None
+    leave: Callable[[bool, bool, list[Tensor]], Any] | None
+    backward: tuple[Any, Any] | None
 
 
 class Executable(Protocol):

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from epinorm.backends import memo
 from epinorm.backends.cuda.fp32 import planes, rescue
 from epinorm.backends.cuda.gemm.hopper import linear_norm
+from epinorm.backends.cuda.norm import backward as norm_backward
 from epinorm.backends.cuda.norm import forward as norm_forward
 from epinorm.backends.cuda.norm.text import chain_signature
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
+from epinorm.backends.cuda.plan.norm_backward import backward_plans
 from epinorm.backends.cuda.runtime import device, driver, launch, replay, tensor_map
 from epinorm.chain import Chain, RMSNorm
 from epinorm.chain.reference import epilogue
@@ -81,6 +84,9 @@ class ImaginaryGPU:
     sources: list[tuple[str, Any]] = field(default_factory=list)
     split: dict[int, Tensor] = field(default_factory=dict)
     """By the address of their hi plane: matrices that were split into planes."""
+
+    sums: dict[int, list[Tensor]] = field(default_factory=dict)
+    """By the address of the scratch: what norm_column_sums will add up."""
 
     replayed: int = 0
     """Launches by native code, of those that there were."""
@@ -241,6 +247,56 @@ class ImaginaryGPU:
         rstd = matrix_at(outputs[2], m, problem.groups, problem.groups, problem.stats_dtype)
         rstd.copy_((grouped.square().mean(2) + problem.chain.norm.eps).rsqrt())
 
+    def signature_of_norm_backward(self, source: Any) -> str:
+        problem, _, outputs, _ = source
+        elements = "p" * sum(outputs.elements)
+        return norm_backward.SIGNATURE + chain_signature(problem) + elements
+
+    def compute_norm_backward(self, source: Any, *arguments: Any) -> None:
+        problem, _, outputs, _ = source
+        dy, dy_stride, z, z_stride, _, _, _, bias, gamma, beta, dz, at, m, _, *more = arguments
+        n, kinds = problem.n, problem.chain.operand_kinds
+        addresses, more = more[: 2 * len(kinds)], more[2 * len(kinds) :]
+        count = len(constants(problem.chain, problem.stats_dtype))
+        chain = problem.chain.filled(more[:count])
+        given = [vector_at(p, n, problem.norm_dtype) for p in (bias, gamma, beta)]
+        given += [
+            vector_at(address, n, problem.norm_dtype)
+            if kind == "channel"
+            else matrix_at(address, m, n, stride, problem.norm_dtype)
+            for address, stride, kind in zip(addresses[::2], addresses[1::2], kinds, strict=True)
+        ]
+        product = matrix_at(z, m, n, z_stride, problem.dtype).double()
+        doubles = [None if t is None else t.double() for t in given]
+        leaves = [t for t in (product, *doubles) if t is not None]
+
+        def differentiate() -> tuple[Tensor, ...]:
+            for leaf in leaves:
+                leaf.requires_grad_()
+            biased = product if doubles[0] is None else product + doubles[0]
+            y = epilogue(biased, chain, *doubles[1:3], doubles[3:])
+            return torch.autograd.grad(y, leaves, matrix_at(dy, m, n, dy_stride, y.dtype))
+
+        with ThreadPoolExecutor(1) as fresh:  # this thread may be below autograd
+            found = fresh.submit(differentiate).result()
+        gradients = dict(zip(map(id, leaves), found, strict=True))
+        if dz:
+            matrix_at(dz, m, n, n, problem.dtype).copy_(gradients[id(product)])
+        by_name = [gradients.get(id(t)) for t in (doubles[1], doubles[2], doubles[0], *doubles[3:])]
+        pairs = zip(by_name, outputs.sums, strict=True)
+        self.sums[at] = [gradient for gradient, wanted in pairs if wanted]
+        elements = [g for g, kind in zip(by_name[3:], kinds, strict=True) if kind == "element"]
+        for address, gradient in zip(more[count:], elements, strict=False):
+            matrix_at(address, m, n, n, problem.norm_dtype).copy_(gradient)
+
+    def signature_of_norm_column_sums(self, source: Any) -> str:
+        return "pil" + "p" * sum(source[1].sums)
+
+    def compute_norm_column_sums(self, _: Any, at: int, *arguments: Any) -> None:
+        _, n, *into = arguments
+        for address, values in zip(into, self.sums.pop(at), strict=True):
+            matrix_at(address, 1, n, n, torch.float64)[0].copy_(values)
+
     def signature_of_split(self, _source: Any) -> str:
         return planes.SIGNATURE
 
@@ -274,8 +330,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
         set_(module, "driver", lambda: gpu)
     native = gpu.native()
     set_(replay, "driver", lambda: native)
-    for module in (linear_norm, norm_forward, planes, rescue):
+    replay.native(wait=True)
+    for module in (linear_norm, norm_forward, norm_backward, planes, rescue):
         set_(module, "load", gpu.load)
+    set_(norm_backward, "backward_plan", lambda *given: backward_plans(*given[:-1])[0])
+    set_(norm_backward, "backward_source", lambda *source: ("norm_backward", source))
+    set_(norm_backward, "column_sums_source", lambda *source: ("norm_column_sums", source))
     set_(linear_norm, "linear_norm_source", lambda instance: ("linear_norm", instance))
     set_(norm_forward, "forward_source", lambda *source: ("norm_forward", source))
     set_(planes, "split_source", lambda *source: ("split", source))

@@ -5,6 +5,7 @@ The GPU is conftest.py's: it computes each launch from the bytes that the driver
 
 import ctypes
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import torch
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.replayed import ReplayedBackward
 from epinorm.backends.cuda.runtime import launch, prepared
-from epinorm.backends.cuda.runtime.replay import CannotReplay, Replay, recording
+from epinorm.backends.cuda.runtime.replay import CannotReplay, recording, replay
 from epinorm.chain import Chain
 from epinorm.chain.reference import linear_norm
 from epinorm.operator.dispatch import Caller
@@ -98,24 +99,56 @@ def test_a_call_in_the_middle_of_a_recorded_one(gpu):
         check(caller, tensors())
 
 
-def note(run):
-    with recording() as noted:
+def note(run, *given):
+    with recording(given) as noted:
         made = run()
     return noted, made
 
 
 def test_runs_that_cannot_be_repeated():
     x = torch.randn(4, 4)
-    noted, made = note(lambda: torch.empty(4, 4).copy_(x))
+    noted, made = note(lambda: torch.empty(4, 4).copy_(x), x)
     with pytest.raises(CannotReplay, match="copy_"):
-        Replay(noted, [x], [made])
-    noted, made = note(lambda: torch.empty(4, 4))
+        replay(noted, [made])
+    noted, made = note(lambda: torch.empty(4, 4), x, x[1:])
     with pytest.raises(CannotReplay, match="share memory"):
-        Replay(noted, [x, x[1:]], [made])
-    with pytest.raises(CannotReplay, match="not its own"):
-        Replay(noted, [], [x])
+        replay(noted, [made])
+    noted, made = note(lambda: torch.empty(4, 4), x.t())
     with pytest.raises(CannotReplay, match="contiguous"):
-        Replay(noted, [x.t()], [made])
+        replay(noted, [made])
+    noted, made = note(lambda: torch.empty(4, 4))
+    with pytest.raises(CannotReplay, match="not its own"):
+        replay(noted, [x])
+    with pytest.raises(CannotReplay, match="not its own"):
+        replay(noted, [made[1:]])
+
+
+def test_what_a_run_frees_is_freed_when_it_is_recorded_and_repeated(gpu):
+    """The memory between two launches, and what is given and held by nobody else."""
+    gpu.signature_of_add = lambda _: "pp"
+    alive, peak = [], []
+    gpu.compute_add = lambda _, *at: peak.append(sum(t() is not None for t in alive))
+    add = gpu.load(("add", None)).prepare("pp", 1, 32)
+
+    def run(given):
+        made = [torch.empty(N) for _ in range(2)]
+        alive.extend(map(weakref.ref, (*made, *given)))
+        add(given[0].data_ptr(), made[0].data_ptr())
+        given.clear()
+        add(made.pop(0).data_ptr(), made[0].data_ptr())
+        return made[0]
+
+    given = [torch.randn(N)]
+    with recording(given) as noted:
+        made = run(given)
+    assert peak == [3, 1]
+    repeat = replay(noted, [made])
+    given = [torch.randn(N)]
+    alive[:], peak[:] = [weakref.ref(given[0])], []
+    assert repeat.fits(given)
+    repeat(given)
+    assert peak == [1, 0]
+    assert given == []
 
 
 def numbers_at(address):
@@ -139,10 +172,11 @@ def backward(gpu):
         between, dz = torch.empty(N), torch.empty(N)
         z, plane = kept[0].z, planes.data_ptr()
         add(dy.data_ptr(), z.data_ptr(), plane, between.data_ptr(), N)
+        assert want.x
         last_row = inputs.x.data_ptr() + 4 * inputs.x.stride(0)
         add(last_row, between.data_ptr(), 0, dz.data_ptr(), N)
         kept.clear()
-        return Gradients(None, None, None, None, None, ()), dz
+        return Gradients(dz, None, None, None, None, ())
 
     made = ReplayedBackward(run)
     for _ in range(3):
@@ -172,7 +206,7 @@ def check_backward(backward, left=None, z=None, dy=None, x=None):
     dy = torch.randn(N) if dy is None else dy
     z = torch.randn(N) if z is None else z
     kept = [Forward(z, z, torch.randn(1), torch.randn(1))]
-    _, dz = backward(inputs, kept, dy, Wanted(True, False, False, False, False, ()), left)
+    dz, *_ = backward(inputs, kept, dy, Wanted(True, False, False, False, False, ()), left)
     found = dz - dy - z - x[1]
     assert any(torch.allclose(found, each, atol=1e-5) for each in (planes, bias))
 

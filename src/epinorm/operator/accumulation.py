@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 
-__all__ = ["accumulate_in_place", "added", "existing_gradient"]
+__all__ = ["accumulate_in_place", "added", "entered", "existing_gradient"]
 
 ALIGNMENT = 16
 """Bytes at which a gradient must begin."""
@@ -21,8 +22,8 @@ DEVICES = ("cuda",)
 _will_execute = getattr(torch._C, "_will_engine_execute_node", None)
 
 _lock = threading.Lock()
-_entered = 0
-"""Blocks that were entered and not left yet."""
+entered = ctypes.c_int(0)
+"""Blocks that were entered and not left yet; native code reads it."""
 
 
 @contextmanager
@@ -47,14 +48,13 @@ def accumulate_in_place() -> Iterator[None]:
     under autocast, in compiled graphs, and for whatever is not computed on a CUDA GPU.
     internals/training.md says more, of CUDA graphs too.
     """
-    global _entered
     with _lock:
-        _entered += 1
+        entered.value += 1
     try:
         yield
     finally:
         with _lock:
-            _entered -= 1
+            entered.value -= 1
 
 
 def existing_gradient(weight: Any, x: Tensor) -> Tensor | None:
@@ -62,7 +62,7 @@ def existing_gradient(weight: Any, x: Tensor) -> Tensor | None:
 
     x: what the weight's gradient is computed from.
     """
-    if not _entered or _will_execute is None or weight.device.type not in DEVICES:
+    if not entered.value or _will_execute is None or weight.device.type not in DEVICES:
         return None
     grad = weight.grad if weight.is_leaf else None
     if type(grad) is not Tensor or not _is_like(grad, weight):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,9 @@ from epinorm.operator.undisturbed import (
     is_under_autocast_alone,
     is_undisturbed,
 )
-from epinorm.problem import Executable, Forward, Inputs, StepForward
+from epinorm.problem import Executable, Forward, Inputs, StepForward, StepLeftovers
 
-__all__ = ["differentiable"]
+__all__ = ["differentiable", "gradients_in_python"]
 
 WEIGHT = Inputs._fields.index("weight")
 
@@ -126,50 +126,86 @@ class _LinearNorm(_SingleLevel):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *more: Any) -> Any:
         left, ctx.left = ctx.left, None
-        saved = ctx.saved_tensors
+        saved = list(ctx.saved_tensors)
         dsum = more[-1] if ctx.returns_sum else None
-        if dy is None:
-            x, weight = saved[3:5]
-            dy = x.new_zeros((*x.shape[:-1], weight.shape[0]), dtype=ctx.facts[3] or x.dtype)
-        kept, tensors = list(saved[:3]), saved[3:]
-        undisturbed = is_under_autocast_alone if ctx.facts[3] is not None else is_undisturbed
-        plain = undisturbed() and has_plain_types((dy, dsum, *saved))
-        del saved
-        given = tensors
-        if given[0].dim() != 2:
-            dy, operands = fold(dy), fold_operands(given[5:], ctx.facts)
-            kept[0] = kept[0] if kept[0].shape == (0,) else fold(kept[0])
-            dsum = None if dsum is None else fold(dsum)
-            tensors = (fold(given[0]), *given[1:5], *operands)
-        inputs = (*tensors[:5], tensors[5:])
-        wanted = ctx.needs_input_grad[2:]
-        found: Sequence[Tensor | None]
-        create_graph = torch.is_grad_enabled()
-        batched = torch._C._functorch.is_legacy_batchedtensor
-        if batched(dy) or (dsum is not None and batched(dsum)):
-            # is_grads_batched vectorises over dy by an older vmap, which knows no rule of ours.
-            with torch.enable_grad():
-                fresh = _fresh(tensors, wanted)
-                found = _first_order(dy, dsum, fresh, ctx.facts, wanted, create_graph)
-        elif not create_graph and plain:
-            # Without a retained graph, z is free once the norm kernel has read it: before dW, whose
-            # product is where memory peaks.
-            ctx.maybe_clear_saved_tensors()
-            x, weight = tensors[:2]
-            into = existing_gradient(weight, x) if wanted[WEIGHT] else None
-            known = ctx.executable, left, into
-            found = run_backward(inputs, ctx.facts, kept, dy, wanted, dsum, *known)
-            if into is not None and any(gradient is into for gradient in found):
-                added(weight, into)
-                found = [None if gradient is into else gradient for gradient in found]
-        else:
-            found = linear_norm_backward(dy, *inputs, *kept, *ctx.facts, wanted, dsum)
-        gradients = _scatter(found, wanted)
-        if given is not tensors:
-            for i in (0, *range(5, len(given))):
-                if (gradient := gradients[i]) is not None:
-                    gradients[i] = gradient.reshape(given[i].shape)
-        return None, None, *gradients
+        found = _gradients(
+            *(ctx.executable, ctx.facts, left, saved, dy, ctx.needs_input_grad[2:], dsum),
+            ctx.maybe_clear_saved_tensors,
+        )
+        return None, None, *found
+
+
+def _gradients(
+    executable: Executable | None,
+    facts: Facts,
+    left: StepLeftovers | None,
+    saved: list[Any],
+    dy: Tensor | None,
+    wanted: Sequence[bool],
+    dsum: Tensor | None = None,
+    let_go: Callable[[], None] = lambda: None,
+) -> list[Tensor | None]:
+    """The gradients of the inputs from what the forward pass saved, z, mean, rstd and the inputs,
+    which is taken out of ``saved``; let_go: of what else holds it, where no graph is retained."""
+    if dy is None:
+        x, weight = saved[3:5]
+        dy = x.new_zeros((*x.shape[:-1], weight.shape[0]), dtype=facts[3] or x.dtype)
+        del x, weight
+    undisturbed = is_under_autocast_alone if facts[3] is not None else is_undisturbed
+    plain = undisturbed() and has_plain_types((dy, dsum, *saved))
+    kept, tensors = saved[:3], tuple(saved[3:])
+    saved.clear()
+    given = tensors
+    if given[0].dim() != 2:
+        dy, operands = fold(dy), fold_operands(given[5:], facts)
+        kept[0] = kept[0] if kept[0].shape == (0,) else fold(kept[0])
+        dsum = None if dsum is None else fold(dsum)
+        tensors = (fold(given[0]), *given[1:5], *operands)
+    inputs = (*tensors[:5], tensors[5:])
+    found: Sequence[Tensor | None]
+    create_graph = torch.is_grad_enabled()
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    if batched(dy) or (dsum is not None and batched(dsum)):
+        # is_grads_batched vectorises over dy by an older vmap, which knows no rule of ours.
+        with torch.enable_grad():
+            fresh = _fresh(tensors, wanted)
+            found = _first_order(dy, dsum, fresh, facts, wanted, create_graph)
+    elif not create_graph and plain:
+        # Without a retained graph, z is free once the norm kernel has read it: before dW, whose
+        # product is where memory peaks.
+        let_go()
+        x, weight = tensors[:2]
+        into = existing_gradient(weight, x) if wanted[WEIGHT] else None
+        known = executable, left, into
+        found = run_backward(inputs, facts, kept, dy, wanted, dsum, *known)
+        if into is not None and any(gradient is into for gradient in found):
+            added(weight, into)
+            found = [None if gradient is into else gradient for gradient in found]
+    else:
+        found = linear_norm_backward(dy, *inputs, *kept, *facts, wanted, dsum)
+    gradients = _scatter(found, wanted)
+    if given is not tensors:
+        for i in (0, *range(5, len(given))):
+            if (gradient := gradients[i]) is not None:
+                gradients[i] = gradient.reshape(given[i].shape)
+    return gradients
+
+
+def gradients_in_python(executable: Executable, facts: Facts) -> Callable[..., Any]:
+    """What native code's backward pass calls where none like it was recorded, or autograd asks for
+    more: a function of what it saved, dy, which gradients are wanted, the sum's gradient and what
+    the forward pass left."""
+
+    def gradients(
+        saved: list[Any],
+        dy: Tensor | None,
+        wanted: Sequence[bool],
+        dsum: Tensor | None,
+        left: StepLeftovers | None,
+    ) -> list[Tensor | None]:
+        return _gradients(executable, facts, left, saved, dy, wanted, dsum)
+
+    return gradients
 
 
 class _LinearNormForward(_LinearNorm):

@@ -20,6 +20,7 @@ from epinorm.operator import calls, ops, transforms
 from epinorm.operator.autograd import differentiable
 from epinorm.operator.checks import check_leading_dimensions, check_types
 from epinorm.operator.kinds import Kinds, is_strided
+from epinorm.operator.native_calls import NativeCalls
 from epinorm.operator.undisturbed import is_distributed, is_under_autocast_alone, is_undisturbed
 from epinorm.problem import Strategy, check_strategy
 
@@ -66,6 +67,7 @@ class Caller:
         self._kinds: Kinds[_Found] = Kinds() if like is None else like
         self._autocast_facts: calls.Facts = (chain, strategy, strict, torch.float32)
         self._layers = calls.layers_of(self.facts)
+        self._native = NativeCalls()
         self._has_layers = strategy in ("auto", "reference") and not strict
         self._casts = transforms.norm_is_fp32_under_autocast(Chain.parse(chain))
 
@@ -85,6 +87,10 @@ class Caller:
         if self._drops:
             operands = _with_seeds(operands, self._kinds_of_operands, x.device)
         tensors: tuple[Any, ...] = (x, weight, bias, norm_weight, norm_bias, *operands)
+        y = self._native.find(tensors)
+        if y is not None:
+            self._uses.count += 1
+            return y
         if not is_undisturbed():
             return self._disturbed(tensors)
         results = self.again(tensors, self.facts)
@@ -121,6 +127,7 @@ class Caller:
         if isinstance(found.executable, calls.Eager):
             return found.executable.results(self._constants, *tensors)
         self._uses.count += 1
+        self._native.keep(found.executable, tensors, facts, found.training)
         if facts[3] is None:
             return self._run(found, tensors, facts)
         with torch._C._ExcludeDispatchKeyGuard(transforms.CUDA_AUTOCAST):

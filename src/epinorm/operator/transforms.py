@@ -24,6 +24,7 @@ from epinorm.operator.schema import (
 __all__ = [
     "CUDA_AUTOCAST",
     "cast",
+    "casts",
     "norm_is_fp32_under_autocast",
     "sum_dtype_under_autocast",
 ]
@@ -39,13 +40,19 @@ def norm_is_fp32_under_autocast(chain: Chain) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
 
 
-def cast(tensors: Sequence[Any]) -> tuple[Any, ...]:
+def casts(tensors: Sequence[Any]) -> list[torch.dtype | None]:
     """What belongs to the linear in CUDA autocast's dtype, the rest in fp32."""
     low = torch.get_autocast_dtype("cuda")
     dtypes = (low, low, low, *(torch.float32,) * (len(tensors) - 3))
-    pairs = zip(tensors, dtypes, strict=True)
     # Seeds are no floating-point numbers.
-    return tuple([t if t is None or not t.is_floating_point() else t.to(d) for t, d in pairs])
+    is_cast = [t is not None and t.is_floating_point() for t in tensors]
+    return [dtype if floats else None for floats, dtype in zip(is_cast, dtypes, strict=True)]
+
+
+def cast(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The tensors in autocast's dtypes."""
+    pairs = zip(tensors, casts(tensors), strict=True)
+    return tuple([t if dtype is None else t.to(dtype) for t, dtype in pairs])
 
 
 def _autocast_cuda(*arguments: Any) -> Results:

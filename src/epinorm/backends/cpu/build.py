@@ -18,12 +18,14 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -102,22 +104,38 @@ def load_kernel(source: str, problem: Problem) -> ctypes.CDLL:
     return _load(source, str(problem.chain), lambda: _kernel_parts(source), prove)
 
 
-def load_library(name: str, file: Path, prepare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
-    """The library of a C++ file that includes the standard library alone; prepare: declares its
-    functions. Raises BuildError where it cannot be built."""
-    if (library := _loaded.get(name)) is not None:
-        return library
-    return _load(name, name, lambda: ({file.name: file.read_text()}, file.name, ["-O2"]), prepare)
+def load_extension(name: str, folder: Path, files: tuple[str, ...]) -> Any:
+    """The Python module ``epinorm_<stem>`` that the last of the C++ files makes, with PyTorch's and
+    Python's headers; once in a process. Raises BuildError where it cannot be built."""
+    module = f"epinorm_{Path(files[-1]).stem}"
+
+    def parts() -> tuple[dict[str, str], str, list[str]]:
+        flags = ["-O1", f"-isystem{sysconfig.get_path('include')}", *_torch_flags()]
+        texts = {file: (folder / file).read_text() for file in files}
+        return texts, files[-1], [*flags, "-ltorch_python"]
+
+    def declare(library: ctypes.CDLL) -> None:
+        getattr(library, f"PyInit_{module}")
+
+    library = _load(name, name, parts, declare)
+    make = getattr(ctypes.PyDLL(None, handle=library._handle), f"PyInit_{module}")
+    make.restype = ctypes.py_object
+    return make()
 
 
 def _runner_parts() -> tuple[dict[str, str], str, list[str]]:
+    files = {name: (HERE / name).read_text() for name in RUNNER_FILES}
+    return files, "runner.cpp", [*RUNNER_FLAGS, *_torch_flags()]
+
+
+def _torch_flags() -> list[str]:
+    """What a file with PyTorch's headers is compiled and linked with."""
     from torch.utils import cpp_extension
 
-    files = {name: (HERE / name).read_text() for name in RUNNER_FILES}
     folders = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return files, "runner.cpp", [*RUNNER_FLAGS, abi, *folders, *libraries, "-ltorch_cpu", "-lc10"]
+    return [abi, *folders, *libraries, "-ltorch_cpu", "-lc10"]
 
 
 def _kernel_parts(source: str) -> tuple[dict[str, str], str, list[str]]:

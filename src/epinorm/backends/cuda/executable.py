@@ -18,7 +18,7 @@ from epinorm.backends.cuda.plan.gradients import BackwardChoice, backward_choice
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.planes import rest_of, sum_is_z
 from epinorm.backends.cuda.plane_products import PlaneProducts
-from epinorm.backends.cuda.replayed import ReplayedBackward, replayed_forward
+from epinorm.backends.cuda.replayed import ReplayedBackward, ReplayedForward
 from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.backends.memo import memo
 from epinorm.problem import (
@@ -27,6 +27,7 @@ from epinorm.problem import (
     Gradients,
     Inputs,
     Layout,
+    NativePasses,
     Plan,
     Problem,
     Run,
@@ -55,9 +56,7 @@ class CudaExecutable:
                 f"{', '.join(map(repr, CUDA_STRATEGIES))}"
             )
         self.problem, self.plan = problem, plan
-        forward = _forward(problem, plan, layout)
-        small = 0 < _values(problem) <= MOST_REPLAYED
-        self.forward: Run = replayed_forward(forward) if small else forward
+        self.forward = ReplayedForward(_forward(problem, plan, layout))
         self._backward: dict[bool, _Backward] = {}  # by whether the sum has a gradient
 
     def backward(
@@ -75,11 +74,7 @@ class CudaExecutable:
         left: planes of x and W, which are used up. into: contiguous; it is returned in dW's place
         where adding there is as fast. dsum: read by the norm kernel, as one more operand.
         """
-        backward = self._backward.get(dsum is not None)
-        if backward is None:
-            backward = self._backward[dsum is not None] = _Backward(
-                backward_problem(self.problem, dsum is not None), self.plan
-            )
+        backward = self._backward_of(dsum is not None)
         if dsum is None:
             return backward(inputs, kept, dy, want, left, into)
         dsum = dsum.to(self.problem.norm_dtype)  # another one under autocast, where nothing widened
@@ -88,17 +83,20 @@ class CudaExecutable:
         found = backward(inputs, kept, dy, want, left, into)
         return found._replace(operands=found.operands[:-1])
 
+    def _backward_of(self, has_dsum: bool) -> _Backward:
+        backward = self._backward.get(has_dsum)
+        if backward is None:
+            problem = backward_problem(self.problem, has_dsum)
+            backward = self._backward[has_dsum] = _Backward(problem, self.plan)
+        return backward
 
-MOST_REPLAYED = 48e6
-"""Values of x, W and y together: beyond, the GPU decides, and memory counts."""
-MOST_REPLAYED_BACKWARD_BYTES = 80e6
-"""Of the same in a backward pass, which takes longer, and where memory peaks: repeated, it holds z
-and all that it hands on until dX and dW are done."""
-
-
-def _values(problem: Problem) -> int:
-    m, k, n = problem.m, problem.k, problem.n
-    return m * k + n * k + m * n
+    def native(self, constants: tuple[float, ...]) -> NativePasses | None:
+        """As ``Executable.native``."""
+        forward = self.forward.native(constants)
+        if forward is None or not self.problem.training:
+            return forward
+        found = [self._backward_of(has_dsum).run.native(constants) for has_dsum in (False, True)]
+        return forward._replace(backward=tuple(found)) if all(found) else None
 
 
 class _Backward:
@@ -108,9 +106,7 @@ class _Backward:
         self.problem, self.plan = problem, plan
         self._norm: NormBackward | None = None
         self._products: dict[Wanted, _Products] = {}
-        nbytes = _values(problem) * problem.dtype.itemsize
-        small = 0 < nbytes <= MOST_REPLAYED_BACKWARD_BYTES
-        self.launch = ReplayedBackward(self._launch) if small else self._launch
+        self.run = ReplayedBackward(self._run)
 
     def __call__(
         self,
@@ -122,9 +118,8 @@ class _Backward:
         into: Tensor | None,
     ) -> Gradients:
         """As ``CudaExecutable.backward``."""
-        products = self._products.get(want)
-        if products is None:
-            products = self._products[want] = self._prepare(want)
+        if want not in self._products:
+            self._products[want] = self._prepare(want)
         # A gradient that autograd broadcast, as from y.sum(), has stride 0.
         if dy.stride(1) != 1 and self.problem.n > 1:
             dy = dy.contiguous()
@@ -133,21 +128,10 @@ class _Backward:
         if not (self.problem.keeps_z or self.problem.chain.saves_sum):
             kept[0] = kept[0]._replace(z=dy)  # of its size and dtype; its values are not used
         if into is not None:  # seldom: it is not recorded
-            found, dz = self._launch(inputs, kept, dy, want, left, into)
-        else:
-            found, dz = self.launch(inputs, kept, dy, want, left)
-        if dz is None:
-            return found
-        dx, dw = found.x, found.weight
-        if dx is None and products.dx is not None:
-            dx = products.dx(dz, inputs.weight)
-        if into is not None and dw is None and products.library_adds:
-            dw = into.addmm_(dz.t(), inputs.x)
-        elif dw is None and products.dw is not None:
-            dw = products.dw(dz, inputs.x)
-        return found._replace(x=dx, weight=dw)
+            return self._run(inputs, kept, dy, want, left, into)
+        return self.run(inputs, kept, dy, want, left)
 
-    def _launch(
+    def _run(
         self,
         inputs: Inputs,
         kept: list[Forward],
@@ -155,8 +139,7 @@ class _Backward:
         want: Wanted,
         left: KeptPlanes | None,
         into: Tensor | None = None,
-    ) -> tuple[Gradients, Tensor | None]:
-        """All but what PyTorch multiplies, and dz for that."""
+    ) -> Gradients:
         products = self._products[want]
         by_planes = products.by_planes
         if by_planes is None:
@@ -167,15 +150,14 @@ class _Backward:
         else:
             norm, dx, dw = by_planes(inputs, kept, dy, want, left, into)
         dz = norm.dz
-        if dz is not None and isinstance(products.dx, _InSixteenBits):
-            dx = products.dx(dz, inputs.weight)
-        adds = into is not None and products.library_adds
-        behind_dx = products.dx is None or dx is not None  # dX is first, whoever multiplies
-        if dz is not None and isinstance(products.dw, _InSixteenBits) and behind_dx and not adds:
-            dw = products.dw(dz, inputs.x)
-        found = Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
-        done = (dx is not None or products.dx is None) and (dw is not None or products.dw is None)
-        return found, None if done else dz
+        if dz is not None:
+            if dx is None and products.dx is not None:
+                dx = products.dx(dz, inputs.weight)
+            if into is not None and dw is None and products.library_adds:
+                dw = into.addmm_(dz.t(), inputs.x)
+            elif dw is None and products.dw is not None:
+                dw = products.dw(dz, inputs.x)
+        return Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
 
     def _prepare(self, want: Wanted) -> _Products:
         if self._norm is None:

@@ -1,14 +1,16 @@
 """An executable whose passes are repeated by one native call each, once they were recorded.
 
-For problems so small that the host decides: what a pass hands from kernel to kernel then lies in
-one buffer, which takes more memory than one tensor after the other. Where a call is not like the
-recorded one, or there is no compiler, the ordinary pass runs; so does the first, which loads its
-kernels, and whatever runs while a CUDA graph is captured before anything was recorded.
+Where a call is not like the recorded one, or there is no compiler, the ordinary pass runs; so does
+the first, which loads its kernels, and whatever runs while a CUDA graph is captured before anything
+was recorded.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,22 +18,27 @@ from torch import Tensor
 
 from epinorm.backends.cpu.build import BuildError
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
-from epinorm.backends.cuda.runtime.replay import CannotReplay, Replay, is_recording, recording
+from epinorm.backends.cuda.runtime.replay import (
+    CannotReplay,
+    is_recording,
+    native,
+    recording,
+    replay,
+)
 from epinorm.backends.prepack import marked
-from epinorm.problem import Forward, Gradients, Inputs, Run, StepForward, Wanted
+from epinorm.problem import Forward, Gradients, Inputs, NativePasses, Run, StepForward, Wanted
 from epinorm.said import log_once
 
-__all__ = ["ReplayedBackward", "replayed_forward"]
+__all__ = ["ReplayedBackward", "ReplayedForward"]
 
+log = logging.getLogger("epinorm")
 
 ATTEMPTS = 3
 """Runs that are recorded before it is given up."""
-FEWEST_LAUNCHES = 2
-"""One launch costs no more by itself."""
 
 
 class _Recorder:
-    """Records one of the first runs and makes it a ``Replay``."""
+    """Records one of the first runs and makes it a program."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -42,29 +49,34 @@ class _Recorder:
             return False
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
+        try:
+            if native() is None:
+                return False
+        except BuildError as error:
+            log_once(f"kernels are launched one by one, which takes longer: {error}")
+            self.runs = ATTEMPTS + 1
+            return False
         self.runs += 1
         return self.runs > 1
 
     def record(
         self,
         run: Callable[[], Any],
-        given: Sequence[Tensor],
+        given: list[Tensor],
         results: Callable[[Any], list[Tensor]],
-    ) -> tuple[Any, Replay | None]:
-        """What ``run`` makes, and how to repeat it."""
-        with recording() as noted:
+    ) -> tuple[Any, Any]:
+        """What ``run`` makes, and how to repeat it; None where that cannot be. ``given`` is
+        emptied, so that it may be freed within the run."""
+        with recording(given) as noted:
+            given.clear()
             made = run()
         try:
-            if len(noted.launches) < FEWEST_LAUNCHES:
-                raise CannotReplay("it is one launch")
-            replay = Replay(noted, given, results(made))
-        except CannotReplay:
-            return made, None
-        except BuildError as error:
-            log_once(f"kernels are launched one by one, which takes longer: {error}")
+            program = replay(noted, results(made))
+        except CannotReplay as reason:
+            log.debug("a pass is not repeated by native code: %s", reason)
             return made, None
         self.runs = ATTEMPTS + 1
-        return made, replay
+        return made, program
 
 
 def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -75,7 +87,7 @@ class _Known(NamedTuple):
     """How to repeat a forward pass with these constants. shared: the fields of its result that are
     no tensors of its own; left: whether x's and W's planes follow the others, of nbytes bytes."""
 
-    replay: Replay
+    program: Any
     constants: tuple[float, ...]
     shared: tuple[Tensor | None, ...]
     own: tuple[bool, ...]
@@ -88,8 +100,15 @@ class _Known(NamedTuple):
         if not self.left:
             return Forward._make(fields)
         step = StepForward._make(fields)
-        step.left = KeptPlanes(*[next(results) if is_there else None for is_there in self.left])
+        step.left = self.leave(True, True, list(results))
         return step
+
+    def leave(self, x: bool, weight: bool, planes: list[Tensor]) -> KeptPlanes:
+        """What holds the planes for the backward pass, of these gradients."""
+        each = iter(planes)
+        left = KeptPlanes(*[next(each) if is_there else None for is_there in self.left])
+        left.restrict(x, weight)
+        return left
 
 
 def _planes(out: Forward) -> tuple[Tensor | None, ...]:
@@ -97,19 +116,23 @@ def _planes(out: Forward) -> tuple[Tensor | None, ...]:
     return () if left is None else (left.x, left.weight)
 
 
-def _known(replay: Replay, constants: tuple[float, ...], out: Forward) -> _Known:
+def _known(program: Any, constants: tuple[float, ...], out: Forward) -> _Known:
     own = tuple([t is not None and t.numel() > 0 for t in out])
     shared = tuple([None if is_own else t for t, is_own in zip(out, own, strict=True)])
     planes = _planes(out)
     nbytes = sum(t.nbytes for t in planes if t is not None)
-    return _Known(replay, constants, shared, own, tuple(t is not None for t in planes), nbytes)
+    return _Known(program, constants, shared, own, tuple(t is not None for t in planes), nbytes)
 
 
-def replayed_forward(run: Run) -> Run:
+class ReplayedForward:
     """A forward pass that is repeated once it was recorded."""
-    recorder, known = _Recorder(), list[_Known]()
 
-    def forward(
+    def __init__(self, run: Run) -> None:
+        self._run, self._recorder = run, _Recorder()
+        self._known: _Known | None = None
+
+    def __call__(
+        self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -120,26 +143,39 @@ def replayed_forward(run: Run) -> Run:
     ) -> Forward:
         whole = (x, weight, bias, norm_weight, norm_bias, operands, constants)
         if id(weight) in marked or not all([t.is_contiguous() for t in operands]):
-            return run(*whole)
+            return self._run(*whole)
         given = [t for t in (x, weight, bias, norm_weight, norm_bias) if t is not None]
         given += operands
-        if known:
-            found = known[0]
+        found = self._known
+        if found is not None:
             room = not found.nbytes or make_room(found.nbytes, x.device)
-            if room and constants == found.constants:
-                made = found.replay(given)
-                if made is not None:
-                    return found.result(made)
-        if known or not recorder.wants(x.device):
-            return run(*whole)
-        out, replay = recorder.record(
-            lambda: run(*whole), given, lambda made: _there((*made, *_planes(made)))
+            if room and constants == found.constants and found.program.fits(given):
+                return found.result(found.program(given))
+        if found is not None or not self._recorder.wants(x.device):
+            return self._run(*whole)
+        out, program = self._recorder.record(
+            lambda: self._run(*whole), given, lambda made: _there((*made, *_planes(made)))
         )
-        if replay is not None:
-            known.append(_known(replay, constants, out))
+        if program is not None:
+            self._device = x.device
+            self._known = _known(program, constants, out)
         return out
 
-    return forward
+    def native(self, constants: tuple[float, ...]) -> NativePasses | None:
+        """The pass with these constants, as native code repeats it; None before it was recorded."""
+        known = self._known
+        if known is None or known.constants != constants:
+            return None
+        results = itertools.count()
+        fields = [
+            next(results) if own else t for t, own in zip(known.shared, known.own, strict=True)
+        ]
+        total = fields[-1] if isinstance(fields[-1], int) else -1
+        z_is_sum = total >= 0 and not known.own[1]
+        kept = (total if z_is_sum else fields[1], *fields[2:4])
+        room = partial(make_room, known.nbytes, self._device) if known.nbytes else None
+        leave = known.leave if known.left else None
+        return NativePasses(known.program, kept, total, next(results), room, leave, None)
 
 
 def _given(
@@ -151,18 +187,30 @@ def _given(
     return _there((dy, *inputs[:5], *inputs.operands, z, kept.mean, kept.rstd, *planes))
 
 
-_SINGLE = Gradients._fields[:-1]
+def _flags(want: Wanted, has_planes: tuple[bool, bool]) -> int:
+    """A bit for each tensor in the order of ``Inputs`` whose gradient is wanted, and those of
+    planes (chain_node.h)."""
+    wanted = sum(flag << i for i, flag in enumerate((*want[:-1], *want.operands)))
+    return wanted | has_planes[0] << 62 | has_planes[1] << 63
 
-Launches = tuple[Gradients, Tensor | None]
-"""Gradients, and dz where PyTorch multiplies the others from it."""
+
+_SINGLE = Gradients._fields[:-1]
 
 
 class ReplayedBackward:
-    """What a backward pass launches, repeated once it was recorded, for each set of gradients."""
+    """A backward pass, repeated once it was recorded, for each set of gradients."""
 
-    def __init__(self, run: Callable[..., Launches]) -> None:
+    def __init__(self, run: Callable[..., Gradients]) -> None:
         self._run = run
         self._known: dict[Any, tuple[_Recorder, list[Any]]] = {}
+        self._native: tuple[tuple[float, ...], Any] | None = None
+
+    def native(self, constants: tuple[float, ...]) -> Any:
+        """What native code finds recorded passes in, of these constants; None where those of others
+        were recorded first."""
+        if self._native is None:
+            self._native = constants, native().Backward()
+        return self._native[1] if self._native[0] == constants else None
 
     def __call__(
         self,
@@ -171,7 +219,7 @@ class ReplayedBackward:
         dy: Tensor,
         want: Wanted,
         left: KeptPlanes | None,
-    ) -> Launches:
+    ) -> Gradients:
         """As ``executable.CudaExecutable.backward``."""
         # x and W as well, which are saved by name: their data may have been exchanged meanwhile.
         if not all([t.is_contiguous() for t in (dy, inputs.x, inputs.weight, *inputs.operands)]):
@@ -184,26 +232,32 @@ class ReplayedBackward:
             known = self._known[want, has_planes] = (_Recorder(), [])
         recorder, found = known
         if found and found[0][1] == inputs.constants:
-            replay, _, fields = found[0]
-            made = replay(_given(inputs, kept[0], dy, planes))
-            if made is not None:
+            program, _, fields = found[0]
+            given = _given(inputs, kept[0], dy, planes)
+            if program.fits(given):
+                del planes  # and what else holds what is freed within the pass
                 kept.clear()
                 if left is not None:
                     left.restrict(False, False)
-                results = iter(made)
-                *gradients, dz = [next(results) if is_there else None for is_there in fields]
+                results = iter(program(given))
+                gradients = [next(results) if is_there else None for is_there in fields]
                 operands = tuple(gradients[len(_SINGLE) :])
-                return Gradients._make((*gradients[: len(_SINGLE)], operands)), dz
+                return Gradients._make((*gradients[: len(_SINGLE)], operands))
+            del given
         if found or not recorder.wants(dy.device):
-            del planes  # which are freed within the run
+            del planes
             return self._run(inputs, kept, dy, want, left)
         given = _given(inputs, kept[0], dy, planes)
-        (gradients, dz), replay = recorder.record(
+        del planes
+        gradients, program = recorder.record(
             lambda: self._run(inputs, kept, dy, want, left),
             given,
-            lambda made: _there((*made[0][:5], *made[0].operands, made[1])),
+            lambda made: _there((*made[:5], *made.operands)),
         )
-        if replay is not None:
-            fields = [t is not None for t in (*gradients[:5], *gradients.operands, dz)]
-            found.append((replay, inputs.constants, fields))
-        return gradients, dz
+        if program is not None:
+            fields = [t is not None for t in (*gradients[:5], *gradients.operands)]
+            found.append((program, inputs.constants, fields))
+            backward = self.native(inputs.constants)
+            if backward is not None:
+                backward.add(_flags(want, has_planes), program)
+        return gradients

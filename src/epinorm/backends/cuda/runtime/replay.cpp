@@ -1,110 +1,357 @@
-// Launches what was recorded once, with other addresses: replay.py says what and why.
-#include <cstdint>
-#include <cstring>
+// What replay.py and operator/replayed_calls.py see of program.h and chain_node.h.
+#include "chain_node.h"
 
+namespace epinorm {
 namespace {
 
-// As cuda.h has had them since CUDA 12.0.
-using LaunchKernelEx = int (*)(const void* config, void* kernel, void** arguments, void** extra);
-using EncodeTiled = int (*)(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
-                            const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
-                            int interleave, int swizzle, int promotion, int fill);
-
-constexpr int kStreamInConfig = 32;  // bytes
-constexpr int kMapBytes = 128;
-constexpr int kMostBytes = 16384, kMostArguments = 128;
-constexpr int kMapsKept = 512;
-
-struct Map {
-  uint64_t id, sizes[2], stride;
-  uint32_t box[2];
-  int32_t type, swizzle, promotion, padding;
+template <typename T>
+struct Object {
+  PyObject_HEAD
+  std::shared_ptr<T> value;
 };
 
-// What a call decides: an address, or a map of a matrix there (map: -1 for none).
-struct Place {
-  uint32_t at;
-  int32_t buffer, map, padding;
-  int64_t offset;
-};
-
-struct Launch {
-  uint64_t kernel;
-  uint32_t frame, first, count, padding;  // a CUlaunchConfig and arguments; their offsets
-};
-
-struct Program {
-  LaunchKernelEx launch;
-  EncodeTiled encode;
-  const char* frames;
-  const Launch* launches;
-  const uint32_t* offsets;
-  const Place* places;
-  const Map* maps;
-  uint32_t bytes, launch_count, place_count, padding;
-};
-
-struct KeptMap {
-  uint64_t id, address;
-  alignas(64) char data[kMapBytes];
-};
-
-// Of this thread; ids begin with 1.
-thread_local KeptMap kept[kMapsKept];
-
-int write_map(const Program& program, const Map& map, uint64_t address, char* at) {
-  KeptMap& found = kept[((address >> 8) * 31 + map.id) % kMapsKept];
-  if (found.id != map.id || found.address != address) {
-    const uint32_t ones[2] = {1, 1};
-    found.id = 0;
-    const int status =
-        program.encode(found.data, map.type, 2, reinterpret_cast<void*>(address), map.sizes,
-                       &map.stride, map.box, ones, 0, map.swizzle, map.promotion, 0);
-    if (status) return status;
-    found.id = map.id;
-    found.address = address;
-  }
-  std::memcpy(at, found.data, kMapBytes);
-  return 0;
+template <typename T>
+std::shared_ptr<T>& value_of(PyObject* object) {
+  return reinterpret_cast<Object<T>*>(object)->value;
 }
+
+template <typename T>
+void dealloc(PyObject* object) {
+  PyTypeObject* const type = Py_TYPE(object);
+  value_of<T>(object).~shared_ptr<T>();
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+template <typename T>
+PyObject* wrap(PyTypeObject* type, std::shared_ptr<T> value) {
+  PyObject* object = type->tp_alloc(type, 0);
+  if (object != nullptr) new (&value_of<T>(object)) std::shared_ptr<T>(std::move(value));
+  return object;
+}
+
+template <typename Body>
+PyObject* guarded(const Body& body) {
+  try {
+    return body();
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+// ---- from Python's values; whatever is of another kind raises ----
+
+int64_t number(PyObject* object) {
+  const int64_t found = PyLong_AsLongLong(object);
+  if (found == -1 && PyErr_Occurred()) throw_python_error();
+  return found;
+}
+
+template <typename Each>
+void for_each(PyObject* sequence, const Each& each) {
+  PyObject* const fast = PySequence_Fast(sequence, "a sequence is expected");
+  if (fast == nullptr) throw_python_error();
+  const Held held(fast);
+  Py_DECREF(fast);
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast); ++i)
+    each(PySequence_Fast_GET_ITEM(fast, i));
+}
+
+Sizes numbers(PyObject* sequence) {
+  Sizes found;
+  for_each(sequence, [&](PyObject* each) { found.push_back(number(each)); });
+  return found;
+}
+
+at::Tensor tensor(PyObject* object) {
+  if (object == Py_None) return {};
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "a tensor or None is expected");
+  return THPVariable_Unpack(object);
+}
+
+Tensors tensors(PyObject* sequence) {
+  Tensors found;
+  for_each(sequence, [&](PyObject* each) { found.push_back(tensor(each)); });
+  return found;
+}
+
+std::string bytes(PyObject* object) {
+  char* data;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(object, &data, &size)) throw_python_error();
+  return {data, static_cast<size_t>(size)};
+}
+
+template <typename T>
+std::vector<T> table(PyObject* object) {
+  const std::string data = bytes(object);
+  std::vector<T> found(data.size() / sizeof(T));
+  std::memcpy(found.data(), data.data(), found.size() * sizeof(T));
+  return found;
+}
+
+at::ScalarType dtype(PyObject* object) { return reinterpret_cast<THPDtype*>(object)->scalar_type; }
+
+void* stream_of(PyObject* function, const at::Device& device) {
+  PyObject* const found = PyObject_CallFunction(function, "i", std::max<int>(device.index(), 0));
+  if (found == nullptr) throw_python_error();
+  void* const stream = PyLong_AsVoidPtr(found);
+  Py_DECREF(found);
+  return stream;
+}
+
+// Of the current device's number and a device's current stream: functions of Python's.
+PyObject *current_device = nullptr, *current_stream = nullptr;
+
+bool is_current(const at::Device& device) {
+  PyObject* const found = PyObject_CallNoArgs(current_device);
+  if (found == nullptr) throw_python_error();
+  const int64_t current = PyLong_AsLongLong(found);
+  Py_DECREF(found);
+  return current == std::max<int>(device.index(), 0);
+}
+
+// ---- Program ----
+
+PyTypeObject *program_type, *backward_type, *calls_type;
+
+Step step(PyObject* object) {
+  Step made;
+  PyObject *frame, *offsets, *places, *matrices, *before, *behind;
+  if (!PyArg_ParseTuple(object, "KOOOOOO", &made.kernel, &frame, &offsets, &places, &matrices,
+                        &before, &behind))
+    throw_python_error();
+  made.frame = bytes(frame);
+  made.offsets = table<uint32_t>(offsets);
+  made.places = table<Place>(places);
+  for_each(matrices, [&](PyObject* each) {
+    PyObject *buffer, *offset, *sizes, *strides;
+    if (!PyArg_ParseTuple(each, "OOOO", &buffer, &offset, &sizes, &strides)) throw_python_error();
+    made.matrices.push_back({number(buffer), number(offset), numbers(sizes), numbers(strides)});
+  });
+  made.made = numbers(before);
+  made.done = numbers(behind);
+  return made;
+}
+
+PyObject* new_program(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    auto made = std::make_shared<Program>();
+    PyObject *functions, *device_like, *large, *buffers, *constants, *results, *maps, *steps, *trouble;
+    if (!PyArg_ParseTuple(args, "OOLOOOOOOO", &functions, &device_like, &made->given, &large, &buffers,
+                          &constants, &results, &maps, &steps, &trouble))
+      return nullptr;
+    const Sizes addresses = numbers(functions);
+    made->launch = reinterpret_cast<LaunchKernelEx>(addresses.at(0));
+    made->encode = reinterpret_cast<EncodeTiled>(addresses.at(1));
+    made->device = tensor(device_like).device();
+    made->large = numbers(large);
+    for_each(buffers, [&](PyObject* each) {
+      PyObject *sizes, *type_of;
+      if (!PyArg_ParseTuple(each, "OO", &sizes, &type_of)) throw_python_error();
+      made->made.push_back({numbers(sizes), dtype(type_of)});
+    });
+    made->constants = tensors(constants);
+    made->results = numbers(results);
+    made->maps = table<Map>(maps);
+    for_each(steps, [&](PyObject* each) { made->steps.push_back(step(each)); });
+    auto held = std::make_shared<Held>(trouble);
+    made->trouble = [held](int status, int launches) {
+      WithGil gil;
+      PyObject* done = PyObject_CallFunction(held->get(), "ii", status, launches);
+      if (done == nullptr) throw_python_error();
+      Py_DECREF(done);
+    };
+    return wrap<Program>(type, made);
+  });
+}
+
+// (tensors) -> whether they are like those of the recorded run.
+PyObject* program_fits(PyObject* self, PyObject* sequence) {
+  return guarded([&] {
+    const Program& program = *value_of<Program>(self);
+    return PyBool_FromLong(program.fits(tensors(sequence)) && is_current(program.device));
+  });
+}
+
+// (list of tensors, which fit) -> results. The list is emptied, so that what is given is freed
+// behind its last use.
+PyObject* call_program(PyObject* self, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject* list;
+    if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &list)) return nullptr;
+    const Program& program = *value_of<Program>(self);
+    Tensors given = tensors(list), made;
+    TORCH_CHECK(program.fits(given), "the tensors are not like those of the recorded run");
+    if (PyList_SetSlice(list, 0, PyList_GET_SIZE(list), nullptr)) return nullptr;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      made = program.run(std::move(given), stream_of(current_stream, program.device));
+    }
+    return THPVariable_WrapList(made);
+  });
+}
+
+// ---- Backward ----
+
+PyObject* new_backward(PyTypeObject* type, PyObject*, PyObject*) {
+  return wrap(type, std::make_shared<Backward>());
+}
+
+PyObject* add_program(PyObject* self, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    unsigned long long wanted;
+    PyObject* program;
+    if (!PyArg_ParseTuple(args, "KO!", &wanted, program_type, &program)) return nullptr;
+    value_of<Backward>(self)->add(wanted, value_of<Program>(program));
+    Py_RETURN_NONE;
+  });
+}
+
+// ---- Calls ----
+
+constexpr size_t kMostCalls = 64;
+
+using Calls = std::vector<std::shared_ptr<const Call>>;
+
+PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject*) {
+  return wrap(type, std::make_shared<Calls>());
+}
+
+PyObject* clear_calls(PyObject* self, PyObject*) {
+  Calls gone;
+  gone.swap(*value_of<Calls>(self));  // freeing them may run anything
+  Py_RETURN_NONE;
+}
+
+std::shared_ptr<const Held> held(PyObject* object) {
+  return object == Py_None ? nullptr : std::make_shared<Held>(object);
+}
+
+std::shared_ptr<const Backward> backward(PyObject* object) {
+  return object == Py_None ? nullptr : value_of<Backward>(object);
+}
+
+// (tensors, casts, setting, y's size, program, kept, sum, planes, has_room, leave, two backwards,
+// in_python, accumulating)
+PyObject* add_call(PyObject* self, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject *given, *casts, *setting, *size, *program, *kept, *has_room, *leave, *first, *second;
+    PyObject* in_python;
+    int sum, planes;
+    unsigned long long accumulating;
+    if (!PyArg_ParseTuple(args, "OOOOO!OiiOOOOOK", &given, &casts, &setting, &size, program_type,
+                          &program, &kept, &sum, &planes, &has_room, &leave, &first, &second,
+                          &in_python, &accumulating))
+      return nullptr;
+    const Tensors like = tensors(given);
+    for (const auto& each : *value_of<Calls>(self))
+      if (fits(*each, like)) Py_RETURN_NONE;  // found but for a mode, or an address
+    auto made = std::make_shared<Call>();
+    for (const at::Tensor& t : like) made->kinds.emplace_back(t);
+    made->saved = made->kinds;
+    made->grad_mode = at::GradMode::is_enabled();
+    if (casts != Py_None) {
+      made->autocast = at::autocast::get_autocast_dtype(like[0].device().type());
+      for_each(casts, [&](PyObject* each) {
+        std::optional<at::ScalarType> to;
+        const size_t i = made->casts.size();
+        if (each != Py_None) made->saved[i].dtype = *(to = dtype(each));
+        made->casts.push_back(to);
+      });
+    }
+    made->setting = held(setting);
+    made->y_sizes = numbers(size);
+    made->forward = value_of<Program>(program);
+    made->sum = sum;
+    made->training = first != Py_None;
+    if (made->training) {
+      for_each(kept, [&](PyObject* each) {
+        const bool is_result = PyLong_Check(each);
+        made->kept.emplace_back(is_result ? number(each) : -1,
+                                is_result ? at::Tensor() : tensor(each));
+      });
+      made->planes = planes;
+      made->has_room = held(has_room);
+      made->leave = held(leave);
+      made->backward = backward(first);
+      made->backward_with_sum = backward(second);
+      made->in_python = held(in_python);
+      made->accumulating = reinterpret_cast<const int*>(accumulating);
+    }
+    Calls& calls = *value_of<Calls>(self);
+    if (calls.size() >= kMostCalls) clear_calls(self, nullptr);
+    calls.push_back(made);
+    Py_RETURN_NONE;
+  });
+}
+
+// (*tensors) -> y, or y and the sum; None for a call that is like none that was added.
+PyObject* call_calls(PyObject* self, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    Tensors given;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+      PyObject* const each = PyTuple_GET_ITEM(args, i);
+      const auto type = reinterpret_cast<PyObject*>(Py_TYPE(each));
+      if (each != Py_None && type != THPVariableClass && type != ParameterClass) Py_RETURN_NONE;
+      given.push_back(each == Py_None ? at::Tensor() : THPVariable_Unpack(each));
+    }
+    if (!undisturbed() || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty())
+      Py_RETURN_NONE;
+    for (const std::shared_ptr<const Call>& each : *value_of<Calls>(self)) {
+      if (!fits(*each, given)) continue;
+      const std::shared_ptr<const Call> call = each;
+      const at::Device& device = call->forward->device;
+      if (!is_current(device)) break;
+      Tensors made = compute(call, std::move(given), stream_of(current_stream, device));
+      if (made.size() == 1) return THPVariable_Wrap(std::move(made[0]));
+      if (made.empty()) break;
+      return Py_BuildValue("NN", THPVariable_Wrap(made[0]), THPVariable_Wrap(made[1]));
+    }
+    Py_RETURN_NONE;
+  });
+}
+
+// (current_device, current_stream, fp32 setting): functions that each call asks.
+PyObject* ask(PyObject*, PyObject* args) {
+  if (!PyArg_ParseTuple(args, "OOO", &current_device, &current_stream, &current_setting))
+    return nullptr;
+  for (PyObject* each : {current_device, current_stream, current_setting}) Py_INCREF(each);
+  Py_RETURN_NONE;
+}
+
+template <typename T>
+PyTypeObject* new_type(const char* name, newfunc make, ternaryfunc call, PyMethodDef* methods) {
+  PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
+                         {Py_tp_dealloc, reinterpret_cast<void*>(dealloc<T>)},
+                         {Py_tp_methods, methods},
+                         {call ? Py_tp_call : 0, reinterpret_cast<void*>(call)},
+                         {0, nullptr}};
+  PyType_Spec spec{name, sizeof(Object<T>), 0, Py_TPFLAGS_DEFAULT, slots};
+  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+}
+
+PyMethodDef functions[] = {{"ask", ask, METH_VARARGS, nullptr}, {}};
+PyMethodDef of_program[] = {{"fits", program_fits, METH_O, nullptr}, {}};
+PyMethodDef of_backward[] = {{"add", add_program, METH_VARARGS, nullptr}, {}};
+PyMethodDef of_calls[] = {{"add", add_call, METH_VARARGS, nullptr},
+                          {"clear", clear_calls, METH_NOARGS, nullptr},
+                          {}};
+PyModuleDef module_definition{PyModuleDef_HEAD_INIT, "epinorm_replay", nullptr, -1, functions};
 
 }  // namespace
+}  // namespace epinorm
 
-#pragma GCC visibility push(default)
-extern "C" {
-
-int epinorm_replay_limits(int* arguments) {
-  *arguments = kMostArguments;
-  return kMostBytes;
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit_epinorm_replay() {
+  using namespace epinorm;
+  PyObject* const made = PyModule_Create(&module_definition);
+  program_type = new_type<Program>("epinorm_replay.Program", new_program, call_program, of_program);
+  backward_type = new_type<Backward>("epinorm_replay.Backward", new_backward, nullptr, of_backward);
+  calls_type = new_type<Calls>("epinorm_replay.Calls", new_calls, call_calls, of_calls);
+  if (!made || !program_type || !backward_type || !calls_type) return nullptr;
+  PyModule_AddObject(made, "Program", reinterpret_cast<PyObject*>(program_type));
+  PyModule_AddObject(made, "Backward", reinterpret_cast<PyObject*>(backward_type));
+  PyModule_AddObject(made, "Calls", reinterpret_cast<PyObject*>(calls_type));
+  return made;
 }
-
-// Returns a CUresult; where it is none, *done launches went well.
-int epinorm_replay(const Program* program, const uint64_t* buffers, void* stream, int* done) {
-  alignas(64) char frames[kMostBytes];
-  std::memcpy(frames, program->frames, program->bytes);
-  *done = 0;
-  for (uint32_t i = 0; i < program->place_count; ++i) {
-    const Place& place = program->places[i];
-    const uint64_t address = buffers[place.buffer] + place.offset;
-    if (place.map < 0) {
-      std::memcpy(frames + place.at, &address, sizeof address);
-    } else if (int status = write_map(*program, program->maps[place.map], address,
-                                      frames + place.at)) {
-      return status;
-    }
-  }
-  for (; *done < static_cast<int>(program->launch_count); ++*done) {
-    const Launch& launch = program->launches[*done];
-    char* const frame = frames + launch.frame;
-    std::memcpy(frame + kStreamInConfig, &stream, sizeof stream);
-    void* arguments[kMostArguments];
-    for (uint32_t i = 0; i < launch.count; ++i)
-      arguments[i] = frame + program->offsets[launch.first + i];
-    if (int status = program->launch(frame, reinterpret_cast<void*>(launch.kernel), arguments,
-                                     nullptr))
-      return status;
-  }
-  return 0;
-}
-}
-#pragma GCC visibility pop

@@ -1,20 +1,24 @@
-"""A pass as one native call: the launches of an earlier run, repeated with other addresses.
+"""A pass as one native call: what an earlier run launched, repeated with other addresses.
 
 What Python decides for a problem is the same at each call but for addresses. ``recording`` notes
-the allocations and launches of a run; each address among its arguments lies in a tensor that was
-given or allocated, and a ``Replay`` launches the same with the addresses of later tensors. What is
-allocated and not a result lies in one buffer. Sound without being told what a kernel does: an
-argument that is a pointer says so in its signature, and one that lies in no tensor is refused.
+the allocations, launches and products of PyTorch's of a run; each address among their arguments
+lies in a tensor that was given or allocated, and ``replay`` makes a program (program.h) that does
+the same with later tensors; what it allocates lives from its first use to its last. Sound without
+being told what a kernel does: an argument that is a pointer says so in its signature, and one that
+lies in no tensor is refused.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epinorm.backends.cpu.build import load_library
+from epinorm.backends.cpu.build import load_extension
 from epinorm.backends.cuda.runtime import launch as launching
 from epinorm.backends.cuda.runtime import prepared
 from epinorm.backends.cuda.runtime.arguments import SHAPE, Layout
@@ -32,87 +36,28 @@ from epinorm.backends.cuda.runtime.driver import (
     make_primary_context_current,
     message,
 )
-from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.runtime.tensor_map import MapFacts, facts_of
+from epinorm.precision import fp32_precision
 
-__all__ = ["CannotReplay", "Recording", "Replay", "is_recording", "recording"]
+__all__ = ["CannotReplay", "Recording", "is_recording", "native", "recording", "replay"]
 
-ALIGNMENT = 256
-"""Bytes between the tensors of the scratch buffer."""
 VECTOR_BYTES = 16
-"""Tensors begin at multiples of it, when recorded and when repeated: kernels are chosen by it."""
-
-LARGEST_SCRATCH = 96 * 2**20
-"""Bytes: with more the GPU decides, and memory is better given back within the pass."""
+"""Tensors begin at multiples of it, when recorded and when repeated (``kVectorBytes``)."""
+MOST_BYTES, MOST_ARGUMENTS = 4096, 128
+"""Of a launch's arguments (program.h)."""
 
 _ALLOCATES = frozenset(("empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided"))
-_VIEWS = frozenset(("view", "t", "transpose", "slice", "select", "alias", "detach", "as_strided"))
+_VIEWS = frozenset(
+    (
+        *("view", "_unsafe_view", "t", "transpose", "slice", "select", "alias", "detach"),
+        *("as_strided", "flatten"),
+    )
+)
+_PRODUCTS = frozenset(("mm", "addmm"))
 
 
 class CannotReplay(Exception):
     """A run is not only launches of ours between tensors; the text says what it is."""
-
-
-class Launched(NamedTuple):
-    """A launch: its kernel, the first fields of its CUlaunchConfig, arguments and attributes."""
-
-    kernel: int
-    numbers: tuple[int, ...]
-    attributes: tuple[int, int]
-    layout: Layout
-    values: tuple[Any, ...]
-
-
-class Recording(TorchDispatchMode):
-    """What this thread allocates and launches, in order; everything stays allocated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.allocated: list[Tensor] = []
-        self.launches: list[Launched] = []
-        self.refused = ""
-        self._thread = threading.get_ident()
-
-    def note_launch(self, *facts: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self.launches.append(Launched(*facts))
-
-    def note_allocation(self, tensor: Tensor) -> None:
-        if threading.get_ident() == self._thread:
-            self.allocated.append(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        made = func(*args, **(kwargs or {}))
-        if name in _ALLOCATES:
-            self.allocated.append(made)
-        elif name not in _VIEWS:
-            self.refused = self.refused or f"it calls aten::{name}"
-        return made
-
-
-_one_at_a_time = threading.Lock()
-
-
-def is_recording() -> bool:
-    """Whether a run is being recorded: by another thread, or around what this one does now."""
-    return _one_at_a_time.locked()
-
-
-@contextmanager
-def recording() -> Iterator[Recording]:
-    """Note what this thread does within; one thread at a time."""
-    noted = Recording()
-    hooks: tuple[Any, ...] = (launching, prepared)
-    with _one_at_a_time:
-        try:
-            for module in hooks:
-                module.recording = noted
-            with noted:
-                yield noted
-        finally:
-            for module in hooks:
-                module.recording = None
 
 
 class _Map(ctypes.Structure):
@@ -130,157 +75,214 @@ class _Place(ctypes.Structure):
     )
 
 
-class _Launch(ctypes.Structure):
-    _fields_ = (
-        *(("kernel", ctypes.c_uint64), ("frame", ctypes.c_uint32), ("first", ctypes.c_uint32)),
-        *(("count", ctypes.c_uint32), ("padding", ctypes.c_uint32)),
-    )
+class _Buffer(NamedTuple):
+    """Where a tensor lay when it was given or allocated, and what it is."""
+
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
-class _Program(ctypes.Structure):
-    _fields_ = (
-        *(("launch", ctypes.c_void_p), ("encode", ctypes.c_void_p), ("frames", ctypes.c_void_p)),
-        *(("launches", ctypes.c_void_p), ("offsets", ctypes.c_void_p)),
-        *(("places", ctypes.c_void_p), ("maps", ctypes.c_void_p), ("bytes", ctypes.c_uint32)),
-        *(("launch_count", ctypes.c_uint32), ("place_count", ctypes.c_uint32)),
-        ("padding", ctypes.c_uint32),
-    )
+_Matrix = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""Buffer, or a constant as -1, -2 ...; elements from where it begins, sizes, strides."""
+
+
+class _Step(NamedTuple):
+    """As ``Step`` of program.h has them; used: the buffers that it touches."""
+
+    kernel: int
+    frame: bytes
+    offsets: bytes
+    places: bytes
+    matrices: list[_Matrix]
+    used: set[int]
+
+
+class Recording(TorchDispatchMode):
+    """What this thread allocates, launches and multiplies, in order, as a program has it.
+
+    given: what the run is given, contiguous, as in later calls; it is not kept.
+    """
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.buffers: list[_Buffer] = []
+        self.refused = ""
+        self.steps: list[_Step] = []
+        self.maps: list[_Map] = []
+        self.constants: list[Tensor] = []
+        self.launches = 0
+        self._thread = threading.get_ident()
+        for tensor in given:
+            self._add(tensor)
+        spans = sorted((buffer.begin, buffer.end) for buffer in self.buffers)
+        if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
+            self.refused = "two of its tensors share memory"
+        self.given = len(given)
+
+    def note_launch(
+        self,
+        kernel: int,
+        numbers: tuple[int, ...],
+        attributes: tuple[int, int],
+        layout: Layout,
+        values: tuple[Any, ...],
+    ) -> None:
+        """A kernel, the first fields of its CUlaunchConfig, attributes and arguments."""
+        if threading.get_ident() == self._thread:
+            try:
+                self.steps.append(self._launch(kernel, numbers, attributes, layout, values))
+            except CannotReplay as error:
+                self.refused = self.refused or str(error)
+
+    def note_allocation(self, tensor: Tensor) -> None:
+        if threading.get_ident() == self._thread and tensor.numel():
+            self._add(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        made = func(*args, **(kwargs or {}))
+        if name in _ALLOCATES:
+            self.note_allocation(made)
+        elif name in _PRODUCTS and not kwargs:
+            self.note_allocation(made)
+            matrices = [self._matrix(t) for t in (made, *args[-2:], *args[:-2])]
+            self.steps.append(_Step(0, b"", b"", b"", matrices, {place[0] for place in matrices}))
+        elif name not in _VIEWS:
+            self.refused = self.refused or f"it calls aten::{name}"
+        return made
+
+    def find(self, address: int) -> tuple[int, int] | None:
+        """A buffer and the bytes from where it begins: the newest there, as memory that was freed
+        is used again."""
+        for buffer in reversed(range(len(self.buffers))):
+            begin, end, *_ = self.buffers[buffer]
+            if begin <= address < end:
+                return buffer, address - begin
+        return None
+
+    def _add(self, t: Tensor) -> None:
+        begin = t.data_ptr()
+        aligned = t.numel() == 1 or begin % VECTOR_BYTES == 0
+        if not (aligned and t.is_contiguous() and t.numel()):
+            self.refused = self.refused or "a tensor is empty, not contiguous or not aligned"
+        self.buffers.append(_Buffer(begin, begin + t.nbytes, tuple(t.shape), t.dtype))
+
+    def _place(self, at: int, address: int, map_: int = -1) -> _Place:
+        found = self.find(address)
+        if found is None:
+            raise CannotReplay(f"an argument at {address:#x} is in none of its tensors")
+        return _Place(at, found[0], map_, 0, found[1])
+
+    def _matrix(self, t: Tensor) -> _Matrix:
+        found = self.find(t.data_ptr())
+        if found is None:  # of the executable's own
+            self.constants.append(t)
+            return -len(self.constants), 0, tuple(t.shape), t.stride()
+        if self.buffers[found[0]].dtype != t.dtype:
+            self.refused = self.refused or "a product reads a tensor as another dtype"
+        return found[0], found[1] // t.element_size(), tuple(t.shape), t.stride()
+
+    def _launch(
+        self, kernel: int, numbers: Any, attributes: Any, layout: Layout, values: Any
+    ) -> _Step:
+        self.launches += 1
+        places = list[_Place]()
+        frame = SHAPE.pack(*numbers) + struct.pack(layout.format, 0, *attributes, *values)
+        if len(frame) > MOST_BYTES or len(layout.offsets) > MOST_ARGUMENTS:
+            raise CannotReplay("a kernel takes too many arguments")
+        for letter, offset, value in zip(layout.signature, layout.offsets, values, strict=True):
+            if letter == "p" and value:
+                places.append(self._place(offset, value))
+            elif letter == "m":
+                facts = facts_of(value)
+                if facts is None:
+                    raise CannotReplay("a tensor map is not known any more")
+                places.append(self._place(offset, facts.address, len(self.maps)))
+                self.maps.append(_map(facts))
+        offsets = struct.pack(f"{len(layout.offsets)}I", *layout.offsets)
+        used = {place.buffer for place in places}
+        return _Step(kernel, frame, offsets, b"".join(map(bytes, places)), [], used)
+
+
+_one_at_a_time = threading.Lock()
+
+
+def is_recording() -> bool:
+    """Whether a run is being recorded: by another thread, or around what this one does now."""
+    return _one_at_a_time.locked()
+
+
+@contextmanager
+def recording(given: Sequence[Tensor]) -> Iterator[Recording]:
+    """Note what this thread does within with what it is given; one thread at a time."""
+    noted = Recording(given)
+    hooks: tuple[Any, ...] = (launching, prepared)
+    with _one_at_a_time:
+        try:
+            for module in hooks:
+                module.recording = noted
+            with noted:
+                yield noted
+        finally:
+            for module in hooks:
+                module.recording = None
 
 
 _map_ids = itertools.count(1)
 
 
-class _Memory:
-    """Which buffer an address is in: of those given, then of the results, last of the scratch."""
+def replay(noted: Recording, results: Sequence[Tensor]) -> Any:
+    """A recorded run as a function of a list of tensors like those given to it, which it empties,
+    to new tensors like its results; ``fits`` of it says whether they are as many, on the current
+    device and begin as those did.
 
-    def __init__(
-        self, given: Sequence[Tensor], noted: Recording, results: Sequence[Tensor]
-    ) -> None:
-        self.spans: list[tuple[int, int, int, int]] = []  # begin, end, buffer, offset there
-        for buffer, tensor in enumerate((*given, *results)):
-            self._add(tensor, buffer, 0)
-        known = {tensor.data_ptr() for tensor in results}
-        scratch, end = len(self.spans), 0
-        for tensor in noted.allocated:
-            if tensor.numel() and tensor.data_ptr() not in known:
-                self._add(tensor, scratch, end)
-                end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if end > LARGEST_SCRATCH:
-            raise CannotReplay(f"it hands on {end} bytes")
-        self.scratch_bytes = end
-        self.spans.sort()
-        for before, after in itertools.pairwise(self.spans):
-            if before[1] > after[0]:
-                raise CannotReplay("two of its tensors share memory")
-
-    def _add(self, tensor: Tensor, buffer: int, offset: int) -> None:
-        begin = tensor.data_ptr()
-        aligned = tensor.numel() == 1 or begin % VECTOR_BYTES == 0
-        if not (aligned and tensor.is_contiguous() and tensor.numel()):
-            raise CannotReplay("a tensor is empty, not contiguous or not aligned")
-        self.spans.append((begin, begin + tensor.nbytes, buffer, offset))
-
-    def place(self, at: int, address: int, map_: int = -1) -> _Place:
-        for begin, end, buffer, offset in self.spans:
-            if begin <= address < end:
-                return _Place(at, buffer, map_, 0, address - begin + offset)
-        raise CannotReplay(f"an argument at {address:#x} is in none of its tensors")
-
-
-class Replay:
-    """A recorded run as a function of the tensors given to it, to new tensors like its results.
-
-    given: contiguous, as those of later calls, that share no memory. results: among what the run
-    allocated. Raises CannotReplay for a run of another kind, BuildError without a compiler.
+    results: among what the run allocated. Raises CannotReplay for a run of another kind. Only once
+    ``native`` has answered.
     """
-
-    def __init__(
-        self, noted: Recording, given: Sequence[Tensor], results: Sequence[Tensor]
-    ) -> None:
-        if noted.refused:
-            raise CannotReplay(noted.refused)
-        made = {tensor.data_ptr() for tensor in noted.allocated}
-        if not all(tensor.data_ptr() in made for tensor in results):
-            raise CannotReplay("a result is not its own")
-        device = results[0].device
-        self.device = device.index or 0
-        self.count = len(noted.launches)
-        memory = _Memory(given, noted, results)
-        self._given = len(given)
-        self._aligned = [i for i, t in enumerate(given) if t.numel() > 1]
-        self._new = [new_tensor(tuple(t.shape), t.dtype, t.device) for t in results]
-        if memory.scratch_bytes:
-            self._new.append(new_tensor((memory.scratch_bytes,), torch.uint8, device))
-        self.results = len(results)
-        self._buffers = ctypes.c_uint64 * (len(given) + len(self._new))
-        self._run = _library().epinorm_replay
-        self._program, self._kept = _program(noted.launches, memory)
-        self._address = ctypes.addressof(self._program)
-
-    def __call__(self, given: Sequence[Tensor]) -> list[Tensor] | None:
-        """The results; None where the tensors are not as many as those of the recorded run, or do
-        not begin as they did."""
-        if len(given) != self._given:
-            return None
-        addresses = [t.data_ptr() for t in given]
-        together = 0
-        for i in self._aligned:
-            together |= addresses[i]
-        if together % VECTOR_BYTES or launching._current_device() != self.device:
-            return None
-        made = [new() for new in self._new]
-        addresses += [t.data_ptr() for t in made]
-        done = ctypes.c_int()
-        buffers, stream = self._buffers(*addresses), launching._current_stream(self.device)
-        status = self._run(self._address, buffers, stream, done)
-        if status == INVALID_CONTEXT and not done.value:  # a thread's first use of CUDA
-            make_primary_context_current(self.device)
-            status = self._run(self._address, buffers, stream, done)
-        if status:
-            raise RuntimeError(
-                f"launch {done.value + 1} of {self.count} failed with {message(status)}"
-            )
-        return made[: self.results]
-
-
-def _program(launches: Sequence[Launched], memory: _Memory) -> tuple[_Program, tuple[Any, ...]]:
-    """The tables of a run, and what they point into."""
-    frames, places, maps = bytearray(), list[_Place](), list[_Map]()
-    table, offsets = list[_Launch](), list[int]()
-    for launch in launches:
-        frames += bytes(-len(frames) % ctypes.sizeof(ctypes.c_uint64 * 8))
-        frame, layout = len(frames), launch.layout
-        frames += SHAPE.pack(*launch.numbers)
-        frames += struct.pack(layout.format, 0, *launch.attributes, *launch.values)
-        first = len(offsets)
-        table.append(_Launch(launch.kernel, frame, first, len(layout.offsets), 0))
-        offsets += layout.offsets
-        arguments = zip(layout.signature, layout.offsets, launch.values, strict=True)
-        for letter, offset, value in arguments:
-            if letter == "p" and value:
-                places.append(memory.place(frame + offset, value))
-            elif letter == "m":
-                facts = facts_of(value)
-                if facts is None:
-                    raise CannotReplay("a tensor map is not known any more")
-                places.append(memory.place(frame + offset, facts.address, len(maps)))
-                maps.append(_map(facts))
-    most_arguments = ctypes.c_int()
-    if len(frames) > _library().epinorm_replay_limits(ctypes.byref(most_arguments)):
-        raise CannotReplay("its arguments take too many bytes")
-    if any(launch.count > most_arguments.value for launch in table):
-        raise CannotReplay("a kernel takes too many arguments")
-    arrays = (
-        (ctypes.c_char * len(frames)).from_buffer(frames),
-        (_Launch * len(table))(*table),
-        (ctypes.c_uint32 * max(len(offsets), 1))(*offsets),
-        (_Place * max(len(places), 1))(*places),
-        (_Map * max(len(maps), 1))(*maps),
-    )
+    if noted.refused:
+        raise CannotReplay(noted.refused)
+    buffers, given, count = noted.buffers, noted.given, noted.launches
+    found = [noted.find(t.data_ptr()) for t in results]
+    kept = [at[0] for at in found if at is not None and at[0] >= given and not at[1]]
+    sizes = [buffers[i].end - buffers[i].begin for i in kept]
+    if len(set(kept)) < len(results) or sizes != [t.nbytes for t in results]:
+        raise CannotReplay("a result is not its own")
+    device = results[0].device
+    shapes = {buffer: tuple(t.shape) for buffer, t in zip(kept, results, strict=True)}
+    made = [(shapes.get(i, each.shape), each.dtype) for i, each in enumerate(buffers)][given:]
+    large = [i for i, each in enumerate(buffers[:given]) if math.prod(each.shape) > 1]
     functions = [pointer_to(getattr(driver(), name)) for name in _FUNCTIONS]
-    addresses = [ctypes.addressof(array) for array in arrays]
-    program = _Program(*functions, *addresses, len(frames), len(table), len(places), 0)
-    return program, (*arrays, frames)
+
+    def trouble(status: int, launches: int) -> None:
+        if status != INVALID_CONTEXT or launches:
+            text = f"launch {launches + 1} of {count} failed with {message(status)}"
+            raise RuntimeError(text)
+        make_primary_context_current(device.index or 0)  # a thread's first use of CUDA
+
+    return native().Program(
+        *(functions, results[0].new_empty(0), given, large, made, noted.constants, kept),
+        *(b"".join(map(bytes, noted.maps)), _with_lifetimes(noted, kept), trouble),
+    )
+
+
+def _with_lifetimes(noted: Recording, kept: Sequence[int]) -> list[tuple[Any, ...]]:
+    """The steps with what is allocated before each and let go of behind it."""
+    allocated = range(noted.given, len(noted.buffers))
+    made: set[int] = set()
+    last = {buffer: i for i, step in enumerate(noted.steps) for buffer in step.used}
+    whole = []
+    for i, (*facts, matrices, used) in enumerate(noted.steps):
+        new = {
+            buffer for buffer in (*used, *(kept if i == 0 else ())) if buffer in allocated
+        } - made
+        made |= new
+        done = [b for b in used if b >= 0 and last[b] == i and b not in kept]
+        # Constants stand behind all else.
+        places = [(b if b >= 0 else len(noted.buffers) - 1 - b, *rest) for b, *rest in matrices]
+        whole.append((*facts, places, sorted(new), done))
+    return whole
 
 
 _FUNCTIONS = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled")
@@ -298,13 +300,33 @@ def _map(facts: MapFacts) -> _Map:
     return _Map(next(_map_ids), facts.sizes, facts.stride, facts.box, *facts.kinds, 0)
 
 
-def _library() -> ctypes.CDLL:
-    """The native part; raises BuildError where it cannot be built."""
+_FILES = ("program.h", "chain_node.h", "replay.cpp")
 
-    def declare(library: ctypes.CDLL) -> None:
-        library.epinorm_replay.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
-        )
-        library.epinorm_replay.restype = ctypes.c_int
 
-    return load_library("launches in one call", Path(__file__).with_name("replay.cpp"), declare)
+def native(wait: bool = False) -> Any:
+    """The native part as a module; None while it is compiled, a quarter of a minute at first use.
+
+    Raises BuildError where it cannot be built.
+    """
+    future = _built()
+    return future.result() if wait or future.done() else None
+
+
+@cache
+def _built() -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def build() -> None:
+        try:
+            made = load_extension("calls without Python", Path(__file__).parent, _FILES)
+            made.ask(
+                lambda: launching._current_device(),
+                lambda device: launching._current_stream(device),
+                fp32_precision,
+            )
+            future.set_result(made)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=build, name="epinorm-build").start()
+    return future
