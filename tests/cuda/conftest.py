@@ -201,18 +201,20 @@ class ImaginaryGPU:
             assert (z, mean, rstd) == (0, 0, 0)
 
     def signature_of_norm_forward(self, source: Any) -> str:
-        return norm_forward.SIGNATURE + chain_signature(source[0])
+        problem = source[0]
+        return norm_forward.SIGNATURE + chain_signature(problem) + "p" * problem.chain.returns_sum
 
     def compute_norm_forward(self, source: Any, *arguments: Any) -> None:
         problem = source[0]
         z, z_stride, bias, gamma, beta, y, mean, rstd, m, groups, *more = arguments
         count = 2 * len(problem.chain.operand_kinds)
+        total = more.pop() if problem.chain.returns_sum else 0
         operands, numbers = more[:count], more[count:]
         problem = dataclasses.replace(problem, chain=problem.chain.filled(numbers))
         assert (m, groups) == (problem.m, problem.groups)
         values = matrix_at(z, m, problem.n, z_stride, problem.dtype).double()
         pairs = list(zip(operands[::2], operands[1::2], strict=True))
-        self._normalise(problem, values, (bias, gamma, beta), pairs, (y, mean, rstd))
+        self._normalise(problem, values, (bias, gamma, beta), pairs, (y, mean, rstd, total))
 
     def _normalise(
         self,
@@ -220,7 +222,7 @@ class ImaginaryGPU:
         product: Tensor,
         parameters: tuple[int, int, int],
         operands: list[tuple[int, int]],
-        outputs: tuple[int, int, int],
+        outputs: tuple[int, ...],
     ) -> None:
         m, n, dtype = problem.m, problem.n, problem.norm_dtype
         bias = vector_at(parameters[0], n, problem.dtype)
@@ -232,9 +234,13 @@ class ImaginaryGPU:
             else matrix_at(address, m, n, stride, dtype)
             for (address, stride), kind in zip(operands, problem.chain.operand_kinds, strict=True)
         ]
-        biased = product if bias is None else product + bias.double()
+        in_z = bias is None or getattr(problem, "bias_in_z", False)
+        biased = product if in_z else product + bias.double()
         doubles = [None if t is None else t.double() for t in (gamma, beta, *given)]
         y = epilogue(biased, problem.chain, doubles[0], doubles[1], doubles[2:])
+        if isinstance(y, tuple):
+            y, total = y
+            matrix_at(outputs[3], m, n, n, problem.sum_dtype).copy_(total)
         matrix_at(outputs[0], m, n, n, problem.out_dtype).copy_(y)
         if not problem.training or problem.chain.norm is None:
             return
@@ -268,14 +274,24 @@ class ImaginaryGPU:
         ]
         product = matrix_at(z, m, n, z_stride, problem.dtype).double()
         doubles = [None if t is None else t.double() for t in given]
+        dys = [matrix_at(dy, m, n, dy_stride, problem.out_dtype)]
+        if getattr(chain, "adds_gradient", False):
+            dys.append(doubles.pop())
         leaves = [t for t in (product, *doubles) if t is not None]
 
         def differentiate() -> tuple[Tensor, ...]:
             for leaf in leaves:
                 leaf.requires_grad_()
-            biased = product if doubles[0] is None else product + doubles[0]
-            y = epilogue(biased, chain, *doubles[1:3], doubles[3:])
-            return torch.autograd.grad(y, leaves, matrix_at(dy, m, n, dy_stride, y.dtype))
+            bias, gamma, beta, *operands = doubles
+            if not getattr(chain, "begins_at_sum", False):
+                biased = product if bias is None else product + bias
+                return torch.autograd.grad(
+                    epilogue(biased, chain, gamma, beta, operands), leaves, dys
+                )
+            (residual,) = operands  # all that these tests have there
+            total = product + (bias - bias.detach()) + (residual - residual.detach())
+            y = epilogue(total, Chain(chain.norm, (), chain.post), gamma, beta, ())
+            return torch.autograd.grad([y, total][: len(dys)], leaves, dys)
 
         with ThreadPoolExecutor(1) as fresh:  # this thread may be below autograd
             found = fresh.submit(differentiate).result()
@@ -283,9 +299,9 @@ class ImaginaryGPU:
         if dz:
             matrix_at(dz, m, n, n, problem.dtype).copy_(gradients[id(product)])
         by_name = [gradients.get(id(t)) for t in (doubles[1], doubles[2], doubles[0], *doubles[3:])]
-        pairs = zip(by_name, outputs.sums, strict=True)
+        pairs = zip(by_name, outputs.sums, strict=False)
         self.sums[at] = [gradient for gradient, wanted in pairs if wanted]
-        elements = [g for g, kind in zip(by_name[3:], kinds, strict=True) if kind == "element"]
+        elements = [g for g, kind in zip(by_name[3:], kinds, strict=False) if kind == "element"]
         for address, gradient in zip(more[count:], elements, strict=False):
             matrix_at(address, m, n, n, problem.norm_dtype).copy_(gradient)
 

@@ -270,3 +270,30 @@ def test_a_fused_model_trains_as_the_model(gpu):
             optimizer.step()
             losses.append(loss.item())
         assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+
+
+def test_a_chain_that_returns_its_sum(gpu):
+    """Each of its results may be all that is used; the sum is what backward reads."""
+    caller = Caller("add_residual|layer_norm(1e-05)|silu|returns(sum)", "epilogue")
+
+    def layers(given):
+        x, weight, bias, gamma, beta, residual = given
+        z = nn.functional.linear(x, weight, bias) + residual
+        return nn.functional.silu(nn.functional.layer_norm(z, (N,), gamma, beta, 1e-5)), z
+
+    for round_ in range(6):
+        for used in ((0, 1), (0,), (1,)):
+            given = tensors((2, 6))[:6]
+            made, expected = call(caller, given), layers(given)
+            compare(made, expected)
+            dys = [torch.randn_like(expected[i]) for i in used]
+            wanted = given if 0 in used else [*given[:3], given[5]]
+            found = torch.autograd.grad([made[i] for i in used], wanted, dys)
+            compare(found, torch.autograd.grad([expected[i] for i in used], wanted, dys))
+    assert {t.grad_fn.name() for t in made} == {NATIVE}
+    given = tensors((2, 6))[:6]
+    _, total = call(caller, given)
+    with torch.no_grad():
+        total.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.sum().backward()
