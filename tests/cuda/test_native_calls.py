@@ -281,7 +281,7 @@ def test_a_chain_that_returns_its_sum(gpu):
         z = nn.functional.linear(x, weight, bias) + residual
         return nn.functional.silu(nn.functional.layer_norm(z, (N,), gamma, beta, 1e-5)), z
 
-    for round_ in range(6):
+    for _ in range(6):
         for used in ((0, 1), (0,), (1,)):
             given = tensors((2, 6))[:6]
             made, expected = call(caller, given), layers(given)

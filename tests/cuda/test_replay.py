@@ -12,6 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from epinorm import said
+from epinorm.backends.cpu.build import BuildError
+from epinorm.backends.cuda import replayed
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.replayed import ReplayedBackward
 from epinorm.backends.cuda.runtime import launch, prepared
@@ -257,3 +260,16 @@ def test_a_recording_that_ends_while_another_thread_launches(gpu, module, monkey
         new() if module is prepared else check(caller, tensors())
     finally:
         sys.settrace(None)
+
+
+def test_without_a_compiler_python_launches(gpu, monkeypatch, caplog):
+    def missing():
+        raise BuildError("there is no C++ compiler")
+
+    monkeypatch.setattr(replayed, "native", missing)
+    said.forget()
+    caller = Caller(CHAIN, "planes")
+    for _ in range(4):
+        check(caller, tensors())
+    assert gpu.replayed == 0
+    assert caplog.text.count("no C++ compiler") == 1

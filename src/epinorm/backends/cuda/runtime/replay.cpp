@@ -215,6 +215,15 @@ constexpr size_t kMostCalls = 64;
 
 using Calls = std::vector<std::shared_ptr<const Call>>;
 
+// Asking for PyTorch's setting may let other threads run, which add and clear.
+std::shared_ptr<const Call> find(const Calls& calls, const Tensors& given) {
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const std::shared_ptr<const Call> call = calls[i];
+    if (fits(*call, given)) return call;
+  }
+  return nullptr;
+}
+
 PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject*) {
   return wrap(type, std::make_shared<Calls>());
 }
@@ -246,8 +255,8 @@ PyObject* add_call(PyObject* self, PyObject* args) {
                           &in_python, &accumulating))
       return nullptr;
     const Tensors like = tensors(given);
-    for (const auto& each : *value_of<Calls>(self))
-      if (fits(*each, like)) Py_RETURN_NONE;  // found but for a mode, or an address
+    Calls& calls = *value_of<Calls>(self);
+    if (find(calls, like)) Py_RETURN_NONE;  // found but for a mode, or an address
     auto made = std::make_shared<Call>();
     for (const at::Tensor& t : like) made->kinds.emplace_back(t);
     made->saved = made->kinds;
@@ -280,7 +289,6 @@ PyObject* add_call(PyObject* self, PyObject* args) {
       made->in_python = held(in_python);
       made->accumulating = reinterpret_cast<const int*>(accumulating);
     }
-    Calls& calls = *value_of<Calls>(self);
     if (calls.size() >= kMostCalls) clear_calls(self, nullptr);
     calls.push_back(made);
     Py_RETURN_NONE;
@@ -299,17 +307,13 @@ PyObject* call_calls(PyObject* self, PyObject* args, PyObject*) {
     }
     if (!undisturbed() || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty())
       Py_RETURN_NONE;
-    for (const std::shared_ptr<const Call>& each : *value_of<Calls>(self)) {
-      if (!fits(*each, given)) continue;
-      const std::shared_ptr<const Call> call = each;
-      const at::Device& device = call->forward->device;
-      if (!is_current(device)) break;
-      Tensors made = compute(call, std::move(given), stream_of(current_stream, device));
-      if (made.size() == 1) return THPVariable_Wrap(std::move(made[0]));
-      if (made.empty()) break;
-      return Py_BuildValue("NN", THPVariable_Wrap(made[0]), THPVariable_Wrap(made[1]));
-    }
-    Py_RETURN_NONE;
+    const std::shared_ptr<const Call> call = find(*value_of<Calls>(self), given);
+    if (!call || !is_current(call->forward->device)) Py_RETURN_NONE;
+    void* const stream = stream_of(current_stream, call->forward->device);
+    Tensors made = compute(call, std::move(given), stream);
+    if (made.empty()) Py_RETURN_NONE;
+    if (made.size() == 1) return THPVariable_Wrap(std::move(made[0]));
+    return Py_BuildValue("NN", THPVariable_Wrap(made[0]), THPVariable_Wrap(made[1]));
   });
 }
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epinorm.backends.cpu.build import load_extension
+from epinorm.backends.cpu.build import BuildError, load_extension
 from epinorm.backends.cuda.runtime import launch as launching
 from epinorm.backends.cuda.runtime import prepared
 from epinorm.backends.cuda.runtime.arguments import SHAPE, Layout
@@ -325,8 +325,8 @@ def _built() -> Future[Any]:
                 fp32_precision,
             )
             future.set_result(made)
-        except BaseException as error:
-            future.set_exception(error)
+        except Exception as error:
+            future.set_exception(BuildError(str(error)))
 
     threading.Thread(target=build, name="epinorm-build").start()
     return future
