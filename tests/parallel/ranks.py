@@ -40,9 +40,6 @@ def start(seconds: int = 60) -> tuple[int, int, Path, str]:
     import torch
     import torch.distributed as dist
 
-    from epinorm.backends import cpu
-
-    cpu.LEAST_VALUES = cpu.LEAST_VALUES_TRAINING = 0  # as tests/conftest.py does
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     device = "cuda" if "cuda" in sys.argv[4:] else "cpu"
     if device == "cuda":
