@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrizations
 
 import epinorm
+from epinorm.backends import cpu, memo
+from epinorm.capture.fuse import fused_of
 
 
 class NormalisedLinear(nn.Linear):
@@ -70,6 +73,32 @@ def test_fully_shard(fused_first: bool, mixed: bool) -> None:
     for _ in range(2):
         for found, expected in zip(step(ours, x), step(eager, x), strict=True):
             torch.testing.assert_close(found, expected, **tolerance)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_groups_of_split_channels_are_ours_where_their_plan_is_pytorchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch's own fail in the backward pass where the channels are split."""
+    monkeypatch.setattr(cpu, "LEAST_VALUES_TRAINING", 2**16)
+    memo.clear()
+    mesh, ours = dist.init_device_mesh("cpu", (1,)), NormalisedLinear(16)
+    eager = copy.deepcopy(ours)
+    for module in ours.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            split = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            module.register_parameter(name, split)
+    x = torch.randn(8, 16)
+    whole = distribute_tensor(x, mesh, [Replicate()])
+    epinorm.fuse(ours)
+    for found, expected in zip(step(ours, whole), step(eager, x), strict=True):
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    (row,) = epinorm.explain(ours).rows
+    assert row.left
+    fused = fused_of(ours)
+    assert fused is not None
+    assert fused.recorder.uses.count > 0
 
 
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epinorm.capture import distributed
 from epinorm.capture.norms import NormRead
-from epinorm.capture.purity import value_of
+from epinorm.capture.purity import is_contiguous_or_unseen, value_of
 from epinorm.capture.spelling import Linear
 from epinorm.chain import Chain, GroupNorm, Rounding
 from epinorm.chain.chain import AUTOCAST_TO_FP32
@@ -160,9 +160,9 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     assert linear is not None
     assert end is not None
     if any(step.kind == "swap" for step in steps):
-        results = [v for v in (end, value_of(found.kept)) if v is not None]
-        if not all(v.is_contiguous() for v in results):
-            return "its rows are turned to another order, which its result keeps in memory"
+        results = (found.nodes[-1], *([] if found.kept is None else [found.kept]))
+        if not all(is_contiguous_or_unseen(node) for node in results):
+            return "its rows are turned to another order, which its result shows in memory"
     if found.linear.turned and linear.dtype.itemsize == 2:
         return (
             "its weight is kept as (in, out), as Conv1D does: in 16 bit turning it at each call "

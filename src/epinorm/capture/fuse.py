@@ -132,8 +132,8 @@ class Fused:
         """What was captured; or, where calls like this one gained nothing, the model's own code,
         which then costs nothing but this look. Now and then what was captured runs all the same,
         as there may be more to gain in a model that has changed."""
-        key = _likeness(model, args, kwargs)
-        if (left := self.as_written.get(key, 0)) > 0:
+        key = _likeness(model, args, kwargs) if self.as_written else None
+        if key is not None and (left := self.as_written.get(key, 0)) > 0:
             self.as_written[key] = left - 1
             return own(*args, **kwargs)
         before = self.recorder.uses.count
@@ -141,7 +141,9 @@ class Fused:
             result = self.run_unit(model, args, kwargs)
         else:
             result = self.captured(model, args, kwargs)
-        if key is not None and self.recorder.uses.count == before and not self.settings.strict:
+        if self.recorder.uses.count > before or self.settings.strict:
+            return result
+        if (key := key or _likeness(model, args, kwargs)) is not None:
             if len(self.as_written) >= _MOST_KINDS:
                 self.as_written.clear()
             self.as_written[key] = _CALLS_AS_WRITTEN

@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-__all__ = ["changed_argument", "changes", "is_pure", "storage_of", "value_of"]
+__all__ = [
+    "changed_argument",
+    "changes",
+    "is_contiguous_or_unseen",
+    "is_pure",
+    "storage_of",
+    "value_of",
+]
 
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, "i" + name)
@@ -53,7 +60,7 @@ def _public(namespace: Any) -> set[Any]:
 def _functions() -> frozenset[Any]:
     """PyTorch's and Python's functions that return a result and do nothing else."""
     spaces = (torch, F, torch._C._nn, torch.special, torch.linalg, torch.fft, math, operator)
-    hidden = {getattr, torch.sym_float, torch.sym_int, *_KEYWORDS}
+    hidden = {getattr, torch.sym_float, torch.sym_int, torch._C._log_api_usage_once, *_KEYWORDS}
     known: set[Any] = set().union(hidden, *map(_public, spaces))
     known -= {operator.setitem, operator.delitem, *_IN_PLACE_OPERATORS}
     return frozenset(known)
@@ -153,3 +160,23 @@ def storage_of(node: fx.Node) -> int | None:
     if value is None or value.layout is not torch.strided:
         return None
     return value.untyped_storage()._cdata
+
+
+_INHERITING = frozenset(("add", "iadd", "mul", "imul", "dropout"))
+"""What lays its result out as its first tensor is."""
+
+
+def is_contiguous_or_unseen(node: fx.Node) -> bool:
+    """Whether a result is contiguous, or read only where it makes no difference whether it is: by
+    what makes a new contiguous tensor of it in any case, or hands its layout on to such readers."""
+    value = value_of(node)
+    if value is None or value.is_contiguous():
+        return value is not None
+    for user in node.users:
+        name = getattr(user.target, "__name__", str(user.target))
+        made = value_of(user)
+        if made is None or storage_of(user) == storage_of(node) or name in ("reshape", "flatten"):
+            return False
+        if not made.is_contiguous() and not (name in _INHERITING and is_contiguous_or_unseen(user)):
+            return False
+    return True

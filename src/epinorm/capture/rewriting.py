@@ -20,14 +20,14 @@ from epinorm.backends.engine import plan_for
 from epinorm.capture.attention import close_unused, open_functions, tidy
 from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Search
-from epinorm.capture.distributed import as_in_eager
+from epinorm.capture.distributed import as_in_eager, layout_of_found
 from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import name_of
 from epinorm.capture.together import groups_of, put_together
-from epinorm.chain import Rounding
+from epinorm.chain import GroupNorm, Rounding
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller, Uses
 from epinorm.problem import Strategy
@@ -230,6 +230,8 @@ def _may_pay(place: Place, settings: Settings) -> bool:
     prepacked or not, stays as it is written, which costs nothing."""
     if settings.strategy != "auto" or settings.strict or place.found is None:
         return True
+    if isinstance(place.found.norm.norm, GroupNorm) and layout_of_found(place.found) is not None:
+        return True  # PyTorch's own fails in the backward pass where channels are split
     return _pays(place, settings) or _pays(place, settings, prepacked=True)
 
 
