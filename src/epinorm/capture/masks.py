@@ -78,7 +78,10 @@ class _Constants:
             or storage_of(node) in self._changed
         ):
             return None
-        if node.op not in ("call_function", "call_method") or name_of(node) not in _KNOWN:
+        if node.op not in ("call_function", "call_method"):
+            return None
+        name = name_of(node)  # before PyTorch 2.10 comparisons are methods: __eq__
+        if (name.strip("_") if name.startswith("__") else name) not in _KNOWN:
             return None
         if any(self.of(given) is None for given in node.all_input_nodes):
             return None
