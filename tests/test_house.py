@@ -35,6 +35,7 @@ NAMED = [
     for answer in ROWS.values()
     for file, symbol in re.findall(r"`([\w/]+\.(?:py|cuh?))`(?:: `(\w+)`)?", answer)
 ]
+TEXTS = {".py", ".cu", ".cuh", ".cpp", ".h", ".in"}
 KEPT_FOR_GOOD = {
     # What a text or the machine says: it cannot change while the process runs, or is cleared by
     # its owner on a fork or a new file.
@@ -106,6 +107,14 @@ def test_one_function_clears_every_cache_that_can_go_stale() -> None:
     for value in _caches():
         for_good = any(value.__module__.startswith(known) for known in KEPT_FOR_GOOD)
         assert id(value) not in left or for_good, f"{value.__module__}.{value.__name__}"
+
+
+def test_files_are_short_and_the_top_is_small() -> None:
+    files = [path for path in (ROOT / "src").rglob("*") if path.suffix in TEXTS]
+    long = {path.name: n for path in files if (n := len(path.read_text().splitlines())) > 400}
+    assert not long
+    top = {p.name for p in (ROOT / "src" / "epinorm").iterdir()} - {"__pycache__"}
+    assert len(top) <= 14
 
 
 def _caches() -> list[Any]:
