@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.tools.progress import Progress, silent
 
 __all__ = [
@@ -80,6 +81,8 @@ def sample_interleaved(
     progress: Progress = silent,
 ) -> dict[str, list[float]]:
     """Times in microseconds of each runner, all interleaved, one a round."""
+    if device.type == "cuda":
+        settle()
     for runner in runners.values():
         for _ in range(settings.warmup if device.type == "cuda" else 2):
             runner.prepare()

@@ -49,6 +49,9 @@ class _Recorder:
             return False
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
+        if self.runs == 0:
+            self.runs = 1
+            return False
         try:
             if native() is None:
                 return False
@@ -57,7 +60,7 @@ class _Recorder:
             self.runs = ATTEMPTS + 1
             return False
         self.runs += 1
-        return self.runs > 1
+        return True
 
     def record(
         self,

@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from epinorm.backends.cuda.runtime.driver import (
 from epinorm.backends.cuda.runtime.tensor_map import MapFacts, facts_of
 from epinorm.precision import fp32_precision
 
-__all__ = ["CannotReplay", "Recording", "is_recording", "native", "recording", "replay"]
+__all__ = ["CannotReplay", "Recording", "is_recording", "native", "recording", "replay", "settle"]
 
 VECTOR_BYTES = 16
 """Tensors begin at multiples of it, when recorded and when repeated (``kVectorBytes``)."""
@@ -310,6 +310,12 @@ def native(wait: bool = False) -> Any:
     """
     future = _built()
     return future.result() if wait or future.done() else None
+
+
+def settle() -> None:
+    """Wait until calls are as fast as they get: the native part is there, or cannot be built."""
+    with suppress(BuildError):
+        native(wait=True)
 
 
 @cache
