@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import epinorm
+from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.capture.backend import compile_graph
 
 ROUNDS, CALLS, WARM_UP = 15, 100, 8
@@ -60,6 +61,8 @@ def wall_times(
     runs: dict[str, Callable[[], Any]], synchronize: Callable[[], Any]
 ) -> dict[str, Any]:
     found: dict[str, list[float]] = {name: [] for name in runs}
+    if torch.cuda.is_available():
+        settle()
     for run in runs.values():
         for _ in range(WARM_UP):
             run()
