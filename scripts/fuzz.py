@@ -6,25 +6,31 @@ Draws chains × shapes × strides × dtypes × modes by hypothesis, computes out
 by epinorm and by PyTorch's own layers, and compares both with float64. Where ours is further away
 than eager's, which on a few values may be luck, what roundings cost is asked of float64 itself
 (``Perturbed``). Each failure is shrunk and printed as a few lines that reproduce it; such a case
-belongs into the tests. Chains come out of a pool, since a new one is a new kernel to compile; all
-workers share it, and so their kernels. Another --pool has other chains.
+belongs into the tests. Chains and their widths come out of a pool, since a new one is a new kernel
+to compile; all workers share it, and so their kernels. Another --pool has other chains.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import os
 import random
+import re
 import subprocess
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
@@ -37,11 +43,14 @@ from epinorm.chain import Chain, reference
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.operator.functional import apply_chain
 from epinorm.tools.accuracy import relative_error
+from epinorm.tools.results import commit, device_name, write_atomic
 
-CHUNK = 40
+CHUNK = 20
 """Cases between two looks at the clock."""
+TOTALS = re.compile(r"seed \d+: (\d+) cases, (\d+) of them served, (\d+) failed")
 KINDS_OF_CHAINS = 24
 """In one run's pool."""
+SIZES_OF_CHAIN = 3
 DRAWS = 3
 """Of inputs, whose errors are pooled: that of a single small problem is luck, ours and eager's."""
 LIMIT = 1.5
@@ -94,15 +103,28 @@ class Perturbed(TorchDispatchMode):
         return self.off(out, self.unit)
 
 
+class LongProducts(TorchDispatchMode):
+    """Sums of products in 64 bits of mantissa, each rounded to float64 once: what float64's own are
+    compared with."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return func(*args, **(kwargs or {}))
+        *bias, a, b = [t.numpy().astype(np.longdouble) for t in args]
+        return torch.from_numpy((a @ b + sum(bias)).astype(np.float64))
+
+
 @dataclass(frozen=True)
 class Kind:
-    """What is compiled anew: a chain but for its constants. norm: "" for none."""
+    """What is compiled anew: a chain but for its constants. norm: "" for none; sizes: channels of a
+    group, and groups."""
 
     pre: tuple[str, ...]
     norm: str
     post: tuple[str, ...]
     eps: float
     ends: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]
 
 
 def pool(seed: int, size: int) -> list[Kind]:
@@ -116,7 +138,16 @@ def pool(seed: int, size: int) -> list[Kind]:
         post = tuple(rng.choices(names, k=rng.choice([0, 1, 1, 2, 3])))
         ends = ("returns(sum)",) * (norm != "" and rng.random() < 0.3)
         ends += ("rounding(eager)",) * (rng.random() < 0.3)
-        found.append(Kind(pre, norm, post, rng.choice([1e-05, 0.001, 0.1]), ends))
+        eps = rng.choice([1e-05, 0.001, 0.1])
+        widths = [16, 24, 32, 40, 64, 100, 128, 256]
+        if eps == 0.1 or norm != "group_norm":  # few values may be all but equal
+            widths = [2, 3, 4, 8, 12, *widths]
+        channels = rng.sample(widths, SIZES_OF_CHAIN)
+        most = [512 // width if norm == "group_norm" else 1 for width in channels]
+        sizes = tuple(
+            (width, rng.randint(1, groups)) for width, groups in zip(channels, most, strict=True)
+        )
+        found.append(Kind(pre, norm, post, eps, ends, sizes))
     return found
 
 
@@ -160,11 +191,7 @@ def cases(draw: Any, device: str, chains: Any) -> Case:
     def operations(names: tuple[str, ...]) -> list[str]:
         return [text_of(name, draw(st.lists(number, min_size=2, max_size=2))) for name in names]
 
-    widths = [16, 24, 32, 40, 64, 100, 128, 256]
-    if kind.eps == 0.1 or norm != "group_norm":  # few values may be all but equal
-        widths = [2, 3, 4, 8, 12, *widths]
-    channels = draw(st.sampled_from(widths))
-    groups = draw(st.integers(1, max(1, 512 // channels))) if norm == "group_norm" else 1
+    channels, groups = draw(st.sampled_from(kind.sizes))
     n = channels * groups
     given = f"{groups},{kind.eps}" if norm == "group_norm" else f"{kind.eps}"
     parts = [*operations(kind.pre), *[f"{norm}({given})"] * (norm != ""), *operations(kind.post)]
@@ -306,7 +333,8 @@ def check(case: Case, device: str) -> bool:
                 return False
             raise
         problems.append([exact(t) for t in tensors])
-        truths.append(step(eager, problems[-1], training, draw))
+        with LongProducts() if case.kind == "float64" else nullcontext():
+            truths.append(step(eager, problems[-1], training, draw))
     names = [f"result {i}" for i in range(1 + chain.returns_sum)]
     names += [f"gradient {i}" for i in range(len(truths[0]) - len(names))]
     for results, others in zip(mine, theirs, strict=True):
@@ -334,7 +362,7 @@ def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list
     """Draw until the time or the number is up; how many failed."""
     counts = {"cases": 0, "served": 0}
     ends, failures, chunk = time.monotonic() + seconds, 0, 0
-    last: list[Case] = []
+    failing: dict[Case, Exception] = {}
     while time.monotonic() < ends and counts["cases"] < cases_wanted and failures < 3:
 
         @hypothesis_seed(seed * 10007 + chunk)
@@ -348,24 +376,60 @@ def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list
         )
         @given(cases(device, chains))
         def one(case: Case) -> None:
-            if time.monotonic() > ends + min(30, seconds / 4):  # of shrinking
+            if case in failing:
+                raise failing[case]
+            if time.monotonic() > ends + (min(30, seconds / 4) if failing else 0):  # of shrinking
                 return
             counts["cases"] += 1
-            last[:] = [case]
-            counts["served"] += check(case, device)
+            try:
+                counts["served"] += check(case, device)
+            except Exception as error:
+                failing[case] = error
+                raise
 
         try:
             one()
-        except Exception as error:
+        except Exception:
             failures += 1
-            print(f"FAILED: {type(error).__name__}: {error}", *last, sep="\n  ", flush=True)
-            if not isinstance(error, Failure):
-                traceback.print_exc(limit=-6)
-            print(f'  check({last[-1]!r}, "{device}")  # in scripts/fuzz.py', flush=True)
+            smallest, wrong = failing.popitem()  # the last one
+            print(f"FAILED: {type(wrong).__name__}: {wrong}", flush=True)
+            if not isinstance(wrong, Failure):
+                traceback.print_exception(wrong, limit=-6)
+            print(f'  check({smallest!r}, "{device}")  # in scripts/fuzz.py', flush=True)
+            failing.clear()
         chunk += 1
         so_far = f"{counts['cases']} cases, {counts['served']} of them served, {failures} failed"
         print(f"seed {seed}: {so_far}", flush=True)
     return failures
+
+
+def totals(workers: list[subprocess.Popen[str]]) -> dict[str, int]:
+    """Cases, those served and failures of all, whose lines are shown as they come."""
+
+    def follow(worker: subprocess.Popen[str]) -> tuple[int, ...]:
+        last: tuple[int, ...] = (0, 0, 1)  # one that counted nothing has failed
+        for line in worker.stdout or ():
+            print(line, end="", flush=True)
+            if found := TOTALS.match(line):
+                last = tuple(map(int, found.groups()))
+        return (*last[:2], max(last[2], worker.wait()))
+
+    with ThreadPoolExecutor(len(workers)) as threads:
+        sums = [sum(counts) for counts in zip(*threads.map(follow, workers), strict=True)]
+    return dict(zip(("cases", "served", "failed"), sums, strict=True))
+
+
+def record(chosen: argparse.Namespace, found: dict[str, int]) -> None:
+    """Add a run to a file of them."""
+    settings_of = ("seed", "pool", "chains", "workers", "seconds")
+    row = {
+        "device": device_name(torch.device(chosen.device)),
+        **found,
+        **{name: getattr(chosen, name) for name in settings_of},
+        **{"torch": torch.__version__, "commit": commit(), "date": date.today().isoformat()},
+    }
+    rows = json.loads(chosen.record.read_text()) if chosen.record.exists() else []
+    write_atomic(chosen.record, json.dumps([*rows, row], indent=1) + "\n")
 
 
 def main() -> int:
@@ -376,21 +440,32 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--pool", type=int, help="default: the seed")
+    parser.add_argument("--chains", type=int, default=KINDS_OF_CHAINS, help="in the pool")
+    parser.add_argument("--record", type=Path, help="a file to add the totals of this run to")
     chosen = parser.parse_args()
     if chosen.pool is None:
         chosen.pool = chosen.seed
     version = f"epinorm {epinorm.__version__} on {chosen.device}"
     print(f"{version}, seed {chosen.seed}, pool {chosen.pool}", flush=True)
-    if chosen.workers > 1:
+    if chosen.workers > 1 or chosen.record:
         own = [sys.executable, __file__, f"--seconds={chosen.seconds}", f"--device={chosen.device}"]
-        own += [f"--cases={chosen.cases}", f"--pool={chosen.pool}"]
-        started = [
-            subprocess.Popen([*own, f"--seed={chosen.seed + i}"], env=os.environ.copy())
-            for i in range(chosen.workers)
-        ]
-        return max(worker.wait() for worker in started)
+        own += [f"--cases={chosen.cases}", f"--pool={chosen.pool}", f"--chains={chosen.chains}"]
+        found = totals(
+            [
+                subprocess.Popen(
+                    [*own, f"--seed={chosen.seed + i}"], stdout=subprocess.PIPE, text=True
+                )
+                for i in range(chosen.workers)
+            ]
+        )
+        print(
+            "all workers: {cases} cases, {served} of them served, {failed} failed".format(**found)
+        )
+        if chosen.record:
+            record(chosen, found)
+        return min(found["failed"], 1)
     warnings.simplefilter("ignore")
-    chains = pool(chosen.pool, KINDS_OF_CHAINS)
+    chains = pool(chosen.pool, chosen.chains)
     return min(hunt(chosen.device, chosen.seconds, chosen.cases, chosen.seed, chains), 1)
 
 
