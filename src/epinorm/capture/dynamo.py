@@ -114,6 +114,10 @@ def _answers_as_in_eager() -> Iterator[None]:
 _GET_TAKES_GUARDS = TorchVersion(torch.__version__) >= "2.10"
 
 
+def _itself(saved: Tensor) -> Tensor:
+    return saved
+
+
 def _is_zero(value: Any) -> bool:
     return type(value) is float and value == 0.0
 
@@ -222,7 +226,9 @@ def capture(
     def call_backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
         callback.has_zero = _has_zero(gm)
         alive = known()
-        return gm.forward if alive is None else alive(gm, example_inputs)
+        # What is tried on example values is none of those whose hooks wait for saved tensors.
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            return gm.forward if alive is None else alive(gm, example_inputs)
 
     def see(frame: Any) -> None:
         if isinstance(alive := known(), Sees):
