@@ -75,9 +75,9 @@ HOPPER = (
 )
 # Groups shared by the blocks of a cluster. Racecheck takes half a minute for these, where the other
 # tools take seconds: what came to no end within 25 s was that, and cut off (H200, compute-sanitizer
-# of CUDA 13.0). No wait can miss its phase: a buffer's barrier completes phase e + 2 when every warp
-# of every block has sent to it, each after having read phase e; blocks write into each other behind
-# barrier.cluster, and end when they received all that is ever sent to them.
+# of CUDA 13.0). No wait can miss its phase: a buffer's barrier completes phase e + 2 when every
+# warp of every block has sent to it, each after having read phase e; blocks write into each other
+# behind barrier.cluster, and end when they received all that is ever sent to them.
 CLUSTERS = (
     (70, 200, 512, 1, "bfloat16", True),
     (70, 200, 1024, 1, "bfloat16", False),
