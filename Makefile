@@ -95,10 +95,8 @@ sanitize-gpu:  ## run every kind of kernel under compute-sanitizer (nothing is i
 	  echo "compute-sanitizer --tool $$tool"; \
 	  : "Our launches and PyTorch's ask the driver for things that it may not have: not an error."; \
 	  [ $$tool = memcheck ] && quiet="--report-api-errors no" || quiet=; \
-	  : "tests/gpu/sanitize.py says why not clusters."; \
-	  [ $$tool = racecheck ] && kinds="calls norm portable hopper" || kinds=; \
 	  PYTHONPATH=src PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool $$quiet \
-	    --error-exitcode 9 $${PYTHON:-python3} tests/gpu/sanitize.py $(if $(ARGS),$(ARGS),$$kinds); \
+	    --error-exitcode 9 $${PYTHON:-python3} tests/gpu/sanitize.py $(ARGS); \
 	done
 
 FUZZ_SECONDS ?= 600

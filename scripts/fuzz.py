@@ -6,25 +6,31 @@ Draws chains × shapes × strides × dtypes × modes by hypothesis, computes out
 by epinorm and by PyTorch's own layers, and compares both with float64. Where ours is further away
 than eager's, which on a few values may be luck, what roundings cost is asked of float64 itself
 (``Perturbed``). Each failure is shrunk and printed as a few lines that reproduce it; such a case
-belongs into the tests. Chains come out of a pool, since a new one is a new kernel to compile; all
-workers share it, and so their kernels. Another --pool has other chains.
+belongs into the tests. Chains and their widths come out of a pool, since a new one is a new kernel
+to compile; all workers share it, and so their kernels. Another --pool has other chains.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import os
 import random
+import re
 import subprocess
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
@@ -37,11 +43,14 @@ from epinorm.chain import Chain, reference
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.operator.functional import apply_chain
 from epinorm.tools.accuracy import relative_error
+from epinorm.tools.results import commit, device_name, write_atomic
 
-CHUNK = 40
+CHUNK = 20
 """Cases between two looks at the clock."""
+TOTALS = re.compile(r"seed \d+: (\d+) cases, (\d+) of them served, (\d+) failed")
 KINDS_OF_CHAINS = 24
 """In one run's pool."""
+SIZES_OF_CHAIN = 3
 DRAWS = 3
 """Of inputs, whose errors are pooled: that of a single small problem is luck, ours and eager's."""
 LIMIT = 1.5
@@ -94,15 +103,42 @@ class Perturbed(TorchDispatchMode):
         return self.off(out, self.unit)
 
 
+class ExactSums(TorchDispatchMode):
+    """Products of float64 whose sums are exact but for 2^-60 of their largest terms and a last
+    rounding or two: what float64's own are compared with (Ozaki et al., 2012)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return func(*args, **(kwargs or {}))
+        *bias, a, b = [t.detach().numpy() for t in args]
+        left, right = parts_of(a, 1), parts_of(b, 0)
+        places = sorted(((i, j) for i in range(3) for j in range(3 - i)), key=sum, reverse=True)
+        terms = [left[i] @ right[j] for i, j in places]  # smallest first
+        return torch.from_numpy(np.asarray(sum(bias, sum(terms))))
+
+
+def parts_of(matrix: Any, axis: int) -> list[Any]:
+    """Three matrices of that sum, of 20 bits each below the largest number along the axis."""
+    exponent = np.frexp(np.abs(matrix).max(axis, keepdims=True, initial=0.0))[1]
+    parts = []
+    for i in range(1, 4):
+        unit = np.ldexp(1.0, exponent - 20 * i)
+        parts.append(np.round(matrix / unit) * unit)
+        matrix = matrix - parts[-1]
+    return parts
+
+
 @dataclass(frozen=True)
 class Kind:
-    """What is compiled anew: a chain but for its constants. norm: "" for none."""
+    """What is compiled anew: a chain but for its constants. norm: "" for none; sizes: channels of a
+    group, and groups."""
 
     pre: tuple[str, ...]
     norm: str
     post: tuple[str, ...]
     eps: float
     ends: tuple[str, ...]
+    sizes: tuple[tuple[int, int], ...]
 
 
 def pool(seed: int, size: int) -> list[Kind]:
@@ -116,7 +152,16 @@ def pool(seed: int, size: int) -> list[Kind]:
         post = tuple(rng.choices(names, k=rng.choice([0, 1, 1, 2, 3])))
         ends = ("returns(sum)",) * (norm != "" and rng.random() < 0.3)
         ends += ("rounding(eager)",) * (rng.random() < 0.3)
-        found.append(Kind(pre, norm, post, rng.choice([1e-05, 0.001, 0.1]), ends))
+        eps = rng.choice([1e-05, 0.001, 0.1])
+        widths = [16, 24, 32, 40, 64, 100, 128, 256]
+        if eps == 0.1 or norm != "group_norm":  # few values may be all but equal
+            widths = [2, 3, 4, 8, 12, *widths]
+        channels = rng.sample(widths, SIZES_OF_CHAIN)
+        most = [512 // width if norm == "group_norm" else 1 for width in channels]
+        sizes = tuple(
+            (width, rng.randint(1, groups)) for width, groups in zip(channels, most, strict=True)
+        )
+        found.append(Kind(pre, norm, post, eps, ends, sizes))
     return found
 
 
@@ -160,11 +205,7 @@ def cases(draw: Any, device: str, chains: Any) -> Case:
     def operations(names: tuple[str, ...]) -> list[str]:
         return [text_of(name, draw(st.lists(number, min_size=2, max_size=2))) for name in names]
 
-    widths = [16, 24, 32, 40, 64, 100, 128, 256]
-    if kind.eps == 0.1 or norm != "group_norm":  # few values may be all but equal
-        widths = [2, 3, 4, 8, 12, *widths]
-    channels = draw(st.sampled_from(widths))
-    groups = draw(st.integers(1, max(1, 512 // channels))) if norm == "group_norm" else 1
+    channels, groups = draw(st.sampled_from(kind.sizes))
     n = channels * groups
     given = f"{groups},{kind.eps}" if norm == "group_norm" else f"{kind.eps}"
     parts = [*operations(kind.pre), *[f"{norm}({given})"] * (norm != ""), *operations(kind.post)]
@@ -254,19 +295,30 @@ def step(compute: Any, tensors: list[Tensor | None], training: bool, seed: int) 
     return [*[t.detach() for t in results], *torch.autograd.grad(results, wanted, given)]
 
 
-def errors(runs: list[list[Tensor]], truths: list[list[Tensor]]) -> list[float]:
-    """Of each result, pooled over the draws."""
+def errors(
+    runs: list[list[Tensor]], truths: list[list[Tensor]], dtypes: list[torch.dtype]
+) -> list[float]:
+    """Of each result, pooled over the draws, where its dtype holds the truth: beyond, one rounding
+    more or less, both right, decides between the largest number and infinity."""
 
     def pooled(of: list[list[Tensor]]) -> list[Tensor]:
         together = zip(*of, strict=True)
         return [torch.cat([t.cpu().double().flatten() for t in same]) for same in together]
 
-    pairs = zip(pooled(runs), pooled(truths), strict=True)
-    return [relative_error(made, truth) for made, truth in pairs]
+    found = []
+    for made, truth, dtype in zip(pooled(runs), pooled(truths), dtypes, strict=True):
+        held = truth.to(dtype).isfinite()
+        found.append(relative_error(made[held], truth[held]))
+    return found
 
 
 def perturbed_errors(
-    case: Case, problems: list[list[Tensor | None]], compute: Any, training: bool, truths: Any
+    case: Case,
+    problems: list[list[Tensor | None]],
+    compute: Any,
+    training: bool,
+    truths: Any,
+    dtypes: list[torch.dtype],
 ) -> Iterator[list[float]]:
     """The largest error of each result so far in runs with roundings of the case's dtype."""
     unit = torch.finfo(getattr(torch, case.kind.split()[0])).eps
@@ -275,7 +327,7 @@ def perturbed_errors(
     for run in range(PERTURBED):
         with Perturbed(unit, operand_unit, run):
             made = [step(compute, p, training, draw) for draw, p in enumerate(problems)]
-        largest = [max(pair) for pair in zip(largest, errors(made, truths), strict=True)]
+        largest = [max(pair) for pair in zip(largest, errors(made, truths, dtypes), strict=True)]
         yield largest
 
 
@@ -306,23 +358,27 @@ def check(case: Case, device: str) -> bool:
                 return False
             raise
         problems.append([exact(t) for t in tensors])
-        truths.append(step(eager, problems[-1], training, draw))
+        with ExactSums() if case.kind == "float64" else nullcontext():
+            truths.append(step(eager, problems[-1], training, draw))
     names = [f"result {i}" for i in range(1 + chain.returns_sum)]
     names += [f"gradient {i}" for i in range(len(truths[0]) - len(names))]
-    for results, others in zip(mine, theirs, strict=True):
-        for what, made, other in zip(names, results, others, strict=True):
+    for results, others, exacts in zip(mine, theirs, truths, strict=True):
+        for what, made, other, truth in zip(names, results, others, exacts, strict=True):
             if made.dtype != other.dtype:
                 raise Failure(f"{what} is {made.dtype}, eager's {other.dtype}")
-            if not bool((made.isfinite() | ~other.isfinite()).all()):
+            beyond = ~truth.to(made.dtype).isfinite() | ~other.cpu().isfinite()
+            if not bool((made.cpu().isfinite() | beyond).all()):
                 raise Failure(f"{what} is not finite where eager's is")
-    found, yardsticks = errors(mine, truths), errors(theirs, truths)
+    dtypes = [t.dtype for t in theirs[0]]
+    found, yardsticks = errors(mine, truths, dtypes), errors(theirs, truths, dtypes)
     own = [math.inf if math.isinf(error) else LIMIT * error for error in yardsticks]
-    beyond = [i for i, error in enumerate(found) if not error <= own[i]]
-    for limits in perturbed_errors(case, problems, eager, training, truths) if beyond else ():
-        beyond = [i for i in beyond if not found[i] <= LIMIT * limits[i]]
-        if not beyond:
+    wrong = [i for i, error in enumerate(found) if not error <= own[i]]
+    runs = perturbed_errors(case, problems, eager, training, truths, dtypes)
+    for limits in runs if wrong else ():
+        wrong = [i for i in wrong if not found[i] <= LIMIT * limits[i]]
+        if not wrong:
             return True
-    for i in beyond:
+    for i in wrong:
         raise Failure(
             f"{names[i]}: error {found[i]:.2e}, eager's {yardsticks[i]:.2e}, "
             f"largest of perturbed ones {limits[i]:.2e}"
@@ -334,7 +390,7 @@ def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list
     """Draw until the time or the number is up; how many failed."""
     counts = {"cases": 0, "served": 0}
     ends, failures, chunk = time.monotonic() + seconds, 0, 0
-    last: list[Case] = []
+    failing: dict[Case, Exception] = {}
     while time.monotonic() < ends and counts["cases"] < cases_wanted and failures < 3:
 
         @hypothesis_seed(seed * 10007 + chunk)
@@ -348,24 +404,60 @@ def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list
         )
         @given(cases(device, chains))
         def one(case: Case) -> None:
-            if time.monotonic() > ends + min(30, seconds / 4):  # of shrinking
+            if case in failing:
+                raise failing[case]
+            if time.monotonic() > ends + (min(30, seconds / 4) if failing else 0):  # of shrinking
                 return
             counts["cases"] += 1
-            last[:] = [case]
-            counts["served"] += check(case, device)
+            try:
+                counts["served"] += check(case, device)
+            except Exception as error:
+                failing[case] = error
+                raise
 
         try:
             one()
-        except Exception as error:
+        except Exception:
             failures += 1
-            print(f"FAILED: {type(error).__name__}: {error}", *last, sep="\n  ", flush=True)
-            if not isinstance(error, Failure):
-                traceback.print_exc(limit=-6)
-            print(f'  check({last[-1]!r}, "{device}")  # in scripts/fuzz.py', flush=True)
+            smallest, wrong = failing.popitem()  # the last one
+            print(f"FAILED: {type(wrong).__name__}: {wrong}", flush=True)
+            if not isinstance(wrong, Failure):
+                traceback.print_exception(wrong, limit=-6)
+            print(f'  check({smallest!r}, "{device}")  # in scripts/fuzz.py', flush=True)
+            failing.clear()
         chunk += 1
         so_far = f"{counts['cases']} cases, {counts['served']} of them served, {failures} failed"
         print(f"seed {seed}: {so_far}", flush=True)
     return failures
+
+
+def totals(workers: list[subprocess.Popen[str]]) -> dict[str, int]:
+    """Cases, those served and failures of all, whose lines are shown as they come."""
+
+    def follow(worker: subprocess.Popen[str]) -> tuple[int, ...]:
+        last: tuple[int, ...] = (0, 0, 1)  # one that counted nothing has failed
+        for line in worker.stdout or ():
+            print(line, end="", flush=True)
+            if found := TOTALS.match(line):
+                last = tuple(map(int, found.groups()))
+        return (*last[:2], max(last[2], worker.wait()))
+
+    with ThreadPoolExecutor(len(workers)) as threads:
+        sums = [sum(counts) for counts in zip(*threads.map(follow, workers), strict=True)]
+    return dict(zip(("cases", "served", "failed"), sums, strict=True))
+
+
+def record(chosen: argparse.Namespace, found: dict[str, int]) -> None:
+    """Add a run to a file of them."""
+    settings_of = ("seed", "pool", "chains", "workers", "seconds")
+    row = {
+        "device": device_name(torch.device(chosen.device)),
+        **found,
+        **{name: getattr(chosen, name) for name in settings_of},
+        **{"torch": torch.__version__, "commit": commit(), "date": date.today().isoformat()},
+    }
+    rows = json.loads(chosen.record.read_text()) if chosen.record.exists() else []
+    write_atomic(chosen.record, json.dumps([*rows, row], indent=1) + "\n")
 
 
 def main() -> int:
@@ -376,21 +468,32 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--pool", type=int, help="default: the seed")
+    parser.add_argument("--chains", type=int, default=KINDS_OF_CHAINS, help="in the pool")
+    parser.add_argument("--record", type=Path, help="a file to add the totals of this run to")
     chosen = parser.parse_args()
     if chosen.pool is None:
         chosen.pool = chosen.seed
     version = f"epinorm {epinorm.__version__} on {chosen.device}"
     print(f"{version}, seed {chosen.seed}, pool {chosen.pool}", flush=True)
-    if chosen.workers > 1:
+    if chosen.workers > 1 or chosen.record:
         own = [sys.executable, __file__, f"--seconds={chosen.seconds}", f"--device={chosen.device}"]
-        own += [f"--cases={chosen.cases}", f"--pool={chosen.pool}"]
-        started = [
-            subprocess.Popen([*own, f"--seed={chosen.seed + i}"], env=os.environ.copy())
-            for i in range(chosen.workers)
-        ]
-        return max(worker.wait() for worker in started)
+        own += [f"--cases={chosen.cases}", f"--pool={chosen.pool}", f"--chains={chosen.chains}"]
+        found = totals(
+            [
+                subprocess.Popen(
+                    [*own, f"--seed={chosen.seed + i}"], stdout=subprocess.PIPE, text=True
+                )
+                for i in range(chosen.workers)
+            ]
+        )
+        print(
+            "all workers: {cases} cases, {served} of them served, {failed} failed".format(**found)
+        )
+        if chosen.record:
+            record(chosen, found)
+        return min(found["failed"], 1)
     warnings.simplefilter("ignore")
-    chains = pool(chosen.pool, KINDS_OF_CHAINS)
+    chains = pool(chosen.pool, chosen.chains)
     return min(hunt(chosen.device, chosen.seconds, chosen.cases, chosen.seed, chains), 1)
 
 

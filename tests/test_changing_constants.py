@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import epinorm
+from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.chain import Chain
 from epinorm.chain.reference import linear_norm as reference
+from epinorm.problem import Strategy
 from epinorm.tools.accuracy import allowed_error
 
 M, K, N = 32, 48, 64
@@ -126,3 +129,65 @@ def test_one_kernel_computes_values_and_gradients_with_any_numbers(
         eager, truth = results(layers, leaves, dy), results(layers, wide, dy)
         for ours, theirs, exact in zip(found, eager, truth, strict=True):
             assert error(ours, exact) <= allowed_error(error(theirs, exact), dtype)
+
+
+ZEROS = (0.0, -0.0, 0.0)
+"""-0.0 after 0.0 and before it."""
+
+
+@pytest.mark.parametrize("strategy", ["auto", "cpu", "reference"])
+@pytest.mark.parametrize("training", [False, True])
+def test_zeros_keep_their_signs(strategy: Strategy, training: bool) -> None:
+    """0.0 equals -0.0, and what is kept for the one was given to the other."""
+    given = tensors()
+    for zero in ZEROS:
+        leaves = {name: t.requires_grad_(training) for name, t in given.items()}
+        y = epinorm.linear_norm(**leaves, norm=NORM, post=f"scale({zero})", strategy=strategy)
+        linear = torch.nn.functional.linear(given["x"], given["weight"], given["bias"])
+        z = torch.nn.functional.group_norm(linear, 8, given["norm_weight"], given["norm_bias"])
+        assert torch.equal(y.signbit(), (z * zero).signbit())
+        assert not y.any()
+
+
+def test_zeros_of_kernels_keep_their_signs() -> None:
+    """Of a GPU's: rounded numbers are kept, and a recorded pass is repeated for its own alone."""
+    chains = [Chain.parse(f"layer_norm|scale({zero})") for zero in ZEROS]
+    kernel = ChainArguments(chains[0].structure, torch.float32)
+    assert [str(kernel(chain.arguments)) for chain in chains] == ["(0.0,)", "(-0.0,)", "(0.0,)"]
+    assert chains[0].arguments == chains[2].arguments
+    assert chains[0].arguments != chains[1].arguments
+    assert chains[0] != chains[1]
+    assert chains[0] == chains[2]
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(K, N), torch.nn.GroupNorm(8, N)
+        self.act, self.factor = torch.nn.LeakyReLU(), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.act(self.norm(self.linear(x))) * self.factor
+        return y
+
+
+@pytest.mark.parametrize("first", [(), (2.0, 3.0, 0.5)], ids=["constant", "seen to change"])
+def test_a_fused_model_sees_signs_and_types_of_its_numbers(first: tuple[float, ...]) -> None:
+    """Numbers that are equal, or equal to nothing, as attributes of the model and of its modules;
+    a NaN that stays is captured once."""
+    model = Scaled()
+    fused, x = epinorm.fuse(model, strategy="cpu"), torch.randn(M, K)
+    inf, nan = float("inf"), float("nan")
+    for value in (*first, *ZEROS, 1, 1.0, True, 2, 2.0, inf, -inf, 1e-320, nan, nan):
+        model.factor = value
+        y, eager = fused(x), model.act(model.norm(model.linear(x))) * value
+        assert torch.equal(y.signbit(), eager.signbit()), value
+        torch.testing.assert_close(y, eager, equal_nan=True)
+    captured = counters["stats"]["unique_graphs"]
+    fused(x)
+    assert counters["stats"]["unique_graphs"] == captured
+    model.factor = 1.0
+    for zero in ZEROS:
+        model.act.negative_slope = zero
+        eager = model.act(model.norm(model.linear(x)))
+        assert torch.equal(fused(x).signbit(), eager.signbit()), zero

@@ -29,6 +29,7 @@ WRONG = {
     "cached": ("accuracy", "bit for bit, the answer to"),
     "cached_by_pointer": ("new inputs", "bit for bit, the answer to input A"),
     "cached_weights": ("new weights", "through .data"),
+    "samples_weights": ("new weights", "one weight in each row changed"),
     "batch_statistics": ("accuracy", "output on rand"),
     "gamma_per_group": ("accuracy", "output on rand"),
     "gamma_ignored": ("gradients", "gradient of gn.weight on rand: missing"),

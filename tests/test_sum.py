@@ -85,6 +85,32 @@ def test_both_results_and_all_gradients(text: str, dtype: torch.dtype, rounding:
         assert (found[1] == eager[1]).float().mean() > 0.999
 
 
+@pytest.mark.parametrize(
+    "text,leading", [*((text, ()) for text in CHAINS), (RESIDUAL, (2, 3)), (CHAINS[3], (2, 3))]
+)
+def test_what_the_sum_does_not_depend_on_has_no_gradient(text: str, leading: Any) -> None:
+    """None in eager's places, where the sum alone is used; a row that the norm makes NaN stays."""
+    given = [t.detach() for t in tensors(text, torch.float64, 6)]
+    if leading:
+        given = [t.view(*leading, -1) if t.shape[0] == 6 else t for t in given]
+    given[0][0] = torch.inf
+    for t in given:
+        t.requires_grad_()
+    function = lambda *t: epinorm.operator.functional.apply_chain(*t[:5], t[5:], text, "cpu")  # noqa: E731
+    for create_graph in (False, True):
+        pairs = []
+        for compute in (function, layers(text)):
+            total = compute(*given)[1]
+            loss = total[-1].square().sum()
+            pairs.append(
+                torch.autograd.grad(loss, given, None, None, create_graph, allow_unused=True)
+            )
+        for ours, eager in zip(*pairs, strict=True):
+            assert (ours is None) == (eager is None)
+            if ours is not None:
+                torch.testing.assert_close(ours, eager, equal_nan=True)
+
+
 @pytest.mark.parametrize("strategy", ["cpu", "reference"])
 @pytest.mark.parametrize("text", [RESIDUAL, SCALED])
 def test_gradcheck(text: str, strategy: str) -> None:

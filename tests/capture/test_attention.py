@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import epinorm
 
@@ -275,3 +276,28 @@ def test_what_warns_at_each_call_stays_whole() -> None:
         fused(torch.randn(T, B, E), torch.randn(S, B, E))
     (note,) = epinorm.explain(fused).notes
     assert "it warns" in note
+
+
+def test_checkpointing_from_the_first_call_on() -> None:
+    """Attention is tried on example values, which checkpoint's hooks must not see; and both runs of
+    a call take the same way."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+            self.norm = nn.LayerNorm(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+            return y
+
+    model = Block()
+    fused, x = epinorm.fuse(copy.deepcopy(model)), torch.randn(2, 5, 32, requires_grad=True)
+    for _ in range(3):
+        found = []
+        for m in (fused, model):
+            y = checkpoint(m, x, use_reentrant=False)
+            found.append((y, *torch.autograd.grad(y.sin().sum(), [x, *m.parameters()])))
+        for ours, eager in zip(*found, strict=True):
+            torch.testing.assert_close(ours, eager)

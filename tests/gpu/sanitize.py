@@ -73,9 +73,11 @@ HOPPER = (
     (130, 70, 16, 17, "highest", True),
     (130, 72, 16, 17, "high", True),
 )
-# Groups shared by the blocks of a cluster. Not under racecheck, where in two of six runs one of
-# these came to no end within 25 s, else within 2 (H200, compute-sanitizer of CUDA 13.0). Without
-# it 40000 launches of four such problems beside other products took a second: the same bits.
+# Groups shared by the blocks of a cluster. Racecheck takes half a minute for these, where the other
+# tools take seconds: what came to no end within 25 s was that, and cut off (H200, compute-sanitizer
+# of CUDA 13.0). No wait can miss its phase: a buffer's barrier completes phase e + 2 when every
+# warp of every block has sent to it, each after having read phase e; blocks write into each other
+# behind barrier.cluster, and end when they received all that is ever sent to them.
 CLUSTERS = (
     (70, 200, 512, 1, "bfloat16", True),
     (70, 200, 1024, 1, "bfloat16", False),

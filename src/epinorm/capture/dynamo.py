@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import math
 import random
 import sys
 import weakref
@@ -18,9 +20,11 @@ import torch._dynamo as dynamo
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import torch as dynamo_functions
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from epinorm.said import log_once
@@ -107,6 +111,45 @@ def _answers_as_in_eager() -> Iterator[None]:
             functions.tracing_state_functions = known
 
 
+_GET_TAKES_GUARDS = TorchVersion(torch.__version__) >= "2.10"
+
+
+def _itself(saved: Tensor) -> Tensor:
+    return saved
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is float and value == 0.0
+
+
+def _has_zero(gm: fx.GraphModule) -> bool:
+    """Whether the graph computes with a float that is zero, whose sign may be that of a result."""
+    return any(_is_zero(v) for n in gm.graph.nodes for v in pytree.tree_leaves((n.args, n.kwargs)))
+
+
+@contextmanager
+def _zeros_with_signs(has_zero: Callable[[], bool]) -> Iterator[None]:
+    """Dynamo's guard of a float takes -0.0 for 0.0: where has_zero, let one look at the sign."""
+    matches: Any = GuardBuilder.EQUALS_MATCH
+
+    @functools.wraps(matches)
+    def equals_match(self: Any, guard: Any, *rest: Any, **named: Any) -> None:
+        matches(self, guard, *rest, **named)
+        value = self.get(guard if _GET_TAKES_GUARDS else guard.name)
+        if not (has_zero() and _is_zero(value)):
+            return
+        sign = math.copysign(1.0, value)
+        facts = [lambda v: math.copysign(1.0, v) == sign, [f"copysign(1, {guard.name}) == {sign}"]]
+        add = self.get_guard_manager(guard).add_lambda_guard
+        try:
+            add(*facts, guard.user_stack)
+        except TypeError:  # PyTorch 2.9 and 2.10
+            add(*facts)
+
+    with mock.patch.object(GuardBuilder, "EQUALS_MATCH", equals_match):
+        yield
+
+
 def _known_settings() -> dict[str, Any]:
     return {key: value for key, value in _DYNAMO.items() if hasattr(dynamo.config, key)}
 
@@ -122,11 +165,14 @@ class Callback:
         self._torchdynamo_orig_backend = inner
         self._inner, self._name, self._see = inner, name, see
         self._failures: Counter[Any] = Counter()
+        self.has_zero = False  # of the graph that is captured; one at a time is
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         code = frame.f_code
+        signs = _zeros_with_signs(lambda: self.has_zero)
         try:
-            with dynamo.config.patch(_known_settings()), _answers_as_in_eager():
+            with dynamo.config.patch(_known_settings()), _answers_as_in_eager(), signs:
+                self.has_zero = False
                 result = self._inner(frame, *arguments)
         except Exception as error:
             result = ConvertFrameReturn()
@@ -178,8 +224,11 @@ def capture(
     known = weakref.ref(backend)  # Dynamo keeps every backend that it has seen
 
     def call_backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        callback.has_zero = _has_zero(gm)
         alive = known()
-        return gm.forward if alive is None else alive(gm, example_inputs)
+        # What is tried on example values is none of those whose hooks wait for saved tensors.
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            return gm.forward if alive is None else alive(gm, example_inputs)
 
     def see(frame: Any) -> None:
         if isinstance(alive := known(), Sees):

@@ -63,6 +63,7 @@ def _innermost_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _CALLS_AS_WRITTEN = 256
 _MOST_KINDS = 1024
 _PLAIN = (int, float, bool, str, type(None))
@@ -131,8 +132,10 @@ class Fused:
     ) -> Any:
         """What was captured; or, where calls like this one gained nothing, the model's own code,
         which then costs nothing but this look. Now and then what was captured runs all the same,
-        as there may be more to gain in a model that has changed."""
-        key = _likeness(model, args, kwargs) if self.as_written else None
+        as there may be more to gain in a model that has changed. Under hooks for saved tensors it
+        always does: checkpointing compares what two runs of a call save, which is not the same."""
+        has_hooks = _saving_hooks(False) is not None
+        key = _likeness(model, args, kwargs) if self.as_written and not has_hooks else None
         if key is not None and (left := self.as_written.get(key, 0)) > 0:
             self.as_written[key] = left - 1
             return own(*args, **kwargs)

@@ -19,7 +19,7 @@ import torch
 from epinorm.chain.activations import OperandKind
 from epinorm.chain.pointwise import (
     DEFINITIONS,
-    Argument,
+    Constants,
     Pointwise,
     PointwiseLike,
     as_pointwise_list,
@@ -198,9 +198,9 @@ class Chain:
         return "|".join((parts or ["identity"]) + ["rounding(eager)"] * (self.rounding == "eager"))
 
     @property
-    def arguments(self) -> tuple[float | Argument, ...]:
+    def arguments(self) -> Constants:
         """The constants that kernels take as arguments: those of pre, then those of post."""
-        return tuple(c for operation in (*self.pre, *self.post) for c in operation.arguments)
+        return Constants(c for operation in (*self.pre, *self.post) for c in operation.arguments)
 
     @property
     def complemented(self) -> tuple[bool, ...]:

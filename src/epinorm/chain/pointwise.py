@@ -21,6 +21,7 @@ __all__ = [
     "DEFINITIONS",
     "SCALE_BY_POWER_OF_TWO",
     "Argument",
+    "Constants",
     "Definition",
     "Pointwise",
     "PointwiseLike",
@@ -72,6 +73,25 @@ class Argument:
     name: str
 
 
+class Constants(tuple[float | Argument, ...]):
+    """Numbers that are equal where their signs are too, as those of 0.0 and -0.0 are not."""
+
+    __slots__ = ()
+    __hash__ = tuple.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            tuple.__eq__(self, other) is True and _signs(self) == _signs(other)
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def _signs(values: Any) -> list[float]:
+    return [0.0 if isinstance(c, Argument) else math.copysign(1.0, c) for c in values]
+
+
 @dataclass(frozen=True)
 class Pointwise:
     """One pointwise operation with its constants, e.g. ``Pointwise("leaky_relu", (0.01,))``.
@@ -101,7 +121,7 @@ class Pointwise:
             raise ValueError(f"{self.name} takes finite or infinite constants, got nan")
         if definition.check is not None and not any(isinstance(c, Argument) for c in filled):
             definition.check(*filled)
-        object.__setattr__(self, "constants", filled)
+        object.__setattr__(self, "constants", Constants(c for c in filled if c is not None))
 
     @property
     def definition(self) -> Definition:

@@ -147,6 +147,13 @@ def _gradients(
 ) -> list[Tensor | None]:
     """The gradients of the inputs from what the forward pass saved, z, mean, rstd and the inputs,
     which is taken out of ``saved``; let_go: of what else holds it, where no graph is retained."""
+    if dy is None and dsum is not None:
+        # The norm has no part in the sum: its parameters get None, and nobody its NaNs.
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            fresh = _fresh(saved[3:], wanted)
+            found = _first_order(None, dsum, fresh, facts, wanted, create_graph)
+        return _scatter(found, wanted)
     if dy is None:
         x, weight = saved[3:5]
         dy = x.new_zeros((*x.shape[:-1], weight.shape[0]), dtype=facts[3] or x.dtype)
@@ -162,7 +169,6 @@ def _gradients(
         dsum = None if dsum is None else fold(dsum)
         tensors = (fold(given[0]), *given[1:5], *operands)
     inputs = (*tensors[:5], tensors[5:])
-    found: Sequence[Tensor | None]
     create_graph = torch.is_grad_enabled()
     batched = torch._C._functorch.is_legacy_batchedtensor
     if batched(dy) or (dsum is not None and batched(dsum)):
@@ -270,21 +276,26 @@ def _fresh(tensors: Sequence[Any], *leaves: Sequence[bool]) -> list[Any]:
 
 
 def _first_order(
-    dy: Tensor,
+    dy: Tensor | None,
     dsum: Tensor | None,
     tensors: Sequence[Any],
     facts: Facts,
     wanted: Sequence[bool],
     create_graph: bool = True,
-) -> list[Tensor]:
-    """The wanted gradients through the reference, themselves differentiable."""
-    results, given = _in_reference(tensors, facts), [dy]
-    y, *more = results if isinstance(results, tuple) else (results,)
-    if dsum is not None and more[0].requires_grad:
-        given.append(dsum)
+) -> list[Any]:
+    """The wanted gradients through the reference, themselves differentiable; None where dy is None
+    and the sum does not depend on it."""
+    results = _in_reference(tensors, facts)
+    pairs = zip(results if isinstance(results, tuple) else (results,), (dy, dsum), strict=False)
+    given = [(r, g) for r, g in pairs if g is not None and r.requires_grad]
     leaves = [t for t, want in zip(tensors, wanted, strict=True) if want]
-    outputs = [y, *more][: len(given)]
-    return list(torch.autograd.grad(outputs, leaves, given, create_graph=create_graph))
+    return list(
+        torch.autograd.grad(
+            *([r for r, _ in given], leaves, [g for _, g in given]),
+            create_graph=create_graph,
+            allow_unused=dy is None,
+        )
+    )
 
 
 def differentiable(executable: Executable, facts: Facts, tensors: Sequence[Any]) -> Results:

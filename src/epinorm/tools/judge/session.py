@@ -106,6 +106,17 @@ class Session:
                     parameter.mul_(0.75)
         self.process.set_state(self.model.state_dict(), behind)
 
+    def change_one_weight_a_row(self) -> None:
+        """Another value for one number of each row of every matrix, at a column that nobody knows
+        before, in both models: who looks at some of a weight to know it does not see these."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.dim() > 1 and parameter.numel():
+                    rows = parameter.flatten(1)
+                    columns = torch.randint(rows.shape[1], (len(rows), 1), device=rows.device)
+                    rows.scatter_add_(1, columns, rows.norm(dim=1, keepdim=True).to(rows.dtype))
+        self.process.set_state(self.model.state_dict(), behind=True)
+
     def with_a_silent_feature(self, inputs: Sequence[Any], value: float) -> tuple[Any, ...] | None:
         """Inputs whose first feature is ``value``, after every linear layer's weight for it became
         zero in both models: it must not be seen. None where no input goes into a linear layer."""
