@@ -35,6 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 import epinorm
 from epinorm.parallel import ColwiseParallel, RowwiseParallel
 
+ROUNDS = 3
+MOST_EAGER_ROWS = 8192
+"""Beyond, eager's steps take long and no comparison needs them."""
 STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
@@ -69,23 +72,32 @@ def prepared(model: nn.Sequential, way: str, fused: bool, mesh: DeviceMesh) -> n
     return DistributedDataParallel(made, gradient_as_bucket_view=True) if way == "ddp" else made
 
 
-def timed(run: Callable[[], Any], steps: int, device: torch.device, at_once: int = 1) -> Any:
-    """Medians of the wall and of the host, ms a run; at_once: runs between two synchronisations."""
+def timed(
+    runs: list[Callable[[], Any]], steps: int, device: torch.device, at_once: int = 1
+) -> list[dict[str, float]]:
+    """Of each run medians of the wall and of the host, ms; at_once: runs between two
+    synchronisations. They take turns, so that what else the machine does meets them alike."""
     cuda = device.type == "cuda"
-    wall, host = [], []
-    for i in range(3 + steps):  # the first compile and fill pools
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(at_once):
-            run()
-        launched = time.perf_counter()
-        if cuda:
-            torch.cuda.synchronize()
-        if i >= 3:
-            wall.append((time.perf_counter() - start) / at_once)
-            host.append((launched - start) / at_once)
-    return {"ms": round(median(wall) * 1e3, 4), "host_ms": round(median(host) * 1e3, 4)}
+    wall: list[list[float]] = [[] for _ in runs]
+    host: list[list[float]] = [[] for _ in runs]
+    for turn in range(1 + ROUNDS):  # the first compiles and fills pools
+        for i, run in enumerate(runs):
+            for step in range(1 + steps):
+                if cuda:
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(at_once):
+                    run()
+                launched = time.perf_counter()
+                if cuda:
+                    torch.cuda.synchronize()
+                if turn and step:
+                    wall[i].append((time.perf_counter() - start) / at_once)
+                    host[i].append((launched - start) / at_once)
+    return [
+        {"ms": round(median(w) * 1e3, 4), "host_ms": round(median(h) * 1e3, 4)}
+        for w, h in zip(wall, host, strict=True)
+    ]
 
 
 def step_of(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
@@ -139,14 +151,18 @@ class Bench:
     def data(self, precision: str, dtype: torch.dtype, rows: int) -> None:
         x = torch.randn(rows, self.given.width, device=self.device, dtype=dtype)
         dy = torch.randn_like(x)
-        for fused, way in product(map(bool, self.given.fused), self.given.ways):
-            slow = not fused and precision == "highest" and rows > 8192
-            torch._dynamo.reset()
+        torch._dynamo.reset()
+        kinds = [
+            (fused, way)
+            for fused, way in product(map(bool, self.given.fused), self.given.ways)
+            if fused or rows <= MOST_EAGER_ROWS
+        ]
+        runs = []
+        for fused, way in kinds:
             model = blocks(self.given.width, 4, dtype, self.device)
-            model = prepared(model, way, fused, self.mesh)
-            found = timed(step_of(model, x, dy), 3 if slow else 10, self.device)
+            runs.append(step_of(prepared(model, way, fused, self.mesh), x, dy))
+        for (fused, way), found in zip(kinds, timed(runs, 4, self.device), strict=True):
             self.note(precision, what="blocks", way=way, fused=fused, rows=rows, **found)
-            del model
 
     def tensor(self, precision: str, dtype: torch.dtype) -> None:
         """The pair on one GPU and split, fused; outputs compared before anything is timed."""
@@ -179,7 +195,8 @@ class Bench:
                 ("forward", forward_of(model, given)),
                 ("step", step_of(model, given, g)),
             ):
-                self.note(precision, **facts, **{"pass": name}, **timed(run, 6, self.device, 4))
+                found = timed([run], 2, self.device, 4)[0]
+                self.note(precision, **facts, **{"pass": name}, **found)
 
     def links(self) -> None:
         """Collectives by themselves, for docs/scale.md's cost model; MiB of the whole."""
@@ -194,7 +211,7 @@ class Bench:
                 ("reduce_scatter", partial(dist.reduce_scatter_tensor, part, whole)),
                 ("all_reduce", partial(dist.all_reduce, whole)),
             ):
-                self.note("bf16", what=name, mib=mib, **timed(run, 5, self.device, 10))
+                self.note("bf16", what=name, mib=mib, **timed([run], 2, self.device, 10)[0])
 
 
 def set_precision(precision: str) -> None:

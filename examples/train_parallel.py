@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=("ddp", "fsdp2", "tensor", "mesh"), default="fsdp2")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=128, help="of the whole batch")
+    parser.add_argument("--rows", type=int, default=512, help="of the whole batch")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rate", type=float, default=1e-3)
     given = parser.parse_args()

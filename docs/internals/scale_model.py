@@ -142,6 +142,10 @@ def wanted(known: Measured) -> list[str]:
             blocks = {"what": "blocks", "rows": 4096, "way": way}
             name = f"eager: {way}, step, 4096 rows"
             add(name, precision, blocks, {**blocks, "fused": False}, False, most)
+        for way in ("ddp", "fsdp2"):
+            blocks = {"what": "blocks", "rows": 32768, "way": way}
+            name = f"one, fused: {way}, step, 32768 rows"
+            add(name, precision, blocks, {**blocks, "way": "one"}, False, "1.10, aim 1.05")
     return lines
 
 

@@ -46,12 +46,19 @@ class _BlockStyle(ParallelStyle):
 
     weight: Placement
     vectors: Placement
+    inputs: Placement
+    outputs: Placement
 
     def __init__(
-        self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = False,
     ) -> None:
         super().__init__()
-        self.input_layouts, self.output_layouts = (input_layouts,), (output_layouts,)
+        self.input_layouts = (input_layouts or self.inputs,)
+        self.output_layouts = (output_layouts or self.outputs,)
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -97,15 +104,7 @@ class ColwiseParallel(_BlockStyle):
     """
 
     weight, vectors = Shard(0), Shard(0)
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = False,
-    ) -> None:
-        super().__init__(input_layouts or Shard(0), output_layouts or Shard(1), use_local_output)
+    inputs, outputs = Shard(0), Shard(1)
 
 
 class RowwiseParallel(_BlockStyle):
@@ -118,12 +117,4 @@ class RowwiseParallel(_BlockStyle):
     """
 
     weight, vectors = Shard(1), Replicate()
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = False,
-    ) -> None:
-        super().__init__(input_layouts or Shard(1), output_layouts or Shard(0), use_local_output)
+    inputs, outputs = Shard(1), Shard(0)

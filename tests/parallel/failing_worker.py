@@ -59,8 +59,10 @@ def step(model: nn.Module, way: str, failing: str) -> None:
 
 
 if __name__ == "__main__":
-    RANK, RANKS, _, DEVICE = start(10 if "cuda" in sys.argv else SECONDS)
     failure, way = sys.argv[-2:]
+    # NCCL's watchdog sleeps four times as long before it ends the process: a minute by default.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
+    RANK, RANKS, _, DEVICE = start(10 if "cuda" in sys.argv else SECONDS)
     MESH = init_device_mesh(DEVICE, (RANKS,))
     torch.manual_seed(0)
     alone, model = Pair().to(DEVICE), Pair().to(DEVICE)

@@ -1,31 +1,38 @@
-"""The tests of this folder on GPUs, by NCCL: ``python on_gpus.py GPUS``."""
+"""The tests of this folder on GPUs, by NCCL: ``python on_gpus.py GPUS [CASE ...]``, all without."""
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from ranks import results_of
+from ranks import Launcher
 from test_data_parallel import CASES as DATA_CASES
 from test_tensor_parallel import CASES as TENSOR_CASES
+from test_tensor_parallel import OTHERS, ROUNDINGS
 
-ROUNDINGS = 16 * 2.0**-53
+FAILURES = [("tensor", "raises"), ("tensor", "dies"), ("tensor", "shape"), ("ddp", "dies")]
+SECONDS = 60
+"""In which the other rank of two ends: starting, the group's timeout of 10 and what NCCL waits."""
+CLEAR = r"Watchdog caught collective operation timeout|ended: \w+: .{20,}"
 
 
 def main() -> int:
-    """Run both workers at once; the number of cases that are wrong."""
-    ranks, found = int(sys.argv[1]), {}
+    """Run all workers at once; the number of cases that are wrong."""
+    ranks, asked, found = int(sys.argv[1]), sys.argv[2:], {}
 
     def collect(worker: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            found[worker] = results_of(worker, ranks, Path(folder), "cuda")
+            found[worker] = Launcher().results_of(worker, ranks, Path(folder), "cuda", *asked)
 
-    workers = {"worker.py": DATA_CASES, "tensor_worker.py": TENSOR_CASES}
+    workers = {"worker.py": DATA_CASES, "tensor_worker.py": TENSOR_CASES + OTHERS}
+    failing = [] if asked else [threading.Thread(target=fail, args=f) for f in FAILURES]
     threads = [threading.Thread(target=collect, args=(worker,)) for worker in workers]
-    for thread in threads:
+    for thread in threads + failing:
         thread.start()
     wrong = 0
     for thread, (worker, cases) in zip(threads, workers.items(), strict=True):
@@ -33,16 +40,40 @@ def main() -> int:
         wrong += worker not in found
         for case in filter(found[worker][0].__contains__, cases) if worker in found else ():
             of_ranks = [of_rank[case] for of_rank in found[worker]]
-            right = all(is_right(of_rank) for of_rank in of_ranks)
+            right = all(is_right(case, of_rank) for of_rank in of_ranks)
             wrong += not right
             print(f"{case:32} {'right' if right else f'WRONG {of_ranks}'}", flush=True)
-    return wrong
+    for thread in failing:
+        thread.join()
+    return wrong + WRONG.count(True)
 
 
-def is_right(found: dict[str, Any]) -> bool:
+WRONG: list[bool] = []
+"""Of each failure, whether it ended otherwise than it should."""
+
+
+def fail(way: str, failure: str) -> None:
+    """One of two ranks fails; the other one has to end in time and say why."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        (status, said), (failed, of_failed) = Launcher().run(
+            "failing_worker.py", 2, Path(folder), "cuda", failure, way
+        )
+        seconds = time.monotonic() - began
+    clear = re.search(CLEAR, said)
+    right = status != 0 and failed not in (0, 3) and clear is not None and seconds < SECONDS
+    told = f"{seconds:.0f} s: {clear[0] if clear else said[-2000:] + of_failed[-2000:]}"
+    print(
+        f"{way} {failure:25} {'right' if right else f'WRONG {status} {failed}'}, {told}", flush=True
+    )
+    WRONG.append(not right)
+
+
+def is_right(case: str, found: dict[str, Any]) -> bool:
     """As the tests ask of a case."""
     if "repeats" in found:
-        return bool(found["error"] <= ROUNDINGS and found["repeats"])
+        unit = 2.0**-24 if case == "float32" else 2.0**-53
+        return bool(found["error"] <= ROUNDINGS * unit and found["repeats"])
     right = found["error"] <= 1.1 * found["eager_error"] + 1e-12
     return bool(right and found["fused"] == 2 and found["long"] == 0)
 

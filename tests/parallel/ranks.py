@@ -1,38 +1,82 @@
-"""Processes of one group: how a test starts them, and how each of them begins and ends."""
+"""Processes of one group: how a test starts them, and how each of them begins and ends.
+
+As a program: imports what the workers need, once, and forks the ranks of each job that a line of
+its standard input names.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import runpy
+import signal
 import subprocess
 import sys
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+SECONDS = 240
+"""After which a rank is ended, whatever it waits for."""
+IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 
 
-def run(worker: str, ranks: int, folder: Path, *more: str) -> list[tuple[int, str]]:
-    """Start ``worker`` once for each rank; the exit status of each and what it printed."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / worker), str(rank), str(ranks), str(folder), *more],
+class Launcher:
+    """A process that forks ranks; nothing of CUDA is started in it."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
+            # A rank compiles by itself, instead of by processes that load PyTorch again.
+            env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"},
         )
-        for rank in range(ranks)
-    ]
-    said = [process.communicate(timeout=240)[0] for process in started]
-    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+
+    def run(self, worker: str, ranks: int, folder: Path, *more: str) -> list[tuple[int, str]]:
+        """Start ``worker`` once for each rank; the exit status of each and what it printed."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps([worker, ranks, str(folder), *more]), file=self.process.stdin, flush=True)
+        statuses = json.loads(self.process.stdout.readline())
+        said = [(folder / f"rank{rank}.txt").read_text() for rank in range(ranks)]
+        return list(zip(statuses, said, strict=True))
+
+    def results_of(self, *job: Any) -> list[dict[str, Any]]:
+        """What ``finish`` was given in each rank, all of which end well."""
+        ended = self.run(*job)
+        assert not any(status for status, _ in ended), "\n".join(text for _, text in ended)[-6000:]
+        found: list[dict[str, Any]] = json.loads((job[2] / "results.json").read_text())
+        return found
 
 
-def results_of(worker: str, ranks: int, folder: Path, *more: str) -> list[dict[str, Any]]:
-    """What ``finish`` was given in each rank, all of which end well."""
-    ended = run(worker, ranks, folder, *more)
-    assert not any(status for status, _ in ended), "\n".join(text for _, text in ended)[-6000:]
-    found: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
-    return found
+@cache
+def launcher() -> Launcher:
+    """The one of this process; it ends with its standard input."""
+    return Launcher()
+
+
+def serve() -> None:
+    """Fork the ranks of each job; a rank returns from here as its worker ends, or raises."""
+    for line in sys.stdin:
+        worker, ranks, folder, *more = json.loads(line)
+        pids = []
+        for rank in range(ranks):
+            if (pid := os.fork()) == 0:
+                output = os.open(f"{folder}/rank{rank}.txt", os.O_WRONLY | os.O_CREAT)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                signal.alarm(SECONDS)
+                sys.argv = [worker, str(rank), str(ranks), folder, *more]
+                runpy.run_path(str(HERE / worker), run_name="__main__")
+                return
+            pids.append(pid)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(json.dumps(statuses), flush=True)
 
 
 def start(seconds: int = 60) -> tuple[int, int, Path, str]:
@@ -63,3 +107,11 @@ def finish(folder: Path, results: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(every))
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    for name in (*IMPORTED, "epinorm.parallel"):
+        importlib.import_module(name)
+    cpu: Any = importlib.import_module("epinorm.backends.cpu")
+    cpu.LEAST_VALUES = cpu.LEAST_VALUES_TRAINING = 0  # as tests/conftest.py has it
+    serve()

@@ -159,7 +159,7 @@ def read_by_plain_code() -> dict[str, Any]:
 def uneven() -> dict[str, Any]:
     """Rows that do not split evenly; and channels, which PyTorch's own layers compute."""
     torch.manual_seed(5)
-    x, w, b = (torch.randn(*s, dtype=torch.float64) for s in ((11, IN), (42, IN), (42,)))
+    x, w, b = (torch.randn(*s).to(DEVICE, torch.float64) for s in ((11, IN), (42, IN), (42,)))
     chain = {"norm": epinorm.GroupNorm(2), "post": "silu"}
     truth = epinorm.linear_norm(x, w, b, **chain)
     worst = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ranks import results_of
+from ranks import launcher
 
 CASES = [
     "fuse, fully_shard",
@@ -18,15 +18,16 @@ CASES = [
     "ddp",
     "ddp, fuse",
     "ddp, static graph",
-    "ddp, bucket views",
+    "ddp, accumulated in place",
     "fsdp1",
+    "blocks compiled, fully_shard",
 ]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """Of each rank, each case."""
-    return results_of("worker.py", 2, tmp_path_factory.mktemp("ranks"))
+    return launcher().results_of("worker.py", 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ranks import run
+from ranks import launcher
 
 CASES = [("tensor", "raises"), ("tensor", "dies"), ("tensor", "shape"), ("fsdp2", "dies")]
 SECONDS = 30
@@ -15,7 +15,8 @@ SECONDS = 30
 
 @pytest.mark.parametrize(("way", "failure"), CASES)
 def test_the_others_end_in_time_with_a_clear_error(way: str, failure: str, tmp_path: Path) -> None:
-    (status, said), (failed, _) = run("failing_worker.py", 2, tmp_path, "cpu", failure, way)
+    ended = launcher().run("failing_worker.py", 2, tmp_path, "cpu", failure, way)
+    (status, said), (failed, _) = ended
     assert failed not in (0, 3)
     assert status != 0
     if failure == "shape":  # gloo ends the process

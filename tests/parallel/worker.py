@@ -1,16 +1,19 @@
 """One rank of tests/parallel: trains a sharded model and its plain twin, and tells how they differ.
 
-    python worker.py RANK RANKS FOLDER [cpu | cuda]
+    python worker.py RANK RANKS FOLDER [cpu | cuda [CASE ...]]
 
-Rank 0 writes FOLDER/results.json: for each case the largest difference of a gradient or an output
-from those of one process on the whole batch, relative to the largest value, and eager's own where
-the case rounds; chains fused; calls that went the long way after the second step.
+Rank 0 writes FOLDER/results.json: for each case how outputs and gradients differ from those of one
+process on the whole batch (root of the mean square of relative differences), and eager's own;
+chains fused; calls that went the long way after the second step.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import epinorm
 from epinorm.operator import dispatch
 
-WIDTH, ROWS, STEPS = 32, 6, 4
+WIDTH, ROWS, STEPS = 32, 24, 4
 Model = Any
 
 
@@ -68,6 +71,14 @@ def fsdp1(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, use_orig_params=True, device_id=device)
 
 
+def compiled(model: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> Any:
+    return model if fuse is same else torch.compile(model, backend="epinorm")
+
+
+def compiled_blocks(model: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return nn.Sequential(*(compiled(block, fuse) for block in model))  # type: ignore[attr-defined]
+
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 fuse = epinorm.fuse
 Make = Callable[[nn.Module, Callable[[nn.Module], nn.Module]], Model]
@@ -82,8 +93,9 @@ CASES: dict[str, Make] = {
     "ddp": lambda m, fuse: ddp(fuse(m)),
     "ddp, fuse": lambda m, fuse: fuse(ddp(m)),
     "ddp, static graph": lambda m, fuse: ddp(fuse(m), static_graph=True),
-    "ddp, bucket views": lambda m, fuse: ddp(fuse(m), gradient_as_bucket_view=True),
+    "ddp, accumulated in place": lambda m, fuse: ddp(fuse(m), gradient_as_bucket_view=True),
     "fsdp1": lambda m, fuse: fsdp1(fuse(m)),
+    "blocks compiled, fully_shard": lambda m, fuse: sharded(compiled_blocks(m, fuse)),
 }
 
 
@@ -97,30 +109,35 @@ def whole(parameter: nn.Parameter) -> Tensor:
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach()
 
 
-def step(model: Model, x: Tensor) -> list[Tensor]:
+def step(model: Model, x: Tensor, micro_batches: int = 1) -> list[Tensor]:
     """The output, and the gradients where every rank has them whole."""
     model.zero_grad()
-    y = model(x)
-    y.double().square().mean().backward()
+    outputs = []
+    for i, part in enumerate(x.chunk(micro_batches)):
+        waits = i + 1 < micro_batches and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if waits else nullcontext(), epinorm.accumulate_in_place():
+            y = model(part)
+            (y.double().square().mean() / micro_batches).backward()
+        outputs.append(y.detach())
+    y = torch.cat(outputs)
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-            return [y.detach(), *(whole(p).clone() for p in model.parameters())]
-    return [y.detach(), *map(whole, model.parameters())]
+            return [y, *(whole(p).clone() for p in model.parameters())]
+    return [y, *map(whole, model.parameters())]
 
 
-def difference(found: list[Tensor], truth: list[Tensor], rank: int) -> float:
-    worst = 0.0
-    for i, (a, b) in enumerate(zip(found, truth, strict=True)):
-        b = b[rank * ROWS : (rank + 1) * ROWS] if i == 0 else b
-        worst = max(worst, ((a.double() - b).abs().max() / b.abs().max()).item())
-    return worst
+def differences(found: list[Tensor], truth: list[Tensor], rank: int) -> list[float]:
+    """Each tensor's relative difference, in the 2-norm."""
+    y = truth[0][rank * ROWS : (rank + 1) * ROWS]
+    pairs = zip(found, (y, *truth[1:]), strict=True)
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
 
 
-def run(make: Make, rank: int, ranks: int) -> dict[str, float]:
+def run(make: Make, rank: int, ranks: int, micro_batches: int) -> dict[str, float]:
     torch._dynamo.reset()
     truth_of, model = plain().double(), make(plain().double(), fuse)
     eager = make(plain().double(), same)
-    found = {"error": 0.0, "eager_error": 0.0}
+    errors: dict[str, list[float]] = {"error": [], "eager_error": []}
     for i in range(STEPS):
         torch.manual_seed(10 + i)
         x = torch.randn(ranks * ROWS, WIDTH, dtype=torch.float64).to(DEVICE)
@@ -128,12 +145,19 @@ def run(make: Make, rank: int, ranks: int) -> dict[str, float]:
         mine = x[rank * ROWS : (rank + 1) * ROWS]
         if i == 2:
             LONG.clear()
-        found["error"] = max(found["error"], difference(step(model, mine), truth, rank))
-        eager_error = difference(step(eager, mine), truth, rank)
-        found["eager_error"] = max(found["eager_error"], eager_error)
+        for key, one in (("error", model), ("eager_error", eager)):
+            errors[key] += differences(step(one, mine, micro_batches), truth, rank)
+    found = {key: mean(e * e for e in of_all) ** 0.5 for key, of_all in errors.items()}
     found["long"] = len(LONG)
-    found["fused"] = epinorm.explain(model).fused
+    found["fused"] = epinorm.explain(model).fused or operators(model, mine)
     return found
+
+
+def operators(model: Model, x: Tensor) -> int:
+    """How many chains a compiled model computes by one operation."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(model, x)
+    return sum(e.count for e in profile.key_averages() if e.key == "epinorm::linear_norm_forward")
 
 
 def checkpoint(folder: Path) -> dict[str, bool]:
@@ -175,6 +199,10 @@ if __name__ == "__main__":
     rank, ranks, folder, DEVICE = start()
     dispatch.call = counted  # type: ignore[assignment]
     MESH = init_device_mesh(DEVICE, (ranks,))
-    results: dict[str, Any] = {name: run(make, rank, ranks) for name, make in CASES.items()}
+    results: dict[str, Any] = {
+        name: run(make, rank, ranks, 2 if "accumulated" in name else 1)
+        for name, make in CASES.items()
+        if not sys.argv[5:] or name in sys.argv[5:]
+    }
     results["checkpoint"] = checkpoint(folder)
     finish(folder, results)

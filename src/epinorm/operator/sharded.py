@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional
 
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm, reference
 from epinorm.chain.reference import Results
@@ -200,7 +201,11 @@ def call(caller_of: Callable[..., Any], *arguments: Any) -> Results:
             f"DTensors of these placements are computed by PyTorch's own layers alone: {chain} of "
             f"a weight {weight.placements}"
         )
-    return reference.linear_norm(x, weight, bias, chain, *norm, operands)
+    z: Any = functional.linear(x, weight, bias)
+    if isinstance(chain.norm, GroupNorm):  # DTensor would copy it, before 2.13 not contiguous
+        copies = [Replicate()] * z.device_mesh.ndim
+        z = DTensor.from_local(z.full_tensor().contiguous(), z.device_mesh, copies, run_check=False)
+    return reference.epilogue(z, chain, *norm, operands)
 
 
 def linear_norm(
