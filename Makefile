@@ -19,7 +19,7 @@ EXAMPLE := examples/matmul_groupnorm_leakyrelu_sum.py
 # Two workers: test files spend much of their time compiling and importing, which one process serialises.
 WORKERS ?= 2
 TEST_SECONDS ?= 300
-PYTEST := -n $(WORKERS) --timeout $(TEST_SECONDS) --durations 10 -m "not gpu and not models"
+PYTEST := -n $(WORKERS) --dist worksteal --timeout $(TEST_SECONDS) --durations 10 -m "not gpu and not models"
 
 # For the targets that run on a GPU machine as it is, with nothing installed.
 PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}

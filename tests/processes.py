@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -37,6 +38,22 @@ class Process:
     @property
     def returncode(self) -> int | None:
         return self._process.exitcode
+
+
+def run_script(
+    script: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What ``python script arguments`` does."""
+    command = [str(script), *arguments]
+    code = f"""
+        import runpy, sys
+        sys.path.insert(0, {str(script.parent)!r})
+        sys.argv = {command!r}
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    """
+    process = Process(code, {**os.environ, **environment})
+    out, err = process.communicate(240)
+    return subprocess.CompletedProcess(command, process.returncode or 0, out, err)
 
 
 def _run(code: str, environment: dict[str, str], said: list[Path]) -> None:

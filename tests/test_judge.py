@@ -13,12 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epinorm.tools.judge import guard
+from epinorm.tools.judge import guard, process
 from epinorm.tools.judge.facts import Check, JudgeOptions, Verdict
 from epinorm.tools.judge.judge import judge
 from epinorm.tools.judge.source import remarks
 from epinorm.tools.kernelbench import ProblemError
 from epinorm_cli.commands import app
+from guards import Guards
 
 ZOO = Path(__file__).parent / "zoo"
 PROBLEM = ZOO / "problem.py"
@@ -98,6 +99,19 @@ def judged(name: str, timing: bool = False, **more: object) -> Verdict:
     return judge(PROBLEM, ZOO / f"{name}.py", options)
 
 
+@pytest.fixture(scope="module")
+def guards() -> Iterator[Guards]:
+    started = Guards()
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def forked(guards: Guards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solution's process starts without its imports."""
+    monkeypatch.setattr(process, "start_guard", guards.start)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Threads that wait for each other take long where others use the machine."""
@@ -113,7 +127,9 @@ def check(verdict: Verdict, name: str) -> Check:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_the_right_solution_is_clean(dtype: str) -> None:
+def test_the_right_solution_is_clean(dtype: str, request: pytest.FixtureRequest) -> None:
+    if dtype != "float32":
+        request.getfixturevalue("forked")
     verdict = judged("right", timing=dtype == "float32", dtype=dtype)
     assert verdict.clean, verdict.failures
     skipped = [c.name for c in verdict.checks if c.status == "skipped"]
@@ -123,7 +139,7 @@ def test_the_right_solution_is_clean(dtype: str) -> None:
         assert all(t.solution_us > 0 and t.eager_us > 0 for t in verdict.timings)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", [*WRONG, *WRONG_WHEN_TIMED])
 def test_wrong_solutions_are_caught_with_their_reason(name: str) -> None:
     timing = name in WRONG_WHEN_TIMED
@@ -146,6 +162,7 @@ def test_every_animal_of_the_zoo_is_here_or_needs_a_gpu() -> None:
     assert animals == set(WRONG) | set(WRONG_WHEN_TIMED) | gpu | alone
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("text", "where", "words"),
     [
@@ -327,11 +344,12 @@ def test_what_it_prints_is_not_the_verdict(tmp_path: Path) -> None:
     assert result.returncode == 1
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["endless", "writes_much"])
 def test_what_never_ends_is_ended(name: str) -> None:
-    verdict = judged(name, time_limit=12.0)
+    verdict = judged(name, time_limit=5.0)
     failed = check(verdict, "public protocol")
-    assert failed.reason == "did not end within 12 s (it was asked to run the model)"
+    assert failed.reason == "did not end within 5 s (it was asked to run the model)"
     assert check(verdict, "accuracy").status == "skipped"
 
 

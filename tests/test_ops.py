@@ -52,8 +52,10 @@ def test_gradgradcheck(norm, strategy):
     assert gradgradcheck(function, leaves(), check_fwd_over_rev=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    "norm, strategy",
+    [(NORMS[0], "auto"), (NORMS[1], "reference"), (NORMS[2], "auto"), (NORMS[2], "reference")],
+)
 @pytest.mark.parametrize("operator", ["linear_norm", "forward", "backward"])
 def test_opcheck(norm, strategy, operator):
     t, chain = leaves(torch.float32), SMOOTH.format(norm)
@@ -67,10 +69,9 @@ def test_opcheck(norm, strategy, operator):
         return
     y, *kept = ops.linear_norm_forward(*arguments(plain, chain, strategy))
     facts = (chain, strategy, False, None)
-    for v in (plain, t):
-        for wanted in ([True] * 7, [True, False] * 3 + [False]):
-            called = (torch.randn_like(y), *v[:5], v[5:], *kept, *facts, wanted)
-            torch.library.opcheck(ops.linear_norm_backward, called)
+    for v, wanted in ((plain, [True, False] * 3 + [False]), (t, [True] * 7)):
+        called = (torch.randn_like(y), *v[:5], v[5:], *kept, *facts, wanted)
+        torch.library.opcheck(ops.linear_norm_backward, called)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from epinorm.tools.models import ModelRow
 from epinorm.tools.page import html_page, write_report
 from epinorm.tools.plots import draw
 from epinorm.tools.results import Row, commit, device_slug, merge_rows, read_rows, write_atomic
+from processes import run_script
 
 ROOT = Path(__file__).parents[1]
 
@@ -290,11 +289,11 @@ def test_every_results_file_reads_back() -> None:
 
 def test_the_command_draws_a_results_file(tmp_path: Path) -> None:
     merge_rows(tmp_path / "gpu.json", [ROW])
-    command = [sys.executable, str(ROOT / "benchmarks" / "report.py")]
-    done = subprocess.run([*command, str(tmp_path / "gpu.json")], capture_output=True, text=True)
+    script = ROOT / "benchmarks" / "report.py"
+    done = run_script(script, str(tmp_path / "gpu.json"))
     assert done.returncode == 0, done.stderr
     assert {p.name for p in tmp_path.iterdir()} == {"gpu.json", "gpu.png", "gpu.svg", "gpu.html"}
-    done = subprocess.run([*command, str(tmp_path / "no.json")], capture_output=True, text=True)
+    done = run_script(script, str(tmp_path / "no.json"))
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 

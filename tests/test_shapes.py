@@ -2,21 +2,18 @@
 
 import dataclasses
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import epinorm
+from processes import run_script
+from shapes import SHAPES, Shape
 
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "benchmarks" / "run.py"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from shapes import SHAPES, Shape  # noqa: E402
 
 
 def test_the_shapes_of_the_design() -> None:
@@ -67,9 +64,8 @@ def test_a_shape_makes_its_model_and_input(groups: int | None) -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "EPINORM_COMMIT": "f" * 40}
-    command = [sys.executable, str(RUN), "--device", "cpu", "--no-compile", "--quick", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    always = ("--device", "cpu", "--no-compile", "--quick")
+    return run_script(RUN, *always, *arguments, EPINORM_COMMIT="f" * 40)
 
 
 def test_the_runner_writes_verified_rows(tmp_path: Path) -> None:

@@ -945,7 +945,8 @@ def run(make: Callable[[], nn.Module], steps: tuple[Step, ...], fuse: bool) -> l
         seen += call(model, x)
         for step in steps:
             seen += [step(model), *call(model, x)]
-        seen += call(model, x[:2])
+        if not steps:
+            seen += call(model, x[:2])
         seen += [model.state_dict(), model.training]
         model.zero_grad()
     return seen

@@ -53,28 +53,6 @@ RUN = """
 """
 
 
-REMEMBERING = """#!/bin/sh
-[ "$1" = --version ] && exec g++ --version
-made={folder}/$({{ cat *.h *.cpp; echo "$@"; }} | sha256sum | cut -c1-64)
-[ -e $made ] || {{ g++ "$@" && cp kernel.so $made.$$ && mv $made.$$ $made; }} && cp $made kernel.so
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler(tmp_path_factory):
-    """A compiler that compiles the same once for all of these tests, which is named in CXX."""
-    folder = tmp_path_factory.mktemp("compiler")
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = tmp_path_factory.getbasetemp().parent / "compiler"
-        folder.mkdir(exist_ok=True)
-    path = folder / f"g++{os.getpid()}"
-    path.write_text(REMEMBERING.format(folder=folder))
-    path.chmod(0o755)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", str(path))
-        yield path
-
-
 def start(cache_dir: Path, code: str = RUN, **environment: str) -> Process:
     cache = {"EPINORM_CACHE_DIR": str(cache_dir)}
     return Process(code, {**os.environ, **cache, **environment})
@@ -205,8 +183,9 @@ LIES = {
 
 @needs_compiler
 @pytest.mark.parametrize("lie", LIES)
-def test_what_a_compiler_made_wrong_once_is_neither_used_nor_kept(tmp_path, compiler, lie):
+def test_what_a_compiler_made_wrong_once_is_neither_used_nor_kept(tmp_path, lie):
     liar = tmp_path / "g++"
+    compiler = os.environ.get("CXX", "g++")
     liar.write_text(LIAR.format(folder=tmp_path, lie=LIES[lie], compiler=compiler))
     liar.chmod(0o755)
     (tmp_path / "lie").touch()

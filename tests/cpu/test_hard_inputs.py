@@ -76,14 +76,15 @@ VALUES += [89.0, -87.5, -103.0, -105.0, 3e38, -3e38, 1.0, -1.0, 0.625, 0.5]
 
 @pytest.mark.parametrize("name", sorted(set(DEFINITIONS) - {"mul_channel", "dropout"}))
 def test_special_values_of_every_operation(name, make_case):
-    """As PyTorch: the operation behind a norm of single channels, which passes beta on."""
+    """As PyTorch: the operation behind a norm of single channels, which passes beta on (whatever
+    is before it, that is of another test's kernel)."""
     operation = {"scale": "scale(1.5)", "add": "add(1)"}.get(name, name)
     m, n = 20, len(VALUES)
-    case = make_case(f"group_norm({n})|{operation}", m, 8, n)
+    case = make_case(f"{operation}|group_norm({n})|{operation}", m, 8, n)
     inputs = case.inputs._replace(norm_bias=torch.tensor(VALUES))
     y, _, _, _, _, dbeta, *_ = type(case)(case.problem, inputs, case.dy).run()
     beta = inputs.norm_bias.clone().requires_grad_()
-    expected = case.problem.chain.post[0](beta.expand(m, n), *inputs.operands)
+    expected = case.problem.chain.post[0](beta.expand(m, n), *inputs.operands[1:])
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-37, equal_nan=True)
     (expected_dbeta,) = torch.autograd.grad(expected, beta, case.dy)
     if name in ("hardtanh", "relu6"):

@@ -28,7 +28,7 @@ import epinorm
 from epinorm.tools.accuracy import Outcome
 from epinorm.tools.judge import guard, wire
 
-__all__ = ["SolutionError", "SolutionGone", "SolutionProcess"]
+__all__ = ["SolutionError", "SolutionGone", "SolutionProcess", "start_guard"]
 
 WORKER = f"{__package__}.worker"
 LONGEST_ANSWER = 16 * 1024 * 1024
@@ -46,6 +46,23 @@ class SolutionError(Exception):
 
 class SolutionGone(Exception):
     """The solution's process has ended, by itself or because its time was up."""
+
+
+def start_guard(
+    life: int, status: int, log: int, passed: tuple[int, ...], environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a guard and the worker behind it; ``passed``: the descriptors that the worker is given,
+    ``log``: what both print to."""
+    guarding = [sys.executable, "-I", "-S", guard.__file__, str(life), str(status)]
+    return subprocess.Popen(
+        [*guarding, sys.executable, "-m", WORKER, *map(str, passed)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(*passed, life, status),
+        env=environment,
+        start_new_session=True,
+    )
 
 
 class SolutionProcess:
@@ -87,25 +104,9 @@ class SolutionProcess:
         source = str(Path(epinorm.__file__).resolve().parents[1])
         path = os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH")) if p)
         passed = (theirs.fileno(), *self._files)
-        worker = [sys.executable, "-m", WORKER, *map(str, passed)]
-        self._guard = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                str(Path(guard.__file__)),
-                str(life),
-                str(status),
-                *worker,
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=(*passed, life, status),
-            env={**os.environ, "PYTHONPATH": path, **_ENVIRONMENT}
-            | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-            start_new_session=True,
-        )
+        environment = {**os.environ, "PYTHONPATH": path, **_ENVIRONMENT}
+        environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        self._guard = start_guard(life, status, log, passed, environment)
         theirs.close()
         for number in (life, status, log):
             os.close(number)
