@@ -12,8 +12,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Precision", "follows_setting", "fp32_precision", "product_precision", "takes_tf32"]
-
 Precision = Literal["native", "high", "highest"]
 """``native``: the dtype's own product (bf16, fp16, fp64). ``high``: fp32 inputs where TF32 is
 allowed. ``highest``: fp32 inputs, fp32 accuracy."""

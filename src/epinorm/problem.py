@@ -13,28 +13,6 @@ from epinorm.chain import Chain
 from epinorm.chain.reference import Results
 from epinorm.precision import Precision
 
-__all__ = [
-    "CUDA_STRATEGIES",
-    "Buffer",
-    "CannotCompile",
-    "Core",
-    "Executable",
-    "Forward",
-    "Gradients",
-    "Inputs",
-    "Layout",
-    "NativePasses",
-    "Plan",
-    "Problem",
-    "Run",
-    "Step",
-    "StepForward",
-    "StepLeftovers",
-    "Strategy",
-    "Wanted",
-    "check_strategy",
-]
-
 Strategy = Literal["auto", "single", "planes", "epilogue", "cpu", "reference"]
 
 CUDA_STRATEGIES: tuple[Strategy, ...] = ("single", "planes", "epilogue")

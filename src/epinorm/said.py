@@ -6,8 +6,6 @@ import logging
 import threading
 import warnings
 
-__all__ = ["forget", "is_new", "log_once", "warn_once"]
-
 MOST_REMEMBERED = 10_000
 _said: set[str] = set()
 _lock = threading.Lock()

@@ -35,8 +35,6 @@ from epinorm_cli.options import (
     passes_of,
 )
 
-__all__ = ["app", "main"]
-
 ON_A_CPU = (
     "On a CPU the gain is small, since most of the time goes into PyTorch's own matrix product: "
     "epinorm is for GPUs."

@@ -26,7 +26,6 @@ from epinorm_cli.options import (
 if TYPE_CHECKING:
     from epinorm.tools.judge.facts import Status, Verdict
 
-__all__ = ["export", "judge"]
 
 LARGEST_SEED = 2**31
 

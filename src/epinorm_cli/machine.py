@@ -6,8 +6,6 @@ import typer
 
 from epinorm_cli.options import JsonOption, app, one_sentence
 
-__all__ = ["cache", "info"]
-
 cache_app = typer.Typer(no_args_is_help=False, help="The compiled kernels kept on disk.")
 app.add_typer(cache_app, name="cache")
 

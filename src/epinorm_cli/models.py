@@ -10,8 +10,6 @@ from epinorm_cli.options import UsageError, device_of, one_of, one_sentence, pas
 if TYPE_CHECKING:
     from epinorm.tools.models.rows import ModelRow
 
-__all__ = ["bench_models", "bench_suite", "is_whole_model"]
-
 
 def is_whole_model(text: str) -> bool:
     """Whether the text is a name or an import path, not a problem file."""

@@ -13,26 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = [
-    "INTERRUPTED",
-    "DetailsOption",
-    "DeviceOption",
-    "DtypeOption",
-    "FileArgument",
-    "JsonOption",
-    "PrecisionOption",
-    "ScaleOption",
-    "StrategyOption",
-    "TrainingOption",
-    "UsageError",
-    "app",
-    "device_of",
-    "one_of",
-    "one_sentence",
-    "options_of",
-    "passes_of",
-]
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,

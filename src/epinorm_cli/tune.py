@@ -25,8 +25,6 @@ from epinorm_cli.options import (
 if TYPE_CHECKING:
     from epinorm.tools.tune import Trial, Tuning
 
-__all__ = ["tune"]
-
 
 @app.command()
 def tune(

@@ -24,20 +24,6 @@ from pathlib import Path
 
 from epinorm.said import warn_once
 
-__all__ = [
-    "CacheEntry",
-    "CacheInfo",
-    "Record",
-    "cache_root",
-    "clear",
-    "info",
-    "key_of",
-    "list_entries",
-    "read",
-    "size_limit",
-    "write",
-]
-
 FORMAT_VERSION = "1"
 DEFAULT_SIZE = 512 * 2**20
 ABANDONED_AFTER_SECONDS = 600

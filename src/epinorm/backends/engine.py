@@ -19,9 +19,6 @@ from epinorm.problem import (
 )
 from epinorm.said import warn_once
 
-__all__ = ["executable_for", "plan_for", "register"]
-
-
 Planner = Callable[[Problem, Strategy], Plan]
 """The plan for a strategy, "auto" among them; for what cannot be served, one of strategy
 "reference" whose reason says why not."""

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import _lru_cache_wrapper, lru_cache
 from typing import TypeVar
 
-__all__ = ["clear", "cleared_with", "memo"]
-
 T = TypeVar("T")
 
 _clearing: list[Callable[[], None]] = []

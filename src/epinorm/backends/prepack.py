@@ -21,8 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Converter", "Marked", "keeps", "marked", "prepack", "prepacked", "unprepack"]
-
 M = TypeVar("M", nn.Module, Tensor)
 
 

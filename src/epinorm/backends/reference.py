@@ -19,8 +19,6 @@ from epinorm.chain import GroupNorm, LayerNorm, Norm
 from epinorm.chain.reference import apply_pointwise, epilogue
 from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Run, Wanted
 
-__all__ = ["ReferenceExecutable", "backward", "forward"]
-
 
 class ReferenceExecutable:
     """A problem's two passes in PyTorch's own layers; where a subclass says so, by other means."""

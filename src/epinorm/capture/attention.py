@@ -26,8 +26,6 @@ from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import arguments
 from epinorm.capture.trace import StaysWhole, Trace
 
-__all__ = ["SWAPPED", "Opened", "close_unused", "open_functions", "tidy", "unseen"]
-
 SWAPPED = "epinorm_swapped"
 """In the meta of a Linear whose rows (T B, E) are read in the order of (B, T, E): what turns them,
 and x in that order."""

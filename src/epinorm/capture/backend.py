@@ -19,8 +19,6 @@ from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import call
 from epinorm.problem import Strategy
 
-__all__ = ["compile_graph"]
-
 _OPTIONS: dict[str, Any] = {"strategy": "auto", "strict": False, "rounding": "once"}
 
 

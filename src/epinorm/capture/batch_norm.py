@@ -19,8 +19,6 @@ from torch import fx
 from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import arguments
 
-__all__ = ["Lowered", "batch_norm_of"]
-
 _NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _KEY = "epinorm_batch_norm"
 

@@ -28,8 +28,6 @@ from epinorm.capture.spelling import (
 from epinorm.chain import Rounding
 from epinorm.chain.pointwise import Pointwise
 
-__all__ = ["Search"]
-
 _MOST_STEPS = 64
 _DEPTH_OF_SEARCH = 8
 

@@ -17,8 +17,6 @@ from epinorm.operator.undisturbed import is_distributed
 if TYPE_CHECKING:
     from epinorm.operator.sharded import Layout
 
-__all__ = ["as_in_eager", "layout_of_found", "unfit"]
-
 
 def layout_of_found(found: Any) -> Layout | None:
     """How a chain of DTensors is computed; None for plain tensors, and where PyTorch's own layers

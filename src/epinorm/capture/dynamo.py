@@ -29,9 +29,6 @@ from torch.utils import _pytree as pytree
 
 from epinorm.said import log_once
 
-__all__ = ["Backend", "Callback", "capture", "run_without_values"]
-
-
 Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
 """From a captured graph and its example inputs to what runs in its place."""
 

@@ -21,8 +21,6 @@ from epinorm.capture.fuse import checked_settings, fused_of, without_forward
 from epinorm.capture.rewriting import Recorder, Settings
 from epinorm.capture.sites import Captured, Site
 
-__all__ = ["Explanation", "Row", "explain"]
-
 _NOT_CALLED = (
     "It was not called since it was fused: call it as model(x), which is what is fused, or "
     "explain(model, *inputs). Submodules that are called by themselves are to be fused themselves."

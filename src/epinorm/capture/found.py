@@ -20,8 +20,6 @@ from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.pointwise import Pointwise
 from epinorm.operator.undisturbed import is_distributed
 
-__all__ = ["Found", "Place", "Step", "gather", "unfit"]
-
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

@@ -26,8 +26,6 @@ from epinorm.precision import fp32_precision
 from epinorm.problem import Strategy, check_strategy
 from epinorm.said import is_new, log_once
 
-__all__ = ["Fused", "checked_settings", "fuse", "fused_of", "unfuse", "without_forward"]
-
 M = TypeVar("M", bound=nn.Module)
 _MOST_CAPTURES = 16
 

@@ -15,8 +15,6 @@ from torch import Tensor, fx
 from epinorm.capture.purity import changes, is_pure, storage_of, value_of
 from epinorm.capture.spelling import arguments, name_of
 
-__all__ = ["leave_out_masks"]
-
 _KNOWN = frozenset(
     (
         *("arange", "ones", "zeros", "full", "new_ones", "new_zeros", "ones_like", "zeros_like"),

@@ -14,8 +14,6 @@ from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import arguments, same_shape
 from epinorm.chain import GroupNorm, LayerNorm, Norm, RMSNorm
 
-__all__ = ["NormRead", "read_norm_function"]
-
 _ROWS = ("input", "normalized_shape", "weight", "bias", "eps")
 _NORMS: Mapping[Any, tuple[type[Norm], tuple[str, ...]]] = {
     **dict.fromkeys((F.layer_norm, torch.layer_norm), (LayerNorm, _ROWS)),

@@ -13,15 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-__all__ = [
-    "changed_argument",
-    "changes",
-    "is_contiguous_or_unseen",
-    "is_pure",
-    "storage_of",
-    "value_of",
-]
-
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, "i" + name)
     for name in (

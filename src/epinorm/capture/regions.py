@@ -22,8 +22,6 @@ from epinorm.capture.purity import value_of
 from epinorm.chain import LayerNorm, Norm, RMSNorm
 from epinorm.chain.pointwise import DEFINITIONS, Pointwise
 
-__all__ = ["exits", "read_activation", "read_norm"]
-
 _MOST_NODES = 24
 _WIDEST_NORM = 65536
 

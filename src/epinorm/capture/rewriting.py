@@ -35,7 +35,6 @@ from epinorm.problem import Strategy
 _log = logging.getLogger("epinorm")
 _GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
 
-__all__ = ["Recorder", "Settings", "rewrite"]
 
 Apply = Callable[..., Results]
 """(x, weight, bias, norm_weight, norm_bias, operands) → y, or y and the sum, for one chain."""

@@ -14,8 +14,6 @@ from epinorm.capture.found import Found
 from epinorm.capture.purity import value_of
 from epinorm.chain.dropout import draw_seeds
 
-__all__ = ["draw_at_once"]
-
 
 def draw_at_once(search: Search, chains: Sequence[Found]) -> dict[fx.Node, list[fx.Node]]:
     """The seeds of each chain, by its last node: drawn at once, for the host's time, where nothing

@@ -19,8 +19,6 @@ from epinorm.capture.trace import PART
 from epinorm.precision import product_precision
 from epinorm.problem import Problem
 
-__all__ = ["Captured", "Site", "layer_of", "problem_of", "record"]
-
 
 @dataclass(frozen=True)
 class Site:

@@ -19,19 +19,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.chain.pointwise import Pointwise, of_call
 
-__all__ = [
-    "Linear",
-    "arguments",
-    "is_cast",
-    "is_dropout",
-    "is_view_of_rows",
-    "name_of",
-    "read_binary",
-    "read_linear",
-    "read_pointwise",
-    "same_shape",
-]
-
 _nn: Any = torch._C._nn
 
 _NEGATIONS = (operator.neg, torch.neg, torch.negative)

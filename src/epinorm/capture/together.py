@@ -24,8 +24,6 @@ from epinorm.capture.purity import storage_of, value_of
 from epinorm.operator.undisturbed import has_plain_types, is_under_autocast_alone
 from epinorm.problem import CUDA_STRATEGIES, Problem
 
-__all__ = ["groups_of", "put_together"]
-
 _VIEWS = frozenset(
     ("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous")
 )

@@ -16,8 +16,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-__all__ = ["PART", "StaysWhole", "Trace"]
-
 PART = "epinorm_part"
 """In the meta of a node that was opened: the module within its own whose parameters it reads."""
 

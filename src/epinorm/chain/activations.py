@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from epinorm.chain.dropout import check_probability, drop
 
-__all__ = ["ACTIVATIONS", "Definition", "OperandKind"]
-
 OperandKind = Literal["channel", "element", "seed"]
 """What a tensor operand is: one value per output channel (N,), one per output element (M, N), or an
 int64 (1,) of which kernels make a value per element (chain/dropout.py)."""

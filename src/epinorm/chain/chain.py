@@ -29,8 +29,6 @@ from epinorm.chain.pointwise import (
     split_call,
 )
 
-__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "Rounding", "returns_sum"]
-
 
 def _number(eps: object) -> float:
     """eps as a float: also from a tensor of one element, as PyTorch takes it."""

@@ -14,8 +14,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["CPP_FUNCTIONS", "check_probability", "draw_seeds", "drop"]
-
 _WORD = 2**32
 _MULTIPLIER, _WEYL, _ROUNDS = 0xD256D193, 0x9E3779B9, 10
 

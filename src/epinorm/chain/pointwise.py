@@ -17,25 +17,6 @@ from torch import Tensor, nn
 
 from epinorm.chain.activations import ACTIVATIONS, Definition, OperandKind
 
-__all__ = [
-    "DEFINITIONS",
-    "SCALE_BY_POWER_OF_TWO",
-    "Argument",
-    "Constants",
-    "Definition",
-    "Pointwise",
-    "PointwiseLike",
-    "as_pointwise",
-    "as_pointwise_list",
-    "complement",
-    "cpp_function",
-    "define",
-    "format_number",
-    "of_call",
-    "of_module",
-    "parse_pointwise",
-]
-
 DEFINITIONS: dict[str, Definition] = {}
 _MODULES: dict[type[nn.Module], list[Definition]] = {}
 _FUNCTIONS: dict[Any, list[tuple[Definition, tuple[str, ...]]]] = {}

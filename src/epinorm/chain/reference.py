@@ -10,8 +10,6 @@ from torch import Tensor
 from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm
 from epinorm.chain.pointwise import Pointwise
 
-__all__ = ["Results", "apply_pointwise", "epilogue", "linear_norm", "normalize"]
-
 Results = Tensor | tuple[Tensor, Tensor]
 """y; or y and what enters the norm, where the chain ``returns_sum``."""
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 
-__all__ = ["accumulate_in_place", "added", "entered", "existing_gradient"]
-
 ALIGNMENT = 16
 """Bytes at which a gradient must begin."""
 DEVICES = ("cuda",)

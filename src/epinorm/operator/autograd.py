@@ -33,8 +33,6 @@ from epinorm.operator.undisturbed import (
 )
 from epinorm.problem import Executable, Forward, Inputs, StepForward, StepLeftovers
 
-__all__ = ["differentiable", "gradients_in_python"]
-
 WEIGHT = Inputs._fields.index("weight")
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset

@@ -33,28 +33,6 @@ from epinorm.problem import (
     Wanted,
 )
 
-__all__ = [
-    "Eager",
-    "Facts",
-    "as_dense",
-    "constants_of",
-    "eager_for",
-    "executable_for_call",
-    "executable_of",
-    "fold",
-    "fold_operands",
-    "forget_plans",
-    "in_order",
-    "layers_of",
-    "planned",
-    "remembering",
-    "run_backward",
-    "run_forward",
-    "run_inference",
-    "structure_of",
-    "wanted_of",
-]
-
 Facts = tuple[str, Any, bool, torch.dtype | None]
 """The facts of a call as the operators' schemas order them: chain, strategy, strict, out_dtype."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from epinorm.chain import Chain, GroupNorm
 
-__all__ = ["check_backward", "check_call", "check_leading_dimensions", "check_types"]
-
 
 def check_types(
     x: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias: Any, operands: Sequence[Any]

@@ -24,8 +24,6 @@ from epinorm.operator.native_calls import NativeCalls
 from epinorm.operator.undisturbed import is_distributed, is_under_autocast_alone, is_undisturbed
 from epinorm.problem import Strategy, check_strategy
 
-__all__ = ["Caller", "Uses", "caller_of"]
-
 _is_grad_enabled = torch.is_grad_enabled
 
 

@@ -16,9 +16,6 @@ from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import call, caller_of
 from epinorm.problem import Strategy
 
-__all__ = ["apply_chain", "linear", "linear_norm"]
-
-
 Pointwise = str | PointwiseLike | Iterable[PointwiseLike]
 
 

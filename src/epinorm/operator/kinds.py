@@ -20,8 +20,6 @@ from epinorm.operator.undisturbed import has_plain_types
 from epinorm.precision import follows_setting, fp32_precision
 from epinorm.problem import Inputs
 
-__all__ = ["FIRST_OPERAND", "Kinds", "is_strided"]
-
 MOST_KINDS = 16
 MOST_SIZES = 1024
 

@@ -13,8 +13,6 @@ from epinorm.chain.pointwise import PointwiseLike
 from epinorm.chain.reference import Results
 from epinorm.operator.functional import apply_chain
 
-__all__ = ["LinearNorm", "parameter_of"]
-
 
 class LinearNorm(nn.Module):
     """``nn.Linear``, a norm and pointwise operations around it, computed as one operation.

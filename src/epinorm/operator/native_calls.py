@@ -18,8 +18,6 @@ from epinorm.operator.calls import Facts, constants_of, remembering
 from epinorm.precision import fp32_precision
 from epinorm.problem import Executable, NativePasses
 
-__all__ = ["NativeCalls"]
-
 
 class NativeCalls:
     """Those of one chain, by what they depend on: PyTorch's modes, and of each tensor type, dtype,

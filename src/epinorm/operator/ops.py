@@ -9,21 +9,14 @@ from torch import Tensor
 
 from epinorm.chain import returns_sum
 from epinorm.chain.reference import Results
-from epinorm.operator import transforms
 from epinorm.operator.autograd import differentiable
 from epinorm.operator.calls import constants_of, eager_for, executable_for_call, run_inference
 from epinorm.operator.schema import (
     linear_norm,
-    linear_norm_backward,
-    linear_norm_forward,
     linear_norm_sum,
-    linear_norm_sum_forward,
 )
 from epinorm.operator.undisturbed import is_plain
 from epinorm.problem import Strategy
-
-__all__ = ["call", "linear_norm", "linear_norm_backward", "linear_norm_forward"]
-__all__ += ["linear_norm_sum", "linear_norm_sum_forward", "transforms"]
 
 
 def call(

@@ -21,9 +21,6 @@ from epinorm.operator.checks import check_backward, check_call
 from epinorm.operator.shortcuts import distinct, shorten_backward, shorten_forward
 from epinorm.problem import Inputs
 
-__all__ = ["library", "linear_norm", "linear_norm_backward", "linear_norm_forward"]
-__all__ += ["linear_norm_sum", "linear_norm_sum_forward"]
-
 _TENSORS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
     "Tensor[] operands"

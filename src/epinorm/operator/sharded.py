@@ -27,7 +27,6 @@ from epinorm.chain.reference import Results
 _all_gather: Any = getattr(distributed, "all_gather_single", None)
 _all_gather = _all_gather or distributed.all_gather_into_tensor
 
-__all__ = ["Layout", "call", "layout_of", "linear_norm"]
 
 Local = Callable[..., Results]
 """(chain, x, weight, bias, norm_weight, norm_bias, operands) → results, for plain tensors."""

@@ -20,8 +20,6 @@ from epinorm.operator.kinds import Kinds
 from epinorm.operator.undisturbed import is_undisturbed
 from epinorm.problem import Executable, Forward, Inputs, Run, Wanted
 
-__all__ = ["shorten_backward", "shorten_forward"]
-
 _FORWARD, _BACKWARD = 10, (15, 16)
 """The numbers of arguments; see schema.py."""
 

@@ -21,14 +21,6 @@ from epinorm.operator.schema import (
     linear_norm_sum_forward,
 )
 
-__all__ = [
-    "CUDA_AUTOCAST",
-    "cast",
-    "casts",
-    "norm_is_fp32_under_autocast",
-    "sum_dtype_under_autocast",
-]
-
 CUDA_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 

@@ -9,14 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = [
-    "has_plain_types",
-    "is_distributed",
-    "is_plain",
-    "is_under_autocast_alone",
-    "is_undisturbed",
-]
-
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack

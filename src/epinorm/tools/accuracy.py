@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Comparison", "Outcome", "Verification", "allowed_error", "compare", "differences"]
-__all__ += ["relative_error"]
-
 RATIO_LIMITS: Mapping[torch.dtype, float] = {
     torch.float64: 1.0,
     torch.float32: 1.0,

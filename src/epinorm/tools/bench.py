@@ -32,8 +32,6 @@ from epinorm.tools.timing import (
 from epinorm.tools.verdict import spreads
 from epinorm.tools.verify import draw_dy, of_floats, verify
 
-__all__ = ["Case", "Competitors", "bench", "fp32_precision_set", "linear_calls", "model_runner"]
-
 
 @dataclass(frozen=True)
 class Competitors:

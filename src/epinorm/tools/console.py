@@ -19,8 +19,6 @@ from epinorm.tools.progress import Notify
 from epinorm.tools.results import Row
 from epinorm.tools.tables import COMPETITORS, microseconds, over_text, setting, size, times
 
-__all__ = ["bench_table", "err", "interruptible", "out", "progress", "verification_table"]
-
 # Without emoji: FILE.py:factory would show one.
 out = Console(highlight=False, soft_wrap=True, emoji=False)
 err = Console(highlight=False, soft_wrap=True, stderr=True, emoji=False)

@@ -9,8 +9,6 @@ from importlib import metadata
 
 import torch
 
-__all__ = ["facts"]
-
 
 def facts() -> dict[str, str | None]:
     """Name → value, in the order in which to show them; None where a thing is not there."""

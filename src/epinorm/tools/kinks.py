@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from epinorm.chain.pointwise import of_call
 
-__all__ = ["away_from_kinks", "rows_away_from_kinks"]
-
 MARGIN = 8.0
 """Elements closer to a kink than this many times eager's typical error there are left out."""
 

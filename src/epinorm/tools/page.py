@@ -21,8 +21,6 @@ from epinorm.tools.tables import (
 )
 from epinorm.tools.verdict import PASSES, verdict
 
-__all__ = ["html_page", "write_report"]
-
 # One column on a phone. Colours by names that the dark scheme gives other values.
 STYLE = """
 :root { color-scheme: light dark; --text: #1a1a1a; --page: #fff; --line: #ddd; --quiet: #595959;

@@ -15,8 +15,6 @@ from epinorm.capture import fuse
 from epinorm.problem import Plan, Problem
 from epinorm.tools.tune import recorded
 
-__all__ = ["plans_of"]
-
 
 def plans_of(model: nn.Module, inputs: Sequence[Any]) -> list[tuple[Problem, Plan]]:
     """Each different problem of a training step with ``model``, and its plan.

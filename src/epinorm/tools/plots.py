@@ -18,8 +18,6 @@ from epinorm.tools.results import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "figure"]
-
 
 @dataclass(frozen=True)
 class Series:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Notify", "Progress", "in_a_line", "silent"]
-
 Notify = Callable[[str, float], None]
 """Told what is being done now, and the share of the whole that is done, from 0 to 1."""
 Progress = Callable[[float], None]

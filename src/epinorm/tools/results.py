@@ -16,21 +16,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
-__all__ = [
-    "JsonRow",
-    "Row",
-    "add_run",
-    "commit",
-    "device_name",
-    "device_slug",
-    "merge_rows",
-    "put_values",
-    "read_rows",
-    "read_rows_of",
-    "rounded",
-    "write_atomic",
-]
-
 
 class JsonRow:
     """A dataclass that a results file holds; ``pass_`` is written as "pass".

@@ -8,19 +8,6 @@ from typing import Any
 
 from epinorm.tools.results import Row
 
-__all__ = [
-    "COMPETITORS",
-    "microseconds",
-    "over",
-    "over_text",
-    "provenance",
-    "setting",
-    "setting_of",
-    "size",
-    "table",
-    "times",
-]
-
 COMPETITORS = (
     ("ours", "epinorm"),
     ("ours_prepacked", "epinorm, prepacked"),

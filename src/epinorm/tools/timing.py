@@ -19,17 +19,6 @@ import torch
 from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.tools.progress import Progress, silent
 
-__all__ = [
-    "DEFAULT_SETTINGS",
-    "Runner",
-    "Settings",
-    "gpu_times",
-    "peak_memory_mb",
-    "sample_interleaved",
-    "time_interleaved",
-    "wall_times",
-]
-
 FLUSH_BYTES = 256 * 1024 * 1024
 """Written before each timed run: several times the L2 cache of any GPU so far (H200: 50 MB)."""
 

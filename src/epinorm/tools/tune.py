@@ -34,16 +34,6 @@ from epinorm.tools.progress import Notify, silent
 from epinorm.tools.timing import DEFAULT_SETTINGS, Runner, Settings, time_interleaved
 from epinorm.tools.verify import poisoned_memory
 
-__all__ = [
-    "MOST_TILES",
-    "Trial",
-    "Tuning",
-    "recorded",
-    "tune",
-    "ways_of",
-    "why_not",
-]
-
 MOST_TILES = 12
 """Tiles that are tried, the model's best: each is a kernel to compile."""
 ERROR_SLACK = 1.05

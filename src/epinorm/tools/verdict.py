@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from epinorm.tools.results import Row
 from epinorm.tools.tables import over_text
 
-__all__ = ["spreads", "verdict"]
-
 PASSES = {"forward": "Forward", "training": "Forward and backward"}
 NAMES = {"eager": "eager", "compile": "torch.compile"}
 

@@ -21,18 +21,6 @@ from epinorm.tools.accuracy import Comparison, Outcome, Verification, compare, d
 from epinorm.tools.kinks import away_from_kinks
 from epinorm.tools.progress import Progress, silent
 
-__all__ = [
-    "draw_dy",
-    "draw_inputs",
-    "is_floating",
-    "of_floats",
-    "poisoned_memory",
-    "randomize_parameters",
-    "run_model",
-    "share_state",
-    "verify",
-]
-
 InputKind = Literal["rand", "randn"]
 
 

@@ -7,8 +7,6 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_int
 
 import torch
 
-__all__ = ["DTYPE_CODES", "Blocks", "Call", "Kernel", "Problem", "declare_kernel", "declare_runner"]
-
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 

@@ -19,8 +19,6 @@ from epinorm.chain.pointwise import complement
 from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Wanted
 from epinorm.said import warn_once
 
-__all__ = ["CpuExecutable"]
-
 _NOTHING = torch.empty(0)
 
 

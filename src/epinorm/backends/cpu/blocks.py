@@ -13,8 +13,6 @@ import torch
 
 from epinorm.problem import Problem
 
-__all__ = ["Blocks", "choose_blocks"]
-
 DOUBLE_BLOCK_ROWS = ((1024, 256), (512, 128), (0, 64))
 """The same in float64, whose weights cannot be packed."""
 GROWN_BLOCKS = 16

@@ -34,8 +34,6 @@ from epinorm.backends.cpu.abi import declare_kernel, declare_runner
 from epinorm.backends.cpu.proof import Disproved, prove_kernel, prove_runner
 from epinorm.problem import CannotCompile, Problem
 
-__all__ = ["BuildError", "compiler_problem", "failure", "load_kernel", "load_runner"]
-
 HERE = Path(__file__).parent
 KERNEL_HEADERS = ("call.h", "lanes.h", "elementary.h", "strip.h", "stages.h", "passes.h")
 RUNNER_FILES = ("call.h", "packed.h", "parts.h", "runner.cpp")

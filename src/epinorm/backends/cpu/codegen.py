@@ -14,8 +14,6 @@ from epinorm.chain.dropout import CPP_FUNCTIONS
 from epinorm.chain.pointwise import Pointwise, cpp_function
 from epinorm.problem import Problem
 
-__all__ = ["CPP_TYPES", "kernel_source"]
-
 CPP_TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bf16"}
 """The dtypes that the kernels know, by their names in lanes.h."""
 

@@ -23,8 +23,6 @@ from epinorm.chain.pointwise import Argument, complement
 from epinorm.chain.reference import epilogue
 from epinorm.problem import Problem
 
-__all__ = ["Disproved", "prove_kernel", "prove_runner"]
-
 ROWS, GROUPS, WIDTH, DEPTH = 3, 2, 8, 5
 SEED = 0x123456789ABCDEF0
 TOLERANCE = 0.03

@@ -34,8 +34,6 @@ from epinorm.problem import (
     Wanted,
 )
 
-__all__ = ["CudaExecutable"]
-
 ALIGNMENT = 16
 """Bytes at which rows must begin for the copy engine."""
 

@@ -32,8 +32,6 @@ from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
-__all__ = ["PlaneProducts"]
-
 
 class _Operands(NamedTuple):
     """The buffers of W's and x's planes, and their scales as dz takes them over."""

@@ -15,8 +15,6 @@ from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
 from epinorm.problem import Core, Forward, Layout, Problem, Run, StepForward
 
-__all__ = ["bind"]
-
 
 def _counts(problem: Problem) -> tuple[int, int]:
     """How many operands and constants the operations before the norm have."""

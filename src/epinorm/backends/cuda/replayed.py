@@ -29,8 +29,6 @@ from epinorm.backends.prepack import marked
 from epinorm.problem import Forward, Gradients, Inputs, NativePasses, Run, StepForward, Wanted
 from epinorm.said import log_once
 
-__all__ = ["ReplayedBackward", "ReplayedForward"]
-
 log = logging.getLogger("epinorm")
 
 ATTEMPTS = 3

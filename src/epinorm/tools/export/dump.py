@@ -49,8 +49,6 @@ from epinorm.chain import Chain
 from epinorm.precision import Precision
 from epinorm.problem import Forward, Inputs, Layout, Plan, Problem, Strategy, Wanted
 
-__all__ = ["GPUS", "MODES", "PASSES", "Served", "Tables"]
-
 MODES: Mapping[str, tuple[torch.dtype, Precision]] = {
     "float32 highest": (torch.float32, "highest"),
     "float32 high": (torch.float32, "high"),

@@ -24,8 +24,6 @@ from epinorm.tools.export.text import template, values_of
 from epinorm.tools.kernelbench.problem import ProblemError, ProblemFile, load_problem
 from epinorm.tools.kernelbench.protocol import NoChainError
 
-__all__ = ["STRATEGIES", "Exported", "export", "forbidden_words"]
-
 STRATEGIES: tuple[Strategy, ...] = ("auto", "single", "planes", "epilogue")
 DEFAULT_GPUS = ("h200", "a100")
 

@@ -10,8 +10,6 @@ from epinorm.tools.export.recipe import Recipe
 from epinorm.tools.export.source import chain_of
 from epinorm.tools.results import commit
 
-__all__ = ["covered", "header"]
-
 ELSEWHERE = (
     "elsewhere (other sizes, GPUs, constructor arguments and dtypes, autocast, the CPU) the layers "
     "of the problem file run, and a warning says so"

@@ -26,8 +26,6 @@ from epinorm.chain.pointwise import Pointwise, of_module
 from epinorm.tools.export.statements import Body, Span, parameters_of
 from epinorm.tools.kernelbench.protocol import NoChainError
 
-__all__ = ["Constant", "Recipe", "read_recipes"]
-
 
 @dataclass(frozen=True)
 class Constant:

@@ -13,8 +13,6 @@ from pathlib import Path
 from epinorm.tools.export.recipe import Recipe
 from epinorm.tools.kernelbench.problem import ProblemError
 
-__all__ = ["Parts", "chain_of", "forward_of", "model_class", "split_problem"]
-
 OWN_IMPORTS = ("import functools", "import hashlib", "import inspect", "import torch")
 """Lines that the exported file has anyway."""
 

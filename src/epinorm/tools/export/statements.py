@@ -16,8 +16,6 @@ from torch import fx
 from epinorm.capture.found import Found
 from epinorm.capture.purity import is_pure
 
-__all__ = ["Body", "Span", "parameters_of"]
-
 
 @dataclass(frozen=True)
 class Span:

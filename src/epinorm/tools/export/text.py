@@ -12,8 +12,6 @@ from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.source import KERNEL_FOLDER, read_kernel
 from epinorm.tools.export.dump import Tables
 
-__all__ = ["template", "values_of"]
-
 TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 PARTS = {"build": "build.py.in", "repeat": "repeat.py.in", "host": "host.cpp"}
 """What is in each file as it stands, by its name in the template."""

@@ -17,8 +17,6 @@ from epinorm.tools.judge.process import SolutionError
 from epinorm.tools.judge.session import LARGE_MEAN_FLOOR_64, Session, outside_public_tolerance
 from epinorm.tools.verify import InputKind, draw_inputs, of_floats, run_model
 
-__all__ = ["CHECKS", "NamedCheck", "from_comparisons"]
-
 PUBLIC_TRIALS = 5
 MAGNITUDES = (0.01, 100.0)
 OTHER_BATCHES = (0, 1, 3)

@@ -13,8 +13,6 @@ from epinorm.tools.judge.observe import Observed, observe
 from epinorm.tools.judge.session import Session
 from epinorm.tools.verify import draw_inputs
 
-__all__ = ["conduct", "untouched"]
-
 
 def conduct(session: Session) -> list[Result]:
     """What one call does besides its result; held against what the original itself does."""

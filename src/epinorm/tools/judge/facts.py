@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Check", "JudgeOptions", "Result", "Status", "Timing", "Verdict"]
-
 Status = Literal["passed", "failed", "skipped"]
 Result = tuple[Status, str]
 

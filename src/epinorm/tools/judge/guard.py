@@ -25,8 +25,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SUBREAPER", "alone", "confine", "descendants", "set_process", "sweep"]
-
 DUMPABLE, DROP_CAPABILITY, SUBREAPER, NO_NEW_PRIVS = 4, 24, 36, 38
 """prctl(2): PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS."""
 GET = {DUMPABLE: 3, SUBREAPER: 37}

@@ -25,9 +25,6 @@ from epinorm.tools.kernelbench.problem import ProblemError, load_problem
 from epinorm.tools.progress import Notify, silent
 from epinorm.tools.results import commit, device_name, today
 
-__all__ = ["judge"]
-
-
 _NOT_HELD = {
     "orphans": "a process that it leaves behind is not found",
     "no new privileges": "it may run programs with more rights than it has",

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Loop", "Recipe", "next_state"]
-
 FLUSH_BYTES = 256 * 1024 * 1024
 SPREAD = 1024.0
 """How often a number wraps around between the smallest and the largest key. Inputs and masks have

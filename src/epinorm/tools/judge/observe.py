@@ -24,8 +24,6 @@ from torch.utils._pytree import tree_leaves
 from epinorm.tools import verify
 from epinorm.tools.judge import loop
 
-__all__ = ["Observed", "Untouched", "observe"]
-
 _sleep = time.sleep
 _synchronize = torch.cuda.synchronize
 

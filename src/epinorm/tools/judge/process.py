@@ -28,8 +28,6 @@ import epinorm
 from epinorm.tools.accuracy import Outcome
 from epinorm.tools.judge import guard, wire
 
-__all__ = ["SolutionError", "SolutionGone", "SolutionProcess", "start_guard"]
-
 WORKER = f"{__package__}.worker"
 LONGEST_ANSWER = 16 * 1024 * 1024
 KEPT_OUTPUT = 8192

@@ -18,9 +18,6 @@ from epinorm.tools.kernelbench.problem import ProblemFile
 from epinorm.tools.kinks import away_from_kinks
 from epinorm.tools.verify import of_floats, randomize_parameters, run_model
 
-__all__ = ["LARGE_MEAN_FLOOR_64", "PUBLIC_TOLERANCES", "STRESS_RATIO", "Session"]
-__all__ += ["outside_public_tolerance"]
-
 PUBLIC_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}
 """KernelBench compares with atol = rtol = 1e-4 in fp32 and 1e-2 in 16 bit."""
 PUBLIC_TOLERANCE_16_BIT = 1e-2

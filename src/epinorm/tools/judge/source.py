@@ -6,8 +6,6 @@ import ast
 import sys
 from pathlib import Path
 
-__all__ = ["remarks"]
-
 _LIBRARY = {
     "linear": "a library product",
     "matmul": "a library product",

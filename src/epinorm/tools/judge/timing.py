@@ -26,8 +26,6 @@ from epinorm.tools.judge.loop import Loop, Recipe, next_state
 from epinorm.tools.judge.session import Session
 from epinorm.tools.verify import of_floats
 
-__all__ = ["EagerTimes", "time_eager", "time_solution"]
-
 BATCH_SECONDS = 0.08
 """A batch takes about this long, so that a message's cost is a few per cent of it at most."""
 RUNS = (4, 2000)

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BadData", "get", "put", "receive", "send"]
-
 ALIGNMENT = 64
 CHUNK = 1 << 30
 """read(2) and write(2) take at most 2 GiB at once."""

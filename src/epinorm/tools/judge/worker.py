@@ -29,8 +29,6 @@ from epinorm.tools.judge.loop import Loop, Recipe
 from epinorm.tools.judge.observe import Untouched, observe
 from epinorm.tools.verify import draw_inputs, poisoned_memory, run_model
 
-__all__ = ["main"]
-
 _clock = time.perf_counter
 
 

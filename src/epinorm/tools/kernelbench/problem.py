@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ProblemError", "ProblemFile", "load_problem"]
-
 SIZE_WORDS = frozenset(
     "batch batches size sizes features feature hidden dim dims channels channel groups group rows "
     "columns cols width in out input output inputs outputs embed d m k n".split()

@@ -15,8 +15,6 @@ from epinorm.problem import Strategy
 from epinorm.tools.bench import Case, fp32_precision_set, linear_calls
 from epinorm.tools.kernelbench.problem import ProblemFile
 
-__all__ = ["NoChainError", "fused_copy", "make_case", "make_cases"]
-
 Precision = Literal["highest", "high", "native"]
 
 

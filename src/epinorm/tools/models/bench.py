@@ -30,9 +30,6 @@ from epinorm.tools.timing import (
 )
 from epinorm.tools.verdict import spreads
 
-__all__ = ["FEW_RUNS", "bench_model"]
-
-
 FEW_RUNS = Settings(runs=12, warmup=3, cpu_runs=3, cpu_seconds=4.0, wall_calls=30, wall_blocks=3)
 LONGEST_WALL_MS = 10.0
 """Longer calls' time does not depend on the host: events say it."""

@@ -11,8 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from epinorm.tools.timing import Runner
 
-__all__ = ["families_of", "family"]
-
 FAMILIES = (
     ("epinorm product", r"^(linear_norm|hopper_product|portable_)\w*$"),
     ("epinorm norm", r"^(norm_(forward|backward|column)\w*|add_splits)$"),

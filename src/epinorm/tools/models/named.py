@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NAMED", "Made"]
-
 Made = tuple[nn.Module, tuple[Any, ...]]
 """A model and the inputs of its call."""
 

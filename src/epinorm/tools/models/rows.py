@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from epinorm.tools.models.named import NAMED
 from epinorm.tools.results import JsonRow
 
-__all__ = ["COMPETITORS", "OURS", "ModelRow", "in_order"]
-
 COMPETITORS = ("eager", "compile", "fused", "backend")
 """Eager, torch.compile, ``epinorm.fuse`` and ``torch.compile(backend="epinorm")``."""
 OURS = ("fused", "backend")

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from epinorm.tools.kernelbench.problem import load_problem
 from epinorm.tools.models.named import NAMED, Made
 
-__all__ = ["SETTINGS", "Setting", "Subject", "dropout_off", "load_subject", "most_dropout"]
-
 
 @dataclass(frozen=True)
 class Setting:

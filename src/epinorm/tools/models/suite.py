@@ -33,15 +33,6 @@ from epinorm.tools.results import JsonRow, commit, device_name, today
 from epinorm.tools.timing import Settings, sample_interleaved
 from epinorm.tools.verify import of_floats
 
-__all__ = [
-    "LEVEL_2",
-    "SuiteRow",
-    "bench_problem",
-    "geometric_mean",
-    "problem_files",
-    "within_tolerance",
-]
-
 LEVEL_2 = (
     *(9, 12, 14, 18, 22, 28, 29, 30, 33, 37, 39, 40, 41, 45, 51, 53, 55, 56, 59, 62, 63, 64, 66),
     *(68, 70, 75, 76, 80, 81, 84, 86, 88, 94, 95, 97, 98, 99),

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from epinorm.tools.models.suite import SEEDS, SuiteRow, geometric_mean
 from epinorm.tools.tables import microseconds, times
 
-__all__ = ["NAMES", "SUITE", "milliseconds", "pair", "suite_cells", "suite_sentence"]
-
 NAMES = {
     "eager": "eager",
     "compile": "`torch.compile`",

@@ -23,8 +23,6 @@ from epinorm.tools.kinks import rows_away_from_kinks
 from epinorm.tools.models.subject import Setting
 from epinorm.tools.verify import of_floats, poisoned_memory, randomize_parameters, run_model
 
-__all__ = ["DRAWS", "Judged", "Truth", "compare_candidate", "judge", "truth_of"]
-
 DRAWS = 4
 """Of parameters and dy, over which a gradient's error is the root of the mean square."""
 SINGLE_LIMIT = 2.0

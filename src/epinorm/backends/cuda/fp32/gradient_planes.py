@@ -18,8 +18,6 @@ from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
 from epinorm.backends.cuda.text.source import constants, kernel_text
 
-__all__ = ["GradientPlanes", "GradientSplitter", "gradient_source"]
-
 SIGNATURE = "p" + "pp" + "pipi" + "pppp" + "pppp" + "iii"
 """dz; the factors of columns and rows; the largest magnitudes of rows and columns, each with the
 number of its parts; hi, lo, scale, flags by row; the same by column; m, n, rows of a block."""

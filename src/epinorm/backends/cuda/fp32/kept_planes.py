@@ -18,8 +18,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["KeptPlanes", "make_room", "nbytes_kept"]
-
 VARIABLE = "EPINORM_KEPT_PLANES_MB"
 
 

@@ -39,8 +39,6 @@ from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
-__all__ = ["DzPlanes", "WrittenDz"]
-
 SIGNATURE = "plpl" + "pp" + "ppp" + "pp" + "ppppp" + "i" + "pppp" + "p" + "li"
 """dy and z with their row strides; mean, rstd; bias, gamma, beta; `Factors`; dz's planes, their
 scales, powers, what is not held, in how many words; powers' ranges, columns' largest magnitudes and

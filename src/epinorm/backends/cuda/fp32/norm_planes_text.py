@@ -17,13 +17,6 @@ from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 from epinorm.problem import Problem
 
-__all__ = [
-    "faint_rows",
-    "planes_source",
-    "rescale_source",
-    "rows_plan",
-]
-
 
 @memo()
 def rows_plan(

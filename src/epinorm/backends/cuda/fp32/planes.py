@@ -21,8 +21,6 @@ from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 
-__all__ = ["Planes", "Splitter", "split", "split_source", "splitter"]
-
 THREADS = 256
 MOST_VECTORS = 8
 """float4 that a thread keeps between finding a row's largest value and splitting it."""

@@ -26,17 +26,6 @@ from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 from epinorm.problem import Forward, Inputs, Problem
 
-__all__ = [
-    "MOST_SPLITS",
-    "RescueTile",
-    "prepare_guard",
-    "rescue",
-    "rescue_launch",
-    "rescue_source",
-    "rescue_tile",
-    "splits_of",
-]
-
 SIGNATURE = "plpl" + "ppp" + "pp" + "pppp" + "iii"
 """x, w and their row strides; bias, gamma, beta; the flags; y, z or the sum, mean, rstd; m,
 n, k."""

@@ -20,13 +20,6 @@ from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 
-__all__ = [
-    "TILE",
-    "prepare_rescue",
-    "rescue_gradient_source",
-    "tile_of",
-]
-
 SIGNATURE = "plpl" + "ppp" + "p" + "iii"
 """a, b and their row strides; the flags of rows and of the sum's indices, the latter's columns;
 result; m, n, k."""

@@ -35,8 +35,6 @@ from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.backends.prepack import marked
 from epinorm.problem import Core, Forward, Inputs, Layout, Problem, Run, StepForward
 
-__all__ = ["SingleForward", "bind", "launch_with"]
-
 
 def bind(problem: Problem, core: Core, layout: Layout) -> Run:
     """The forward pass of tensors of this layout."""

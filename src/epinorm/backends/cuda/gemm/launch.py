@@ -12,8 +12,6 @@ from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.problem import Forward, Inputs, Problem
 
-__all__ = ["KeptOperands", "Launch", "LinearNorm", "Operands", "ProductKernel", "chain_signature"]
-
 MOST_KEPT = 512
 MOST_BOUND = 64
 

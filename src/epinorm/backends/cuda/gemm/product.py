@@ -16,8 +16,6 @@ from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.memo import memo
 
-__all__ = ["Product", "prepare_product"]
-
 
 class Product:
     """c (rows, columns) = a · b, ready to launch, with this tile of the one core or the other.

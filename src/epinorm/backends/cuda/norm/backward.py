@@ -26,8 +26,6 @@ from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
-__all__ = ["Factors", "Largest", "NormBackward", "NormGradients", "RowSums", "Vectors"]
-
 SIGNATURE = "plpl" + "pppppppp" + "li"
 """dy and z with their row strides; mean, rstd, row sums, bias, gamma, beta, dz, partial sums; M,
 groups. Then the operands, their gradients, and `Factors` and `Largest` where dz is to be split, or

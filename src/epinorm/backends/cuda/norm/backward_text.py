@@ -11,14 +11,6 @@ from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.backends.cuda.text.source import constants, read_kernel
 from epinorm.problem import Problem
 
-__all__ = [
-    "backward_plan",
-    "backward_source",
-    "column_sums_source",
-    "output_text",
-    "row_sums_source",
-]
-
 
 def backward_plan(problem: Problem, vector: int, outputs: Outputs, arch: str) -> BackwardPlan:
     """The first plan whose main kernel ptxas compiles without spilling, else the last one."""

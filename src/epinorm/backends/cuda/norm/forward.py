@@ -21,12 +21,6 @@ from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.problem import Forward, Inputs, Problem
 
-__all__ = [
-    "NormForward",
-    "forward_plan",
-    "forward_source",
-]
-
 SIGNATURE = "pl" + "pppppp" + "li"
 """z and its row stride, bias, gamma, beta, y, mean, rstd, rows, groups. Then the
 operands, the chain's constants and, where it is a result, the sum."""

@@ -20,15 +20,6 @@ from epinorm.backends.cuda.text.chain_text import (
 from epinorm.backends.cuda.text.source import constants, read_kernel
 from epinorm.problem import Inputs, Problem
 
-__all__ = [
-    "chain_signature",
-    "matrix_arguments",
-    "norm_text",
-    "parameter_addresses",
-    "parameters_at",
-    "types_text",
-]
-
 OPERAND_SIGNATURE = "pl"
 """The launch arguments of one operand: its address and its row stride."""
 

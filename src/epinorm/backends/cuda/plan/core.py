@@ -7,8 +7,6 @@ from typing import Literal, get_args
 
 from epinorm.problem import Core
 
-__all__ = ["VARIABLE", "wanted_core"]
-
 VARIABLE = "EPINORM_CORE"
 
 Wanted = Core | Literal["auto"]

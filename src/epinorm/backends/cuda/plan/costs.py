@@ -15,8 +15,6 @@ from epinorm.backends.cuda.text.backward_chain import backward_elements
 from epinorm.chain import GroupNorm
 from epinorm.problem import Problem
 
-__all__ = ["eager", "eager_host", "library_product", "norm_backward", "norm_forward"]
-
 HOPPER = (9, 0)
 
 FLOPS = {"native": 760e6, "high": 400e6, "highest": 51e6}

@@ -15,14 +15,6 @@ from epinorm.backends.cuda.runtime.device import capability, gpu_of, sm_count
 from epinorm.backends.memo import memo
 from epinorm.problem import Core, Plan, Problem, Wanted
 
-__all__ = [
-    "BackwardChoice",
-    "backward_choice",
-    "planes_taken",
-    "product_in_16_bit",
-    "products",
-]
-
 HOPPER = (9, 0)
 _BYTES = 3.5e6
 """That a conversion, or a product too small for its arithmetic to matter, moves a microsecond on an

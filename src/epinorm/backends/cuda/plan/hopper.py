@@ -31,19 +31,6 @@ from epinorm.backends.cuda.text.instance import Instance, columns_of, instance_o
 from epinorm.backends.memo import memo
 from epinorm.problem import Problem
 
-__all__ = [
-    "MEASURED",
-    "SHORT_SUM",
-    "candidates",
-    "choose_tile",
-    "cycles",
-    "fold_steps",
-    "instance_for",
-    "microseconds",
-    "persistent_blocks",
-    "why_not",
-]
-
 LARGEST_GROUP = 2048
 """Channels of a group: a cluster of eight blocks of 256 columns."""
 LARGEST_CLUSTER = 8

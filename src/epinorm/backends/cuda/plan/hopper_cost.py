@@ -13,14 +13,6 @@ from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile
 from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
 from epinorm.problem import Problem
 
-__all__ = [
-    "CLUSTERS_AT_ONCE",
-    "CYCLES_PER_MICROSECOND",
-    "LAUNCH_MICROSECONDS",
-    "cold_cycles",
-    "cycles",
-]
-
 # Cycles. A tile's first loads; what passes between two tiles of a warpgroup; a column of a row
 # block in the epilogue, with both warpgroups at it and with one alone.
 START = 4500

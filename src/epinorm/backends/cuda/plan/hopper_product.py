@@ -10,8 +10,6 @@ from epinorm.backends.cuda.plan.hopper import fold_steps
 from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile
 from epinorm.backends.memo import memo
 
-__all__ = ["TILES", "Choice", "ProductShape", "choose", "library_like"]
-
 BLOCK_K = STEP_BYTES // 2
 MOST_PARTS = 32
 

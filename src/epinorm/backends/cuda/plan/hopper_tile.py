@@ -8,22 +8,6 @@ from dataclasses import dataclass
 from epinorm.backends.cuda.runtime.tensor_map import LARGEST_BOX
 from epinorm.backends.cuda.text.instance import Instance, vectors
 
-__all__ = [
-    "BLOCK_N",
-    "SHARED_LIMIT",
-    "STEP_BYTES",
-    "WARPGROUP",
-    "Tile",
-    "fp32_input_tiles",
-    "fp32_shared_bytes",
-    "fp32_weight_tiles",
-    "largest_stages",
-    "product_shared_bytes",
-    "shared_bytes",
-    "stage_bytes",
-    "stages_of_fp32",
-]
-
 STEP_BYTES = 128
 """Bytes of an operand's row in one step along the summed index: the widest swizzle."""
 SHARED_LIMIT = 232448

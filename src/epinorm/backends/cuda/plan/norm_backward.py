@@ -15,8 +15,6 @@ from epinorm.backends.cuda.plan.norm_tile import (
 )
 from epinorm.problem import Problem, Wanted
 
-__all__ = ["BackwardPlan", "Outputs", "backward_plans"]
-
 BLOCK_WARPS = 8
 MOST_LANES = 512
 

@@ -14,8 +14,6 @@ from epinorm.backends.cuda.plan.norm_tile import (
 )
 from epinorm.problem import Problem
 
-__all__ = ["FEW", "ForwardPlan", "forward_plans"]
-
 Kind = Literal["registers", "shared", "reread"]
 
 _KERNELS: dict[Kind, tuple[str, str]] = {

@@ -19,8 +19,6 @@ from epinorm.backends.cuda.plan.norm_tile import (
 from epinorm.backends.cuda.text.backward_chain import backward_elements
 from epinorm.problem import Problem
 
-__all__ = ["RowsPlan", "beside_dx", "rows_plans", "worthwhile"]
-
 MOST_STRIPS = 8
 """Blocks of a cluster of any GPU that has clusters."""
 BLOCK_WARPS = 8

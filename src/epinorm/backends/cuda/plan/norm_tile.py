@@ -8,16 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LARGEST_ACCESS_BYTES",
-    "WARP",
-    "NormTile",
-    "ceil_div",
-    "lanes_for",
-    "power_of_two_from",
-    "vector_width",
-]
-
 WARP = 32
 SECTOR_BYTES = 32
 """The unit of DRAM and L2 traffic: what neighbouring lanes read together should fill one."""

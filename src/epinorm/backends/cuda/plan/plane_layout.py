@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LISTED", "PlaneLayout"]
-
 COLUMN_MULTIPLE = 8
 """Rows of 16-bit numbers must start on 16 bytes for the copy engine."""
 LINE_COLUMNS, MOST_PADDING = 64, 0.25

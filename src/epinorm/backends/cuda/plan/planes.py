@@ -8,8 +8,6 @@ from functools import lru_cache
 from epinorm.chain import Chain
 from epinorm.problem import Problem
 
-__all__ = ["product_of", "rest_of", "sum_is_z"]
-
 
 @lru_cache(maxsize=4096)
 def product_of(problem: Problem) -> Problem:

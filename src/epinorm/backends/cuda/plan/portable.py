@@ -18,18 +18,6 @@ from epinorm.backends.cuda.text.instance import Instance, columns_of, instance_o
 from epinorm.backends.memo import memo
 from epinorm.problem import Problem
 
-__all__ = [
-    "bytes_per_microsecond",
-    "candidates",
-    "choose_tile",
-    "copy_bytes",
-    "instance_for",
-    "library_flops",
-    "microseconds",
-    "product_microseconds",
-    "why_not",
-]
-
 # fp32 accumulators of a thread in the product, by planes: what 255 registers hold beside fragments.
 _MOST_ACCUMULATORS = {1: 128, 2: 64}
 _WIDEST_WARP = {1: 64, 2: 32}

@@ -9,8 +9,6 @@ from epinorm.backends.cuda.plan.portable import product_microseconds
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.device import Gpu
 
-__all__ = ["TILES", "choose_tile", "microseconds"]
-
 TILES = {
     1: (PortableTile(64, 64, 2, 4, 64), PortableTile(64, 64, 2, 4, 32)),
     2: (PortableTile(64, 32, 2, 4, 32),),

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from epinorm.backends.cuda.text.instance import Instance, vectors
 
-__all__ = ["PortableTile", "largest_stages", "product_shared_bytes", "shared_bytes", "with_stages"]
-
 _STORE_BYTES = 2048  # of a warp's buffer: row_store.cuh
 _VECTOR_ALIGNMENT = 128
 

@@ -24,8 +24,6 @@ from epinorm.backends.cuda.runtime.device import gpu_of, max_shared_bytes, sm_co
 from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.problem import Buffer, Core, Plan, Problem, Step, Wanted
 
-__all__ = ["all_gradients", "completed"]
-
 _SPILLS = "the next tile, where ptxas spills registers"
 _NARROW = "narrower vectors, where a tensor is not aligned to 16 bytes"
 _LIBRARY = "the library's product"

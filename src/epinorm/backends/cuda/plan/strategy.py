@@ -18,8 +18,6 @@ from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.problem import Core, Plan, Problem, Strategy
 
-__all__ = ["plan_cuda"]
-
 HOPPER = (9, 0)
 
 LARGEST_GUARDED_GROUP = 256

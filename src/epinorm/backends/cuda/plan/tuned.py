@@ -27,8 +27,6 @@ from epinorm.backends.cuda.runtime.device import device_index, stand_in
 from epinorm.backends.memo import cleared_with
 from epinorm.problem import Problem
 
-__all__ = ["Choice", "choice", "clear", "forget", "gpu_name", "key_of", "remember"]
-
 FORMAT_VERSION = 1
 _FOLDER = "tuned"
 _SUFFIX = ".json"

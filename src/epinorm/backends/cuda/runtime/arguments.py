@@ -13,9 +13,6 @@ from functools import cache, partial
 
 from epinorm.backends.cuda.runtime.tensor_map import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 
-__all__ = ["FIELDS", "SHAPE", "Frame", "Layout", "layout_of"]
-
-
 # CUlaunchConfig: grid, block and shared bytes, which stay; then, packed with the arguments, stream,
 # attributes and number of attributes.
 SHAPE = struct.Struct("<7I4x")

@@ -11,22 +11,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = [
-    "Gpu",
-    "StandIn",
-    "arch_of",
-    "arch_of_capability",
-    "capability",
-    "device_index",
-    "gpu_at",
-    "gpu_of",
-    "max_shared_bytes",
-    "sm_count",
-    "stand_in",
-    "standing_in",
-    "supported",
-]
-
 OLDEST_CAPABILITY = (8, 0)
 """Ampere: the first with cp.async and with bf16 in its tensor cores."""
 

@@ -16,16 +16,6 @@ from functools import cache, lru_cache
 
 import torch
 
-__all__ = [
-    "INVALID_CONTEXT",
-    "Driver",
-    "check",
-    "driver",
-    "make_primary_context_current",
-    "message",
-    "relaxed_capture",
-]
-
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 

@@ -25,8 +25,6 @@ from epinorm.backends.cuda.runtime.device import device_index, stand_in
 from epinorm.backends.cuda.runtime.driver import check, driver, make_primary_context_current
 from epinorm.backends.cuda.runtime.launch import Kernel
 
-__all__ = ["Compiled", "KernelSource", "cache_key", "compile_cubin", "compiled", "load"]
-
 SLOW_COMPILE_SECONDS = 3.0
 STANDARD = "c++17"
 NOT_REPORTED = -1

@@ -28,8 +28,6 @@ from epinorm.backends.cuda.runtime.driver import (
     message,
 )
 
-__all__ = ["Kernel"]
-
 Dimensions = int | tuple[int, ...]
 Stream = torch.Stream | int | None
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from epinorm.backends.cuda.runtime.device import capability
 
-__all__ = ["new_tensor", "starts_early"]
-
 
 def starts_early(device: torch.device) -> bool:
     """Can the norm kernels be launched while the kernel before them ends (sm_90 and later)?

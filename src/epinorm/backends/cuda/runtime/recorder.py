@@ -23,8 +23,6 @@ from epinorm.backends.cuda.runtime.device import Gpu, standing_in
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.backends.cuda.runtime.tensor_map import TENSOR_MAP_BYTES
 
-__all__ = ["Allocated", "Event", "Launched", "Mapped", "Operated", "Recorder", "recording"]
-
 WARPS_OF_MULTIPROCESSOR = {(8, 6): 48, (8, 9): 48, (12, 0): 48, (12, 1): 48}
 """64 elsewhere. CUDA programming guide, compute capabilities."""
 BLOCKS_OF_MULTIPROCESSOR = {(8, 6): 16, (8, 9): 24, (12, 0): 24, (12, 1): 24}

@@ -39,8 +39,6 @@ from epinorm.backends.cuda.runtime.driver import (
 from epinorm.backends.cuda.runtime.tensor_map import MapFacts, facts_of
 from epinorm.precision import fp32_precision
 
-__all__ = ["CannotReplay", "Recording", "is_recording", "native", "recording", "replay", "settle"]
-
 VECTOR_BYTES = 16
 """Tensors begin at multiples of it, when recorded and when repeated (``kVectorBytes``)."""
 MOST_BYTES, MOST_ARGUMENTS = 4096, 128

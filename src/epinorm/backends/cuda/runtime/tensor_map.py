@@ -16,8 +16,6 @@ from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.backends.cuda.runtime.driver import check, driver
 from epinorm.backends.memo import memo
 
-__all__ = ["MapFacts", "TensorMap", "facts_of", "tensor_map"]
-
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 

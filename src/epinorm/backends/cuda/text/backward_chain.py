@@ -11,8 +11,6 @@ from epinorm.chain import Chain
 from epinorm.chain.activations import OperandKind
 from epinorm.problem import Problem
 
-__all__ = ["BackwardChain", "backward_elements", "backward_problem"]
-
 
 @dataclass(frozen=True)
 class BackwardChain(Chain):

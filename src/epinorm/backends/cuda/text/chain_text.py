@@ -59,15 +59,6 @@ from epinorm.chain import Chain, GroupNorm, LayerNorm
 from epinorm.chain.dropout import CPP_FUNCTIONS
 from epinorm.chain.pointwise import Pointwise, complement, cpp_function
 
-__all__ = [
-    "CUDA_TYPES",
-    "ChainArguments",
-    "begins_at_sum",
-    "chain_text",
-    "constant_list",
-    "statistics_text",
-]
-
 CUDA_TYPES = {
     torch.float32: "float",
     torch.float64: "double",

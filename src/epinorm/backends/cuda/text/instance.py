@@ -23,16 +23,6 @@ from epinorm.chain import Chain
 from epinorm.chain.pointwise import SCALE_BY_POWER_OF_TWO
 from epinorm.problem import Problem
 
-__all__ = [
-    "TYPES",
-    "Instance",
-    "columns_of",
-    "epilogue_prelude",
-    "instance_of",
-    "rows_aligned",
-    "vectors",
-]
-
 TYPES = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "Bfloat16"}
 """The names that storage.cuh has for dtypes."""
 

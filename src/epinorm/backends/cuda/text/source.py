@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-__all__ = ["KERNEL_FOLDER", "constants", "kernel_text", "read_kernel"]
-
 KERNEL_FOLDER = Path(__file__).parents[1]
 
 _OWN_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"(?P<name>[^"\n]+)"[^\n]*\n?', re.MULTILINE)

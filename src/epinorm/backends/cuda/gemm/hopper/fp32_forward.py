@@ -31,8 +31,6 @@ from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.runtime.tensor_map import tensor_map
 from epinorm.problem import Forward, Inputs, Problem, StepForward
 
-__all__ = ["Converting", "readable"]
-
 SIGNATURE = "mm" + "ppppp" + "ppp" + "plpppp" + "iiii"
 """Maps of the plane and of the converted matrix; y, z, bias, gamma, beta; the plane's scale, mean,
 rstd; the converted matrix and its row stride, scale, flags, spoilt columns, plane; m, n, k, the

@@ -18,12 +18,6 @@ from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.instance import Instance, epilogue_prelude
 from epinorm.backends.cuda.text.source import constants, kernel_text
 
-__all__ = [
-    "fp32_input_source",
-    "fp32_weight_source",
-    "split_and_sample_source",
-]
-
 
 def fp32_weight_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:
     """The kernel's text for one instance; compiles without a GPU.

@@ -17,8 +17,6 @@ from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.tensor_map import tensor_map
 from epinorm.problem import Problem
 
-__all__ = ["SIGNATURE", "HopperLinearNorm"]
-
 SIGNATURE = "mmmm" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo; y, z or the sum, bias, gamma, beta, row and column scale, mean, rstd;
 m, n, k."""

@@ -30,8 +30,6 @@ from epinorm.backends.cuda.text.instance import TYPES
 from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 
-__all__ = ["AddingProduct", "add_splits", "add_splits_source", "hopper_product", "prepare_adding"]
-
 THREADS = Tile(64, 64, 0).threads
 """Of a block: every tile here has two warpgroups that multiply."""
 BOX = 64

@@ -17,14 +17,6 @@ from epinorm.backends.cuda.text.instance import (
 )
 from epinorm.backends.cuda.text.source import constants, kernel_text
 
-__all__ = [
-    "ARCH",
-    "linear_norm_source",
-    "product_into_source",
-    "product_source",
-    "wgmma_text",
-]
-
 ARCH = "sm_90a"
 
 _PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "tf32"}

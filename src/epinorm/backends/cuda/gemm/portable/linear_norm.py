@@ -17,8 +17,6 @@ from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.problem import Problem
 
-__all__ = ["PortableLinearNorm", "addresses"]
-
 SIGNATURE = "ppppll" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo, their strides in numbers; y, z, bias, gamma, beta, row and column
 scale, mean, rstd; m, n, k."""

@@ -13,8 +13,6 @@ from epinorm.backends.cuda.runtime.device import arch_of
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import starts_early
 
-__all__ = ["portable_product"]
-
 SIGNATURE = "ppppll" + "pp" + "iii"
 """a hi and lo, b hi and lo, their strides in numbers; c, row scale; rows, columns, length."""
 

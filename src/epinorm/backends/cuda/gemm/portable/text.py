@@ -18,13 +18,6 @@ from epinorm.backends.cuda.text.instance import (
 )
 from epinorm.backends.cuda.text.source import constants, kernel_text
 
-__all__ = [
-    "LINEAR_NORM",
-    "PRODUCT",
-    "linear_norm_source",
-    "product_source",
-]
-
 LINEAR_NORM = "portable_linear_norm"
 PRODUCT = "portable_product"
 """Names of the two kernels."""
