@@ -301,3 +301,15 @@ def test_checkpointing_from_the_first_call_on() -> None:
             found.append((y, *torch.autograd.grad(y.sin().sum(), [x, *m.parameters()])))
         for ours, eager in zip(*found, strict=True):
             torch.testing.assert_close(ours, eager)
+
+
+def test_padded_positions_of_an_encoder_are_eagers_from_the_first_call_on() -> None:
+    """In eval eager makes nested tensors, and zeros of the padding; compiled it does not."""
+    layer = nn.TransformerEncoderLayer(E, HEADS, 2 * E, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    fused, x = epinorm.fuse(copy.deepcopy(model)), torch.randn(B, S, E)
+    with torch.no_grad():
+        eager = model(x, src_key_padding_mask=PADDED)
+        for _ in range(2):
+            torch.testing.assert_close(fused(x, src_key_padding_mask=PADDED), eager)
+    assert not eager[PADDED].any()

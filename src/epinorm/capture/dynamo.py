@@ -78,6 +78,10 @@ _ATTEMPTS = 3
 _numbers = itertools.count()
 
 
+_FAST_PATHS = "torch.nn.modules.transformer"
+"""nn.TransformerEncoder leaves padding out in eval, by nested tensors, but not compiled."""
+
+
 class _Answers(dict[Any, Any]):
     """What Dynamo answers to code that asks whether it is compiled: PyTorch's own hears the truth,
     the model's hears what it hears in eager, as it is to do what it does there (transformers makes
@@ -86,7 +90,8 @@ class _Answers(dict[Any, Any]):
     def __getitem__(self, function: Any) -> Any:
         answer = super().__getitem__(function)
         asking = getattr(sys._getframe(1).f_locals.get("tx"), "f_globals", {})
-        return answer and str(asking.get("__name__")).partition(".")[0] in ("torch", "epinorm")
+        name = str(asking.get("__name__"))
+        return answer and name.partition(".")[0] in ("torch", "epinorm") and name != _FAST_PATHS
 
 
 _RAISING_WITHOUT_CUDA = (torch.cuda.is_current_stream_capturing,)
