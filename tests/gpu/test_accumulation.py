@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import dtype_of, forced_core
 
 import epinorm
-from epinorm.backends.cuda.gemm.hopper.product import AddingProduct, Product
+from epinorm.backends.cuda.gemm.hopper.product import AddingProduct
+from epinorm.backends.cuda.gemm.product import Product
 from epinorm.backends.cuda.plan.hopper_product import TILES, ProductShape
 from epinorm.backends.cuda.plan.hopper_product import Choice as TileChoice
 from epinorm.operator import autograd

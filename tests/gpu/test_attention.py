@@ -37,7 +37,8 @@ def test_a_layer_in_fp32_is_opened_and_as_exact_as_eager(norm_first: bool) -> No
     ):
         assert (ours - truth).norm() <= 2 * (eager - truth).norm() + 2**-24 * truth.norm()
     with torch.no_grad():
-        truth, eager, ours = (m.eval()(t) for m, t in ((exact, x.double()), (model, x), (fused, x)))
+        # In eval PyTorch's own kernel has GELU's approximation by tanh, in float64 too.
+        truth, eager, ours = exact(x.double()), model.eval()(x), fused.eval()(x)
     assert (ours - truth).norm() <= 2 * (eager - truth).norm() + 2**-24 * truth.norm()
     told = epinorm.explain(fused)
     assert not told.notes

@@ -16,7 +16,7 @@ from product_case import matmul_precision, plane_products
 
 import epinorm
 from epinorm.backends.cuda.fp32.planes import split
-from epinorm.backends.cuda.gemm.hopper.product import Product
+from epinorm.backends.cuda.gemm.product import Product
 from epinorm.backends.cuda.norm.backward import Largest
 from epinorm.backends.cuda.plan.hopper_product import TILES, Choice, ProductShape, choose
 from epinorm.backends.cuda.plan.hopper_tile import Tile
