@@ -270,11 +270,10 @@ def _with_lifetimes(noted: Recording, kept: Sequence[int]) -> list[tuple[Any, ..
     allocated = range(noted.given, len(noted.buffers))
     made: set[int] = set()
     last = {buffer: i for i, step in enumerate(noted.steps) for buffer in step.used}
+    unused = set(kept) - last.keys()
     whole = []
     for i, (*facts, matrices, used) in enumerate(noted.steps):
-        new = {
-            buffer for buffer in (*used, *(kept if i == 0 else ())) if buffer in allocated
-        } - made
+        new = {buffer for buffer in used | unused if buffer in allocated} - made
         made |= new
         done = [b for b in used if b >= 0 and last[b] == i and b not in kept]
         # Constants stand behind all else.
