@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import epinorm
 from epinorm import Chain, GroupNorm, LinearNorm
 from epinorm.chain import reference
-from epinorm.operator import ops, transforms
+from epinorm.operator import ops, schema, transforms
 from epinorm.operator.calls import run_inference
 
 NORMS = ["group_norm(2,1e-05)", "layer_norm(1e-05)", "rms_norm"]
@@ -60,18 +60,18 @@ def test_gradgradcheck(norm, strategy):
 def test_opcheck(norm, strategy, operator):
     t, chain = leaves(torch.float32), SMOOTH.format(norm)
     if operator == "linear_norm":
-        torch.library.opcheck(ops.linear_norm, arguments(t, chain, strategy))
-        torch.library.opcheck(ops.linear_norm, arguments(leaves(m=0), chain, strategy))
+        torch.library.opcheck(schema.linear_norm, arguments(t, chain, strategy))
+        torch.library.opcheck(schema.linear_norm, arguments(leaves(m=0), chain, strategy))
         return
     plain = [v.detach() for v in t]
     if operator == "forward":
-        torch.library.opcheck(ops.linear_norm_forward, arguments(plain, chain, strategy))
+        torch.library.opcheck(schema.linear_norm_forward, arguments(plain, chain, strategy))
         return
-    y, *kept = ops.linear_norm_forward(*arguments(plain, chain, strategy))
+    y, *kept = schema.linear_norm_forward(*arguments(plain, chain, strategy))
     facts = (chain, strategy, False, None)
     for v, wanted in ((plain, [True, False] * 3 + [False]), (t, [True] * 7)):
         called = (torch.randn_like(y), *v[:5], v[5:], *kept, *facts, wanted)
-        torch.library.opcheck(ops.linear_norm_backward, called)
+        torch.library.opcheck(schema.linear_norm_backward, called)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -95,10 +95,10 @@ def test_only_gradients_that_are_needed(norm):
 def test_backward_gets_only_what_is_wanted():
     """The operator that compiled graphs hold returns the wanted gradients and no others."""
     t, chain = [v.detach() for v in leaves()], SMOOTH.format("rms_norm")
-    y, *kept = ops.linear_norm_forward(*arguments(t, chain))
+    y, *kept = schema.linear_norm_forward(*arguments(t, chain))
     facts = (chain, "auto", False, None)
     wanted = [False, True, False, False, False, False, True]
-    found = ops.linear_norm_backward(torch.randn_like(y), *t[:5], t[5:], *kept, *facts, wanted)
+    found = schema.linear_norm_backward(torch.randn_like(y), *t[:5], t[5:], *kept, *facts, wanted)
     assert [g.shape for g in found] == [t[1].shape, t[6].shape]
 
 
@@ -282,7 +282,7 @@ def test_export_holds_one_operator():
     made, dim = block(), torch.export.Dim("m", min=2)
     program = torch.export.export(made, (torch.randn(5, 10),), dynamic_shapes=({0: dim},))
     calls = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    assert calls == [ops.linear_norm]
+    assert calls == [schema.linear_norm]
     x = torch.randn(8, 10)
     assert torch.equal(program.module()(x), made(x))
 
@@ -297,7 +297,7 @@ def test_modes_see_the_operator():
 
     with Watch(), torch.no_grad():
         block()(torch.randn(5, 10))
-    assert ops.linear_norm in seen
+    assert schema.linear_norm in seen
     with torch.profiler.profile() as profile, torch.no_grad():
         block()(torch.randn(5, 10))
     assert "epinorm::linear_norm" in {event.key for event in profile.key_averages()}

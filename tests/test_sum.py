@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epinorm
 from epinorm.chain import Chain, reference
-from epinorm.operator import ops
+from epinorm.operator import ops, schema
 from epinorm.tools.accuracy import allowed_error, relative_error
 
 M, K, N = 37, 40, 48
@@ -128,16 +128,16 @@ def test_opcheck(text: str, strategy: str) -> None:
     given = tensors(text, torch.float32, 3)
     facts = (text, strategy, False, None)
     called = (*given[:5], given[5:], *facts)
-    torch.library.opcheck(ops.linear_norm_sum, called)
+    torch.library.opcheck(schema.linear_norm_sum, called)
     plain = [t.detach() for t in given]
-    torch.library.opcheck(ops.linear_norm_sum_forward, (*plain[:5], plain[5:], *facts))
-    y, z, mean, rstd, total = ops.linear_norm_sum_forward(*plain[:5], plain[5:], *facts)
+    torch.library.opcheck(schema.linear_norm_sum_forward, (*plain[:5], plain[5:], *facts))
+    y, z, mean, rstd, total = schema.linear_norm_sum_forward(*plain[:5], plain[5:], *facts)
     assert z.numel() == (0 if text == RESIDUAL else y.numel())
     kept = (total if text == RESIDUAL else z, mean, rstd)
     wanted = [True] * len(given)
     for v, dsum in ((plain, None), (given, torch.randn_like(total))):
         called = (torch.randn_like(y), *v[:5], v[5:], *kept, *facts, wanted, dsum)
-        torch.library.opcheck(ops.linear_norm_backward, called)
+        torch.library.opcheck(schema.linear_norm_backward, called)
 
 
 def test_leading_dimensions_and_calls_like_earlier_ones(short: list[bool]) -> None:

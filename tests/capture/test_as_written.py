@@ -8,7 +8,7 @@ from torch import nn
 
 import epinorm
 
-ROWS, WIDTH = 32, 128  # with a LayerNorm of so many channels, PyTorch's layers are as fast
+ROWS, WIDTH = 128, 128  # with a LayerNorm of so many, PyTorch's layers are as fast
 
 
 def model(norm=None):

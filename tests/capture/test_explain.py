@@ -196,7 +196,7 @@ def test_rows_name_chain_place_and_plan() -> None:
 def test_what_is_left_to_pytorch_is_not_shown_as_fused() -> None:
     wide = (nn.Linear(K, 128), nn.LayerNorm(128), nn.ReLU())  # as fast in PyTorch's own layers
     made = nn.Sequential(*wide, nn.Linear(128, N), nn.GroupNorm(4, N))
-    explained = epinorm.explain(made, torch.randn(64, K))
+    explained = epinorm.explain(made, torch.randn(128, K))
     assert [row.left for row in explained.rows] == [True, False]
     assert [row.cells()[2] for row in explained.rows] == ["PyTorch's", "yes"]
     assert (explained.fused, explained.left) == (2, 1)

@@ -314,6 +314,7 @@ def _new_weights(session: Session) -> list[Result]:
     found += session.compared("new weights through .data", inputs, stress=True)
     session.change_one_weight_a_row()
     found += session.compared("one weight in each row changed through .data", inputs, stress=True)
+    session.randomize(session.options.seed + 14, behind=True)
     return [from_comparisons(found)]
 
 
