@@ -353,6 +353,38 @@ def test_what_never_ends_is_ended(name: str) -> None:
     assert check(verdict, "accuracy").status == "skipped"
 
 
+ELSEWHERE = """
+import os, signal, time
+from torch import nn
+
+class ModelNew(nn.Module):
+    def forward(self, x):
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            while time.process_time() < 0.3:
+                pass
+            os.write(writer, b".")
+            {} or signal.pause()
+            os._exit(0)
+        os.read(reader, 1)
+        {} and os.waitpid(child, 0)
+        return x
+"""
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_other_processes_compute_for_a_solution_counts(tmp_path: Path, ended: bool) -> None:
+    """On a CPU its times are confirmed by what it computed: else a helper would be free."""
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE.replace("{}", str(ended)))
+    with process.SolutionProcess(60, tmp_path / "elsewhere.py") as solution:
+        how = {"device": "cpu", "dtype": "float32", "precision": "native", "most": 1 << 20}
+        solution.ask("load", path=solution.solution, **how)
+        solution.construct([], 0)
+        solution.take_inputs([torch.zeros(1)])
+        solution.run(False, 0, (), torch.device("cpu"))
+        assert solution.used >= 0.29
+
+
 def test_the_judge_needs_nothing_of_the_operator() -> None:
     """With an epinorm that is an empty package, so that its __init__ imports nothing."""
     code = (

@@ -68,8 +68,8 @@ class SolutionProcess:
     what the solution does wrong and SolutionGone once the process is no more.
 
     ``seconds``: what the last request took by the judge's clock; ``used``: the seconds of a CPU
-    that its process took for it, as the kernel says. ``most``: the bytes of tensors
-    that an answer may have. ``held``: what the guard took from the solution (see guard).
+    that it took, in processes that it started too, as the kernel says. ``most``: the bytes of
+    tensors that an answer may have. ``held``: what the guard took from the solution (see guard).
     """
 
     def __init__(self, time_limit: float, solution: Path, most: int = 1 << 26) -> None:
@@ -102,8 +102,8 @@ class SolutionProcess:
         source = str(Path(epinorm.__file__).resolve().parents[1])
         path = os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH")) if p)
         passed = (theirs.fileno(), *self._files)
-        environment = {**os.environ, "PYTHONPATH": path, **_ENVIRONMENT}
-        environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        environment = {**os.environ, "PYTHONPATH": path, **_ENVIRONMENT, **threads}
         self._guard = start_guard(life, status, log, passed, environment)
         theirs.close()
         for number in (life, status, log):
@@ -179,11 +179,9 @@ class SolutionProcess:
         return self._checked(answer)
 
     def _cpu_seconds(self) -> float:
-        """What its process, with its threads, has computed (clock_getcpuclockid(3))."""
-        try:
-            return time.clock_gettime((~self._worker << 3) | 2)
-        except OSError:
-            return 0.0
+        """What its process with its threads, and all that it started, have computed."""
+        known = {pid for pid, _ in guard.descendants(self._guard.pid)}
+        return sum(map(_computed, known | {self._guard.pid, self._worker}))
 
     def _check_channel(self, do: str) -> None:
         """Nothing may be said before it is asked."""
@@ -344,6 +342,17 @@ class SolutionProcess:
             raise SolutionError(
                 f"what it returned cannot be read as tensors: {_clean(error)[:120]}"
             ) from None
+
+
+def _computed(pid: int) -> float:
+    """Seconds of a CPU: by a process' own clock (clock_getcpuclockid(3)) and of children that it
+    waited for (proc_pid_stat(5))."""
+    try:
+        own = time.clock_gettime((~pid << 3) | 2)
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    return own + sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _clean(value: Any) -> str:
