@@ -1,4 +1,4 @@
-// What replay.py and operator/replayed_calls.py see of program.h and chain_node.h.
+// What replay.py and operator/native_calls.py see of program.h and chain_node.h.
 #include "chain_node.h"
 
 namespace epinorm {
