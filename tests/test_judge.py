@@ -385,6 +385,25 @@ def test_what_other_processes_compute_for_a_solution_counts(tmp_path: Path, ende
         assert solution.used >= 0.29
 
 
+def test_the_search_for_other_processes_is_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads all of /proc, which on a large machine takes a good part of a batch."""
+    (tmp_path / "solution.py").write_text(ELSEWHERE.replace("{}", "True"))
+    found = guard.descendants
+
+    def slow(ancestor: int) -> list[tuple[int, str]]:
+        time.sleep(0.5)
+        return found(ancestor)
+
+    with process.SolutionProcess(60, tmp_path / "solution.py") as solution:
+        how = {"device": "cpu", "dtype": "float32", "precision": "native", "most": 1 << 20}
+        solution.ask("load", path=solution.solution, **how)
+        monkeypatch.setattr(guard, "descendants", slow)
+        solution.ask("changes")
+        assert solution.seconds < 0.5
+
+
 def test_the_judge_needs_nothing_of_the_operator() -> None:
     """With an epinorm that is an empty package, so that its __init__ imports nothing."""
     code = (

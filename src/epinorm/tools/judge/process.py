@@ -165,7 +165,8 @@ class SolutionProcess:
         line = json.dumps({"do": do, **arguments}).encode() + b"\n"
         if self._buffer or self._answers in self._drain(0.0):
             self._check_channel(do)
-        started, used = time.monotonic(), self._cpu_seconds()
+        used = self._cpu_seconds()
+        started = time.monotonic()
         try:
             self._channel.settimeout(max(0.001, self._deadline - started))
             self._channel.sendall(line)
