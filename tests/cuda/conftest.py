@@ -306,10 +306,10 @@ class ImaginaryGPU:
             matrix_at(address, m, n, n, problem.norm_dtype).copy_(gradient)
 
     def signature_of_norm_column_sums(self, source: Any) -> str:
-        return "pil" + "p" * sum(source[1].sums)
+        return "ppil" + "p" * sum(source[1].sums)
 
     def compute_norm_column_sums(self, _: Any, at: int, *arguments: Any) -> None:
-        _, n, *into = arguments
+        _, _, n, *into = arguments
         for address, values in zip(into, self.sums.pop(at), strict=True):
             matrix_at(address, 1, n, n, torch.float64)[0].copy_(values)
 

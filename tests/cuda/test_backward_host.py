@@ -149,6 +149,12 @@ def test_one_product_takes_planes_of_its_own(launched, written):
     assert launched == ["split", *NORM, "split_gradient", *PRODUCTS[:2]]
 
 
+def test_largest_magnitudes_of_columns_are_joined_once(launched):
+    """Without sums over rows too: else each block of split_gradient would read all parts."""
+    _, _ = run(torch.float32, (True, True, False, False, False))
+    assert launched == ["split", "split", *NORM, "split_gradient", *PRODUCTS]
+
+
 def test_rows_that_no_cluster_holds_are_split(launched, written, monkeypatch):
     monkeypatch.setattr(norm_planes, "rows_plan", lambda *_: None)
     _, _ = run(torch.float32)

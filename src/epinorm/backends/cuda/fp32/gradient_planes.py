@@ -18,9 +18,9 @@ from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
 from epinorm.backends.cuda.text.source import constants, kernel_text
 
-SIGNATURE = "p" + "pp" + "pipi" + "pppp" + "pppp" + "iii"
-"""dz; the factors of columns and rows; the largest magnitudes of rows and columns, each with the
-number of its parts; hi, lo, scale, flags by row; the same by column; m, n, rows of a block."""
+SIGNATURE = "p" + "pp" + "pip" + "pppp" + "pppp" + "iii"
+"""dz; the factors of columns and rows; the largest magnitudes of rows, how many parts of each, and
+of columns; hi, lo, scale, flags by row; the same by column; m, n, rows of a block."""
 
 THREADS = 256
 STRIP_COLUMNS = 256
@@ -94,7 +94,7 @@ class GradientSplitter:
         self.launch(
             dz.data_ptr(),
             *factors,
-            *(largest.rows, largest.row_parts, largest.columns, largest.column_parts),
+            *(largest.rows, largest.row_parts, largest.columns),
             *targets,
             *self.sizes,
         )

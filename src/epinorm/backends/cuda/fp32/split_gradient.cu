@@ -52,11 +52,10 @@ struct Target {
   }
 };
 
-// The largest magnitudes that the scales are made from, as bits: of rows (m, row_parts), of columns
-// (column_parts, n).
+// The largest magnitudes that the scales are made from, as bits: of rows (m, row_parts), of columns (n,).
 struct Largest {
   const u32 *row, *column;
-  int row_parts, column_parts;
+  int row_parts;
 };
 
 // The planes of four neighbours times by[j], in the scale of shift[j]; which of them they hold.
@@ -100,12 +99,8 @@ __device__ __forceinline__ void find_row_shifts(int* shift_of, const Largest& la
 __device__ __forceinline__ void find_column_shifts(int* shift_of, const Largest& largest,
                                                    const Target& target, int strip, int n) {
   const int column = strip + threadIdx.x;
-  u32 total = 0;
-#pragma unroll 8
-  for (int part = 0; part < largest.column_parts; ++part)
-    if (column < n) total = max(total, largest.column[static_cast<i64>(part) * n + column]);
   bool in_range;
-  const int shift = plane_shift(total, in_range);
+  const int shift = plane_shift(column < n ? largest.column[column] : 0, in_range);
   shift_of[threadIdx.x] = shift;
   if (blockIdx.x != 0 || column >= n) return;
   target.scale[column] = plane_power_of_two(-shift);
@@ -116,14 +111,13 @@ __device__ __forceinline__ void find_column_shifts(int* shift_of, const Largest&
 // finds that the planes do not hold an element.
 extern "C" __global__ void __launch_bounds__(kThreads)
     split_gradient(const float* dz, const float* column_factor, const float* row_factor,
-                   const u32* row_largest, int row_parts, const u32* column_largest,
-                   int column_parts, u16* row_hi, u16* row_lo, float* row_scale,
+                   const u32* row_largest, int row_parts, const u32* column_largest, u16* row_hi, u16* row_lo, float* row_scale,
                    unsigned char* row_flag, u16* column_hi, u16* column_lo, float* column_scale,
                    unsigned char* column_flag, int m, int n, int rows_of_block) {
   __shared__ int row_shift[kMostRows];
   __shared__ int column_shift[kStripColumns];
   wait_for_previous_kernel();
-  const Largest largest = {row_largest, column_largest, row_parts, column_parts};
+  const Largest largest = {row_largest, column_largest, row_parts};
   const Target by_row = {row_hi, row_lo, row_scale, row_flag};
   const Target by_column = {column_hi, column_lo, column_scale, column_flag};
   const int strip = blockIdx.y * kStripColumns;

@@ -54,7 +54,7 @@ class Largest(NamedTuple):
     """Addresses of what the scales of dz's planes are made from, inside ``storage``.
 
     rows: (M, row_parts), the largest magnitudes of dz[i, n] * columns[n] of `Factors`, as bits;
-    columns: (column_parts, N), of dz[i, n] * rows[i]. row_flags (M,) and column_flags (N,) uint8:
+    columns: (N,), of dz[i, n] * rows[i]. row_flags (M,) and column_flags (N,) uint8:
     zeros, for who finds that planes do not hold a row or a column.
     """
 
@@ -62,7 +62,6 @@ class Largest(NamedTuple):
     rows: int
     row_parts: int
     columns: int
-    column_parts: int
     row_flags: int
     column_flags: int
 
@@ -262,7 +261,8 @@ class _Launches:
             *last,
         )
         if self.column_sums is not None:
-            self.column_sums(at, scratch.parts, self.problem.n, *[t.data_ptr() for t in sums])
+            sums_at = [t.data_ptr() for t in sums]
+            self.column_sums(at, at + scratch.columns, scratch.parts, self.problem.n, *sums_at)
         return self.row_gradients.named(dz, sums, elements, largest)
 
     def _row_sums(
@@ -284,13 +284,14 @@ class _Launches:
 def _column_sums(
     problem: Problem, outputs: Outputs, device: torch.device
 ) -> Callable[..., None] | None:
-    """The launch of the second step of the sums over rows, where there are any."""
-    count = sum(outputs.sums)
+    """The launch of the second step of what blocks found of columns, where there is any."""
+    sums = sum(outputs.sums)
+    count = sums + outputs.column_largest
     if not count:
         return None
     kernel = load(column_sums_source(problem, outputs, arch_of(device)), device)
     return kernel.prepare(
-        "pil" + "p" * count,
+        "ppil" + "p" * sums,
         (ceil_div(problem.n, SUMS_COLUMNS), count),
         SUMS_THREADS,
         dependent=starts_early(device),
@@ -313,6 +314,6 @@ class _Scratch:
 
     def largest_in(self, storage: Tensor, at: int) -> Largest:
         return Largest(
-            *(storage, at + self.rows, self.row_parts, at + self.columns, self.parts),
+            *(storage, at + self.rows, self.row_parts, at + self.columns),
             *(at + self.row_flags, at + self.column_flags),
         )

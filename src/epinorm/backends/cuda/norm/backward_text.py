@@ -84,7 +84,7 @@ def row_sums_source(problem: Problem, tile: NormTile, arch: str) -> KernelSource
 
 
 def column_sums_source(problem: Problem, outputs: Outputs, arch: str) -> KernelSource:
-    """The second step of the sums over rows."""
+    """The second step of the sums over rows, and of the largest magnitudes of columns."""
     letters = ["Z" if dtype == problem.dtype else "P" for dtype in outputs.sum_dtypes(problem)]
     parameters = "".join(f", {letter}* sum{i}" for i, letter in enumerate(letters))
     stores = " ".join(
@@ -92,7 +92,9 @@ def column_sums_source(problem: Problem, outputs: Outputs, arch: str) -> KernelS
         for i, letter in enumerate(letters)
     )
     defines = f"#define EPINORM_SUM_PARAMETERS {parameters}\n#define EPINORM_SUM_STORES {stores}\n"
-    text = types_text(problem, True) + defines + read_kernel("norm/norm_column_sums.cu")
+    numbers = {"kSums": len(letters), "kColumnLargest": int(outputs.column_largest)}
+    text = types_text(problem, True) + constants(numbers) + defines
+    text += read_kernel("norm/norm_column_sums.cu")
     return KernelSource("norm_column_sums", text, arch)
 
 

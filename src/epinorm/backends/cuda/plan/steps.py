@@ -238,10 +238,13 @@ class _Backward:
         self.steps.append(Step("norm_backward", makes, reason, plan, otherwise))
         if outputs.dz:
             self._take("dz", problem.m * problem.n * problem.dtype.itemsize, "norm_backward", "dW")
-        if sums:
-            reason = "added up in a fixed order"
-            self.steps.append(Step("norm_column_sums", "gradients over channels", reason))
-            nbytes = sums * problem.n * problem.stats_dtype.itemsize
+        of_columns = ["gradients over channels"] * (sums > 0)
+        of_columns += ["largest magnitudes of columns"] * outputs.column_largest
+        if of_columns:
+            reason = "joined in a fixed order"
+            self.steps.append(Step("norm_column_sums", ", ".join(of_columns), reason))
+            sizes = sums * problem.stats_dtype.itemsize + 4 * outputs.column_largest
+            nbytes = sizes * problem.n
             self._take("partial sums", nbytes, "norm_backward", "norm_column_sums", each=True)
 
     def _take(self, name: str, nbytes: int, since: str, until: str, each: bool = False) -> None:
