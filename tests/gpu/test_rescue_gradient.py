@@ -463,3 +463,17 @@ def test_costs_about_what_cublas_does_where_all_is_flagged(name, m, k, n, most, 
         ours = microseconds(lambda: case.guard(result), 1, 5)
         print(f"{name} {'dw' if transposed else 'dx'}, {rows} rows: {ours:.0f}, eager {eager:.0f}")
     assert ours < most * eager
+
+
+@pytest.mark.alone
+@ORDERS
+def test_spoilt_columns_cost_no_strips(transposed):
+    """One in each strip of 128."""
+    case = of_shape(1024, 8192, 8192, transposed)
+    result = case.empty()
+    for i in range(32):
+        case.spoil(i, i * 256)
+    eager = microseconds(lambda: case.product(torch.float32), 1, 5)
+    ours = microseconds(lambda: case.guard(result), 1, 5)
+    print(f"{'dw' if transposed else 'dx'}, 32 columns: {ours:.0f}, eager {eager:.0f}")
+    assert ours < 0.1 * eager

@@ -200,10 +200,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const int length = own.end - own.first;
       const float *own_x = x + own.first, *own_w = w + own.first;
       if (rows <= Place<kThinRows>::kHeight)
-        multiply<kThinRows>(shared, selection, rows, own_x, x_stride, own_w, w_stride, column, n,
+        multiply<kThinRows>(shared, selection.rows, rows, own_x, x_stride, own_w, w_stride, column, n,
                             length);
       else
-        multiply<kFullRows>(shared, selection, rows, own_x, x_stride, own_w, w_stride, column, n,
+        multiply<kFullRows>(shared, selection.rows, rows, own_x, x_stride, own_w, w_stride, column, n,
                             length);
       finish(shared, selection, add_tiles(shared, rows), column, e);
     }

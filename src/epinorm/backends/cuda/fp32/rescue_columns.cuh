@@ -3,22 +3,15 @@
 #pragma once
 #include "fp32/rescue_items.cuh"
 
-// More of them than this, and hardly a strip is without: then all are computed.
-constexpr int kMostSpoilt = 64;
+constexpr int kMostSpoilt = 64;  // with more of them all columns are computed
 
 struct SpoiltColumns {
-  int count;  // with columns that several indices spoilt as often as they did, so in any order the same
+  int count;  // with columns that several indices spoilt as often as they did
   int columns[kMostSpoilt];
-
-  EPINORM_FUNCTION bool has(int column) const {
-    bool found = false;
-    for (int i = 0; i < count; ++i) found |= columns[i] == column;
-    return found;
-  }
 };
 
 // Fills `spoilt` from the lists of flagged indices, all of which are flagged by kSomeColumns; by the
-// whole block. Says whether there was room for all of them.
+// whole block. Says whether there was room for all of them. Ascending, since blocks share them out.
 EPINORM_FUNCTION bool gather(SpoiltColumns& spoilt, const Flag* flags, const ColumnList* lists,
                              int count) {
   if (threadIdx.x == 0) spoilt.count = 0;
@@ -38,5 +31,16 @@ EPINORM_FUNCTION bool gather(SpoiltColumns& spoilt, const Flag* flags, const Col
     }
   }
   __syncthreads();
-  return spoilt.count <= kMostSpoilt;
+  const int found = spoilt.count;
+  if (found > kMostSpoilt) return false;
+  const int own = threadIdx.x < found ? spoilt.columns[threadIdx.x] : 0;
+  int place = 0;
+  for (int i = 0; i < found; ++i) {
+    const int other = spoilt.columns[i];
+    place += other < own || (other == own && i < threadIdx.x);
+  }
+  __syncthreads();
+  if (threadIdx.x < found) spoilt.columns[place] = own;
+  __syncthreads();
+  return true;
 }

@@ -49,21 +49,41 @@ EPINORM_FUNCTION bool any_row_flag(const ItemOrder& order, int first, int step,
   return any != 0;
 }
 
-// From the tile to the result; with several blocks a sum, each adds their tiles in the order of k for
-// its share of the rows. A thread stores its column of all rows, or of the flagged ones alone.
-EPINORM_FUNCTION void store(const float* tile, const Selection& selection, int rows,
-                            int first_column, bool all_rows, const Flag* row_flags, float* result,
-                            int n) {
+// From the first `rows` rows and `columns` columns of the tile to the result, where at(row, column) says;
+// with several blocks a sum, each adds their tiles in the order of k for its share of the rows.
+template <class At>
+EPINORM_FUNCTION void store(const float* tile, int rows, int columns, float* result, At at) {
   if constexpr (kSplitK > 1) cluster_sync();  // all tiles are there
   const Range own = own_rows(rows);
   for (int i = own.first * kColumns + threadIdx.x; i < own.end * kColumns; i += kThreads) {
     const int row = i / kColumns, column = i % kColumns;
-    if (first_column + column >= n || !(all_rows || row_flags[selection.rows[row]])) continue;
+    if (column >= columns) continue;
     const float value = sum_of_blocks(tile + row * kTileStride + column);
-    float& target = result[static_cast<i64>(selection.rows[row]) * n + first_column + column];
+    float& target = result[at(row, column)];
     target = kAdds ? target + value : value;
   }
   if constexpr (kSplitK > 1) cluster_sync();  // no tile is read any more
+}
+
+// Spoilt columns of the result, all rows of them: rows of the transposed product bᵀ · Aᵀ, since whole
+// strips of it would be computed for a few columns each. `first` and `step` share its tiles out.
+EPINORM_FUNCTION void compute_columns(float* shared, const SpoiltColumns& spoilt, int first, int step,
+                                      const float* a, i64 a_stride, const float* b, i64 b_stride,
+                                      float* result, int m, int n, int k) {
+  constexpr int kHeight = Place<kThinRows>::kHeight;
+  const int strips = (m + kColumns - 1) / kColumns;
+  const int tiles = strips * ((spoilt.count + kHeight - 1) / kHeight);
+  for (int tile = first; tile < tiles; tile += step) {
+    const int first_row = tile % strips * kColumns, begin = tile / strips * kHeight;
+    const int* const columns = spoilt.columns + begin;
+    const int count = min(spoilt.count - begin, kHeight);
+    __syncthreads();  // no more reads of the last tile
+    multiply<kThinRows, true, kTransposedA>(shared, columns, count, b, b_stride, a, a_stride,
+                                            first_row, m, k);
+    store(shared, count, m - first_row, result, [&](int column, int row) {
+      return static_cast<i64>(first_row + row) * n + columns[column];
+    });
+  }
 }
 
 // a: (m, k), or (k, m) with kTransposedA, rows a_stride apart. b: (k, n), b_stride. row_flags: (m,),
@@ -84,32 +104,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                       : any_row_flag(order, first, step, row_flags, m);
   const u32 of_sum = any_flag_wide(sum_flags, k);
   const bool any_index = __syncthreads_or(of_sum) != 0;
-  const bool work = __syncthreads_or(any_row) != 0 || any_index;
+  const bool some_rows = __syncthreads_or(any_row) != 0;
   wait_for_previous_kernel();  // also without work: the next kernel must not run beside that one
-  if (!work) return;
+  if (!some_rows && !any_index) return;
   bool everything = any_index;
   if (!kAdds && any_index)
     everything = __syncthreads_or(any_whole(of_sum)) != 0 ||
                  !gather(spoilt, sum_flags, sum_columns, k);
-  const bool some_columns = any_index && !everything;
 
   const Range own = own_k(k);
   const int length = own.end - own.first;
   const float* own_a = a + (kTransposedA ? own.first * a_stride : own.first);
   const float* own_b = b + own.first * b_stride;
-  for (int index = first; index < order.count(); index += step) {
+  for (int index = first; (some_rows || everything) && index < order.count(); index += step) {
     const Item item = order.at(index);
     const int column = item.first_column;
-    const bool all_rows = everything || (some_columns && spoilt.has(column + threadIdx.x % kColumns));
-    const bool every_row = __syncthreads_or(all_rows) != 0;  // no more reads of the last selection, tile
-    const int rows = select_rows(selection, item, every_row, row_flags, m);
+    __syncthreads();  // no more reads of the last selection, tile
+    const int rows = select_rows(selection, item, everything, row_flags, m);
     if (rows <= 0) continue;
     if (rows <= Place<kThinRows>::kHeight)
-      multiply<kThinRows, kTransposedA, true>(shared, selection, rows, own_a, a_stride, own_b,
+      multiply<kThinRows, kTransposedA, true>(shared, selection.rows, rows, own_a, a_stride, own_b,
                                               b_stride, column, n, length);
     else
-      multiply<kFullRows, kTransposedA, true>(shared, selection, rows, own_a, a_stride, own_b,
+      multiply<kFullRows, kTransposedA, true>(shared, selection.rows, rows, own_a, a_stride, own_b,
                                               b_stride, column, n, length);
-    store(shared, selection, rows, column, all_rows, row_flags, result, n);
+    store(shared, rows, n - column, result, [&](int row, int j) {
+      return static_cast<i64>(selection.rows[row]) * n + column + j;
+    });
   }
+  if (!kAdds && any_index && !everything)
+    compute_columns(shared, spoilt, first, step, own_a, a_stride, own_b, b_stride, result, m, n,
+                    length);
 }

@@ -79,10 +79,11 @@ EPINORM_FUNCTION void multiply_stage(Sums<kThreadRows>& part, const float* a, co
   }
 }
 
-// The product of the selected rows and the strip's columns, left in `shared` as rows of kTileStride.
+// The product of `rows` selected rows, their numbers in `selected`, and the strip's columns, left in
+// `shared` as rows of kTileStride.
 // kAcrossX: x is (k, m), of which columns are selected; kAcrossW: w is (k, n). Else (m, k), (n, k).
 template <int kThreadRows, bool kAcrossX = false, bool kAcrossW = false>
-EPINORM_FUNCTION void multiply(float* shared, const Selection& selection, int rows, const float* x,
+EPINORM_FUNCTION void multiply(float* shared, const int* selected, int rows, const float* x,
                                i64 x_stride, const float* w, i64 w_stride, int first_column, int n,
                                int k) {
   using Here = Place<kThreadRows>;
@@ -90,7 +91,7 @@ EPINORM_FUNCTION void multiply(float* shared, const Selection& selection, int ro
   constexpr int kStage = kColumnPart + kWidth * kPitch;
   const Here here;
   const Lines<Here::kHeight, kAcrossX> x_lines(
-      [&](int i) { return x + selection.rows[min(i, rows - 1)] * (kAcrossX ? 1 : x_stride); },
+      [&](int i) { return x + selected[min(i, rows - 1)] * (kAcrossX ? 1 : x_stride); },
       x_stride);
   const Lines<kWidth, kAcrossW> w_lines(
       [&](int j) { return w + min(first_column + j, n - 1) * (kAcrossW ? 1 : w_stride); }, w_stride);
