@@ -79,7 +79,7 @@ EPINORM_FUNCTION int shift_of(u32 largest, int x_power, int preferred, bool& in_
 // Has W a row of zeros, or one that split_rows.cuh could not scale? By the whole warp.
 EPINORM_FUNCTION bool has_empty_row(const Tensors& tensors) {
   bool found = false;
-#pragma unroll 4
+#pragma unroll 16
   for (i64 row = threadIdx.x % 32; row < tensors.width; row += 32)
     found |= __ldg(tensors.largest.column_factor + row) == plane_power_of_two(-kEmptyRowShift);
   return __any_sync(kAllLanes, found);
