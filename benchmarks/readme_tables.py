@@ -114,6 +114,26 @@ def accumulation_table(folder: Path) -> str:
     return measured_table(heads, lines, measured)
 
 
+def liger_table(folder: Path) -> str:
+    """A line for each row of ``benchmarks/liger.py``, with Liger-Kernel's version below."""
+    measured = [
+        row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())
+    ]
+    heads = ("what", "setting", "pass", "eager", "Liger-Kernel's norms", "epinorm")
+    lines = []
+    for row in measured:
+        eager = row.get("eager_us")
+        cells = [row["case"], row["setting"], row["pass"], microseconds(eager)]
+        for name in ("liger", "fused"):
+            us = row.get(f"{name}_us")
+            ratio = f"{microseconds(us, eager)} ({times(over(eager, us))})"
+            cells.append(ratio if us else "not verified")
+        lines.append(cells)
+    versions = " and ".join(sorted({row["liger"] for row in measured}))
+    below = f" Liger-Kernel {versions}." if measured else ""
+    return measured_table(heads, lines, measured) + below
+
+
 def _cell(row: ModelRow, name: str) -> str:
     value = getattr(row, f"{name}_ms")
     if value is None:

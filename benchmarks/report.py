@@ -10,7 +10,8 @@ and ``nvidia-h200-forward-short`` a few of them in six columns.
 ``-details`` their errors, memory and coverage, ``models-nvidia-h200-section`` README's choice of
 them; ``kernelbench-nvidia-h200`` is ``benchmarks/results/kernelbench``.
 ``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``;
-``accumulation`` the rows of ``benchmarks/accumulation.py``.
+``accumulation`` the rows of ``benchmarks/accumulation.py``, ``liger`` those of
+``benchmarks/liger.py``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from readme_tables import (
     accumulation_table,
     details_table,
     judged_table,
+    liger_table,
     markdown_table,
     models_section,
     models_table,
@@ -61,6 +63,8 @@ def marked_table(name: str, results: Path) -> str:
     """The table that a marker's NAME stands for, or that it is not measured yet."""
     if name == "judged":
         return judged_table(results / "judged")
+    if name == "liger":
+        return liger_table(results / "liger")
     if name == "accumulation":
         return accumulation_table(results / "accumulation")
     for kind, table in (("models-", _models_table), ("kernelbench-", _suite_table)):
@@ -75,7 +79,7 @@ def marked_table(name: str, results: Path) -> str:
     else:
         raise ValueError(
             f"marker {name!r} must end in -forward, -training or -micro (and then -short for "
-            "six columns), after the name of a results file, or be 'judged' or 'accumulation'"
+            "six columns), after the name of a results file, or be one of judged, accumulation, liger"
         )
     return short_table(keep) if short else markdown_table(keep)
 

@@ -228,6 +228,16 @@ def test_judged_table(tmp_path: Path) -> None:
     assert lines[-1] == "G, PyTorch 2, commit abc, 2026-01-01. Medians of interleaved runs."
 
 
+def test_liger_table(tmp_path: Path) -> None:
+    assert readme_tables.liger_table(tmp_path) == "Not measured yet."
+    row = {"case": "mid", "setting": "high", "pass": "forward", "eager_us": 300.0, "liger": "0.8"}
+    row |= {"gpu": "G", "torch": "2", "commit": "abc", "date": "2026-01-01", "fused_us": 100.0}
+    (tmp_path / "g.json").write_text(json.dumps([row]))
+    lines = readme_tables.liger_table(tmp_path).splitlines()
+    assert lines[2] == "| mid | high | forward | 300 µs | not verified | 100 µs (3.00×) |"
+    assert lines[-1].endswith("Medians of interleaved runs. Liger-Kernel 0.8.")
+
+
 def test_write_report(tmp_path: Path) -> None:
     written = write_report(tmp_path, "a", [ROW], "title")
     assert [p.name for p in written] == ["a.png", "a.svg", "a.html"]
