@@ -79,7 +79,7 @@ def marked_table(name: str, results: Path) -> str:
     else:
         raise ValueError(
             f"marker {name!r} must end in -forward, -training or -micro (and then -short for "
-            "six columns), after the name of a results file, or be one of judged, accumulation, liger"
+            "six columns), after the name of a results file, or be judged, accumulation or liger"
         )
     return short_table(keep) if short else markdown_table(keep)
 

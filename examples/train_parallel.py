@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
+from torch.distributed.tensor.parallel import RowwiseParallel as PlainRowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import epinorm
@@ -60,6 +61,8 @@ def split_pairs(model: nn.Sequential, mesh: DeviceMesh) -> None:
     for i in range(last + 1):
         styles |= {f"{i}.up": ColwiseParallel(), f"{i}.down": RowwiseParallel()}
     styles[f"{last}.down"] = RowwiseParallel(output_layouts=Replicate(), use_local_output=True)
+    # Optimizers that update all parameters at once want DTensors on one mesh alone.
+    styles[f"{last + 1}"] = PlainRowwiseParallel(input_layouts=Replicate())
     parallelize_module(model, mesh, styles)
 
 
@@ -83,7 +86,7 @@ def train(
     model: nn.Module, batches: list[tuple[Tensor, Tensor]], part: slice, rate: float
 ) -> list[float]:
     """The loss of each step's own part of the batch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=True)  # GPUs' default
     losses = []
     for x, target in batches:
         loss = nn.functional.mse_loss(model(x[part]), target[part])

@@ -63,7 +63,7 @@ def train(ranks: int) -> None:
     except Exception as error:
         differs, said = float("inf"), str(error)
     right = differs < LOSSES_DIFFER
-    told = f"right, {differs:.1e}" if right else f"WRONG, {differs}\n{said[-2000:]}"
+    told = f"right, {differs:.1e}" if right else f"WRONG, {differs}\n{said}"
     print(f"{'the example':32} {told}", flush=True)
     WRONG.append(not right)
 

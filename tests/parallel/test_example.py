@@ -17,7 +17,7 @@ def trained(ranks: int, *arguments: str) -> tuple[float, str]:
         [sys.executable, "-m", *launch, str(EXAMPLE), *arguments],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.returncode == 0, ended.stderr[-8000:]
     found = re.search(r"difference: (\S+)", ended.stdout)
     assert found is not None, ended.stdout
     return float(found[1]), ended.stdout

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import epinorm
+from epinorm.capture.backend import compile_graph
 from epinorm.operator import dispatch
 
 WIDTH, ROWS, STEPS = 32, 24, 4
@@ -73,7 +74,7 @@ def fsdp1(model: nn.Module) -> nn.Module:
 
 
 def compiled(model: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> Any:
-    return model if fuse is same else torch.compile(model, backend="epinorm")
+    return model if fuse is same else torch.compile(model, backend=compile_graph)
 
 
 def compiled_blocks(model: nn.Module, fuse: Callable[[nn.Module], nn.Module]) -> nn.Module:
