@@ -3,8 +3,9 @@
     python scripts/fuzz.py --seconds 60 --device cuda --workers 12 --cases 1000
 
 Draws chains × shapes × strides × dtypes × modes by hypothesis, computes outputs and all gradients
-by epinorm and by PyTorch's own layers, and compares both with float64. Where ours is further away
-than eager's, which on a few values may be luck, what roundings cost is asked of float64 itself
+by epinorm and by PyTorch's own layers, and compares both with float64. On a GPU a case is computed
+so often that native code takes its later inputs, where it can. Where ours is further away than
+eager's, which on a few values may be luck, what roundings cost is asked of float64 itself
 (``Perturbed``). Each failure is shrunk and printed as a few lines that reproduce it; such a case
 belongs into the tests. Chains and their widths come out of a pool, since a new one is a new kernel
 to compile; all workers share it, and so their kernels. Another --pool has other chains.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -39,6 +41,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
+from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.chain import Chain, reference
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.operator.functional import apply_chain
@@ -47,12 +50,17 @@ from epinorm.tools.results import commit, device_name, write_atomic
 
 CHUNK = 20
 """Cases between two looks at the clock."""
-TOTALS = re.compile(r"seed \d+: (\d+) cases, (\d+) of them served, (\d+) failed")
+SUMMARY = "{cases} cases, {served} of them served, {native} trained by native code, {failed} failed"
+TOTALS = re.compile(r"seed \d+: " + re.sub(r"{\w+}", r"(\\d+)", SUMMARY))
 KINDS_OF_CHAINS = 24
 """In one run's pool."""
 SIZES_OF_CHAIN = 3
 DRAWS = 3
 """Of inputs, whose errors are pooled: that of a single small problem is luck, ours and eager's."""
+UNTIL_NATIVE = {"cuda": 4, "cpu": 0}
+"""Calls until one like them is native code's: planned, bound, recorded, kept (native_calls.py)."""
+NATIVE = "LinearNormBackward"
+"""The node of native code; Python's have another name."""
 LIMIT = 1.5
 """Times eager's pooled error, or the worst of the perturbed ones. Small problems scatter: 1.1 is
 held by the tests over large ones (tools/accuracy.py); what this looks for is wrong by more."""
@@ -331,38 +339,49 @@ def perturbed_errors(
         yield largest
 
 
-def check(case: Case, device: str) -> bool:
-    """Raise Failure where epinorm is wrong; False where the strategy does not serve the case."""
+def check(case: Case, device: str) -> tuple[bool, bool]:
+    """Raise Failure where epinorm is wrong. Whether the strategy serves the case, and whether
+    native code did its training step."""
     chain = Chain.parse(case.chain)
     smooth = all(not op.kinks for op in (*chain.pre, *chain.post))
     training = case.training and smooth
     torch.set_float32_matmul_precision("high" if case.kind.endswith("high") else "highest")
     mine, theirs, truths, problems = [], [], [], []
+    nodes = set()
 
     def eager(x: Any, w: Any, b: Any, gamma: Any, beta: Any, operands: Any) -> Any:
         return reference.linear_norm(x, w, b, chain, gamma, beta, operands)
 
     def ours(*given: Any) -> Any:
-        return apply_chain(*given, str(chain), case.strategy)
+        made = apply_chain(*given, str(chain), case.strategy)
+        node = (made if isinstance(made, Tensor) else made[0]).grad_fn
+        nodes.add(None if node is None else node.name())
+        return made
 
     for draw in range(DRAWS):
         tensors = tensors_of(case, device, draw)
         try:
             theirs.append(step(eager, tensors, training, draw))
         except RuntimeError:
-            return False  # PyTorch's own layers cannot compute it (GroupNorm of no rows, say)
+            return False, False  # PyTorch's own layers cannot: GroupNorm of no rows, say
         try:
             mine.append(step(ours, tensors, training, draw))
         except RuntimeError as error:
             if "cannot serve" in str(error):
-                return False
+                return False, False
             raise
+        if draw == 0:
+            first = mine[0]
+            for _ in range(UNTIL_NATIVE[device]):
+                mine[0] = step(ours, tensors, training, draw)
         problems.append([exact(t) for t in tensors])
         with ExactSums() if case.kind == "float64" else nullcontext():
             truths.append(step(eager, problems[-1], training, draw))
     names = [f"result {i}" for i in range(1 + chain.returns_sum)]
     names += [f"gradient {i}" for i in range(len(truths[0]) - len(names))]
-    for results, others, exacts in zip(mine, theirs, truths, strict=True):
+    for results, others, exacts in zip(
+        [*mine, first], [*theirs, theirs[0]], [*truths, truths[0]], strict=True
+    ):
         for what, made, other, truth in zip(names, results, others, exacts, strict=True):
             if made.dtype != other.dtype:
                 raise Failure(f"{what} is {made.dtype}, eager's {other.dtype}")
@@ -370,25 +389,27 @@ def check(case: Case, device: str) -> bool:
             if not bool((made.cpu().isfinite() | beyond).all()):
                 raise Failure(f"{what} is not finite where eager's is")
     dtypes = [t.dtype for t in theirs[0]]
-    found, yardsticks = errors(mine, truths, dtypes), errors(theirs, truths, dtypes)
+    yardsticks = errors(theirs, truths, dtypes)
+    both = [errors(runs, truths, dtypes) for runs in (mine, [first, *mine[1:]])]
+    found = np.max(both, axis=0).tolist()
     own = [math.inf if math.isinf(error) else LIMIT * error for error in yardsticks]
     wrong = [i for i, error in enumerate(found) if not error <= own[i]]
     runs = perturbed_errors(case, problems, eager, training, truths, dtypes)
     for limits in runs if wrong else ():
         wrong = [i for i in wrong if not found[i] <= LIMIT * limits[i]]
         if not wrong:
-            return True
+            return True, NATIVE in nodes
     for i in wrong:
         raise Failure(
             f"{names[i]}: error {found[i]:.2e}, eager's {yardsticks[i]:.2e}, "
             f"largest of perturbed ones {limits[i]:.2e}"
         )
-    return True
+    return True, NATIVE in nodes
 
 
 def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list[Kind]) -> int:
     """Draw until the time or the number is up; how many failed."""
-    counts = {"cases": 0, "served": 0}
+    counts = {"cases": 0, "served": 0, "native": 0}
     ends, failures, chunk = time.monotonic() + seconds, 0, 0
     failing: dict[Case, Exception] = {}
     while time.monotonic() < ends and counts["cases"] < cases_wanted and failures < 3:
@@ -410,7 +431,9 @@ def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list
                 return
             counts["cases"] += 1
             try:
-                counts["served"] += check(case, device)
+                served, native = check(case, device)
+                counts["served"] += served
+                counts["native"] += native
             except Exception as error:
                 failing[case] = error
                 raise
@@ -426,8 +449,7 @@ def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list
             print(f'  check({smallest!r}, "{device}")  # in scripts/fuzz.py', flush=True)
             failing.clear()
         chunk += 1
-        so_far = f"{counts['cases']} cases, {counts['served']} of them served, {failures} failed"
-        print(f"seed {seed}: {so_far}", flush=True)
+        print(f"seed {seed}: {SUMMARY.format(**counts, failed=failures)}", flush=True)
     return failures
 
 
@@ -435,16 +457,16 @@ def totals(workers: list[subprocess.Popen[str]]) -> dict[str, int]:
     """Cases, those served and failures of all, whose lines are shown as they come."""
 
     def follow(worker: subprocess.Popen[str]) -> tuple[int, ...]:
-        last: tuple[int, ...] = (0, 0, 1)  # one that counted nothing has failed
+        last: tuple[int, ...] = (0, 0, 0, 1)  # one that counted nothing has failed
         for line in worker.stdout or ():
             print(line, end="", flush=True)
             if found := TOTALS.match(line):
                 last = tuple(map(int, found.groups()))
-        return (*last[:2], max(last[2], worker.wait()))
+        return (*last[:3], max(last[3], worker.wait()))
 
     with ThreadPoolExecutor(len(workers)) as threads:
         sums = [sum(counts) for counts in zip(*threads.map(follow, workers), strict=True)]
-    return dict(zip(("cases", "served", "failed"), sums, strict=True))
+    return dict(zip(("cases", "served", "native", "failed"), sums, strict=True))
 
 
 def record(chosen: argparse.Namespace, found: dict[str, int]) -> None:
@@ -478,6 +500,8 @@ def main() -> int:
     if chosen.workers > 1 or chosen.record:
         own = [sys.executable, __file__, f"--seconds={chosen.seconds}", f"--device={chosen.device}"]
         own += [f"--cases={chosen.cases}", f"--pool={chosen.pool}", f"--chains={chosen.chains}"]
+        threads = max(1, (os.cpu_count() or 1) // chosen.workers)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         found = totals(
             [
                 subprocess.Popen(
@@ -486,13 +510,13 @@ def main() -> int:
                 for i in range(chosen.workers)
             ]
         )
-        print(
-            "all workers: {cases} cases, {served} of them served, {failed} failed".format(**found)
-        )
+        print(f"all workers: {SUMMARY.format(**found)}")
         if chosen.record:
             record(chosen, found)
         return min(found["failed"], 1)
     warnings.simplefilter("ignore")
+    if chosen.device == "cuda":
+        settle()
     chains = pool(chosen.pool, chosen.chains)
     return min(hunt(chosen.device, chosen.seconds, chosen.cases, chosen.seed, chains), 1)
 
