@@ -248,6 +248,29 @@ def test_threads(caller):
     assert wrong == []
 
 
+def test_other_threads_run_while_one_computes(gpu):
+    """As while PyTorch's operations do: a launch may wait for the GPU."""
+    caller, size, ticks, done = Caller(CHAIN, "epilogue"), 1024, [], threading.Event()
+    given = [torch.randn(size, size, dtype=torch.float64) for _ in range(3)]
+    vectors = list(torch.randn(4, size, dtype=torch.float64))
+    given = [*given[:2], *vectors[:3], given[2], vectors[3]]
+    for _ in range(5):
+        call(caller, given)
+
+    def tick():
+        while not done.wait(0.001):
+            ticks.append(None)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before, at_launch = len(ticks), []
+    gpu.interrupt = lambda: at_launch.append(len(ticks))  # behind the product
+    call(caller, given)
+    done.set()
+    thread.join()
+    assert at_launch[0] - before > 5
+
+
 def test_a_subclass_is_pythons(caller):
     class Sub(torch.Tensor):
         pass

@@ -9,6 +9,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
@@ -42,6 +43,17 @@ class WithGil {
 
  private:
   PyGILState_STATE state_;
+};
+
+// PyTorch's own operations let other threads of Python's run as well: a launch may wait for the GPU.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
 };
 
 // A reference to a Python object, given back whichever thread is last.
@@ -151,13 +163,18 @@ inline bool has_setting(const Call& call) {
   return same == 1;
 }
 
+inline c10::Stream stream_on(const at::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
 constexpr size_t kKept = 3;  // z, mean and rstd stand before the inputs among what is saved
 
 struct ChainNode : ag::Node {
   std::shared_ptr<const Call> call;
   std::vector<ag::SavedVariable> saved;
   std::shared_ptr<const Held> left;  // the planes that wait for this, of kept_planes.py
-  void* stream = nullptr;  // of the forward pass: the engine runs this on the same one
+  void* stream = nullptr;  // of the forward pass: the engine makes it current for this node too
+  c10::Stream current = stream_on(at::kCPU);  // the same, as PyTorch names it
   Kind y, sum;
 
   std::string name() const override { return "LinearNormBackward"; }
@@ -216,6 +233,7 @@ struct ChainNode : ag::Node {
   bool usable(const at::Tensor& dy, const at::Tensor& dsum, const Tensors& tensors) const {
     if (at::GradMode::is_enabled() || *call->accumulating || !undisturbed()) return false;
     if (!dy.defined() || !y.fits(dy) || (dsum.defined() && !sum.fits(dsum))) return false;
+    if (stream_on(y.device) != current) return false;  // called by itself, not by the engine
     for (size_t i = 0; i < call->saved.size(); ++i)
       if (!call->saved[i].fits(tensors[kKept + i])) return false;
     if (!call->setting) return true;
@@ -297,7 +315,10 @@ auto new_node() {
 inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors, void* stream) {
   const at::DeviceType kind = tensors[0].device().type();
   for (size_t i = 0; i < call->casts.size(); ++i)
-    if (call->casts[i]) tensors[i] = at::autocast::cached_cast(*call->casts[i], tensors[i], kind);
+    if (call->casts[i]) {
+      tensors[i] = at::autocast::cached_cast(*call->casts[i], tensors[i], kind);
+      if (tensors[i].scalar_type() != *call->casts[i]) return {};  // fp64, which autocast leaves
+    }
   Tensors given, made;
   for (const at::Tensor& t : tensors)
     if (t.defined() && t.numel()) given.push_back(t);
@@ -309,6 +330,7 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
     if (room != Py_True) return {};
   }
   {
+    WithoutGil others;
     at::AutoDispatchBelowADInplaceOrView below;
     made = call->forward->run(std::move(given), stream);
   }
@@ -321,6 +343,7 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
   node->set_next_edges(ag::collect_next_edges(tensors));
   node->call = call;
   node->stream = stream;
+  node->current = stream_on(made[0].device());
   node->y = Kind(made[0]);
   if (call->sum >= 0) node->sum = Kind(made[call->sum]);
   if (call->leave) {

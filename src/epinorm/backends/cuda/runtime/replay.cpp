@@ -186,8 +186,10 @@ PyObject* call_program(PyObject* self, PyObject* args, PyObject*) {
     TORCH_CHECK(program.fits(given), "the tensors are not like those of the recorded run");
     if (PyList_SetSlice(list, 0, PyList_GET_SIZE(list), nullptr)) return nullptr;
     {
+      void* const stream = stream_of(current_stream, program.device);
+      WithoutGil others;
       at::AutoDispatchBelowADInplaceOrView below;
-      made = program.run(std::move(given), stream_of(current_stream, program.device));
+      made = program.run(std::move(given), stream);
     }
     return THPVariable_WrapList(made);
   });
