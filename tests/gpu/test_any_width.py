@@ -134,6 +134,7 @@ def test_linears_without_a_norm_are_as_accurate_as_eager(case, precision):
         (1, 1024, 768, "layer_norm|gelu"),
         (300, 1, 64, "layer_norm|silu"),
         (16, 4096, 512, "group_norm(8)|silu"),
+        (16, 8192, 8192, "group_norm(512)|silu"),
         (2048, 768, 3072, "gelu"),
         (8, 64, 10, "identity"),
     ],
