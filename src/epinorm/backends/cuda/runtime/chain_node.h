@@ -163,10 +163,6 @@ inline bool has_setting(const Call& call) {
   return same == 1;
 }
 
-inline c10::Stream stream_on(const at::Device& device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
 constexpr size_t kKept = 3;  // z, mean and rstd stand before the inputs among what is saved
 
 struct ChainNode : ag::Node {
@@ -174,7 +170,7 @@ struct ChainNode : ag::Node {
   std::vector<ag::SavedVariable> saved;
   std::shared_ptr<const Held> left;  // the planes that wait for this, of kept_planes.py
   void* stream = nullptr;  // of the forward pass: the engine makes it current for this node too
-  c10::Stream current = stream_on(at::kCPU);  // the same, as PyTorch names it
+  c10::Stream current{c10::Stream::DEFAULT, at::kCPU};  // the same, as PyTorch names it
   Kind y, sum;
 
   std::string name() const override { return "LinearNormBackward"; }
@@ -233,7 +229,9 @@ struct ChainNode : ag::Node {
   bool usable(const at::Tensor& dy, const at::Tensor& dsum, const Tensors& tensors) const {
     if (at::GradMode::is_enabled() || *call->accumulating || !undisturbed()) return false;
     if (!dy.defined() || !y.fits(dy) || (dsum.defined() && !sum.fits(dsum))) return false;
-    if (stream_on(y.device) != current) return false;  // called by itself, not by the engine
+    // Called by itself, not by the engine: anything may be current.
+    const c10::impl::VirtualGuardImpl guard(y.device.type());
+    if (guard.getStream(y.device) != current || guard.getDevice() != y.device) return false;
     for (size_t i = 0; i < call->saved.size(); ++i)
       if (!call->saved[i].fits(tensors[kKept + i])) return false;
     if (!call->setting) return true;
@@ -343,7 +341,7 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
   node->set_next_edges(ag::collect_next_edges(tensors));
   node->call = call;
   node->stream = stream;
-  node->current = stream_on(made[0].device());
+  node->current = c10::impl::VirtualGuardImpl(kind).getStream(made[0].device());
   node->y = Kind(made[0]);
   if (call->sum >= 0) node->sum = Kind(made[call->sum]);
   if (call->leave) {
