@@ -5,7 +5,8 @@ By the GPU's time; and by the time of calls in a loop where the GPU takes `HOST_
     python benchmarks/sweep.py             # 200 forward, 100 training: results/sweep/<gpu>.json
     python benchmarks/sweep.py --draw      # docs/sweep-light.svg and -dark.svg from these
 
-A row whose error is beyond what eager's allows (epinorm.tools.accuracy) has no times.
+A row whose output or gradients are further off than eager's allow (epinorm.tools.verify) has no
+times.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ import math
 import multiprocessing
 import random
 import sys
-from collections.abc import Callable
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from epinorm.backends.cuda.runtime.replay import native, settle
 from epinorm.backends.engine import plan_for
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue
 from epinorm.operator import calls
 from epinorm.operator.functional import apply_chain
-from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.accuracy import Verification
+from epinorm.tools.bench import model_runner
 from epinorm.tools.results import commit, device_name, device_slug, write_atomic
 from epinorm.tools.timing import Runner, Settings, gpu_times, wall_times
+from epinorm.tools.verify import verify
 from speedups import THEMES, Theme
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +50,7 @@ MOST_FLOPS = 2.0e11
 LOSS = 0.97
 HOST_MATTERS_US = 30.0
 DEVICE = torch.device("cuda", 0)
+BEGAN = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -81,92 +86,99 @@ def shapes(forward: int = 200, training: int = 100, seed: int = 7) -> list[Shape
     return found
 
 
+class Layers(nn.Module):
+    """A shape's chain by PyTorch's layers, or ``fused``."""
+
+    def __init__(self, shape: Shape, fused: bool) -> None:
+        super().__init__()
+        self.text, self.chain, self.fused = shape.chain, Chain.parse(shape.chain), fused
+        dtype, n = getattr(torch, shape.dtype), shape.n
+
+        def draw(*size: int, around: float = 0.0, width: float = 1.0) -> nn.Parameter:
+            drawn = torch.randn(size, device=DEVICE) * width + around
+            return nn.Parameter(drawn.to(dtype))
+
+        self.weight, self.bias = draw(n, shape.k, width=shape.k**-0.5), draw(n)
+        normed = self.chain.norm is not None
+        self.norm_weight = draw(n, around=1, width=0.25) if normed else None
+        self.norm_bias = draw(n, width=0.5) if normed and "rms" not in shape.chain else None
+
+    def forward(self, x: Tensor, *operands: Tensor) -> Any:
+        affine = self.norm_weight, self.norm_bias
+        if self.fused:
+            return apply_chain(x, self.weight, self.bias, *affine, operands, self.text)
+        return epilogue(F.linear(x, self.weight, self.bias), self.chain, *affine, operands)
+
+
 class Case:
-    """A shape's tensors, and both ways to compute it."""
+    """A shape's layers and inputs, and both ways to compute it."""
 
     def __init__(self, shape: Shape) -> None:
-        self.shape, self.chain = shape, Chain.parse(shape.chain)
-        dtype, m, n = getattr(torch, shape.dtype), shape.m, shape.n
-        generator = torch.Generator("cuda").manual_seed(shape.m)
+        torch.set_float32_matmul_precision("high" if shape.precision == "high" else "highest")
+        self.shape, dtype = shape, getattr(torch, shape.dtype)
+        self.eager, self.ours = Layers(shape, False), Layers(shape, True)
+        self.ours.load_state_dict(self.eager.state_dict())
+        sizes = [shape.k, *(shape.n for _ in self.ours.chain.operand_kinds)]
+        self.inputs = tuple(torch.randn(shape.m, width, device=DEVICE).to(dtype) for width in sizes)
 
-        def draw(*size: int, around: float = 0.0, width: float = 1.0) -> Tensor:
-            drawn = torch.randn(size, device="cuda", generator=generator)
-            return (drawn * width + around).to(dtype).requires_grad_(shape.training)
+    def ways(self) -> dict[str, Runner]:
+        return {
+            name: model_runner(getattr(self, name), self.inputs, self.shape.training)
+            for name in ("ours", "eager")
+        }
 
-        affine = [None, None]
-        if self.chain.norm is not None:
-            affine = [draw(n, around=1, width=0.25), draw(n, width=0.5)]
-            if "rms" in shape.chain:
-                affine[1] = None
-        self.given = [draw(m, shape.k), draw(n, shape.k, width=shape.k**-0.5), draw(n), *affine]
-        self.operands = tuple(draw(m, n) for _ in self.chain.operand_kinds)
-        self.dy = torch.randn(m, n, device="cuda", generator=generator).to(dtype)
-
-    def ours(self) -> Tensor:
-        return apply_chain(*self.given, self.operands, self.shape.chain)
-
-    def eager(self, dtype: torch.dtype | None = None) -> Tensor:
-        x, weight, bias, *affine = (
-            t if t is None or dtype is None else t.to(dtype) for t in self.given
-        )
-        operands = tuple(t if dtype is None else t.to(dtype) for t in self.operands)
-        return epilogue(F.linear(x, weight, bias), self.chain, *affine, operands)
-
-    def runner(self, way: Callable[[], Tensor]) -> Runner:
-        leaves = [t for t in (*self.given, *self.operands) if t is not None]
-
-        def step() -> None:
-            y = way()
-            if self.shape.training:
-                y.backward(self.dy)
-
-        def clear() -> None:
-            for leaf in leaves:
-                leaf.grad = None
-
-        return Runner(step, clear)
-
-    def right(self) -> bool:
-        with torch.no_grad():
-            truth, dtype = self.eager(torch.float64), getattr(torch, self.shape.dtype)
-            allowed = allowed_error(relative_error(self.eager(), truth), dtype)
-            return relative_error(self.ours(), truth) <= allowed
-
-
-def _prepared(shape: Shape) -> Case:
-    high = "high" if shape.precision == "high" else "highest"
-    torch.set_float32_matmul_precision(high)
-    return Case(shape)
+    def verification(self) -> Verification:
+        """Of the output and, in training, of every gradient."""
+        training = self.shape.training
+        return verify(self.eager, self.ours, self.inputs, training=training, kinds=("randn",))
 
 
 def _compile(shape: Shape) -> None:
-    case = _prepared(shape)
-    case.runner(case.ours).run()
+    runner = Case(shape).ways()["ours"]
+    runner.prepare()
+    runner.run()
     torch.cuda.synchronize()
+
+
+FIRST_CALLS = 4
+"""Until a step is recorded and repeated by native code."""
+WALL_US = 2000.0
+
+
+def _times(ways: dict[str, Runner]) -> dict[str, float | None]:
+    """By the GPU's time, and in a loop of as many calls as fit `WALL_US`."""
+    for way in ways.values():
+        for _ in range(FIRST_CALLS):
+            way.prepare()
+            way.run()
+    on_gpu = gpu_times(ways, DEVICE, Settings(runs=9))
+    calls = max(2, min(20, round(WALL_US / (on_gpu["eager"] or WALL_US))))
+    looped = wall_times(ways, DEVICE, Settings(wall_calls=calls, wall_blocks=5))
+    found = {f"{name}_us": time for name, time in on_gpu.items()}
+    found |= {f"{name}_wall_us": time for name, time in looped.items()}
+    return {name: time and round(time, 1) for name, time in found.items()}
 
 
 def measure(chosen: list[Shape], processes: int) -> list[dict[str, Any]]:
     """Compiled by many processes first, then timed by this one."""
+    native()  # is built meanwhile
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.map(_compile, chosen, chunksize=4)
+        for _ in pool.imap_unordered(_compile, chosen, chunksize=2):
+            pass
+    settle()
+    print(f"compiled after {time.perf_counter() - BEGAN:.0f} s", flush=True)
     rows, plans = [], []
     calls.planned.append(lambda problem, _: plans.append(plan_for(problem)))
-    settings = Settings(runs=9, warmup=2, wall_calls=10, wall_blocks=5)
     where = {"gpu": device_name(DEVICE), "torch": torch.__version__, "commit": commit()}
     for shape in chosen:
-        case = _prepared(shape)
-        row: dict[str, Any] = {**asdict(shape), "verified": case.right()}
-        if row["verified"]:
-            ways = {name: case.runner(getattr(case, name)) for name in ("ours", "eager")}
-            for way in ways.values():
-                way.prepare()
-                way.run()
-            for suffix, measured in (("us", gpu_times), ("wall_us", wall_times)):
-                times = measured(ways, DEVICE, settings)
-                row |= {f"{name}_{suffix}": time and round(time, 1) for name, time in times.items()}
+        case = Case(shape)
+        found = case.verification()
+        row: dict[str, Any] = {**asdict(shape), "verified": found.passed}
+        row |= _times(case.ways()) if found.passed else {"worst": str(found.worst)}
         row |= {"strategy": plans[-1].strategy, "reason": plans[-1].reason}
         print(json.dumps(row), flush=True)
         rows.append(row | where)
+    print(f"measured after {time.perf_counter() - BEGAN:.0f} s", flush=True)
     return rows
 
 
@@ -234,8 +246,8 @@ def svg(rows: list[dict[str, Any]], theme: Theme) -> str:
             if low < tick < high:
                 x = place(tick, 1, right)[0]
                 parts.append(text(x, HEIGHT - BOTTOM + 18, f"{tick} µs", theme.muted, 12, middle))
-    for time, ratio, training in dots:
-        x, y = place(time, ratio, training)
+    for at, ratio, training in dots:
+        x, y = place(at, ratio, training)
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{theme.ours}" fill-opacity="0.75"/>'
         )
