@@ -1,9 +1,9 @@
 """Random shapes, `auto` against eager: none may be wrong, nor slower than 0.97 times eager.
 
-By the GPU's time; and by the time of calls in a loop where the GPU takes `HOST_MATTERS_US` or more.
+By the GPU's time; and by the time of calls in a loop where the GPU takes sweep_plot.py's
+`HOST_MATTERS_US` or more. `make report` draws the rows.
 
-    python benchmarks/sweep.py             # 200 forward, 100 training: results/sweep/<gpu>.json
-    python benchmarks/sweep.py --draw      # docs/sweep-light.svg and -dark.svg from these
+    python benchmarks/sweep.py    # 200 forward, 100 training: results/sweep/<gpu>.json
 
 A row whose output or gradients are further off than eager's allow (epinorm.tools.verify) has no
 times.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import random
 import sys
@@ -37,7 +36,7 @@ from epinorm.tools.bench import model_runner
 from epinorm.tools.results import commit, device_name, device_slug, write_atomic
 from epinorm.tools.timing import Runner, Settings, gpu_times, wall_times
 from epinorm.tools.verify import verify
-from speedups import THEMES, Theme
+from sweep_plot import LOSS, slow_in_a_loop, slow_on_gpu
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sweep"
@@ -47,8 +46,6 @@ BEFORE = ("", "", "add_residual|", "silu|")
 KINDS = ((torch.float32, "highest"), (torch.float32, "high"), (torch.bfloat16, "native"))
 WIDTHS = (256, 384, 512, 768, 1000, 1024, 1536, 2048, 3072, 4096, 8192)
 MOST_FLOPS = 2.0e11
-LOSS = 0.97
-HOST_MATTERS_US = 30.0
 DEVICE = torch.device("cuda", 0)
 BEGAN = time.perf_counter()
 
@@ -182,91 +179,13 @@ def measure(chosen: list[Shape], processes: int) -> list[dict[str, Any]]:
     return rows
 
 
-def slow_on_gpu(row: dict[str, Any]) -> bool:
-    """Whether a verified row is slower than it may be by the GPU's time."""
-    return row["eager_us"] / row["ours_us"] < LOSS
-
-
-def slow_in_a_loop(row: dict[str, Any]) -> bool:
-    """The same by the time of calls in a loop, where the GPU takes long enough for it to matter."""
-    return row["eager_us"] > HOST_MATTERS_US and row["eager_wall_us"] / row["ours_wall_us"] < LOSS
-
-
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 800, 360, 44, 64, 54, 30
-
-
-def svg(rows: list[dict[str, Any]], theme: Theme) -> str:
-    """Eager's time over ours against eager's, one dot a shape; both axes logarithmic."""
-    dots = [
-        (row["eager_us"], row["eager_us"] / row["ours_us"], row["training"])
-        for row in rows
-        if row["verified"]
-    ]
-    low, high = min(t for t, *_ in dots) / 1.2, max(t for t, *_ in dots) * 1.2
-    most = max(2.0, *(ratio for _, ratio, _ in dots)) * 1.2
-    least = min(0.8, *(ratio for _, ratio, _ in dots)) / 1.1
-    panel = (WIDTH - LEFT - GAP - 10) / 2
-
-    def place(time: float, ratio: float, right: bool) -> tuple[float, float]:
-        x = LEFT + right * (panel + GAP) + panel * math.log(time / low) / math.log(high / low)
-        share = math.log(ratio / least) / math.log(most / least)
-        return x, HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP)
-
-    def text(x: float, y: float, words: str, colour: str, size: int = 13, more: str = "") -> str:
-        at = f'x="{x:.1f}" y="{y:.1f}"'
-        return f'<text {at} font-size="{size}" fill="{colour}" {more}>{words}</text>'
-
-    middle, bold = 'text-anchor="middle"', 'font-weight="600"'
-    verified = [row for row in rows if row["verified"]]
-    on_gpu, looped = (sum(map(kind, verified)) for kind in (slow_on_gpu, slow_in_a_loop))
-    wrong = sum(not r["verified"] for r in rows)
-    where = f"{rows[0]['gpu']}, PyTorch {rows[0]['torch']}"
-    found = f"below {LOSS}: {on_gpu} by the GPU’s time, {looped} in a loop; {wrong} wrong"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" font-family="-apple-system, Segoe UI, Arial, sans-serif" role="img">',
-        "<title>Random shapes: times as fast as eager</title>",
-        text(8, 22, f"{len(rows)} random shapes, times as fast as eager", theme.text, 17, bold),
-        text(8, HEIGHT - 6, f"{where}; {found}.", theme.muted),
-    ]  # fmt: skip
-    for right, title in ((False, "forward"), (True, "forward + backward")):
-        x0, x1 = place(low, 1, right)[0], place(high, 1, right)[0]
-        parts.append(text(x0, 46, title, theme.text, 14, bold))
-        for tick in (0.5, 1, 2, 4, 8, 16, 32, 64):
-            y = place(low, tick, right)[1]
-            if least < tick < most:
-                line = (
-                    f'stroke="{theme.muted}" stroke-width="2"'
-                    if tick == 1
-                    else f'stroke="{theme.grid}"'
-                )
-                parts.append(f'<path d="M{x0:.1f} {y:.1f}H{x1:.1f}" {line}/>')
-                parts.append(text(x0 - 6, y + 4, f"{tick:g}", theme.muted, 12, 'text-anchor="end"'))
-        for tick in (10, 30, 100, 300, 1000, 3000, 10000):
-            if low < tick < high:
-                x = place(tick, 1, right)[0]
-                parts.append(text(x, HEIGHT - BOTTOM + 18, f"{tick} µs", theme.muted, 12, middle))
-    for at, ratio, training in dots:
-        x, y = place(at, ratio, training)
-        parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{theme.ours}" fill-opacity="0.75"/>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draw", action="store_true", help="draw what was measured")
     parser.add_argument("--forward", type=int, default=200)
     parser.add_argument("--training", type=int, default=100)
     parser.add_argument("--processes", type=int, default=14, help="that compile")
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/sweep/<gpu>.json")
     options = parser.parse_args()
-    if options.draw:
-        rows = json.loads((options.out or next(RESULTS.glob("*.json"))).read_text())
-        for name, theme in THEMES.items():
-            write_atomic(ROOT / "docs" / f"sweep-{name}.svg", svg(rows, theme))
-        return
     rows = measure(shapes(options.forward, options.training), options.processes)
     out = options.out or RESULTS / f"{device_slug(device_name(DEVICE))}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
