@@ -17,6 +17,7 @@ import multiprocessing
 import random
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue
 from epinorm.operator import calls
 from epinorm.operator.functional import apply_chain
+from epinorm.problem import Plan
 from epinorm.tools.accuracy import Verification
 from epinorm.tools.bench import model_runner
 from epinorm.tools.results import commit, device_name, device_slug, write_atomic
@@ -80,6 +82,7 @@ def shapes(forward: int = 200, training: int = 100, seed: int = 7) -> list[Shape
         name = str(dtype).removeprefix("torch.")
         text = text.format(groups=n // channels)
         found.append(Shape(m, k, n, text, name, precision, index >= forward))
+    rng.shuffle(found)  # so that a run that is cut has both
     return found
 
 
@@ -156,15 +159,20 @@ def _times(ways: dict[str, Runner]) -> dict[str, float | None]:
     return {name: time and round(time, 1) for name, time in found.items()}
 
 
-def measure(chosen: list[Shape], processes: int) -> list[dict[str, Any]]:
-    """Compiled by many processes first, then timed by this one."""
+def compile_all(chosen: list[Shape], processes: int) -> None:
+    """By as many processes; none of them: as they are needed."""
     native()  # is built meanwhile
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for _ in pool.imap_unordered(_compile, chosen, chunksize=2):
-            pass
+    if processes:
+        with multiprocessing.get_context("spawn").Pool(processes) as pool:
+            for _ in pool.imap_unordered(_compile, chosen, chunksize=2):
+                pass
     settle()
     print(f"compiled after {time.perf_counter() - BEGAN:.0f} s", flush=True)
-    rows, plans = [], []
+
+
+def measure(chosen: list[Shape]) -> Iterator[dict[str, Any]]:
+    """A row of each."""
+    plans: list[Plan] = []
     calls.planned.append(lambda problem, _: plans.append(plan_for(problem)))
     where = {"gpu": device_name(DEVICE), "torch": torch.__version__, "commit": commit()}
     for shape in chosen:
@@ -174,9 +182,8 @@ def measure(chosen: list[Shape], processes: int) -> list[dict[str, Any]]:
         row |= _times(case.ways()) if found.passed else {"worst": str(found.worst)}
         row |= {"strategy": plans[-1].strategy, "reason": plans[-1].reason}
         print(json.dumps(row), flush=True)
-        rows.append(row | where)
+        yield row | where
     print(f"measured after {time.perf_counter() - BEGAN:.0f} s", flush=True)
-    return rows
 
 
 def main() -> None:
@@ -184,12 +191,19 @@ def main() -> None:
     parser.add_argument("--forward", type=int, default=200)
     parser.add_argument("--training", type=int, default=100)
     parser.add_argument("--processes", type=int, default=14, help="that compile")
+    parser.add_argument("--compile-only", action="store_true", help="so that a later run need not")
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/sweep/<gpu>.json")
     options = parser.parse_args()
-    rows = measure(shapes(options.forward, options.training), options.processes)
+    chosen = shapes(options.forward, options.training)
+    compile_all(chosen, options.processes)
+    if options.compile_only:
+        return
     out = options.out or RESULTS / f"{device_slug(device_name(DEVICE))}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    rows: list[dict[str, Any]] = []
+    for row in measure(chosen):  # each is kept at once: a lent GPU may be taken away
+        rows.append(row)
+        write_atomic(out, "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     wrong = [row for row in rows if not row["verified"]]
     verified = [row for row in rows if row["verified"]]
     late = [row for row in verified if slow_on_gpu(row) or slow_in_a_loop(row)]
