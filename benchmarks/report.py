@@ -1,6 +1,6 @@
-"""What README and docs show of benchmarks/results: tables between markers, and the picture.
+"""What README and docs show of benchmarks/results: tables between markers, and the pictures.
 
-    python benchmarks/report.py --readme    rewrite the generated tables and README's picture
+    python benchmarks/report.py --readme    rewrite the generated tables and the pictures
     python benchmarks/report.py FILE.json   draw a results file: FILE.png, FILE.svg and FILE.html
 
 A marked place is ``<!-- begin:NAME -->`` ... ``<!-- end:NAME -->``, where NAME is a results file
@@ -17,6 +17,7 @@ them; ``kernelbench-nvidia-h200`` is ``benchmarks/results/kernelbench``.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from readme_tables import (
     suite_table,
 )
 from speedups import THEMES, speedup_svg
+from sweep_plot import svg as sweep_svg
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURED_RESULTS = "nvidia-h200"
@@ -120,14 +122,18 @@ def marked_files(root: Path) -> list[Path]:
 
 
 def update_readme(root: Path, check: bool) -> list[Path]:
-    """Rewrite (or with ``check`` only compare) the marked files and the picture; returns those that
-    are out of date."""
+    """Rewrite (or with ``check`` only compare) the marked files and the pictures; returns those
+    that are out of date."""
     results = root / "benchmarks" / "results"
     current = {p: update_marked(p.read_text("utf-8"), results) for p in marked_files(root)}
     rows = _rows_of(PICTURED_RESULTS, results)
     models = _model_rows_of(PICTURED_RESULTS, results)
+    sweep = results / "sweep" / f"{PICTURED_RESULTS}.json"
     for name, theme in THEMES.items():
         current[root / "docs" / f"speedups-{name}.svg"] = speedup_svg(rows, theme, models)
+        if sweep.is_file():
+            drawn = sweep_svg(json.loads(sweep.read_text()), theme)
+            current[root / "docs" / f"sweep-{name}.svg"] = drawn
     changed = []
     for path, new in current.items():
         if not path.is_file() or path.read_text(encoding="utf-8") != new:

@@ -1,6 +1,6 @@
 """What the second result costs: y and what enters the norm, against y alone, on one GPU.
 
-    python benchmarks/sums.py [--runs 40] [--out rows.json]
+    python benchmarks/sums.py [--runs 40] [--forward] [--out rows.json]
 
 GPU time by events with the L2 cache flushed and the host ahead, all competitors interleaved; a row
 has medians in µs: forward without gradients (one, two), a training step with gradients of every
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epinorm.operator.functional import apply_chain
+from epinorm.tools.results import commit, today
 
 SHAPES = {"bert_out": (16384, 768, 768), "bert_ffn": (16384, 3072, 768)}
 KINDS = {"highest": torch.float32, "high": torch.float32, "bf16": torch.bfloat16}
@@ -59,7 +60,7 @@ def fused(chain: str) -> Callable[..., Any]:
     return lambda *t: apply_chain(*t[:5], t[5:], chain)
 
 
-def row(name: str, kind: str, runs: int) -> dict[str, Any]:
+def row(name: str, kind: str, runs: int, training: bool) -> dict[str, Any]:
     """One shape in one precision; each competitor's times under its name."""
     torch.set_float32_matmul_precision("high" if kind == "high" else "highest")
     torch._dynamo.reset()
@@ -87,6 +88,8 @@ def row(name: str, kind: str, runs: int) -> dict[str, Any]:
     }
     with torch.no_grad():
         found = medians(forward | {"linear": lambda: F.linear(*given[:3])}, runs)
+    if not training:
+        return {"shape": name, "kind": kind, **found}
     trained = medians({f"train_{key}": step(f) for key, f in functions.items()}, runs)
     return {"shape": name, "kind": kind, **found, **trained}
 
@@ -95,15 +98,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--out")
+    parser.add_argument("--forward", action="store_true", help="no training steps")
     options = parser.parse_args()
     rows = []
     for name in SHAPES:
         for kind in KINDS:
-            rows.append(row(name, kind, options.runs))
+            rows.append(row(name, kind, options.runs, not options.forward))
             print(json.dumps(rows[-1]), flush=True)
     if options.out:
         with open(options.out, "w") as file:
-            json.dump({"gpu": torch.cuda.get_device_name(), "rows": rows}, file, indent=1)
+            facts = {"gpu": torch.cuda.get_device_name(), "commit": commit(), "date": today()}
+            json.dump({**facts, "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,44 @@
 """Random shapes, `auto` against eager: none may be wrong, nor slower than 0.97 times eager.
 
-By the GPU's time; and by the time of calls in a loop where the GPU takes `HOST_MATTERS_US` or more.
+By the GPU's time; and by the time of calls in a loop where the GPU takes sweep_plot.py's
+`HOST_MATTERS_US` or more. `make report` draws the rows.
 
-    python benchmarks/sweep.py             # 200 forward, 100 training: results/sweep/<gpu>.json
-    python benchmarks/sweep.py --draw      # docs/sweep-light.svg and -dark.svg from these
+    python benchmarks/sweep.py    # 200 forward, 100 training: results/sweep/<gpu>.json
 
-A row whose error is beyond what eager's allows (epinorm.tools.accuracy) has no times.
+A row whose output or gradients are further off than eager's allow (epinorm.tools.verify) has no
+times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import random
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from epinorm.backends.cuda.runtime.replay import native, settle
 from epinorm.backends.engine import plan_for
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue
 from epinorm.operator import calls
 from epinorm.operator.functional import apply_chain
-from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.problem import Plan
+from epinorm.tools.accuracy import Verification
+from epinorm.tools.bench import model_runner
 from epinorm.tools.results import commit, device_name, device_slug, write_atomic
 from epinorm.tools.timing import Runner, Settings, gpu_times, wall_times
-from speedups import THEMES, Theme
+from epinorm.tools.verify import verify
+from sweep_plot import LOSS, slow_in_a_loop, slow_on_gpu
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sweep"
@@ -43,9 +48,8 @@ BEFORE = ("", "", "add_residual|", "silu|")
 KINDS = ((torch.float32, "highest"), (torch.float32, "high"), (torch.bfloat16, "native"))
 WIDTHS = (256, 384, 512, 768, 1000, 1024, 1536, 2048, 3072, 4096, 8192)
 MOST_FLOPS = 2.0e11
-LOSS = 0.97
-HOST_MATTERS_US = 30.0
 DEVICE = torch.device("cuda", 0)
+BEGAN = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -78,187 +82,128 @@ def shapes(forward: int = 200, training: int = 100, seed: int = 7) -> list[Shape
         name = str(dtype).removeprefix("torch.")
         text = text.format(groups=n // channels)
         found.append(Shape(m, k, n, text, name, precision, index >= forward))
+    rng.shuffle(found)  # so that a run that is cut has both
     return found
 
 
+class Layers(nn.Module):
+    """A shape's chain by PyTorch's layers, or ``fused``."""
+
+    def __init__(self, shape: Shape, fused: bool) -> None:
+        super().__init__()
+        self.text, self.chain, self.fused = shape.chain, Chain.parse(shape.chain), fused
+        dtype, n = getattr(torch, shape.dtype), shape.n
+
+        def draw(*size: int, around: float = 0.0, width: float = 1.0) -> nn.Parameter:
+            drawn = torch.randn(size, device=DEVICE) * width + around
+            return nn.Parameter(drawn.to(dtype))
+
+        self.weight, self.bias = draw(n, shape.k, width=shape.k**-0.5), draw(n)
+        normed = self.chain.norm is not None
+        self.norm_weight = draw(n, around=1, width=0.25) if normed else None
+        self.norm_bias = draw(n, width=0.5) if normed and "rms" not in shape.chain else None
+
+    def forward(self, x: Tensor, *operands: Tensor) -> Any:
+        affine = self.norm_weight, self.norm_bias
+        if self.fused:
+            return apply_chain(x, self.weight, self.bias, *affine, operands, self.text)
+        return epilogue(F.linear(x, self.weight, self.bias), self.chain, *affine, operands)
+
+
 class Case:
-    """A shape's tensors, and both ways to compute it."""
+    """A shape's layers and inputs, and both ways to compute it."""
 
     def __init__(self, shape: Shape) -> None:
-        self.shape, self.chain = shape, Chain.parse(shape.chain)
-        dtype, m, n = getattr(torch, shape.dtype), shape.m, shape.n
-        generator = torch.Generator("cuda").manual_seed(shape.m)
+        torch.set_float32_matmul_precision("high" if shape.precision == "high" else "highest")
+        self.shape, dtype = shape, getattr(torch, shape.dtype)
+        self.eager, self.ours = Layers(shape, False), Layers(shape, True)
+        self.ours.load_state_dict(self.eager.state_dict())
+        sizes = [shape.k, *(shape.n for _ in self.ours.chain.operand_kinds)]
+        self.inputs = tuple(torch.randn(shape.m, width, device=DEVICE).to(dtype) for width in sizes)
 
-        def draw(*size: int, around: float = 0.0, width: float = 1.0) -> Tensor:
-            drawn = torch.randn(size, device="cuda", generator=generator)
-            return (drawn * width + around).to(dtype).requires_grad_(shape.training)
+    def ways(self) -> dict[str, Runner]:
+        return {
+            name: model_runner(getattr(self, name), self.inputs, self.shape.training)
+            for name in ("ours", "eager")
+        }
 
-        affine = [None, None]
-        if self.chain.norm is not None:
-            affine = [draw(n, around=1, width=0.25), draw(n, width=0.5)]
-            if "rms" in shape.chain:
-                affine[1] = None
-        self.given = [draw(m, shape.k), draw(n, shape.k, width=shape.k**-0.5), draw(n), *affine]
-        self.operands = tuple(draw(m, n) for _ in self.chain.operand_kinds)
-        self.dy = torch.randn(m, n, device="cuda", generator=generator).to(dtype)
-
-    def ours(self) -> Tensor:
-        return apply_chain(*self.given, self.operands, self.shape.chain)
-
-    def eager(self, dtype: torch.dtype | None = None) -> Tensor:
-        x, weight, bias, *affine = (
-            t if t is None or dtype is None else t.to(dtype) for t in self.given
-        )
-        operands = tuple(t if dtype is None else t.to(dtype) for t in self.operands)
-        return epilogue(F.linear(x, weight, bias), self.chain, *affine, operands)
-
-    def runner(self, way: Callable[[], Tensor]) -> Runner:
-        leaves = [t for t in (*self.given, *self.operands) if t is not None]
-
-        def step() -> None:
-            y = way()
-            if self.shape.training:
-                y.backward(self.dy)
-
-        def clear() -> None:
-            for leaf in leaves:
-                leaf.grad = None
-
-        return Runner(step, clear)
-
-    def right(self) -> bool:
-        with torch.no_grad():
-            truth, dtype = self.eager(torch.float64), getattr(torch, self.shape.dtype)
-            allowed = allowed_error(relative_error(self.eager(), truth), dtype)
-            return relative_error(self.ours(), truth) <= allowed
-
-
-def _prepared(shape: Shape) -> Case:
-    high = "high" if shape.precision == "high" else "highest"
-    torch.set_float32_matmul_precision(high)
-    return Case(shape)
+    def verification(self) -> Verification:
+        """Of the output and, in training, of every gradient."""
+        training = self.shape.training
+        return verify(self.eager, self.ours, self.inputs, training=training, kinds=("randn",))
 
 
 def _compile(shape: Shape) -> None:
-    case = _prepared(shape)
-    case.runner(case.ours).run()
+    runner = Case(shape).ways()["ours"]
+    runner.prepare()
+    runner.run()
     torch.cuda.synchronize()
 
 
-def measure(chosen: list[Shape], processes: int) -> list[dict[str, Any]]:
-    """Compiled by many processes first, then timed by this one."""
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.map(_compile, chosen, chunksize=4)
-    rows, plans = [], []
+FIRST_CALLS = 4
+"""Until a step is recorded and repeated by native code."""
+WALL_US = 2000.0
+
+
+def _times(ways: dict[str, Runner]) -> dict[str, float | None]:
+    """By the GPU's time, and in a loop of as many calls as fit `WALL_US`."""
+    for way in ways.values():
+        for _ in range(FIRST_CALLS):
+            way.prepare()
+            way.run()
+    on_gpu = gpu_times(ways, DEVICE, Settings(runs=9))
+    calls = max(2, min(20, round(WALL_US / (on_gpu["eager"] or WALL_US))))
+    looped = wall_times(ways, DEVICE, Settings(wall_calls=calls, wall_blocks=5))
+    found = {f"{name}_us": time for name, time in on_gpu.items()}
+    found |= {f"{name}_wall_us": time for name, time in looped.items()}
+    return {name: time and round(time, 1) for name, time in found.items()}
+
+
+def compile_all(chosen: list[Shape], processes: int) -> None:
+    """By as many processes; none of them: as they are needed."""
+    native()  # is built meanwhile
+    if processes:
+        with multiprocessing.get_context("spawn").Pool(processes) as pool:
+            for _ in pool.imap_unordered(_compile, chosen, chunksize=2):
+                pass
+    settle()
+    print(f"compiled after {time.perf_counter() - BEGAN:.0f} s", flush=True)
+
+
+def measure(chosen: list[Shape]) -> Iterator[dict[str, Any]]:
+    """A row of each."""
+    plans: list[Plan] = []
     calls.planned.append(lambda problem, _: plans.append(plan_for(problem)))
-    settings = Settings(runs=9, warmup=2, wall_calls=10, wall_blocks=5)
     where = {"gpu": device_name(DEVICE), "torch": torch.__version__, "commit": commit()}
     for shape in chosen:
-        case = _prepared(shape)
-        row: dict[str, Any] = {**asdict(shape), "verified": case.right()}
-        if row["verified"]:
-            ways = {name: case.runner(getattr(case, name)) for name in ("ours", "eager")}
-            for way in ways.values():
-                way.prepare()
-                way.run()
-            for suffix, measured in (("us", gpu_times), ("wall_us", wall_times)):
-                times = measured(ways, DEVICE, settings)
-                row |= {f"{name}_{suffix}": time and round(time, 1) for name, time in times.items()}
+        case = Case(shape)
+        found = case.verification()
+        row: dict[str, Any] = {**asdict(shape), "verified": found.passed}
+        row |= _times(case.ways()) if found.passed else {"worst": str(found.worst)}
         row |= {"strategy": plans[-1].strategy, "reason": plans[-1].reason}
         print(json.dumps(row), flush=True)
-        rows.append(row | where)
-    return rows
-
-
-def slow_on_gpu(row: dict[str, Any]) -> bool:
-    """Whether a verified row is slower than it may be by the GPU's time."""
-    return row["eager_us"] / row["ours_us"] < LOSS
-
-
-def slow_in_a_loop(row: dict[str, Any]) -> bool:
-    """The same by the time of calls in a loop, where the GPU takes long enough for it to matter."""
-    return row["eager_us"] > HOST_MATTERS_US and row["eager_wall_us"] / row["ours_wall_us"] < LOSS
-
-
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 800, 360, 44, 64, 54, 30
-
-
-def svg(rows: list[dict[str, Any]], theme: Theme) -> str:
-    """Eager's time over ours against eager's, one dot a shape; both axes logarithmic."""
-    dots = [
-        (row["eager_us"], row["eager_us"] / row["ours_us"], row["training"])
-        for row in rows
-        if row["verified"]
-    ]
-    low, high = min(t for t, *_ in dots) / 1.2, max(t for t, *_ in dots) * 1.2
-    most = max(2.0, *(ratio for _, ratio, _ in dots)) * 1.2
-    least = min(0.8, *(ratio for _, ratio, _ in dots)) / 1.1
-    panel = (WIDTH - LEFT - GAP - 10) / 2
-
-    def place(time: float, ratio: float, right: bool) -> tuple[float, float]:
-        x = LEFT + right * (panel + GAP) + panel * math.log(time / low) / math.log(high / low)
-        share = math.log(ratio / least) / math.log(most / least)
-        return x, HEIGHT - BOTTOM - share * (HEIGHT - BOTTOM - TOP)
-
-    def text(x: float, y: float, words: str, colour: str, size: int = 13, more: str = "") -> str:
-        at = f'x="{x:.1f}" y="{y:.1f}"'
-        return f'<text {at} font-size="{size}" fill="{colour}" {more}>{words}</text>'
-
-    middle, bold = 'text-anchor="middle"', 'font-weight="600"'
-    verified = [row for row in rows if row["verified"]]
-    on_gpu, looped = (sum(map(kind, verified)) for kind in (slow_on_gpu, slow_in_a_loop))
-    wrong = sum(not r["verified"] for r in rows)
-    where = f"{rows[0]['gpu']}, PyTorch {rows[0]['torch']}"
-    found = f"below {LOSS}: {on_gpu} by the GPU’s time, {looped} in a loop; {wrong} wrong"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" font-family="-apple-system, Segoe UI, Arial, sans-serif" role="img">',
-        "<title>Random shapes: times as fast as eager</title>",
-        text(8, 22, f"{len(rows)} random shapes, times as fast as eager", theme.text, 17, bold),
-        text(8, HEIGHT - 6, f"{where}; {found}.", theme.muted),
-    ]  # fmt: skip
-    for right, title in ((False, "forward"), (True, "forward + backward")):
-        x0, x1 = place(low, 1, right)[0], place(high, 1, right)[0]
-        parts.append(text(x0, 46, title, theme.text, 14, bold))
-        for tick in (0.5, 1, 2, 4, 8, 16, 32, 64):
-            y = place(low, tick, right)[1]
-            if least < tick < most:
-                line = (
-                    f'stroke="{theme.muted}" stroke-width="2"'
-                    if tick == 1
-                    else f'stroke="{theme.grid}"'
-                )
-                parts.append(f'<path d="M{x0:.1f} {y:.1f}H{x1:.1f}" {line}/>')
-                parts.append(text(x0 - 6, y + 4, f"{tick:g}", theme.muted, 12, 'text-anchor="end"'))
-        for tick in (10, 30, 100, 300, 1000, 3000, 10000):
-            if low < tick < high:
-                x = place(tick, 1, right)[0]
-                parts.append(text(x, HEIGHT - BOTTOM + 18, f"{tick} µs", theme.muted, 12, middle))
-    for time, ratio, training in dots:
-        x, y = place(time, ratio, training)
-        parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{theme.ours}" fill-opacity="0.75"/>'
-        )
-    return "\n".join([*parts, "</svg>\n"])
+        yield row | where
+    print(f"measured after {time.perf_counter() - BEGAN:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draw", action="store_true", help="draw what was measured")
     parser.add_argument("--forward", type=int, default=200)
     parser.add_argument("--training", type=int, default=100)
     parser.add_argument("--processes", type=int, default=14, help="that compile")
+    parser.add_argument("--compile-only", action="store_true", help="so that a later run need not")
     parser.add_argument("--out", type=Path, help="instead of benchmarks/results/sweep/<gpu>.json")
     options = parser.parse_args()
-    if options.draw:
-        rows = json.loads((options.out or next(RESULTS.glob("*.json"))).read_text())
-        for name, theme in THEMES.items():
-            write_atomic(ROOT / "docs" / f"sweep-{name}.svg", svg(rows, theme))
+    chosen = shapes(options.forward, options.training)
+    compile_all(chosen, options.processes)
+    if options.compile_only:
         return
-    rows = measure(shapes(options.forward, options.training), options.processes)
     out = options.out or RESULTS / f"{device_slug(device_name(DEVICE))}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    rows: list[dict[str, Any]] = []
+    for row in measure(chosen):  # each is kept at once: a lent GPU may be taken away
+        rows.append(row)
+        write_atomic(out, "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     wrong = [row for row in rows if not row["verified"]]
     verified = [row for row in rows if row["verified"]]
     late = [row for row in verified if slow_on_gpu(row) or slow_in_a_loop(row)]

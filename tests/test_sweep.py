@@ -9,6 +9,7 @@ from typing import Any
 
 from epinorm.chain import Chain
 from speedups import THEMES
+from sweep_plot import svg
 
 
 def sweep() -> Any:
@@ -37,6 +38,6 @@ def test_shapes_and_picture():
         {"verified": False, "training": True, **facts},
     ]
     for theme in THEMES.values():
-        picture = module.svg(rows, theme)
+        picture = svg(rows, theme)
         assert picture.count("<circle") == 2
         assert "below 0.97: 1 by the GPU’s time, 0 in a loop; 1 wrong" in picture

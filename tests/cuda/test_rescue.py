@@ -46,6 +46,9 @@ VARIANTS = [
     (248, HEAVY, True, True, 2, "sm_90a"),
     (248, HEAVY, True, False, MOST_SPLITS, "sm_90a"),
     (256, "layer_norm|gelu", True, True, 1, "sm_89"),
+    (768, "add_residual|layer_norm", True, True, 1, "sm_90a"),
+    (1024, EVERY, True, False, 1, "sm_90a"),
+    (2048, "silu|rms_norm", False, True, 1, "sm_90a"),
 ]
 LIMITS = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
 """Bytes of a block's shared memory: CUDA programming guide, table of compute capabilities."""
@@ -101,9 +104,15 @@ def test_tiles_hold_whole_groups_and_waste_little():
     assert rescue_tile(16) == RescueTile(128, 128, 128)
     assert rescue_tile(72) == RescueTile(64, 256, 216)
     assert rescue_tile(256) == RescueTile(64, 256, 256)
+    assert rescue_tile(768) == RescueTile(64, 256, 256, parts=3)
+    assert rescue_tile(2048) == RescueTile(64, 256, 256, parts=8)
+    for group in (320, 512, 640, 1000, 1536, 1920):
+        tile = rescue_tile(group)
+        assert tile.columns * tile.parts == group
+        assert tile.columns % 4 == 0
 
 
-@pytest.mark.parametrize("group", [3, 6, 14, 260, 264, 512])
+@pytest.mark.parametrize("group", [3, 6, 14, 260, 268, 2056, 4096])
 def test_groups_that_do_not_fit_are_refused(group):
     with pytest.raises(ValueError, match=f"but got {group}"):
         rescue_tile(group)

@@ -178,6 +178,14 @@ def test_hard_inputs(hard, text, strategy):
     check(tensors, text, "highest", strategy, times=2.0)
 
 
+@pytest.mark.parametrize("hard", [outliers, denormals, zeros, spread])
+def test_hard_inputs_in_clusters(hard):
+    """One plane and the norm in one kernel, whose range guard shares groups of 1024 too."""
+    tensors = tensors_of(2100, 256, 1024, "add_residual|layer_norm|silu")
+    hard(*tensors[:2])
+    check(tensors, "add_residual|layer_norm|silu", "high", "single", times=2.0)
+
+
 @pytest.mark.parametrize(("text", "strategy"), [("layer_norm", "planes"), ("gelu", "single")])
 def test_what_is_not_finite_comes_out_where_pytorch_puts_it(text, strategy):
     for place in ("x", "weight"):

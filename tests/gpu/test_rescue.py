@@ -238,6 +238,37 @@ def test_group_sizes(group):
     make_case(group, groups, 200, 2000, rows=0.5, uniform=True, training=training).check()
 
 
+FLAGS = pytest.mark.parametrize(
+    "rows, columns", [(0.02, 0.0), (0.0, 0.002), (0.3, 0.01), (1.0, 0.0), (0.0, 1.0)]
+)
+"""Rows of x, of W, both; all of either."""
+
+
+@FLAGS
+@pytest.mark.parametrize("group", [320, 768, 2048])
+def test_groups_that_the_blocks_of_a_cluster_share(group, rows, columns):
+    if not starts_early(torch.device("cuda", torch.cuda.current_device())):
+        pytest.skip("no clusters")
+    case = make_case(group, 3, 1100, 333, rows=rows, columns=columns / 20)
+    if columns:
+        case.column_flags[-1] = 1
+    case.check()
+
+
+def test_chains_of_groups_that_blocks_share():
+    for chain, extra, training in (
+        (HEAVY, 7, True),
+        ("silu|rms_norm|gelu", 0, True),
+        (HEAVY, 4, False),
+    ):
+        absent = ("norm_bias",) if "rms" in chain else ()
+        groups = 1 if "rms" in chain else 2
+        make_case(
+            512, groups, 300, 177, chain, rows=0.1, columns=0.001, extra=extra, training=training,
+            absent=absent,
+        ).check()  # fmt: skip
+
+
 @pytest.mark.parametrize("rows", [0.01, 0.3, 1.0])
 @pytest.mark.parametrize("columns", [0.0, 0.01, 1.0])
 def test_random_flags(rows, columns):
@@ -254,12 +285,6 @@ def test_lengths(k):
         mask = case.flagged.repeat_interleave(16, 1)
         assert y[~mask].isnan().all()
         assert relative_error(y[mask], truth[mask]) < 4 * ULP
-
-
-FLAGS = pytest.mark.parametrize(
-    "rows, columns", [(0.02, 0.0), (0.0, 0.002), (0.3, 0.01), (1.0, 0.0), (0.0, 1.0)]
-)
-"""Rows of x, of W, both; all of either."""
 
 
 @FLAGS

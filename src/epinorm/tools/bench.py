@@ -43,6 +43,9 @@ class Competitors:
 
 DEFAULT_COMPETITORS = Competitors()
 
+WALL_BLOCK_US = 20_000.0
+"""Of calls in a loop, if five of the longest fit: fewer of long ones say as much."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -143,9 +146,12 @@ def _measure(
     measured: dict[str, Any] = {f"{n}_us": statistics.median(t) for n, t in samples.items()}
     measured |= {"runs": len(samples["ours"]), "spreads": spreads(samples)}
     notify("measuring the GPU's time, the host's and memory", 0.9)
-    for name, value in gpu_times(runners, case.device, settings).items():
-        measured[f"{name}_gpu_us"] = value
+    on_gpu = gpu_times(runners, case.device, settings)
+    measured |= {f"{name}_gpu_us": value for name, value in on_gpu.items()}
     on_host = {n: runners[n] for n in ("ours", "eager", "linear") if n in runners}
+    longest = max((on_gpu[name] or 0.0 for name in on_host), default=0.0)
+    calls = min(settings.wall_calls, max(5, round(WALL_BLOCK_US / max(longest, 1.0))))
+    settings = replace(settings, wall_calls=calls)
     for name, value in wall_times(on_host, case.device, settings).items():
         measured[f"{name}_wall_us"] = value
     for name in ("ours", "eager", "compile"):

@@ -9,7 +9,8 @@
 //
 // The prelude defines the chain (codegen.py); kRows, kColumns and kWidth of a tile: rows, columns
 // used, columns multiplied; kBlockK and kStages of the ring; kSplitK, the blocks of a cluster, which
-// share the sum over k of each item; kAligned (every row of x and w begins at a multiple of 16 bytes);
+// share the sum over k of each item; kGroupParts, those that share a group wider than a tile, each with
+// kColumns of it; kAligned (every row of x and w begins at a multiple of 16 bytes);
 // kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kSaveForBackward (z or, with kKeepsSum, what enters
 // the norm is written), kKeepStatistics (mean and rstd are); kFlagsLate (the previous kernel writes flags); CHAIN_PARAMETERS, OPERAND_LIST,
 // STRIDE_LIST, CONSTANT_LIST.
@@ -30,19 +31,25 @@ struct Epilogue {
 };
 
 // The rows of an item, and its groups with a flagged column.
+constexpr int kGroups = kGroupParts > 1 ? 1 : kColumns / kGroup;  // of a tile
 struct GroupSelection : Selection {
-  Flag groups[kColumns / kGroup];
+  Flag groups[kGroups];
 };
 
 // Fills `selection` as `select_rows` does: a flagged column needs every row.
 EPINORM_FUNCTION int select(GroupSelection& selection, const Item& item, const Flag* row_flags,
                             const Flag* column_flags, int m, int n) {
-  const int thread = threadIdx.x, column = item.first_column + thread;
-  const bool column_flagged = thread < kColumns && column < n && column_flags[column] != 0;
   __syncthreads();  // the last item's selection is no longer read
-  if (thread < kColumns / kGroup) selection.groups[thread] = 0;
-  const bool every_row = __syncthreads_or(column_flagged) != 0;
-  if (column_flagged) selection.groups[thread / kGroup] = 1;
+  if (threadIdx.x < kGroups) selection.groups[threadIdx.x] = 0;
+  __syncthreads();
+  bool any = false;
+  for (int at = threadIdx.x; at < kStrip; at += kThreads) {
+    const int column = item.first_column + at;
+    if (column >= n || column_flags[column] == 0) continue;
+    selection.groups[at / kGroup] = 1;
+    any = true;
+  }
+  const bool every_row = __syncthreads_or(any) != 0;
   return select_rows(selection, item, every_row, row_flags, m);
 }
 
@@ -65,7 +72,6 @@ EPINORM_FUNCTION Range add_tiles(float* tile, int rows) {
 constexpr int kLowestBit = kGroup & -kGroup;
 constexpr int kLanes = kLowestBit < 32 ? kLowestBit : 32;
 constexpr int kTeams = kThreads / kLanes;
-constexpr int kGroups = kColumns / kGroup;  // of a tile
 
 EPINORM_FUNCTION float team_sum(float value) {
 #pragma unroll
@@ -147,6 +153,8 @@ EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range
   }
 }
 
+#include "fp32/rescue_parts.cuh"
+
 constexpr int kFewFlags = 8192;  // of a kind: up to here a block reads them all first
 constexpr int kLooks = 4;        // items that a warp looks at in a round
 
@@ -171,9 +179,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   const ItemOrder order(m, n);
   // All below is decided by flags and an item's index, so alike in all blocks of a cluster.
-  const int warp = threadIdx.x / 32, step = gridDim.x / kSplitK;
+  const int warp = threadIdx.x / 32, step = gridDim.x / kClusterBlocks;
   bool waited = false;
-  for (int first = blockIdx.x / kSplitK; first < order.count(); first += step * kLooks * kWarps) {
+  for (int first = blockIdx.x / kClusterBlocks; first < order.count(); first += step * kLooks * kWarps) {
     bool any = false;
     for (int look = 0; look < kLooks; ++look) {
       const int index = first + (look * kWarps + warp) * step;
@@ -195,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const Item item = order.at(first + look * step);
       const int rows = select(selection, item, row_flags, column_flags, m, n);
       if (rows <= 0) continue;
-      const int column = item.first_column;
+      const int column = item.first_column + (kGroupParts > 1 ? rank_in_cluster() * kColumns : 0);
       const Range own = own_k(k);
       const int length = own.end - own.first;
       const float *own_x = x + own.first, *own_w = w + own.first;
@@ -205,7 +213,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       else
         multiply<kFullRows>(shared, selection.rows, rows, own_x, x_stride, own_w, w_stride, column, n,
                             length);
-      finish(shared, selection, add_tiles(shared, rows), column, e);
+      if constexpr (kGroupParts > 1)
+        finish_parts(shared, selection, rows, column, e);
+      else
+        finish(shared, selection, add_tiles(shared, rows), column, e);
     }
     __syncthreads();  // `near` is read no more
   }

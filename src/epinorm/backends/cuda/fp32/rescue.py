@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.norm.text import chain_signature, matrix_arguments, parameter_addresses
-from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
+from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP, WIDEST_TILE
 from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.launch import Kernel
@@ -49,13 +49,15 @@ STATIC_BYTES = 1024  # of shared memory that the kernels have besides, at most
 @dataclass(frozen=True)
 class RescueTile:
     """What a block computes at once: ``rows`` by ``width`` products, of which ``columns`` are used
-    (whole groups, so that a group's statistics stay in the block). limit: bytes of shared memory
-    that a block can have; 99 KB suffice."""
+    (whole groups, so that a group's statistics stay in the block; or one of the ``parts`` of a
+    group, which the blocks of a cluster share). limit: bytes of shared memory that a block can
+    have; 99 KB suffice."""
 
     rows: int
     width: int
     columns: int
     limit: int = LARGEST_SHARED
+    parts: int = 1
 
     @property
     def block_k(self) -> int:
@@ -82,7 +84,8 @@ class RescueTile:
 
     def items(self, m: int, n: int) -> int:
         """How many shares the work has if all is flagged (`rescue_items.cuh`)."""
-        return -(-m // CHUNK_ROWS) * -(-n // self.columns) * (CHUNK_ROWS // self.rows)
+        strips = -(-n // (self.columns * self.parts))
+        return -(-m // CHUNK_ROWS) * strips * (CHUNK_ROWS // self.rows)
 
     def takers(self, m: int, n: int, at_once: int) -> int:
         """How many blocks, or clusters of them, take these shares in turn, of ``at_once`` that run
@@ -91,7 +94,8 @@ class RescueTile:
         The shares that one flagged column makes are as many apart as there are strips of columns:
         a number of takers without a divisor in common with that gets them in different hands.
         """
-        strips, takers = -(-n // self.columns), min(self.items(m, n), max(at_once, 1))
+        strips = -(-n // (self.columns * self.parts))
+        takers = min(self.items(m, n), max(at_once, 1))
         while takers < self.items(m, n) and math.gcd(takers, strips) > 1:
             takers -= 1
         return takers
@@ -100,19 +104,27 @@ class RescueTile:
 def rescue_tile(group: int, limit: int = LARGEST_SHARED) -> RescueTile:
     """The tile that wastes the fewest columns on groups of ``group`` channels.
 
-    limit: as in ``RescueTile``. Raises `ValueError` for a group that does not fit: 1, 2 and the
-    multiples of 4 up to 256 do.
+    limit: as in ``RescueTile``. Raises `ValueError` for a group that does not fit: 1, 2, the
+    multiples of 4 up to 256 and, shared by a cluster's blocks, those of 8 up to 2048 do that one of
+    2 to 8 divides into parts of whole 4 channels.
     """
-    if group not in (1, 2) and (group % 4 or not 4 <= group <= LARGEST_GUARDED_GROUP):
+    tiles = []
+    if group in (1, 2) or (group % 4 == 0 and 4 <= group <= WIDEST_TILE):
+        for width in (128, WIDEST_TILE):
+            if width >= group:
+                tiles.append(RescueTile(_VALUES // width, width, width // group * group, limit))
+    elif group % 8 == 0 and WIDEST_TILE < group <= LARGEST_GUARDED_GROUP:
+        for parts in range(2, MOST_SPLITS + 1):
+            columns = group // parts
+            if group % (4 * parts) == 0 and columns <= WIDEST_TILE:
+                width = 128 if columns <= 128 else WIDEST_TILE
+                tiles.append(RescueTile(_VALUES // width, width, columns, limit, parts))
+    if not tiles:
         raise ValueError(
             "the range guard serves groups of 1, 2 or a multiple of 4 channels up to "
-            f"{LARGEST_GUARDED_GROUP}, but got {group}"
+            f"{WIDEST_TILE}, or of 8 up to {LARGEST_GUARDED_GROUP} that 2 to {MOST_SPLITS} blocks "
+            f"can share, but got {group}"
         )
-    tiles = [
-        RescueTile(_VALUES // width, width, width // group * group, limit)
-        for width in (128, 256)
-        if width >= group
-    ]
     return max(tiles, key=lambda tile: tile.columns / tile.width)
 
 
@@ -134,6 +146,7 @@ def splits_of(tile: RescueTile, rows: int, columns: int, length: int, multiproce
     splits = 1
     while (
         splits < MOST_SPLITS
+        and tile.parts == 1
         and tiles * splits * 4 <= multiprocessors
         and length >= splits * 2 * SHORTEST_SPLIT
     ):
@@ -168,6 +181,7 @@ def rescue_source(
         "kBlockK": tile.block_k,
         "kStages": tile.stages,
         "kSplitK": splits,
+        "kGroupParts": tile.parts,
         "kAligned": aligned,
         "kGroup": group,
         "kHasBias": problem.has_bias,
@@ -206,17 +220,18 @@ def prepare_guard(
     which ``splits`` blocks share each sum."""
     # No more clusters than run at once: each takes its items in turn, so one that started when
     # others have ended would take as long again.
+    cluster = splits * tile.parts
     at_once = (
-        kernel.clusters_at_once(splits, THREADS, tile.shared_bytes)
-        if splits > 1
+        kernel.clusters_at_once(cluster, THREADS, tile.shared_bytes)
+        if cluster > 1
         else sm_count(device)
     )
     return kernel.prepare(
         signature,
-        tile.takers(*shape, at_once) * splits,
+        tile.takers(*shape, at_once) * cluster,
         THREADS,
         shared_bytes=tile.shared_bytes,
-        cluster=splits if splits > 1 else None,
+        cluster=cluster if cluster > 1 else None,
         dependent=starts_early(device),
     )
 

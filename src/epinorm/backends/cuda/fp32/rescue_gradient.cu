@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __shared__ SpoiltColumns spoilt;
   let_next_kernel_start();  // it waits for this one, which waits for the one before
   const ItemOrder order(m, n);
-  const int step = gridDim.x / kSplitK, first = blockIdx.x / kSplitK;
+  const int step = gridDim.x / kClusterBlocks, first = blockIdx.x / kClusterBlocks;
   const bool any_row = m <= kFewFlags ? any_flag_wide(row_flags, m)
                                       : any_row_flag(order, first, step, row_flags, m);
   const u32 of_sum = any_flag_wide(sum_flags, k);

@@ -59,6 +59,7 @@ def rescue_gradient_source(
         "kAligned": aligned,
         "kAdds": adds,
         "kSplitK": splits,
+        "kGroupParts": 1,
     }
     text = constants({name: int(value) for name, value in prelude.items()})
     return KernelSource("rescue_gradient", kernel_text("fp32/rescue_gradient.cu", text), arch)

@@ -1,6 +1,6 @@
 // Which rows and columns are flagged, and how the work that they make is shared out.
 //
-// An item is kRows of the rows that a pair (chunk of kChunk rows, strip of kColumns columns) needs:
+// An item is kRows of the rows that a pair (chunk of kChunk rows, strip of kStrip columns) needs:
 // those flagged, or all of them where a column of the strip is flagged. Gathering the flagged rows
 // of a chunk makes the work follow their number, not the number of tiles that they lie in.
 #pragma once
@@ -13,6 +13,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kChunk = 1024;             // rows
 constexpr int kSlices = kChunk / kRows;  // items of a pair
 constexpr int kPasses = kChunk / kThreads;
+constexpr int kStrip = kColumns * kGroupParts;  // of a cluster whose blocks share each group, or of a block
 static_assert(kPasses * kWarps == 32, "a warp adds up the counts of all warps and passes");
 
 struct Item {
@@ -25,18 +26,18 @@ struct ItemOrder {
   int strips, pairs;
 
   EPINORM_FUNCTION ItemOrder(int m, int n) {
-    strips = (n + kColumns - 1) / kColumns;
+    strips = (n + kStrip - 1) / kStrip;
     pairs = strips * ((m + kChunk - 1) / kChunk);
   }
   EPINORM_FUNCTION int count() const { return pairs * kSlices; }
   EPINORM_FUNCTION Item at(int index) const {
     const int pair = index % pairs;
-    return {pair / strips * kChunk, pair % strips * kColumns, index / pairs};
+    return {pair / strips * kChunk, pair % strips * kStrip, index / pairs};
   }
 };
 
-// This lane's part of the question whether anything near an item is flagged: columns up to kWidth
-// are looked at, which may be the next strip's.
+// This lane's part of the question whether anything near an item is flagged: columns up to a multiple of
+// 128 are looked at, which may be the next strip's.
 EPINORM_FUNCTION bool flagged_near(const Item& item, const Flag* row_flags, const Flag* column_flags,
                                    int m, int n) {
   const int at = threadIdx.x % 32 * 4;
@@ -44,7 +45,7 @@ EPINORM_FUNCTION bool flagged_near(const Item& item, const Flag* row_flags, cons
 #pragma unroll
   for (int i = 0; i < kChunk / 128; ++i) any |= four_flags(row_flags, item.first_row + i * 128 + at, m);
 #pragma unroll
-  for (int i = 0; i < kWidth / 128; ++i)
+  for (int i = 0; i < (kStrip + 127) / 128; ++i)
     any |= four_flags(column_flags, item.first_column + i * 128 + at, n);
   return any != 0;
 }

@@ -8,8 +8,11 @@ struct Range {
   int first, end;
 };
 
+constexpr int kClusterBlocks = kSplitK * kGroupParts;
+static_assert(kSplitK == 1 || kGroupParts == 1, "a cluster has one purpose");
+
 // This block's number in its cluster: clusters are whole runs of blocks.
-EPINORM_FUNCTION int split_rank() { return blockIdx.x % kSplitK; }
+EPINORM_FUNCTION int rank_in_cluster() { return blockIdx.x % kClusterBlocks; }
 
 // This block's part of `count`, in whole units; the last parts may be empty. (A single
 // block takes all: ptxas cannot know that the count is not negative, and the general case costs it a
@@ -21,7 +24,7 @@ EPINORM_FUNCTION Range own_part(int count) {
   } else {
     constexpr int kUnits = kUnit * kSplitK;
     const int part = (count + kUnits - 1) / kUnits * kUnit;
-    const int first = min(split_rank() * part, count);
+    const int first = min(rank_in_cluster() * part, count);
     return {first, min(first + part, count)};
   }
 }

@@ -213,7 +213,6 @@ class _Split(Launch):
         super().__init__(problem)
         self.kernel, self.given = kernel, KeptOperands(kernel.given)
         planes = problem.planes
-        # Wider groups come here in tests alone: plan.py leaves them to the library's product.
         self.rescued = columns_of(problem) <= LARGEST_GUARDED_GROUP
         rows = 0 if prepacked else problem.n
         device = problem.device

@@ -40,8 +40,9 @@ SHORT_SUM = 128
 """Terms of an fp32 sum in which each product is folded. Training takes the single kernel for these
 (plan.py)."""
 
-FEWEST_SHARED_CHANNELS = 640
-"""Of such groups: for 512, two warpgroups that split 64 rows' columns were as fast or faster."""
+FEWEST_SHARED_CHANNELS = {2: 640, 4: 512}
+"""Of such groups, by bytes of x: for 512 in 16 bit, two warpgroups that split 64 rows' columns were
+as fast or faster."""
 NARROWEST_SHARE = 128
 """Columns of a block's part of such a group: more blocks wait longer for each other."""
 MOST_STAGES = 12
@@ -122,7 +123,7 @@ def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
             if channels % (16 * blocks) == 0 and 64 <= channels // blocks <= widest:
                 width = channels // blocks
                 yield Tile(64, width, 0, False, split_columns=True, cluster_n=blocks)
-        if problem.dtype != torch.float32 and channels >= FEWEST_SHARED_CHANNELS:
+        if planes == 1 and channels >= FEWEST_SHARED_CHANNELS[problem.dtype.itemsize]:
             yield from _cluster_shapes(problem)
 
 
@@ -149,7 +150,8 @@ def candidates(problem: Problem) -> Iterator[Tile]:
         low = shape.block_m == 64 and problem.m < 64
         load_m = -(-max(problem.m, 1) // 8) * 8 if low else None
         # TF32 operands are rounded in shared memory, by the one warpgroup that reads them.
-        kinds = (False, True) if shape.ping_pong and _may_be_tf32(problem) else (False,)
+        alone = shape.ping_pong and shape.cluster_n == 1
+        kinds = (False, True) if alone and _may_be_tf32(problem) else (False,)
         for tf32 in kinds:
             tile = dataclasses.replace(shape, load_m=load_m, tf32=tf32)
             if problem.planes == 2:  # one plane is not folded

@@ -20,8 +20,9 @@ from epinorm.problem import Core, Plan, Problem, Strategy
 
 HOPPER = (9, 0)
 
-LARGEST_GUARDED_GROUP = 256
-"""Channels of a group that the range guard of the single kernel can compute again."""
+WIDEST_TILE, LARGEST_GUARDED_GROUP = 256, 2048
+"""Channels of a group that the range guard of the single kernel can compute again: by one block,
+and by clusters of blocks. Two planes in clusters lose to a norm kernel of its own (decision 12)."""
 
 # What the host of an H200 takes for a call, in microseconds: no call is faster for long, whatever
 # the GPU takes. One kernel; fp32 as planes, three kernels; the norm kernel behind them; PyTorch's
@@ -183,7 +184,7 @@ def _why_not_hopper(problem: Problem) -> str | None:
     tile = hopper_plan.choose_tile(problem, sm_count(problem.device), problem.prepacked)
     if tile is None:
         return "no tile of the single kernel fits the shared memory"
-    return None if tile.tf32 else _why_not_guarded(problem)
+    return None if tile.tf32 else _why_not_guarded(problem, problem.planes == 1)
 
 
 def _why_not_portable(problem: Problem) -> str | None:
@@ -192,15 +193,15 @@ def _why_not_portable(problem: Problem) -> str | None:
         return why_not
     if portable_plan.choose_tile(problem, gpu_of(problem.device)) is None:
         return "no tile of the single kernel fits the shared memory"
-    return _why_not_guarded(problem)
+    return _why_not_guarded(problem, False)
 
 
-def _why_not_guarded(problem: Problem) -> str | None:
-    channels = columns_of(problem)
-    if problem.dtype == torch.float32 and channels > LARGEST_GUARDED_GROUP:
+def _why_not_guarded(problem: Problem, clusters: bool) -> str | None:
+    channels, largest = columns_of(problem), LARGEST_GUARDED_GROUP if clusters else WIDEST_TILE
+    if problem.dtype == torch.float32 and channels > largest:
         return (
-            f"the range guard of fp32 computes groups of up to {LARGEST_GUARDED_GROUP} channels, "
-            f"and these have {channels}"
+            f"the range guard of fp32 computes groups of up to {largest} channels here, and these "
+            f"have {channels}"
         )
     return None
 
