@@ -23,9 +23,10 @@ HOPPER = (9, 0)
 LARGEST_GUARDED_GROUP = 256
 """Channels of a group that the range guard of the single kernel can compute again."""
 
-# What the host of an H200 takes for a model of one such chain, in microseconds where eager's layers
-# take costs.eager_host: no call is faster for long, whatever the GPU takes. One kernel; fp32 as
-# planes, three kernels; the norm kernel behind them; PyTorch's product and a kernel; a backward pass.
+# What the host of an H200 takes for a model of one such chain, in microseconds of which eager's
+# layers take costs.eager_host: no call is faster for long, whatever the GPU takes. One kernel; fp32
+# as planes, three kernels; the norm kernel behind them; PyTorch's product and a kernel; a backward
+# pass.
 _HOST_ONE, _HOST_PLANES, _HOST_NORM, _HOST_EPILOGUE = 20.0, 28.0, 6.0, 44.0
 _HOST_BACKWARD = {torch.float32: 170.0}
 _HOST_OTHER_BACKWARD = 120.0
