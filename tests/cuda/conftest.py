@@ -308,8 +308,9 @@ class ImaginaryGPU:
     def signature_of_norm_column_sums(self, source: Any) -> str:
         return "ppil" + "p" * sum(source[1].sums)
 
-    def compute_norm_column_sums(self, _: Any, at: int, *arguments: Any) -> None:
-        _, _, n, *into = arguments
+    def compute_norm_column_sums(self, source: Any, at: int, *arguments: Any) -> None:
+        largest, _, n, *into = arguments
+        assert bool(largest) == source[1].column_largest  # else it may point behind the scratch
         for address, values in zip(into, self.sums.pop(at), strict=True):
             matrix_at(address, 1, n, n, torch.float64)[0].copy_(values)
 

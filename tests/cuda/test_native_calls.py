@@ -74,6 +74,25 @@ def test_a_step_runs_no_python(gpu, caller, monkeypatch):
     assert gpu.replayed == before + 3  # the norm, forward and backward, and its sums over rows
 
 
+def test_a_residual_that_is_x(gpu, monkeypatch):
+    """As in norm(x + linear(x)), from the first call on."""
+    caller = Caller("add_residual|layer_norm(1e-05)", "epilogue")
+    for runs in range(6):
+        x, weight, bias, gamma, beta = given = [
+            torch.randn(size, dtype=torch.float64).requires_grad_()
+            for size in ((M, N), (N, N), (N,), (N,), (N,))
+        ]
+        if runs > 3:
+            monkeypatch.setattr("epinorm.operator.autograd.run_backward", None)
+        expected = nn.functional.layer_norm(
+            nn.functional.linear(x, weight, bias) + x, (N,), gamma, beta
+        )
+        y, dy = caller(*given, (x,)), torch.randn(M, N, dtype=torch.float64)
+        compare((y,), (expected,))
+        compare(torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, given, dy))
+    assert y.grad_fn.name() == NATIVE
+
+
 def test_other_sizes_leading_dimensions_and_what_wants_a_gradient(caller):
     for _ in range(4):
         check(caller, tensors((3, 4)), native=_ > 2)

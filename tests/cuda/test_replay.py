@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from epinorm import said
 from epinorm.backends.cpu.build import BuildError
@@ -127,16 +126,6 @@ def test_runs_that_cannot_be_repeated():
         replay(noted, [made[1:]])
 
 
-class Allocations(TorchDispatchMode):
-    def __init__(self, into):
-        super().__init__()
-        self.into = into
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.into.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_what_a_run_frees_is_freed_when_it_is_recorded_and_repeated(gpu):
     """The memory between two launches, and what is given and held by nobody else."""
     gpu.signature_of_add = lambda _: "pp"
@@ -157,13 +146,15 @@ def test_what_a_run_frees_is_freed_when_it_is_recorded_and_repeated(gpu):
         made = run(given)
     assert peak == [3, 1]
     repeat = replay(noted, [made])
-    given = [torch.randn(N)]
-    alive[:], peak[:] = [weakref.ref(given[0])], []
-    assert repeat.fits(given)
-    with Allocations(peak):
-        repeat(given)
-    assert peak == ["empty", 1, "empty", 0]  # the result not before what is given was freed
-    assert given == []
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        given = [torch.empty(N)]
+        alive[:], peak[:] = [weakref.ref(given[0])], []
+        assert repeat.fits(given)
+        made = repeat(given)
+    changes = [event.cpu_memory_usage for event in profile.function_events]
+    # The result not before what is given was freed.
+    assert changes == [4 * N, 4 * N, -4 * N, 4 * N, -4 * N]
+    assert (given, peak) == ([], [1, 0])
 
 
 def numbers_at(address):

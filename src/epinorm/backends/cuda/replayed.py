@@ -84,6 +84,23 @@ def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None and t.numel()]
 
 
+def _apart(inputs: Inputs) -> Inputs:
+    """The inputs, of those that begin where another does copies: a recording knows tensors by their
+    addresses. What it makes of them serves both, a residual that is x and one that is not."""
+    known: set[int] = set()
+
+    def own(t: Tensor | None) -> Tensor | None:
+        if t is None or not t.numel():
+            return t
+        count = len(known)
+        known.add(t.data_ptr())
+        return t if len(known) > count else t.clone()
+
+    x, weight, *vectors = map(own, inputs[:5])
+    operands = tuple(map(own, inputs.operands))
+    return Inputs._make((x, weight, *vectors, operands, inputs.constants))
+
+
 class _Known(NamedTuple):
     """How to repeat a forward pass with these constants. shared: the fields of its result that are
     no tensors of its own; left: whether x's and W's planes follow the others, of nbytes bytes."""
@@ -142,7 +159,7 @@ class ReplayedForward:
         operands: tuple[Tensor, ...],
         constants: tuple[float, ...] = (),
     ) -> Forward:
-        whole = (x, weight, bias, norm_weight, norm_bias, operands, constants)
+        whole = Inputs(x, weight, bias, norm_weight, norm_bias, operands, constants)
         if id(weight) in marked or not all([t.is_contiguous() for t in operands]):
             return self._run(*whole)
         given = [t for t in (x, weight, bias, norm_weight, norm_bias) if t is not None]
@@ -154,6 +171,8 @@ class ReplayedForward:
                 return found.result(found.program(given))
         if found is not None or not self._recorder.wants(x.device):
             return self._run(*whole)
+        whole = _apart(whole)
+        given = [t for t in (*whole[:5], *whole.operands) if t is not None]
         out, program = self._recorder.record(
             lambda: self._run(*whole), given, lambda made: _there((*made, *_planes(made)))
         )
@@ -248,6 +267,7 @@ class ReplayedBackward:
         if found or not recorder.wants(dy.device):
             del planes
             return self._run(inputs, kept, dy, want, left)
+        inputs = _apart(inputs)
         given = _given(inputs, kept[0], dy, planes)
         del planes
         gradients, program = recorder.record(

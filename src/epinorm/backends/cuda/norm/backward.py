@@ -262,7 +262,8 @@ class _Launches:
         )
         if self.column_sums is not None:
             sums_at = [t.data_ptr() for t in sums]
-            self.column_sums(at, at + scratch.columns, scratch.parts, self.problem.n, *sums_at)
+            columns = at + scratch.columns if scratch.has_columns else 0
+            self.column_sums(at, columns, scratch.parts, self.problem.n, *sums_at)
         return self.row_gradients.named(dz, sums, elements, largest)
 
     def _row_sums(
@@ -306,6 +307,7 @@ class _Scratch:
         self.row_parts, self.parts = row_parts, parts
         end = parts * sum(outputs.sums) * n * problem.stats_dtype.itemsize
         self.rows, end = end, end + 4 * m * row_parts * outputs.row_largest
+        self.has_columns = outputs.column_largest
         self.columns, end = end, end + 4 * parts * n * outputs.column_largest
         self.row_flags = ceil_div(end, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
         self.column_flags = self.row_flags + ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT

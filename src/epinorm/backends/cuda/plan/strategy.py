@@ -24,12 +24,15 @@ WIDEST_TILE, LARGEST_GUARDED_GROUP = 256, 2048
 """Channels of a group that the range guard of the single kernel can compute again: by one block,
 and by clusters of blocks. Two planes in clusters lose to a norm kernel of its own (decision 12)."""
 
-# What the host of an H200 takes for a call, in microseconds: no call is faster for long, whatever
-# the GPU takes. One kernel; fp32 as planes, three kernels; the norm kernel behind them; PyTorch's
-# product and a kernel; a backward pass.
-_HOST_ONE, _HOST_PLANES, _HOST_NORM, _HOST_EPILOGUE = 20.0, 28.0, 10.0, 36.0
-_HOST_BACKWARD = {torch.float32: 250.0}
-_HOST_OTHER_BACKWARD = 195.0
+# What the host of an H200 takes for a model of one such chain, in microseconds of which eager's
+# layers take costs.eager_host: no call is faster for long, whatever the GPU takes. One kernel; fp32
+# as planes, three kernels; the norm kernel behind them; PyTorch's product and a kernel; a backward
+# pass.
+_HOST_ONE, _HOST_PLANES, _HOST_NORM, _HOST_EPILOGUE = 20.0, 28.0, 6.0, 44.0
+_HOST_BACKWARD = {torch.float32: 170.0}
+_HOST_OTHER_BACKWARD = 120.0
+_HOST_WITHOUT_NORM = 0.8
+"""Of a backward pass."""
 _HIDDEN = 0.05
 
 _PLANES = 1.08
@@ -273,4 +276,5 @@ def _backward_cost(problem: Problem, core: Core | None) -> Cost:
         return Cost(0.0, 0.0)
     problem = backward_problem(problem, True)
     estimate = costs.norm_backward(problem) + gradients.products(problem, core)
-    return Cost(estimate, _HOST_BACKWARD.get(problem.dtype, _HOST_OTHER_BACKWARD))
+    host = _HOST_BACKWARD.get(problem.dtype, _HOST_OTHER_BACKWARD)
+    return Cost(estimate, host * (_HOST_WITHOUT_NORM if problem.chain.norm is None else 1.0))

@@ -2,9 +2,9 @@
 // replay.py says what and why.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
 #include <cstdint>
@@ -48,9 +48,13 @@ struct Matrix {
   int64_t buffer, offset;
   Sizes sizes, strides;
 
+  // Past the dispatcher, which takes as long for the views of a product as the product.
   at::Tensor of(const Tensors& buffers) const {
     const at::Tensor& t = buffers[buffer];
-    return t.as_strided(sizes, strides, t.storage_offset() + offset);
+    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(t.storage()), t.key_set(), t.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, t.storage_offset() + offset);
+    return made;
   }
 };
 
@@ -81,6 +85,8 @@ struct Program {
   LaunchKernelEx launch;
   EncodeTiled encode;
   at::Device device = at::kCPU;
+  c10::Allocator* allocator;  // PyTorch's for the device
+  c10::DispatchKeySet keys;
   int64_t given;            // buffers that come with a call, those made follow, then the constants
   std::vector<int64_t> large;  // of the given: they have more than one value
   std::vector<Made> made;
@@ -119,7 +125,8 @@ struct Program {
 
  private:
   at::Tensor empty(const Made& one) const {
-    return at::empty(one.sizes, at::TensorOptions().dtype(one.dtype).device(device));
+    return at::Tensor(
+        at::detail::empty_generic(one.sizes, allocator, keys, one.dtype, std::nullopt));
   }
 
   static void multiply(const Step& step, const Tensors& buffers) {

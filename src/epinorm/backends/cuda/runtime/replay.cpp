@@ -145,7 +145,10 @@ PyObject* new_program(PyTypeObject* type, PyObject* args, PyObject*) {
     const Sizes addresses = numbers(functions);
     made->launch = reinterpret_cast<LaunchKernelEx>(addresses.at(0));
     made->encode = reinterpret_cast<EncodeTiled>(addresses.at(1));
-    made->device = tensor(device_like).device();
+    const at::Tensor like = tensor(device_like);
+    made->device = like.device();
+    made->allocator = like.storage().allocator();
+    made->keys = like.key_set();
     made->large = numbers(large);
     for_each(buffers, [&](PyObject* each) {
       PyObject *sizes, *type_of;
