@@ -4,9 +4,11 @@
 
 Data parallel: a step of four blocks of Linear 4096 → 4096, GroupNorm of 256 groups, LeakyReLU; rows
 are those of one GPU. Tensor parallel: the pair 4096 → 16384 (GroupNorm, SiLU) → 4096 (residual,
-LayerNorm); rows are those of all GPUs. A row has medians in ms: by the wall, and of the host until
-it has launched all of it; "one" is one GPU without communication, measured in the same process.
-Tensor parallel rows are timed after the outputs were compared with those of one GPU.
+LayerNorm); rows are those of all GPUs. A row has medians in ms, of four steps between two
+synchronisations, as a training loop has them: by the wall, and of the host until it has launched
+them; "one" is one GPU without communication, measured in the same process. Tensor parallel rows are
+timed after the outputs were compared with those of one GPU. "block_host_us": what of FSDP2's host
+time is a fused block's own, its forward and its node of the backward pass, without FSDP2's hooks.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import epinorm
+from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.parallel import ColwiseParallel, RowwiseParallel
 
 ROUNDS = 3
@@ -73,11 +76,13 @@ def prepared(model: nn.Sequential, way: str, fused: bool, mesh: DeviceMesh) -> n
 
 
 def timed(
-    runs: list[Callable[[], Any]], steps: int, device: torch.device, at_once: int = 1
+    runs: list[Callable[[], Any]], steps: int, device: torch.device, at_once: int = 4
 ) -> list[dict[str, float]]:
     """Of each run medians of the wall and of the host, ms; at_once: runs between two
     synchronisations. They take turns, so that what else the machine does meets them alike."""
     cuda = device.type == "cuda"
+    if cuda:
+        settle()
     wall: list[list[float]] = [[] for _ in runs]
     host: list[list[float]] = [[] for _ in runs]
     for turn in range(1 + ROUNDS):  # the first compiles and fills pools
@@ -106,6 +111,32 @@ def step_of(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
         model.zero_grad()
 
     return step
+
+
+def block_host_us(model: nn.Module, step: Callable[[], None]) -> dict[str, float]:
+    """Medians, µs, of the host within a sharded block's own forward, and within its nodes of the
+    backward pass: behind FSDP2's hooks before them, and before those behind them."""
+    spent: dict[str, list[float]] = {"forward": [], "backward": []}
+    began = [0.0]
+
+    def begin(*_: Any) -> None:
+        began[0] = time.perf_counter()
+
+    def end(which: str, *_: Any) -> None:
+        spent[which].append(time.perf_counter() - began[0])
+
+    def watch(_module: nn.Module, _given: Any, y: Tensor) -> None:
+        end("forward")
+        assert y.grad_fn is not None
+        y.grad_fn.register_prehook(begin)
+        y.grad_fn.register_hook(partial(end, "backward"))
+
+    for block in model.children():
+        block.register_forward_pre_hook(begin)
+        block.register_forward_hook(watch, prepend=True)
+    for _ in range(20):
+        step()
+    return {name: round(median(each[40:]) * 1e6, 1) for name, each in spent.items()}
 
 
 def forward_of(model: Callable[[Any], Any], x: Tensor) -> Callable[[], None]:
@@ -157,12 +188,17 @@ class Bench:
             for fused, way in product(map(bool, self.given.fused), self.given.ways)
             if fused or rows <= MOST_EAGER_ROWS
         ]
-        runs = []
-        for fused, way in kinds:
-            model = blocks(self.given.width, 4, dtype, self.device)
-            runs.append(step_of(prepared(model, way, fused, self.mesh), x, dy))
-        for (fused, way), found in zip(kinds, timed(runs, 4, self.device), strict=True):
+        models = [
+            prepared(blocks(self.given.width, 4, dtype, self.device), way, fused, self.mesh)
+            for fused, way in kinds
+        ]
+        runs = [step_of(model, x, dy) for model in models]
+        for (fused, way), found in zip(kinds, timed(runs, 2, self.device), strict=True):
             self.note(precision, what="blocks", way=way, fused=fused, rows=rows, **found)
+        if (True, "fsdp2") in kinds and rows == min(self.given.rows):
+            i = kinds.index((True, "fsdp2"))
+            found = block_host_us(models[i], runs[i])
+            self.note(precision, what="block_host_us", way="fsdp2", fused=True, rows=rows, **found)
 
     def tensor(self, precision: str, dtype: torch.dtype) -> None:
         """The pair on one GPU and split, fused; outputs compared before anything is timed."""
@@ -195,7 +231,7 @@ class Bench:
                 ("forward", forward_of(model, given)),
                 ("step", step_of(model, given, g)),
             ):
-                found = timed([run], 2, self.device, 4)[0]
+                found = timed([run], 2, self.device)[0]
                 self.note(precision, **facts, **{"pass": name}, **found)
 
     def links(self) -> None:
@@ -233,15 +269,15 @@ def main() -> None:
         (p, torch.bfloat16 if p == "bf16" else torch.float32) for p in bench.given.precisions
     ]
     parts = bench.given.parts
+    for rows in bench.given.rows if "blocks" in parts else ():
+        for precision, dtype in settings:
+            set_precision(precision)
+            bench.data(precision, dtype, rows)
     for precision, dtype in settings if "pair" in parts else ():
         set_precision(precision)
         bench.tensor(precision, dtype)
     if "links" in parts:
         bench.links()
-    for rows in bench.given.rows if "blocks" in parts else ():
-        for precision, dtype in settings:
-            set_precision(precision)
-            bench.data(precision, dtype, rows)
     dist.destroy_process_group()
 
 
