@@ -12,10 +12,13 @@ from typing import Any
 
 from ranks import Launcher
 from test_data_parallel import CASES as DATA_CASES
+from test_example import trained
 from test_tensor_parallel import CASES as TENSOR_CASES
 from test_tensor_parallel import OTHERS, ROUNDINGS
 
 FAILURES = [("tensor", "raises"), ("tensor", "dies"), ("tensor", "shape"), ("ddp", "dies")]
+LOSSES_DIFFER = 1e-5
+"""Relative, at most, in 20 steps of AdamW in fp32, which makes roundings grow."""
 SECONDS = 60
 """In which the other rank of two ends: starting, the group's timeout of 10 and what NCCL waits."""
 CLEAR = r"Watchdog caught collective operation timeout|ended: \w+: .{20,}"
@@ -30,9 +33,10 @@ def main() -> int:
             found[worker] = Launcher().results_of(worker, ranks, Path(folder), "cuda", *asked)
 
     workers = {"worker.py": DATA_CASES, "tensor_worker.py": TENSOR_CASES + OTHERS}
-    failing = [] if asked else [threading.Thread(target=fail, args=f) for f in FAILURES]
+    others = [] if asked else [threading.Thread(target=fail, args=f) for f in FAILURES]
+    others += [] if asked else [threading.Thread(target=train, args=(ranks,))]
     threads = [threading.Thread(target=collect, args=(worker,)) for worker in workers]
-    for thread in threads + failing:
+    for thread in threads + others:
         thread.start()
     wrong = 0
     for thread, (worker, cases) in zip(threads, workers.items(), strict=True):
@@ -43,13 +47,25 @@ def main() -> int:
             right = all(is_right(case, of_rank) for of_rank in of_ranks)
             wrong += not right
             print(f"{case:32} {'right' if right else f'WRONG {of_ranks}'}", flush=True)
-    for thread in failing:
+    for thread in others:
         thread.join()
     return wrong + WRONG.count(True)
 
 
 WRONG: list[bool] = []
-"""Of each failure, whether it ended otherwise than it should."""
+"""Of each failure and of the example, whether it ended otherwise than it should."""
+
+
+def train(ranks: int) -> None:
+    """The example, whose losses have to be one process'."""
+    try:
+        differs, said = trained(ranks, "--layout", "tensor")
+    except Exception as error:
+        differs, said = float("inf"), str(error)
+    right = differs < LOSSES_DIFFER
+    told = f"right, {differs:.1e}" if right else f"WRONG, {differs}\n{said[-2000:]}"
+    print(f"{'the example':32} {told}", flush=True)
+    WRONG.append(not right)
 
 
 def fail(way: str, failure: str) -> None:
@@ -74,6 +90,8 @@ def is_right(case: str, found: dict[str, Any]) -> bool:
     if "repeats" in found:
         unit = 2.0**-24 if case == "float32" else 2.0**-53
         return bool(found["error"] <= ROUNDINGS * unit and found["repeats"])
+    if "raised" in found:
+        return False
     right = found["error"] <= 1.1 * found["eager_error"] + 1e-12
     return bool(right and found["fused"] == 2 and found["long"] == 0)
 

@@ -13,6 +13,8 @@ import runpy
 import signal
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -96,6 +98,15 @@ def start(seconds: int = 60) -> tuple[int, int, Path, str]:
         world_size=ranks,
     )
     return rank, ranks, folder, device
+
+
+def attempt(case: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a case found; where it raises, an infinite error and what it said, so that the others
+    run all the same: every rank of a case raises, or waits until the group's timeout."""
+    try:
+        return case()
+    except Exception:
+        return {"error": float("inf"), "raised": traceback.format_exc()[-1500:]}
 
 
 def finish(folder: Path, results: dict[str, Any]) -> None:

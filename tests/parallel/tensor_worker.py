@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ranks import finish, start
+from ranks import attempt, finish, start
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -269,4 +269,4 @@ if __name__ == "__main__":
     _, RANKS, FOLDER, DEVICE = start()
     MESH = init_device_mesh(DEVICE, (RANKS,))
     asked = sys.argv[5:] or CASES
-    finish(FOLDER, {name: CASES[name]() for name in asked if name in CASES})
+    finish(FOLDER, {name: attempt(CASES[name]) for name in asked if name in CASES})

@@ -12,13 +12,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import finish, start
+from ranks import attempt, finish, start
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -200,7 +201,7 @@ if __name__ == "__main__":
     dispatch.call = counted  # type: ignore[assignment]
     MESH = init_device_mesh(DEVICE, (ranks,))
     results: dict[str, Any] = {
-        name: run(make, rank, ranks, 2 if "accumulated" in name else 1)
+        name: attempt(partial(run, make, rank, ranks, 2 if "accumulated" in name else 1))
         for name, make in CASES.items()
         if not sys.argv[5:] or name in sys.argv[5:]
     }
