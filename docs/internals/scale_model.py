@@ -182,9 +182,9 @@ def predictions(known: Measured) -> list[str]:
     return lines
 
 
-def main() -> None:
+def write(results: Path = RESULTS, page: Path = PAGE) -> None:
     """Rewrite the page's tables from one results file."""
-    known = Measured(json.loads(RESULTS.read_text()))
+    known = Measured(json.loads(results.read_text()))
     link = [
         f"One collective: {known.link.latency * 1e3:.0f} µs, and {known.link.rate / 1e6:.0f} GB/s "
         "that each GPU sends."
@@ -195,8 +195,8 @@ def main() -> None:
         ("checks", checks(known)),
         ("predictions", predictions(known)),
     ):
-        replace_marked(PAGE, name, lines)
+        replace_marked(page, name, lines)
 
 
 if __name__ == "__main__":
-    main()
+    write()
