@@ -110,8 +110,9 @@ bench-gpu:  ## time every named shape with the Python that is there (nothing is 
 bench-models:  ## verify and time the named whole models with the Python that is there (nothing is installed)
 	@$(PYTHON_HERE) benchmarks/models.py $(ARGS)
 
-report: $(READY)  ## rewrite README's picture and the generated tables from benchmarks/results
+report: $(READY)  ## rewrite the pictures and generated tables of README and docs from benchmarks/results
 	@$(BIN)/python benchmarks/report.py --readme $(ARGS)
+	@for part in scale_model plot_precision plot_training; do $(BIN)/python docs/internals/$$part.py; done
 
 build: $(READY)  ## build wheel and sdist into dist/
 	@$(BIN)/python -m build --no-isolation --outdir dist .

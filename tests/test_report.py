@@ -1,7 +1,9 @@
 """Rows in files, tables, pictures and pages; README's tables are those of the results."""
 
+import importlib
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -289,6 +291,16 @@ def test_readme_and_docs_hold_the_tables_of_the_results() -> None:
     assert report.update_readme(ROOT, check=True) == [], "run: make report"
 
 
+def test_the_cost_model_of_several_gpus_is_that_of_the_results(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "scale.md"
+    copied = tmp_path / "scale.md"
+    copied.write_text(page.read_text())
+    sys.path.insert(0, str(ROOT / "docs" / "internals"))
+    scale_model = importlib.import_module("scale_model")
+    scale_model.write(scale_model.RESULTS, copied)
+    assert copied.read_text() == page.read_text(), "run: make report"
+
+
 def test_every_results_file_reads_back() -> None:
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         rows = read_rows(path)
@@ -320,9 +332,9 @@ def test_markers_of_whole_models_and_of_kernelbench(tmp_path: Path) -> None:
     assert [line.split(" | ")[1] for line in table.splitlines()[2:4]] == ["highest", "bf16"]
     assert "40 ms | – | 10 ms (4.00×)" in table
     assert "| 24 of 24, 0 of 48 |" in report.marked_table("models-h200-forward-details", tmp_path)
-    assert "| bert_base | highest | forward | 40 ms | – | 10 ms (4.00×) |" in (
-        report.marked_table("models-h200-section", tmp_path)
-    )
+    section = report.marked_table("models-h200-section", tmp_path)
+    assert "| bert_base | highest | 40 → 10 ms (4.00×) | – | 40 → 10 ms (4.00×) | – |" in section
+    assert "| bert_base | bf16 | 6 → 5 ms (1.20×) | – | – | – |" in section
     assert report.marked_table("models-a100-section", tmp_path) == ""
     assert report.marked_table("models-a100-training", tmp_path) == "Not measured yet."
     assert report.marked_table("kernelbench-h200", tmp_path) == "Not measured yet."

@@ -24,7 +24,7 @@ GREY, BLUE, VERMILION = "#4D4D4D", "#0072B2", "#D55E00"
 NAMES = {"highest": "fp32, highest", "high": "fp32, high (TF32)", "bfloat16": "bf16 autocast"}
 LAST = 10
 
-sys.path.insert(0, str(HERE.parent / "examples"))
+sys.path.insert(0, str(HERE.parents[1] / "examples"))
 from train_blocks import Run, spread  # noqa: E402 (it lies in a folder of its own)
 
 

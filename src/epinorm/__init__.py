@@ -1,4 +1,4 @@
-"""Linear → norm → activation as one operation for PyTorch: forward and backward."""
+"""The Linears and norms of a PyTorch model, faster by one call, forward and backward."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def bench(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fuse MODEL, verify it, time it against PyTorch; write JSON, of one chain picture and page."""
+    """Fuse MODEL, verify it, time it against PyTorch; write JSON, page and, of FILE, picture."""
     if (model is None) == (suite is None):
         with one_sentence():
             raise UsageError("expected either MODEL or --kernelbench FOLDER")
@@ -313,6 +313,11 @@ def explain(
                     out.print(f"\n{problem.chain}  {shape}", markup=False)
                     out.print(str(planned), markup=False, soft_wrap=True)
     raise typer.Exit(0 if explained.fused else 1)
+
+
+# As a user meets them, not as their modules are imported.
+_ORDER = ("bench", "check", "explain", "tune", "judge", "export", "info")
+app.registered_commands.sort(key=lambda command: _ORDER.index(command.callback.__name__))  # type: ignore[union-attr]
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Linear → norm → activation as one operation: fuse a model, verify it, time it.",
+    help="Fuse the Linears and norms of a PyTorch model, verify the result, time it.",
 )
 
 
@@ -40,7 +40,8 @@ def _version(wanted: bool) -> None:
 
 
 VersionOption = Annotated[
-    bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and end.")
+    bool,
+    typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit."),
 ]
 
 

@@ -145,7 +145,8 @@ def _measure(
     samples = sample_interleaved(runners, case.device, settings, timing)
     measured: dict[str, Any] = {f"{n}_us": statistics.median(t) for n, t in samples.items()}
     measured |= {"runs": len(samples["ours"]), "spreads": spreads(samples)}
-    notify("measuring the GPU's time, the host's and memory", 0.9)
+    gpus = "the GPU's time, " * (case.device.type == "cuda")
+    notify(f"measuring {gpus}the host's and memory", 0.9)
     on_gpu = gpu_times(runners, case.device, settings)
     measured |= {f"{name}_gpu_us": value for name, value in on_gpu.items()}
     on_host = {n: runners[n] for n in ("ours", "eager", "linear") if n in runners}
