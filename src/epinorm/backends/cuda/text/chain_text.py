@@ -95,6 +95,7 @@ def chain_text(chain: Chain) -> str:
         read_kernel("common/chain_rounded.cuh") * rounds + CPP_FUNCTIONS,
         f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
         f"constexpr bool kCentred = {_bool(chain.centred)};",
+        f"constexpr bool kRounds = {_bool(rounds)};",
         _epsilon(chain),
         f"template <typename T> struct Constants {{ T of[{max(len(chain.arguments), 1)}]; }};",
         f"constexpr int kOperands = {len(kinds)};",
@@ -215,13 +216,22 @@ def _rounded(value: str, to: str | None) -> str:
 
 
 def _apply(name: str, more: Sequence[str], types: Sequence[str | None]) -> str:
-    """``more``: what each operation takes besides x."""
+    """For one number, and for a pair of them. ``more``: what each operation takes besides x."""
     results = ["x", *(f"{name}{i}<T>(x{given})" for i, given in enumerate(more))]
     rounded = [_rounded(result, to) for result, to in zip(results, types, strict=True)]
     steps = "".join(f" x = {value};" for value in rounded if value != "x")
+    pairs = []
+    for result, to in zip(results, types, strict=True):
+        if result != "x":
+            one = result.replace("(x", "(x[i]").replace("t[", "t[i][")
+            pairs.append(f"for (int i = 0; i < 2; ++i) x[i] = {one};")
+        if to is not None:
+            pairs.append(f"EPINORM_ROUND_PAIR({to}, x[0], x[1]);")
     return (
         f"template <typename T> EPINORM_FUNCTION T {name}_apply"
-        f"(Constants<T> c, T x, const T (&t)[kSlots]) {{{steps} return x; }}"
+        f"(Constants<T> c, T x, const T (&t)[kSlots]) {{{steps} return x; }}\n"
+        f"template <typename T> EPINORM_FUNCTION void {name}_apply"
+        f"(Constants<T> c, T (&x)[2], const T (&t)[2][kSlots]) {{ {' '.join(pairs)} }}"
     )
 
 
