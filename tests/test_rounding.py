@@ -218,3 +218,12 @@ def test_what_is_of_16_bits_already_is_not_rounded_again(text: str) -> None:
     ]
     # The backward pass has its input, rounded, once more.
     assert counts[1] - counts[0] == (1 if EXACT[text] else 2)
+
+
+def test_what_is_rounded_takes_functions_for_its_type() -> None:
+    """Of the linear's up to the first operand of the norm's; derivatives share the value."""
+    operations = "mish|add_channel|silu|layer_norm|sigmoid"
+    text = chain_text(Chain.parse(f"{operations}|rounding(eager)"))
+    found = {z: text.count(f"EPINORM_FOR(exp, EPINORM_{z})") for z in "ZY"}
+    assert found == {"Z": 2, "Y": 4}
+    assert "EPINORM_FOR" not in chain_text(Chain.parse(operations))

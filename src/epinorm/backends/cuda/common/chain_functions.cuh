@@ -16,12 +16,14 @@ EPINORM_FUNCTION float rounded_fp16(float x) {
 #ifdef EPINORM_STATISTICS
 constexpr bool kRoundsStatistics = true;
 EPINORM_FUNCTION float statistic(float x) { return EPINORM_ROUNDED(EPINORM_STATISTICS, x); }
+EPINORM_FUNCTION void round_statistics(float& mean, float& rstd);
 #else
 constexpr bool kRoundsStatistics = false;
 template <typename T>
 EPINORM_FUNCTION T statistic(T x) {
   return x;
 }
+EPINORM_FUNCTION void round_statistics(float&, float&) {}
 #endif
 
 // PyTorch's layer_norm of whole units of four columns adds up parts of a row in 128 threads. In rows of less than

@@ -65,7 +65,7 @@ struct Statistics {
 };
 
 // How statistics are applied is what ``Applied`` says (AppliedStatistics in norm_epilogue.cuh): rounded as
-// PyTorch's norm keeps them, rstd by the mean too, and whether the mean is wanted afterwards.
+// PyTorch's norm keeps them, and rstd by the mean too.
 
 // Normalises a segment of both rows in place, and finds their means and 1 / sqrt(variance + eps). The
 // variance is the mean of the centred squares: as the difference of two large numbers it would lose
@@ -89,28 +89,27 @@ __device__ __forceinline__ void normalise_group(Statistics (&stats)[2], float (&
     }
     whole_sum(whole);
   }
-  float shift[2];  // by the mean's rounding; found early where the mean need not wait for it
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
     stats[lower].mean = kCentred ? whole[lower] * kWeight : 0.0f;
-    if (!Applied::kKeepsMean) shift[lower] = stats[lower].mean - Applied::rounded(stats[lower].mean);
     whole[lower] = sum_terms<kValues, kChains>([&](int i) {
       float& value = values[accumulator(first + i / 2, lower, i % 2)];
-      if (kCentred) value -= stats[lower].mean;
-      return value * value;
+      const float centred = kCentred ? value - stats[lower].mean : value;
+      if (!Applied::kRounds) value = centred;
+      return centred * centred;
     });
   }
   whole_sum(whole);
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
     stats[lower].rstd = Applied::rstd(reciprocal_root(whole[lower] * kWeight + eps, eps), stats[lower].mean);
-    if (Applied::kKeepsMean) shift[lower] = stats[lower].mean - Applied::rounded(stats[lower].mean);
-    const float rstd = Applied::rounded(stats[lower].rstd);
-    shift[lower] *= rstd;
+    Statistics by = stats[lower];
+    Applied::round(by);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
+      // Three numbers of 16 bits: both products are exact, and their difference is rounded once.
       float& value = values[accumulator(first + i / 2, lower, i % 2)];
-      value = Applied::kRounds ? fmaf(value, rstd, shift[lower]) : value * rstd;
+      value = Applied::kRounds ? fmaf(value, by.rstd, -(by.mean * by.rstd)) : value * by.rstd;
     }
   }
 }

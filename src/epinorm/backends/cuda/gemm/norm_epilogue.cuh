@@ -53,20 +53,27 @@ __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epi
                                             int chunk_of_part, int row, int first_column, int chunk) {
   const int quad_lane = threadIdx.x % 4;
   const float2 bias = kAddsBias ? pair_at(vectors, kBiasVector, chunk, quad_lane) : float2{};
-  float t[chain::kSlots];
 #pragma unroll
-  for (int lower = 0; lower < 2; ++lower)
+  for (int lower = 0; lower < 2; ++lower) {
+    float x[2], t[2][chain::kSlots];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float& value = v[accumulator(chunk, lower, i)];
-      load_operands(t, e, vectors, parts, chunk_of_part, chunk, lower, i, row + lower * 8, first_column);
-      value = chain::pre_apply<float>(e.constants, kAddsBias ? value + of(bias, i) : value, t);
+      load_operands(t[i], e, vectors, parts, chunk_of_part, chunk, lower, i, row + lower * 8, first_column);
+      x[i] = kAddsBias ? value + of(bias, i) : value;
+      if (!chain::kRounds) value = chain::pre_apply<float>(e.constants, x[i], t[i]);
     }
+    if (!chain::kRounds) continue;
+    chain::pre_apply<float>(e.constants, x, t);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) v[accumulator(chunk, lower, i)] = x[i];
+  }
 }
 
 struct AppliedStatistics {
-  static constexpr bool kRounds = chain::kRoundsStatistics, kKeepsMean = kSaveForBackward;
+  static constexpr bool kRounds = chain::kRoundsStatistics;
   static __device__ __forceinline__ float rounded(float value) { return chain::statistic(value); }
+  static __device__ __forceinline__ void round(Statistics& stats) { chain::round_statistics(stats.mean, stats.rstd); }
   static __device__ __forceinline__ float rstd(float found, float mean) {
     return chain::eagers_rstd<kGroupColumns>(found, mean);
   }
@@ -133,18 +140,23 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
                                              int chunk_of_part, int row, int first_column, int chunk) {
   const int quad_lane = threadIdx.x % 4;
   const Affine affine = affine_at<NormType>(vectors, chunk, quad_lane, e.affine_scale);
-  float t[chain::kSlots];
 #pragma unroll
-  for (int lower = 0; lower < 2; ++lower)
+  for (int lower = 0; lower < 2; ++lower) {
+    float y[2], t[2][chain::kSlots];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float& value = v[accumulator(chunk, lower, i)];
-      float y = value;
-      if (kHasGamma) y *= of(affine.gamma, i);
-      if (kHasBeta) y += of(affine.beta, i);
-      load_operands(t, e, vectors, parts, chunk_of_part, chunk, lower, i, row + lower * 8, first_column);
-      value = chain::post_apply<float>(e.constants, y, t);
+      y[i] = value;
+      if (kHasGamma) y[i] *= of(affine.gamma, i);
+      if (kHasBeta) y[i] += of(affine.beta, i);
+      load_operands(t[i], e, vectors, parts, chunk_of_part, chunk, lower, i, row + lower * 8, first_column);
+      if (!chain::kRounds) value = chain::post_apply<float>(e.constants, y[i], t[i]);
     }
+    if (!chain::kRounds) continue;
+    chain::post_apply<float>(e.constants, y, t);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) v[accumulator(chunk, lower, i)] = y[i];
+  }
 }
 
 // Two passes over a row block in registers: the first holds all shuffles and no store, so that they

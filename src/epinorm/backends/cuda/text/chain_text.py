@@ -44,6 +44,7 @@ memory and is an instruction's operand from there; ``ChainArguments`` is the hos
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Sequence
 from typing import cast
@@ -80,21 +81,21 @@ def chain_text(chain: Chain) -> str:
     pre_constants = sum(len(op.arguments) for op in chain.pre)
     pre_types: Sequence[str | None] = [None] * (len(chain.pre) + 1)
     post_types: Sequence[str | None] = [None] * (len(chain.post) + 1)
-    if chain.rounding == "eager":
+    rounds = chain.rounding == "eager"
+    if rounds:
         results = chain.pre_results_in_norm_dtype
         pre_types = ["EPINORM_Z", *("EPINORM_Y" if norm else "EPINORM_Z" for norm in results)]
-        if chain.norm is None:  # y is rounded where it is stored
-            pre_types[-1] = None
-        post_types = [*["EPINORM_Y"] * len(chain.post), None]
-        pre_types = _needed(chain.pre, pre_types)
-        post_types = _needed(chain.post, post_types)
+        if chain.norm is None:
+            pre_types[-1] = "EPINORM_Y"
+        post_types = ["EPINORM_Y"] * (len(chain.post) + 1)
     lines = [
         read_kernel("common/chain.cuh") + "namespace chain {",
         f"constexpr bool kLayerNorm = {_bool(isinstance(chain.norm, LayerNorm))};",
         read_kernel("common/chain_functions.cuh"),
-        CPP_FUNCTIONS,
+        read_kernel("common/chain_rounded.cuh") * rounds + CPP_FUNCTIONS,
         f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
         f"constexpr bool kCentred = {_bool(chain.centred)};",
+        f"constexpr bool kRounds = {_bool(rounds)};",
         _epsilon(chain),
         f"template <typename T> struct Constants {{ T of[{max(len(chain.arguments), 1)}]; }};",
         f"constexpr int kOperands = {len(kinds)};",
@@ -104,20 +105,22 @@ def chain_text(chain: Chain) -> str:
         _is_kind("element", kinds),
         _keep_of(chain.keep_places),
         read_kernel("common/chain_drops.cuh"),
-        *_stage("pre", chain.pre, 0, 0, pre_types, *_of_sum(chain)),
-        *_stage("post", chain.post, pre_operands, pre_constants, post_types),
+        *_stage("pre", chain.pre, 0, 0, pre_types, chain.norm is None, *_of_sum(chain)),
+        *_stage("post", chain.post, pre_operands, pre_constants, post_types, True),
         "}  // namespace chain\n",
     ]
     return "\n".join(lines)
 
 
-def _needed(operations: Sequence[Pointwise], types: Sequence[str | None]) -> list[str | None]:
-    """The roundings of ``types`` without those of what has that type already."""
+def _needed(
+    operations: Sequence[Pointwise], types: Sequence[str | None], stored: bool
+) -> list[str | None]:
+    """The roundings of ``types`` but for those of what has the type already, or is stored as it."""
     has, needed = types[0], [types[0]]
     for operation, to in zip(operations, types[1:], strict=True):
         needed.append(None if operation.keeps_16_bits and to == has else to)
         has = to
-    return needed
+    return [*needed[:-1], None] if stored else needed
 
 
 def _of_sum(chain: Chain) -> tuple[bool, str]:
@@ -174,14 +177,16 @@ def _stage(
     operands: int,
     constants: int,
     types: Sequence[str | None],
+    stored: bool,
     applied: bool = False,
     more_gradient: str = "",
 ) -> list[str]:
     """The functions of one side of the norm, whose first operand and first constant these are.
     types: what enters each operation, and what leaves the last, is rounded to; None: it is not.
-    applied: x has come through them already; more_gradient: is added to g."""
+    stored: the last of these roundings is the store's. applied: x has come through them already;
+    more_gradient: is added to g."""
     lines, more, slots = [], [], []
-    for index, operation in enumerate(operations):
+    for index, (operation, to) in enumerate(zip(operations, types[1:], strict=True)):
         given = ""
         if operation.operand:
             given, operands = f", t[{operands}]", operands + 1
@@ -190,13 +195,20 @@ def _stage(
         more.append(given)
         has_gradient = operation.definition.operand_backward is not None
         slots.append(operands - 1 if has_gradient else None)
-        lines.append(cpp_function(f"{name}{index}", operation, "forward"))
-        lines.append(cpp_function(f"{name}{index}_backward", operation, "backward"))
+        function = f"{name}{index}"
+        lines.append(_for_type(cpp_function(function, operation, "forward"), to))
+        lines.append(_for_type(cpp_function(f"{function}_backward", operation, "backward"), to))
         if operation.definition.operand_backward is not None:
             body = f"{name}{index}_operand_backward"
             lines.append(cpp_function(body, operation, "operand_backward"))
+    types = _needed(operations, types, stored)
     apply = _apply(name, (), (None,)) if applied else _apply(name, more, types)
     return [*lines, apply, _backward(name, more, slots, types, more_gradient)]
+
+
+def _for_type(text: str, to: str | None) -> str:
+    """Of a result that is rounded: by chain_rounded.cuh's functions; the derivative shares them."""
+    return text if to is None else re.sub(r"\b(exp|quotient)\(", rf"EPINORM_FOR(\1, {to})(", text)
 
 
 def _rounded(value: str, to: str | None) -> str:
@@ -204,13 +216,22 @@ def _rounded(value: str, to: str | None) -> str:
 
 
 def _apply(name: str, more: Sequence[str], types: Sequence[str | None]) -> str:
-    """``more``: what each operation takes besides x."""
+    """For one number, and for a pair of them. ``more``: what each operation takes besides x."""
     results = ["x", *(f"{name}{i}<T>(x{given})" for i, given in enumerate(more))]
     rounded = [_rounded(result, to) for result, to in zip(results, types, strict=True)]
     steps = "".join(f" x = {value};" for value in rounded if value != "x")
+    pairs = []
+    for result, to in zip(results, types, strict=True):
+        if result != "x":
+            one = result.replace("(x", "(x[i]").replace("t[", "t[i][")
+            pairs.append(f"for (int i = 0; i < 2; ++i) x[i] = {one};")
+        if to is not None:
+            pairs.append(f"EPINORM_ROUND_PAIR({to}, x[0], x[1]);")
     return (
         f"template <typename T> EPINORM_FUNCTION T {name}_apply"
-        f"(Constants<T> c, T x, const T (&t)[kSlots]) {{{steps} return x; }}"
+        f"(Constants<T> c, T x, const T (&t)[kSlots]) {{{steps} return x; }}\n"
+        f"template <typename T> EPINORM_FUNCTION void {name}_apply"
+        f"(Constants<T> c, T (&x)[2], const T (&t)[2][kSlots]) {{ {' '.join(pairs)} }}"
     )
 
 
