@@ -293,7 +293,7 @@ def test_what_the_host_takes_decides_about_small_problems(kind, hopper, monkeypa
 
 @pytest.mark.parametrize("m", [128, 1280])
 def test_training_small_fp32_layers_is_not_left_to_pytorch(m, hopper):
-    """TD-MPC2's at `highest`: the host takes 0.65 to 0.8 of the time that eager's layers take it."""
+    """TD-MPC2's at `highest`: the host takes 0.65 to 0.8 of the time that it takes for eager's."""
     facts = dict(m=m, k=512, channels=512, groups=1, chain="layer_norm|mish", training=True)
     assert cuda_plan.plan_cuda(problem_of(kind="highest", **facts), "auto").strategy == "planes"
 
