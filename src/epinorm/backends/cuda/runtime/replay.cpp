@@ -151,9 +151,9 @@ PyObject* new_program(PyTypeObject* type, PyObject* args, PyObject*) {
     made->keys = like.key_set();
     made->large = numbers(large);
     for_each(buffers, [&](PyObject* each) {
-      PyObject *sizes, *type_of;
-      if (!PyArg_ParseTuple(each, "OO", &sizes, &type_of)) throw_python_error();
-      made->made.push_back({numbers(sizes), dtype(type_of)});
+      PyObject *sizes, *type_of, *over;
+      if (!PyArg_ParseTuple(each, "OOO", &sizes, &type_of, &over)) throw_python_error();
+      made->made.push_back({numbers(sizes), dtype(type_of), number(over)});
     });
     made->constants = tensors(constants);
     made->results = numbers(results);
