@@ -18,8 +18,11 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-# Inductor would start a pool of processes that each import PyTorch, for a handful of files.
+# Inductor would start a pool of processes that each import PyTorch, for a handful of files; and compile
+# seven programs to see which vector instructions there are, and all of PyTorch's headers beforehand.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,13 +75,16 @@ def _remembering_compiler(base: Path) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def guards_are_not_timed() -> Iterator[None]:
+def compiling_is_not_observed() -> Iterator[None]:
     """PyTorch times the guards of all that it compiles, with caches flushed: half of a small
-    model's compilation."""
+    model's compilation; and writes what it does for a reader who is not there."""
     from torch._dynamo import guards
+    from torch._logging import _internal
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
+        if log := getattr(_internal, "trace_log", None):
+            patch.setattr(log, "handlers", [])
         yield
 
 
