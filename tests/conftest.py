@@ -77,14 +77,14 @@ def _remembering_compiler(base: Path) -> str:
 @pytest.fixture(scope="session", autouse=True)
 def compiling_is_not_observed() -> Iterator[None]:
     """PyTorch times the guards of all that it compiles, with caches flushed: half of a small
-    model's compilation; and writes what it does for a reader who is not there."""
+    model's compilation; and pytest would keep what it notes for a log of its own."""
     from torch._dynamo import guards
     from torch._logging import _internal
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
-        if log := getattr(_internal, "trace_log", None):
-            patch.setattr(log, "handlers", [])
+        patch.setattr(_internal.trace_log, "handlers", [])
+        patch.setattr(_internal.trace_log, "addHandler", lambda _: None)
         yield
 
 
@@ -98,7 +98,9 @@ def small_calls() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Start every test from the same random state, alone or in the suite."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():  # else torch.manual_seed notes where it was called, for later
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture
