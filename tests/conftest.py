@@ -18,8 +18,8 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-# Inductor would start a pool of processes that each import PyTorch, for a handful of files; and compile
-# seven programs to see which vector instructions there are, and all of PyTorch's headers beforehand.
+# Inductor would start a pool of processes that each import PyTorch, for a handful of files, compile
+# seven programs to see which vector instructions there are, and all PyTorch's headers beforehand.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
