@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
@@ -173,3 +174,20 @@ def test_each_table_is_repeated(exported: ModuleType, fake: ctypes.CDLL, case: t
     made = tables(*case)
     count = sum(check_repeated(exported, fake, made, key) for key in made.tables)
     assert count > 0
+
+
+def test_a_product_reads_a_slice_where_it_begins(exported: ModuleType, fake: Any) -> None:
+    made = tables("layer_norm", 32, 64, 128, (False, True, True), "epilogue", "h200")
+    key = next(key for key in made.tables if key[2:] == ("bfloat16", "forward"))
+    table = ast.literal_eval(made.tables[key])
+    exported.KERNELS = [(source.entry, "") for source in made.sources]
+    exported._machine_code = lambda _: b""
+    exported._kernel.cache_clear()
+    program = exported._repeated(exported._host(), table, torch.device("cpu"))
+    exported._host().ask(lambda: 0, lambda device: STREAM, None)
+    x, weight = torch.randn(64, 64).bfloat16(), torch.randn(256, 64).bfloat16()
+    given = [x[32:], weight[128:], torch.ones(128).bfloat16(), torch.ones(128).bfloat16()]
+    expected = nn.functional.linear(*given[:2])
+    found = program(given)
+    z = next(t for t in found[1:] if t.shape == expected.shape)
+    torch.testing.assert_close(z, expected)
