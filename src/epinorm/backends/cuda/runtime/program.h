@@ -174,7 +174,8 @@ struct Program {
       const int status =
           encode(found.data, map.type, 2, reinterpret_cast<void*>(address), map.sizes, &map.stride,
                  map.box, ones, 0, map.swizzle, map.promotion, 0);
-      TORCH_CHECK(status == 0, "encoding a tensor map failed with CUresult ", status);
+      // No streams: where libstdc++ is linked into an extension, its own are not those of the process.
+      TORCH_CHECK(status == 0, "encoding a tensor map failed: CUresult " + std::to_string(status));
       found.id = map.id;
       found.address = address;
     }

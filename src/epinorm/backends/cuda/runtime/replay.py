@@ -240,29 +240,46 @@ def recording(given: Sequence[Tensor]) -> Iterator[Recording]:
 _map_ids = itertools.count(1)
 
 
-def replay(noted: Recording, results: Sequence[Tensor]) -> Any:
-    """A recorded run as a function of a list of tensors like those given to it, which it empties,
-    to new tensors like its results; ``fits`` of it says whether they are as many, on the current
-    device and begin as those did.
+class Recorded(NamedTuple):
+    """What a program is made of, besides functions (``new_program`` of replay.cpp)."""
 
-    results: among what the run allocated. Raises CannotReplay for a run of another kind. Only once
-    ``native`` has answered.
-    """
+    given: int
+    large: list[int]
+    made: list[tuple[tuple[int, ...], torch.dtype, int]]
+    constants: list[Tensor]
+    results: list[int]
+    maps: list[_Map]
+    steps: list[tuple[Any, ...]]
+
+
+def recorded(noted: Recording, results: Sequence[Tensor]) -> Recorded:
+    """A run with its results, which are among what it allocated. Raises CannotReplay where it is of
+    another kind."""
     if noted.refused:
         raise CannotReplay(noted.refused)
-    buffers, given, count = noted.buffers, noted.given, noted.launches
+    buffers, given = noted.buffers, noted.given
     found = [noted.find(t.data_ptr()) for t in results]
     kept = [at[0] for at in found if at is not None and at[0] >= given and not at[1]]
     sizes = [buffers[i].end - buffers[i].begin for i in kept]
     if len(set(kept)) < len(results) or sizes != [t.nbytes for t in results]:
         raise CannotReplay("a result is not its own")
-    device = results[0].device
     shapes = {buffer: tuple(t.shape) for buffer, t in zip(kept, results, strict=True)}
     steps, over = _with_lifetimes(noted, kept)
     made = [
         (shapes.get(i, each.shape), each.dtype, over.get(i, -1)) for i, each in enumerate(buffers)
     ][given:]
     large = [i for i, each in enumerate(buffers[:given]) if math.prod(each.shape) > 1]
+    return Recorded(given, large, made, noted.constants, kept, noted.maps, steps)
+
+
+def replay(noted: Recording, results: Sequence[Tensor]) -> Any:
+    """A recorded run as a function of a list of tensors like those given to it, which it empties,
+    to new tensors like its results; ``fits`` of it says whether they are as many, on the current
+    device and begin as those did.
+
+    Raises as ``recorded``. Only once ``native`` has answered.
+    """
+    facts, count, device = recorded(noted, results), noted.launches, results[0].device
     functions = [pointer_to(getattr(driver(), name)) for name in _FUNCTIONS]
 
     def trouble(status: int, launches: int) -> None:
@@ -271,10 +288,8 @@ def replay(noted: Recording, results: Sequence[Tensor]) -> Any:
             raise RuntimeError(text)
         make_primary_context_current(device.index or 0)  # a thread's first use of CUDA
 
-    return native().Program(
-        *(functions, results[0].new_empty(0), given, large, made, noted.constants, kept),
-        *(b"".join(map(bytes, noted.maps)), steps, trouble),
-    )
+    facts = facts._replace(maps=b"".join(map(bytes, facts.maps)))  # type: ignore[arg-type]
+    return native().Program(functions, results[0].new_empty(0), *facts, trouble)
 
 
 def _with_lifetimes(
