@@ -74,6 +74,17 @@ def test_a_step_runs_no_python(gpu, caller, monkeypatch):
     assert gpu.replayed == before + 3  # the norm, forward and backward, and its sums over rows
 
 
+@pytest.mark.parametrize(("m", "k"), [(0, K), (M, 0)])
+def test_no_rows_and_no_terms_again_and_again(gpu, m, k):
+    """Their gradients are empty, or sums of nothing."""
+    caller = Caller(CHAIN, "epilogue")
+    for _ in range(6):
+        given = [
+            t.detach()[:, :k].requires_grad_() if i < 2 else t for i, t in enumerate(tensors((m,)))
+        ]
+        check(caller, given, native=False)
+
+
 def test_a_residual_that_is_x(gpu, monkeypatch):
     """As in norm(x + linear(x)), from the first call on."""
     caller = Caller("add_residual|layer_norm(1e-05)", "epilogue")

@@ -30,12 +30,20 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_layer_in_fp32_is_opened_and_as_exact_as_eager(norm_first: bool) -> None:
-    model, x = layer(norm_first), torch.randn(B, T, E, device="cuda")
-    fused, exact = epinorm.fuse(copy.deepcopy(model)), copy.deepcopy(model).double()
-    for truth, eager, ours in zip(
-        step(exact, x.double()), step(model, x), step(fused, x), strict=True
-    ):
-        assert (ours - truth).norm() <= 2 * (eager - truth).norm() + 2**-24 * truth.norm()
+    """Over four draws, as whole models are judged (docs/measuring.md)."""
+    squares = []
+    for _ in range(4):
+        model, x = layer(norm_first), torch.randn(B, T, E, device="cuda")
+        fused, exact = epinorm.fuse(copy.deepcopy(model)), copy.deepcopy(model).double()
+        runs = zip(step(exact, x.double()), step(model, x), step(fused, x), strict=True)
+        squares.append(
+            [
+                [t.norm().item() ** 2 for t in (truth, eager - truth, ours - truth)]
+                for truth, eager, ours in runs
+            ]
+        )
+    for truth, eager, ours in torch.tensor(squares, dtype=torch.float64).sum(0).sqrt().tolist():
+        assert ours <= 2 * eager + 2**-24 * truth
     with torch.no_grad():
         # In eval PyTorch's own kernel has GELU's approximation by tanh, in float64 too.
         truth, eager, ours = exact(x.double()), model.eval()(x), fused.eval()(x)

@@ -89,7 +89,7 @@ def gradients(dz: Tensor, weight: Tensor, x: Tensor, planes: int) -> tuple[Tenso
         torch.zeros(n, dtype=torch.uint8, device="cuda"),
     )
     largest = Largest(
-        dz, rows.data_ptr(), 1, columns.data_ptr(), 1, flags[0].data_ptr(), flags[1].data_ptr()
+        dz, rows.data_ptr(), 1, columns.data_ptr(), flags[0].data_ptr(), flags[1].data_ptr()
     )
     dx, dw = products.multiply(inputs, [products.operands(inputs, None)], dz, largest)
     assert dx is not None

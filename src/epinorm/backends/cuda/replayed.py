@@ -242,7 +242,9 @@ class ReplayedBackward:
     ) -> Gradients:
         """As ``executable.CudaExecutable.backward``."""
         # x and W as well, which are saved by name: their data may have been exchanged meanwhile.
-        if not all([t.is_contiguous() for t in (dy, inputs.x, inputs.weight, *inputs.operands)]):
+        # Native code gives back no gradient that is empty.
+        read = (dy, inputs.x, inputs.weight, *inputs.operands)
+        if not all([t.is_contiguous() and t.numel() for t in read]):
             return self._run(inputs, kept, dy, want, left)
         # Looked at once: another thread may free them to make room.
         planes = (None, None) if left is None else (left.x, left.weight)
