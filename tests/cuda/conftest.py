@@ -76,10 +76,11 @@ class Launch:
 @dataclass
 class ImaginaryGPU:
     """What it was asked to launch; ``stream`` is what PyTorch's current stream is; ``interrupt``
-    runs once, when a launch is about to be read."""
+    runs once, when a launch is about to be read; launches of the kind ``refused`` fail."""
 
     stream: int = 5
     interrupt: Callable[[], object] | None = None
+    refused: str = ""
     launches: list[Launch] = field(default_factory=list)
     sources: list[tuple[str, Any]] = field(default_factory=list)
     split: dict[int, Tensor] = field(default_factory=dict)
@@ -122,11 +123,18 @@ class ImaginaryGPU:
     def cuKernelSetAttribute(self, *_: Any) -> int:
         return 0
 
+    def cuGetErrorName(self, *_: Any) -> int:
+        return 1
+
+    cuGetErrorString = cuGetErrorName
+
     def cuLaunchKernelEx(self, config: Any, handle: Any, parameters: Any, _: None) -> int:
         if self.interrupt is not None:
             run, self.interrupt = self.interrupt, None
             run()
         kind, source = self.sources[handle.value - 1]
+        if kind == self.refused:
+            return 700  # CUDA_ERROR_ILLEGAL_ADDRESS
         stream = ctypes.c_uint64.from_address(config.value + 32).value
         pointers = parameters.value
         arguments = []

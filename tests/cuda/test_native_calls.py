@@ -188,6 +188,21 @@ def test_gradients_as_they_come(caller, strides):
     compare(found, torch.autograd.grad(eager(given), given, dy))
 
 
+@pytest.mark.parametrize("kind", ["norm_forward", "norm_backward", "norm_column_sums"])
+def test_a_launch_that_fails_raises_and_the_next_step_is_right(gpu, caller, kind):
+    given = tensors()
+    alive = weakref.ref(given[0])
+    gpu.refused = kind
+    with pytest.raises(RuntimeError, match=r"launch [12] of [12] failed with"):
+        call(caller, given).backward(torch.randn(M, N, dtype=torch.float64))
+    gpu.refused = ""
+    assert given[1].grad is None
+    check(caller, tensors())
+    del given
+    gc.collect()
+    assert alive() is None
+
+
 def test_hooks(caller):
     given, seen = tensors(), []
     y = call(caller, given)
