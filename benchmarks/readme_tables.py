@@ -114,6 +114,23 @@ def accumulation_table(folder: Path) -> str:
     return measured_table(heads, lines, measured)
 
 
+def sums_table(folder: Path) -> str:
+    """A line for each row of ``benchmarks/sums.py``, forward: what the second result costs."""
+    measured = [
+        row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())
+    ]
+    lines = [
+        [
+            row["shape"],
+            row["kind"],
+            *(microseconds(row[n]) for n in ("one", "two", "eager", "compile")),
+        ]
+        for row in measured
+    ]
+    heads = ("shape", "setting", "y alone", "y and the sum", "eager, both", "compile, both")
+    return measured_table(heads, lines, measured)
+
+
 def liger_table(folder: Path) -> str:
     """A line for each row of ``benchmarks/liger.py``, with Liger-Kernel's version below."""
     measured = [

@@ -37,6 +37,7 @@ from readme_tables import (
     models_table,
     short_table,
     suite_table,
+    sums_table,
 )
 from speedups import THEMES, speedup_svg
 from sweep_plot import svg as sweep_svg
@@ -44,6 +45,14 @@ from sweep_plot import svg as sweep_svg
 ROOT = Path(__file__).resolve().parents[1]
 PICTURED_RESULTS = "nvidia-h200"
 
+
+FOLDERS = {
+    "judged": judged_table,
+    "liger": liger_table,
+    "accumulation": accumulation_table,
+    "sums": sums_table,
+}
+"""What makes a table of a folder of results, by its name."""
 
 _MARKED = re.compile(r"(<!-- begin:(?P<name>[\w.-]+) -->\n).*?(<!-- end:(?P=name) -->)", re.DOTALL)
 
@@ -63,12 +72,8 @@ def update_marked(text: str, results: Path) -> str:
 
 def marked_table(name: str, results: Path) -> str:
     """The table that a marker's NAME stands for, or that it is not measured yet."""
-    if name == "judged":
-        return judged_table(results / "judged")
-    if name == "liger":
-        return liger_table(results / "liger")
-    if name == "accumulation":
-        return accumulation_table(results / "accumulation")
+    if name in FOLDERS:
+        return FOLDERS[name](results / name)
     for kind, table in (("models-", _models_table), ("kernelbench-", _suite_table)):
         if name.startswith(kind):
             return table(name.removeprefix(kind), results)
@@ -81,7 +86,7 @@ def marked_table(name: str, results: Path) -> str:
     else:
         raise ValueError(
             f"marker {name!r} must end in -forward, -training or -micro (and then -short for "
-            "six columns), after the name of a results file, or be judged, accumulation or liger"
+            f"six columns), after the name of a results file, or be one of {', '.join(FOLDERS)}"
         )
     return short_table(keep) if short else markdown_table(keep)
 

@@ -106,9 +106,10 @@ def main() -> None:
             rows.append(row(name, kind, options.runs, not options.forward))
             print(json.dumps(rows[-1]), flush=True)
     if options.out:
+        facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        facts |= {"commit": commit(), "date": today()}
         with open(options.out, "w") as file:
-            facts = {"gpu": torch.cuda.get_device_name(), "commit": commit(), "date": today()}
-            json.dump({**facts, "rows": rows}, file, indent=1)
+            json.dump([row | facts for row in rows], file, indent=1)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,11 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-# Inductor would start a pool of processes that each import PyTorch, for a handful of files.
+# Inductor would start a pool of processes that each import PyTorch, for a handful of files, compile
+# seven programs to see which vector instructions there are, and all PyTorch's headers beforehand.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,13 +75,16 @@ def _remembering_compiler(base: Path) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def guards_are_not_timed() -> Iterator[None]:
+def compiling_is_not_observed() -> Iterator[None]:
     """PyTorch times the guards of all that it compiles, with caches flushed: half of a small
-    model's compilation."""
+    model's compilation; and pytest would keep what it notes for a log of its own."""
     from torch._dynamo import guards
+    from torch._logging import _internal
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
+        patch.setattr(_internal.trace_log, "handlers", [])
+        patch.setattr(_internal.trace_log, "addHandler", lambda _: None)
         yield
 
 
@@ -92,7 +98,9 @@ def small_calls() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Start every test from the same random state, alone or in the suite."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():  # else torch.manual_seed notes where it was called, for later
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture

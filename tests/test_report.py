@@ -230,6 +230,14 @@ def test_judged_table(tmp_path: Path) -> None:
     assert lines[-1] == "G, PyTorch 2, commit abc, 2026-01-01. Medians of interleaved runs."
 
 
+def test_sums_table(tmp_path: Path) -> None:
+    facts = {"gpu": "a GPU", "torch": "2", "commit": "abc", "date": "2026-01-02"}
+    row = {"shape": "bert_out", "kind": "high", "one": 90.0, "two": 101.0, "eager": 146.0, **facts}
+    (tmp_path / "gpu.json").write_text(json.dumps([row | {"compile": 109.0}]))
+    lines = readme_tables.sums_table(tmp_path).splitlines()
+    assert lines[2] == "| bert_out | high | 90 µs | 101 µs | 146 µs | 109 µs |"
+
+
 def test_liger_table(tmp_path: Path) -> None:
     assert readme_tables.liger_table(tmp_path) == "Not measured yet."
     row = {"case": "mid", "setting": "high", "pass": "forward", "eager_us": 300.0, "liger": "0.8"}

@@ -103,6 +103,41 @@ def test_what_says_nothing_is_left_out(mask: Made, left: Any) -> None:
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype", "kept"),
+    [
+        ("high", torch.float32, True),
+        ("highest", torch.float32, False),
+        ("high", torch.bfloat16, False),
+    ],
+)
+def test_a_mask_that_makes_attention_follow_the_setting_is_kept(
+    precision: str, dtype: torch.dtype, kept: bool
+) -> None:
+    torch._dynamo.reset()
+    masks: list[Any] = []
+
+    def attend(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=bidirectional(q))
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        (node,) = (n for n in gm.graph.nodes if "scaled_dot" in str(n.target))
+        value = node.args[0].meta["example_value"]
+        with value.fake_mode:
+            node.args[0].meta["example_value"] = torch.empty_like(value, device="cuda")
+        leave_out_masks(gm.graph)
+        masks.append(node.kwargs["attn_mask"])
+        return gm.forward
+
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        torch.compile(attend, backend=backend, dynamic=False)(torch.randn(2, 3, L, 4).to(dtype))
+    finally:
+        torch.set_float32_matmul_precision(was)
+    assert (masks[0] is not None) == kept
+
+
 def test_masks_of_sizes_that_change_are_kept() -> None:
     torch._dynamo.reset()
     masks: list[Any] = []

@@ -125,6 +125,11 @@ def test_no_tile_is_a_reason_too(hopper, monkeypatch):
         ((270, 768, 8192), "high", "silu|identity|gelu", "reference"),
         ((13, 3072, 384), "highest", "identity|gelu", "reference"),
         ((16384, 768, 768), "bfloat16", "add_residual|layer_norm", "single"),
+        ((16384, 768, 768), "high", "add_residual|layer_norm", "single"),  # in clusters
+        ((16384, 768, 768), "highest", "add_residual|layer_norm", "planes"),
+        ((16384, 3072, 768), "high", "add_residual|layer_norm", "planes"),
+        ((8192, 2048, 8192), "high", "group_norm(8)", "single"),
+        ((1024, 1024, 1024), "high", "rms_norm|silu", "epilogue"),
     ],
 )
 def test_what_loses_by_the_gpus_time_is_not_taken(hopper, sizes, kind, chain, strategy):
@@ -293,7 +298,7 @@ def test_what_the_host_takes_decides_about_small_problems(kind, hopper, monkeypa
 
 @pytest.mark.parametrize("m", [128, 1280])
 def test_training_small_fp32_layers_is_not_left_to_pytorch(m, hopper):
-    """TD-MPC2's at `highest`: the host takes 0.65 to 0.8 of the time that it takes for eager's."""
+    """TD-MPC2 at `highest`: the host takes 0.65 to 0.8 of the time that eager takes it."""
     facts = dict(m=m, k=512, channels=512, groups=1, chain="layer_norm|mish", training=True)
     assert cuda_plan.plan_cuda(problem_of(kind="highest", **facts), "auto").strategy == "planes"
 

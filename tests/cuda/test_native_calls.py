@@ -123,6 +123,17 @@ def test_a_retained_graph_and_one_that_is_gone(caller):
         torch.autograd.grad(y, given, dy)
 
 
+def test_dz_is_written_over_z_where_no_graph_is_retained(gpu, caller):
+    """The kernel that writes it is the last to read z."""
+    for retain in (True, False):
+        y = call(caller, tensors())
+        gpu.launches.clear()
+        y.backward(torch.randn(M, N, dtype=torch.float64), retain_graph=retain)
+        (norm,) = [each for each in gpu.launches if each.kind == "norm_backward"]
+        z, dz = norm.arguments[2], norm.arguments[10]
+        assert (z != dz) == retain
+
+
 def test_gradients_of_gradients(caller):
     given, dy = tensors(), torch.randn(M, N, dtype=torch.float64).requires_grad_()
     twice = []

@@ -1,30 +1,32 @@
-"""What an executable launches, as text: a table that ``templates/host.cpp`` repeats.
+"""What an executable launches, as a table that a program repeats (cuda/runtime/program.h).
 
 ``Tables.add`` takes one chain, with a norm or without, plans, compiles and runs it for each GPU and
-mode by a recorder (``backends/cuda/runtime/recorder.py``), and gives its number. In the file
+mode as if that GPU were there (``backends/cuda/runtime/recorder.py``), and gives its number. In the
+file
 
     y = _fused(number, x, weight, bias, norm_weight, norm_bias, operands, facts)
 
 is y, with gradients, or None where no table serves these tensors: the caller has the layers' own
 code for that. ``facts`` are values read from the model, compared with those of ``add``.
 
-A table has a line for each thing that happens; a name stands for a tensor:
+A table holds what ``templates/repeat.py.in`` makes a program of: names of what is given, which
+results there are, shapes and dtypes of what is allocated, with the buffer that it may be written
+over or -1, and of the constants, which are zeros, and then, with buffers as numbers (those given,
+those allocated, the constants)
 
-    take NAME...              what is given, in order
-    new NAME dtype size...    zeros NAME ...: filled; keep NAME ...: once for all calls
-    run KERNEL grid(3) block(3) shared cluster(3) dependent ARGUMENT...
-    mm OUT VIEW VIEW          addmm, linear: PyTorch's own
-    give NAME...              what comes back, - for nothing
-
-An argument is its letter in ``Kernel.prepare``'s signature and its value; of a pointer, p, a name
-and an offset in bytes; of a tensor map, m, besides that its dtype, rows, columns, bytes of a row,
-rows and columns of its box, swizzle and L2 promotion. A view is a name, an offset, rows, columns
-and their strides, in values.
+    large       of those given: more than one value, so that its address has to be aligned
+    results     in order
+    maps        sizes, stride in bytes, box, and the driver's numbers of type, swizzle, promotion
+    steps       a launch: number of its kernel, grid, block and bytes of shared memory, cluster, is
+                it a programmatic dependent, the arguments' bytes behind the launch's configuration,
+                their offsets, and the places of addresses: offset, buffer, map or -1, offset in it;
+                or a product of PyTorch's: out, a, b and bias, each a buffer, an offset, sizes and
+                strides in values; both with the buffers made before and let go of behind it
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,16 +37,12 @@ from torch import Tensor
 from epinorm.backends.cuda.executable import CudaExecutable
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.plan.strategy import plan_cuda
+from epinorm.backends.cuda.runtime import replay
+from epinorm.backends.cuda.runtime.arguments import CONFIG_BYTES, SHAPE
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.runtime.jit import KernelSource
-from epinorm.backends.cuda.runtime.recorder import (
-    Allocated,
-    Event,
-    Launched,
-    Mapped,
-    Operated,
-    recording,
-)
+from epinorm.backends.cuda.runtime.recorder import Launched, recording
+from epinorm.backends.cuda.runtime.tensor_map import TENSOR_MAP_BYTES
 from epinorm.chain import Chain
 from epinorm.precision import Precision
 from epinorm.problem import Forward, Inputs, Layout, Plan, Problem, Strategy, Wanted
@@ -72,6 +70,8 @@ time through a retained graph, where what forward left for backward is used up."
 
 NAMES = ("x", "weight", "bias", "norm_weight", "norm_bias")
 KEPT = ("z", "mean", "rstd")
+PLACE = "=Iiiiq"
+"""``Place`` of program.h: where, buffer, map, padding, offset."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Tables:
                     step = "training" if training else "inference"
                     self.refused.append(f"{mode} on {gpu}, {step}: {plan.reason}")
                     continue
-                run = _Step(problem, plan, recorder.events).passes(self._number_of)
+                run = _Step(problem, plan, recorder.launches, self._number_of).passes()
             self.served += [] if training else [Served(number, gpu, mode, plan)]
             for name, table in run.items():
                 self.tables[number, GPUS[gpu].capability, mode, name] = table
@@ -173,10 +173,16 @@ class Tables:
 
 
 class _Step:
-    """The passes of one problem, run once each."""
+    """The passes of one problem, run twice each: what is prepared once is not part of a table."""
 
-    def __init__(self, problem: Problem, plan: Plan, events: list[Event]) -> None:
-        self.problem, self.events = problem, events
+    def __init__(
+        self,
+        problem: Problem,
+        plan: Plan,
+        launches: list[Launched],
+        number_of: Callable[[KernelSource], int],
+    ) -> None:
+        self.problem, self.launches, self.number_of = problem, launches, number_of
         layout = Layout(problem.k, problem.k, (problem.m, problem.n))
         m, k, n, dtype = problem.m, problem.k, problem.n, problem.dtype
         has = (problem.has_bias, problem.has_norm_weight, problem.has_norm_bias)
@@ -188,119 +194,97 @@ class _Step:
         self.given = {
             name: t for name, t in zip(NAMES, self.inputs[:5], strict=True) if t is not None
         } | {f"operand{i}": t for i, t in enumerate(operands)}
-        del events[:]
         self.executable = CudaExecutable(problem, plan, layout)
 
-    def passes(self, number_of: Callable[[KernelSource], int]) -> dict[str, str]:
+    def passes(self) -> dict[str, str]:
         """The table of each pass by its name."""
         out = self.executable.forward(*self.inputs)
-        if not self.problem.training:
-            return {"inference": _text(self.events, self.given, [out.y], number_of)}
         left = getattr(out, "left", None)
-        self.kept = {n: t for n, t in zip(KEPT, out[1:4], strict=True) if t.numel()}
+        kept = {n: t for n, t in zip(KEPT, out[1:4], strict=True) if t.numel()}
         planes = (("left_x", left and left.x), ("left_weight", left and left.weight))
-        self.left = {name: t for name, t in planes if t is not None}
-        saved = {**self.kept, **self.left}
-        found = {"forward": _text(self.events, self.given, [out.y, *saved.values()], number_of)}
-        found["backward"] = self._backward(out, True, self.left, number_of)
-        found["backward without x"] = self._backward(out, False, self.left, number_of)
-        if self.left:
-            found["backward again"] = self._backward(out, True, {}, number_of)
+        waiting = {name: t for name, t in planes if t is not None}
+
+        def forward() -> list[Tensor]:
+            made = self.executable.forward(*self.inputs)
+            if not self.problem.training:
+                return [made.y]
+            left = getattr(made, "left", None)
+            planes = () if left is None else (left.x, left.weight)
+            return [t for t in (made.y, *made[1:4], *planes) if t is not None and t.numel()]
+
+        if not self.problem.training:
+            return {"inference": self._table(self.given, forward)}
+        found = {"forward": self._table(self.given, forward)}
+        found["backward"] = self._backward(out, True, kept, waiting)
+        found["backward without x"] = self._backward(out, False, kept, waiting)
+        if waiting:
+            found["backward again"] = self._backward(out, True, kept, {})
         return found
 
-    def _backward(self, out: Forward, of_x: bool, left: dict[str, Tensor], number_of: Any) -> str:
-        del self.events[:]
+    def _backward(
+        self, out: Forward, of_x: bool, kept: dict[str, Tensor], left: dict[str, Tensor]
+    ) -> str:
         inputs = self.inputs
         bias, norm_weight, norm_bias = [t is not None for t in inputs[2:5]]
         operands = tuple(True for _ in inputs.operands)
         want = Wanted(of_x, True, bias, norm_weight, norm_bias, operands)
-        planes = KeptPlanes(left.get("left_x"), left.get("left_weight")) if left else None
-        if planes is not None:
-            planes.restrict(of_x, True)
         dy = torch.empty_like(out.y)
-        given = {**self.given, **self.kept, **left, "dy": dy}
-        found = self.executable.backward(inputs, [Forward(*out)], dy, want, planes)
-        wanted = [g for g, t in zip(found[:5], inputs[:5], strict=True) if t is not None]
-        return _text(self.events, given, [*wanted, *found.operands], number_of)
 
+        def backward() -> list[Tensor | None]:
+            planes = KeptPlanes(left.get("left_x"), left.get("left_weight")) if left else None
+            if planes is not None:
+                planes.restrict(of_x, True)
+            found = self.executable.backward(inputs, [Forward(*out)], dy, want, planes)
+            wanted = [g for g, t in zip(found[:5], inputs[:5], strict=True) if t is not None]
+            return [*wanted, *found.operands]
 
-class _Buffers:
-    """Whose memory an address is in."""
+        backward()
+        return self._table({**self.given, **kept, **left, "dy": dy}, backward)
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        found = sorted((t.data_ptr(), name, t) for name, t in tensors if t.numel())
-        self.starts = [start for start, _, _ in found]
-        self.found = found
+    def _table(
+        self, given: Mapping[str, Tensor], run: Callable[[], Sequence[Tensor | None]]
+    ) -> str:
+        with replay.recording(list(given.values())) as noted:
+            found = run()
+        facts = replay.recorded(noted, [t for t in found if t is not None])
+        if any(t.any() for t in facts.constants):
+            raise RuntimeError("a pass reads a tensor of its own that is not zeros")
+        made = [(shape, str(dtype)[6:], over) for shape, dtype, over in facts.made]
+        constants = [(tuple(t.shape), str(t.dtype)[6:]) for t in facts.constants]
+        maps = [(*m.sizes, m.stride, *m.box, m.type, m.swizzle, m.promotion) for m in facts.maps]
+        head = (tuple(given), tuple(t is not None for t in found), made, constants)
+        lines = [*head, facts.large, facts.results, maps]
+        steps = [self._step(*step) for step in facts.steps]
+        return "".join(
+            [
+                "(\n",
+                *(f"        {line!r},\n" for line in lines),
+                "        (\n",
+                *(f"            {step!r},\n" for step in steps),
+                "        ),\n    )",
+            ]
+        )
 
-    def at(self, address: int) -> tuple[str, int]:
-        """The tensor's name, and how many bytes after its beginning."""
-        i = bisect_right(self.starts, address) - 1
-        if i >= 0:
-            start, name, tensor = self.found[i]
-            if address <= start + tensor.nbytes:
-                return name, address - start
-        raise RuntimeError(f"a launch is given the address {address:#x}, which is nobody's")
-
-
-def _text(
-    events: list[Event],
-    given: Mapping[str, Tensor],
-    results: Sequence[Tensor | None],
-    number_of: Callable[[KernelSource], int],
-) -> str:
-    """The table of what happened, from tensors of these names to these results."""
-    known = {t.data_ptr() for t in given.values()}
-    new = [e for e in events if isinstance(e, (Allocated, Operated))]
-    new = [event for event in new if _made(event).data_ptr() not in known]
-    made = {f"t{i}": event for i, event in enumerate(new)}
-    tensors = {**given, **{name: _made(event) for name, event in made.items()}}
-    buffers = _Buffers(tensors.items())
-    for_products = {t.data_ptr() for e in events if isinstance(e, Operated) for t in e.arguments}
-    lines, there = [f"take {' '.join(given)}"], set(given)
-
-    def named(address: int) -> tuple[str, int]:
-        """As ``_Buffers.at``; a tensor begins to be there when it is first used."""
-        name, offset = buffers.at(address)
-        if name not in there:
-            there.add(name)
-            event = made[name]
-            if isinstance(event, Allocated):
-                how = "keep" if address in for_products else "zeros"
-                lines.append(f"{how if event.zeros else 'new'} {name} {_size(event.tensor)}")
-        return name, offset
-
-    def argument(letter: str, value: Any) -> str:
-        if isinstance(value, Mapped):
-            name, offset = named(value.address)
-            box = f"{value.rows}:{value.columns}:{value.row_bytes}:{value.box_rows}"
-            rest = f"{box}:{value.box_columns}:{value.swizzle}:{value.l2_promotion}"
-            return f"m{name}+{offset}:{str(value.dtype)[6:]}:{rest}"
-        if letter == "p":
-            return "p{}+{}".format(*named(value)) if value else "p0"
-        return f"{letter}{float(value).hex() if letter in 'fd' else value}"
-
-    def view(tensor: Tensor) -> str:
-        name, offset = named(tensor.data_ptr())
-        numbers = (offset // tensor.itemsize, *tensor.shape, *tensor.stride())
-        return f"{name}:{':'.join(map(str, numbers))}"
-
-    for event in events:
-        if isinstance(event, Launched):
-            values = zip(event.signature, event.values, strict=True)
-            arguments = " ".join([argument(letter, value) for letter, value in values])
-            shape = (*event.grid, *event.block, event.shared_bytes, *event.cluster)
-            head = f"run {number_of(event.source)} {' '.join(map(str, shape))}"
-            lines.append(f"{head} {int(event.dependent)} {arguments}")
-        elif isinstance(event, Operated):
-            views = " ".join([view(t) for t in event.arguments])
-            lines.append(f"{event.name} {named(event.result.data_ptr())[0]} {views}")
-    back = ["-" if t is None else named(t.data_ptr())[0] for t in results]
-    return "\n".join([*lines, f"give {' '.join(back)}"]) + "\n"
-
-
-def _made(event: Allocated | Operated) -> Tensor:
-    return event.tensor if isinstance(event, Allocated) else event.result
-
-
-def _size(tensor: Tensor) -> str:
-    return " ".join([str(tensor.dtype)[6:], *map(str, tensor.shape)])
+    def _step(
+        self,
+        kernel: int,
+        frame: bytes,
+        offsets: bytes,
+        places: bytes,
+        matrices: Any,
+        made: list[int],
+        done: list[int],
+    ) -> tuple[Any, ...]:
+        if kernel == 0:
+            return (matrices, made, done)
+        launched = self.launches[kernel - 1]
+        arguments, where = bytearray(frame), []
+        for at, buffer, number, _, offset in struct.iter_unpack(PLACE, places):
+            size = 8 if number < 0 else TENSOR_MAP_BYTES
+            arguments[at : at + size] = bytes(size)
+            where.append((at, buffer, number, offset))
+        return (
+            *(self.number_of(launched.source), SHAPE.unpack_from(frame), launched.cluster),
+            *(int(launched.dependent), arguments[CONFIG_BYTES:].hex()),
+            *(struct.unpack(f"{len(offsets) // 4}I", offsets), where, made, done),
+        )

@@ -13,12 +13,15 @@ from epinorm.backends.cuda.text.source import KERNEL_FOLDER, read_kernel
 from epinorm.tools.export.dump import Tables
 
 TEMPLATE_FOLDER = Path(__file__).parent / "templates"
-PARTS = {"build": "build.py.in", "repeat": "repeat.py.in", "host": "host.cpp"}
+PARTS = {"build": "build.py.in", "repeat": "repeat.py.in"}
 """What is in each file as it stands, by its name in the template."""
+HOST = ("program.h", "chain_node.h", "replay.cpp")
+"""The library's own launcher, of which a file has the program alone."""
 SHORTEST_SHARED = 300
 """Characters of a piece of text that is worth a place of its own."""
 
 _INCLUDE = re.compile(r'#include "([\w./]+)"')
+_OF_THE_LIBRARY = re.compile(r"^#ifndef EPINORM_PROGRAM_ALONE\n.*?^#endif\n", re.S | re.M)
 _COMMENT = re.compile(r"[ \t]*(//[^\n]*|/\*.*?\*/)", re.S)
 _PIECE = re.compile(r"^(?:namespace \w+ \{.*?^\}[^\n]*\n|__device__.*?^\}\n)", re.S | re.M)
 """What is generated once and stands in many kernels: a chain, an instruction."""
@@ -43,8 +46,9 @@ def values_of(tables: Tables) -> dict[str, str]:
         "files": "".join(f'    {n!r}: r"""\n{_file(n)}""",\n' for n in _files(n for _, n in split)),
         "shared": "".join(f'    r"""\n{piece}""",\n' for piece in shared),
         "kernels": "".join(kernels),
-        "tables": "".join(f'    {k!r}: """{table}""",\n' for k, table in tables.tables.items()),
+        "tables": "".join(f"    {k!r}: {table},\n" for k, table in tables.tables.items()),
         "chains": "".join(chains),
+        "host": _host(),
         **{name: template(file) for name, file in PARTS.items()},
     }
 
@@ -93,6 +97,15 @@ def _files(names: Iterable[str]) -> list[str]:
             found[name] = None
             left += _INCLUDE.findall((KERNEL_FOLDER / name).read_text(encoding="utf-8"))
     return sorted(found)
+
+
+@cache
+def _host() -> str:
+    folder = KERNEL_FOLDER / "runtime"
+    text = "".join([(folder / name).read_text(encoding="utf-8") for name in HOST])
+    text = _OF_THE_LIBRARY.sub("", text)
+    text = re.sub(r'#pragma once\n|#include "[\w./]+"\n', "", text)
+    return _allowed(re.sub(r"\n\s*\n+", "\n", text)).lstrip("\n")
 
 
 @cache

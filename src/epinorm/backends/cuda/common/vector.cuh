@@ -41,6 +41,12 @@ struct Vector {
     for (int i = 0; i < kUnits; ++i) unit[i] = __ldg(reinterpret_cast<const Unit*>(from) + i);
   }
 
+  // What this thread itself may write later.
+  EPINORM_FUNCTION void load_own(const S* from) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) unit[i] = reinterpret_cast<const Unit*>(from)[i];
+  }
+
   EPINORM_FUNCTION void store(S* target) const {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) reinterpret_cast<Unit*>(target)[i] = unit[i];

@@ -22,7 +22,7 @@ from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_tile import LARGEST_ACCESS_BYTES, WARP, ceil_div, vector_width
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.jit import load
-from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
+from epinorm.backends.cuda.runtime.prepared import may_be_over, new_tensor, starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
@@ -232,6 +232,8 @@ class _Launches:
         m = self.problem.m
         sums, elements = self.row_gradients.new()
         dz = None if self.new_dz is None else self.new_dz()
+        if dz is not None:
+            may_be_over(dz, kept.z)
         if self.nothing:
             for gradient in sums:
                 gradient.zero_()

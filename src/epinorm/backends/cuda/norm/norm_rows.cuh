@@ -116,7 +116,7 @@ struct Pass {
 #pragma unroll
       for (int e = 0; e < kVectors; ++e)
         if (in_rows && here.inside(e)) {
-          z[u][e].load(from.z + row * from.z_stride + here.column(e));
+          z[u][e].load_own(from.z + row * from.z_stride + here.column(e));
           dy[u][e].load(from.dy + row * from.dy_stride + here.column(e));
           elements[u][e].load(from.from, row, here.column(e));
         }

@@ -17,7 +17,7 @@ from epinorm.backends.cuda.runtime.tensor_map import TENSOR_MAP_ALIGNMENT, TENSO
 # attributes and number of attributes.
 SHAPE = struct.Struct("<7I4x")
 _CONFIG = "<QQI4x"
-_CONFIG_BYTES = SHAPE.size + struct.calcsize(_CONFIG)
+CONFIG_BYTES = SHAPE.size + struct.calcsize(_CONFIG)
 _ALIGNMENT = TENSOR_MAP_ALIGNMENT
 
 # Letter in a signature -> struct code, size and alignment in bytes.
@@ -67,7 +67,7 @@ class Frame:
 @cache
 def layout_of(signature: str) -> Layout:
     """Layout of a signature; raises `ValueError` for a letter that stands for nothing."""
-    codes, offsets, end = [_CONFIG], [], _CONFIG_BYTES
+    codes, offsets, end = [_CONFIG], [], CONFIG_BYTES
     for letter in signature:
         if letter not in FIELDS:
             raise ValueError(

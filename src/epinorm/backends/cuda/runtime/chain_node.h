@@ -1,23 +1,26 @@
 // A chain's forward pass with its place in autograd's graph, both without Python: for calls like one
-// that Python has computed and recorded. Whatever differs is Python's (operator/autograd.py).
+// that Python has computed and recorded. Whatever differs is Python's (operator/autograd.py). What is
+// not defined with EPINORM_PROGRAM_ALONE is not part of exported files (tools/export/text.py).
 #pragma once
 
 #include <Python.h>
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#ifndef EPINORM_PROGRAM_ALONE
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
+#endif
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
 #include <mutex>
@@ -27,13 +30,7 @@
 
 #include "program.h"
 
-namespace torch::autograd {
-void deleteNode(Node*);  // before PyTorch 2.12, whose nodes have shared pointers
-}
-
 namespace epinorm {
-
-namespace ag = torch::autograd;
 
 class WithGil {
  public:
@@ -77,6 +74,20 @@ class Held {
   error.persist();
   throw error;
 }
+
+// Functions of Python's that each call asks.
+inline PyObject *current_device = nullptr, *current_stream = nullptr, *current_setting = nullptr;
+
+#ifndef EPINORM_PROGRAM_ALONE
+}  // namespace epinorm
+
+namespace torch::autograd {
+void deleteNode(Node*);  // before PyTorch 2.12, whose nodes have shared pointers
+}
+
+namespace epinorm {
+
+namespace ag = torch::autograd;
 
 // Whether no mode, transform, profile or trace may want a call; autocast is no such thing.
 inline bool undisturbed() {
@@ -151,8 +162,6 @@ struct Call {
   const int* accumulating = nullptr;      // gradients may be added to what is there: Python's
   std::vector<Kind> saved;                // the inputs as the backward pass finds them
 };
-
-inline PyObject* current_setting = nullptr;  // a function of Python's
 
 inline bool has_setting(const Call& call) {
   if (!call.setting) return true;
@@ -375,5 +384,7 @@ inline bool fits(const Call& call, const Tensors& tensors) {
   if (autocast && at::autocast::get_autocast_dtype(kind) != *call.autocast) return false;
   return has_setting(call);
 }
+
+#endif
 
 }  // namespace epinorm

@@ -28,18 +28,12 @@ class Gpu:
 
 
 class StandIn(Protocol):
-    """Answers for the GPU, its kernels and tensor maps; see recorder.py."""
+    """Answers for the GPU and its kernels; see recorder.py."""
 
     gpu: Gpu
 
     def kernel(self, source: Any) -> Any:
         """Of a ``jit.KernelSource``, in a loaded ``launch.Kernel``'s place."""
-        ...
-
-    def tensor_map(
-        self, tensor: torch.Tensor, box_rows: int, box_columns: int, swizzle: int, l2_promotion: int
-    ) -> bytes:
-        """Of ``tensor_map.tensor_map``'s arguments, in a CUtensorMap's place."""
         ...
 
 

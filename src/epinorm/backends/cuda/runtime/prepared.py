@@ -32,6 +32,16 @@ recording: Any = None
 """A ``replay.Recording`` that is told of what dispatch does not see."""
 
 
+def may_be_over(made: Tensor, old: Tensor) -> None:
+    """Say that ``made`` may be written over ``old`` where nobody else holds that.
+
+    The kernel that fills it is the last to read ``old``, each value before it writes the one there.
+    """
+    noted = recording
+    if noted is not None:
+        noted.note_over(made, old)
+
+
 def new_tensor(
     size: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:

@@ -68,9 +68,11 @@ struct Step {
   std::vector<int64_t> made, done;  // buffers allocated before it, and let go of behind it
 };
 
+// over: the buffer of this size and dtype that it may be written over, or -1.
 struct Made {
   Sizes sizes;
   at::ScalarType dtype;
+  int64_t over;
 };
 
 struct KeptMap {
@@ -110,7 +112,7 @@ struct Program {
     buffers.insert(buffers.end(), constants.begin(), constants.end());
     int launches = 0;
     for (const Step& step : steps) {
-      for (int64_t i : step.made) buffers[i] = empty(made[i - given]);
+      for (int64_t i : step.made) buffers[i] = make(made[i - given], buffers);
       if (step.kernel == 0)
         multiply(step, buffers);
       else
@@ -124,7 +126,11 @@ struct Program {
   }
 
  private:
-  at::Tensor empty(const Made& one) const {
+  at::Tensor make(const Made& one, const Tensors& buffers) const {
+    if (one.over >= 0) {
+      const at::Tensor& old = buffers[one.over];
+      if (old.use_count() == 1 && old.storage().use_count() == 1) return old;  // nobody else's
+    }
     return at::Tensor(
         at::detail::empty_generic(one.sizes, allocator, keys, one.dtype, std::nullopt));
   }
@@ -168,7 +174,8 @@ struct Program {
       const int status =
           encode(found.data, map.type, 2, reinterpret_cast<void*>(address), map.sizes, &map.stride,
                  map.box, ones, 0, map.swizzle, map.promotion, 0);
-      TORCH_CHECK(status == 0, "encoding a tensor map failed with CUresult ", status);
+      // No streams: where libstdc++ is linked into an extension, its own are not those of the process.
+      TORCH_CHECK(status == 0, "encoding a tensor map failed: CUresult " + std::to_string(status));
       found.id = map.id;
       found.address = address;
     }

@@ -1,8 +1,7 @@
-"""Launches written down instead of made: what an executable would do on a GPU that is not there.
+"""A GPU that is not there, for whom an executable is planned, compiled and run all the same.
 
-Within ``recording(gpu)`` a plan is made and compiled as for that GPU, and run on tensors of the CPU
-that nothing reads. Each launch is noted with the memory that it is given, each allocation, and each
-of PyTorch's own operations. So a table of launches repeats the executable, and decides nothing.
+Within ``recording(gpu)`` that is done as for that GPU, on tensors of the CPU that nothing reads;
+``replay.recording`` within it notes what is launched. So what repeats it decides nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epinorm.backends import memo
 from epinorm.backends.cuda.runtime import launch
+from epinorm.backends.cuda.runtime.arguments import layout_of
 from epinorm.backends.cuda.runtime.compiled import Compiled
 from epinorm.backends.cuda.runtime.device import Gpu, standing_in
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
-from epinorm.backends.cuda.runtime.tensor_map import TENSOR_MAP_BYTES
 
 WARPS_OF_MULTIPROCESSOR = {(8, 6): 48, (8, 9): 48, (12, 0): 48, (12, 1): 48}
 """64 elsewhere. CUDA programming guide, compute capabilities."""
@@ -33,97 +31,30 @@ MULTIPROCESSORS_OF_GPC = 16
 
 
 @dataclass(frozen=True)
-class Allocated:
-    """A tensor not filled in; ``zeros``: or filled with them."""
-
-    tensor: Tensor
-    zeros: bool = False
-
-
-@dataclass(frozen=True)
 class Launched:
-    """A launch; values: as the bare arguments of ``Kernel.prepare``, a ``Mapped`` for a map."""
+    """What a launch's kernel, as ``Recording`` notes it, stands for: the first is 1."""
 
     source: KernelSource
-    signature: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
     cluster: tuple[int, int, int]
     dependent: bool
-    values: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """The arguments of ``tensor_map`` by what the driver needs of them."""
-
-    address: int
-    dtype: torch.dtype
-    rows: int
-    columns: int
-    row_bytes: int
-    box_rows: int
-    box_columns: int
-    swizzle: int
-    l2_promotion: int
-
-
-@dataclass(frozen=True)
-class Operated:
-    """One of PyTorch's own products, and its result."""
-
-    name: str
-    arguments: tuple[Tensor, ...]
-    result: Tensor
-
-
-Event = Allocated | Launched | Operated
 
 
 class Recorder(TorchDispatchMode):
-    """What happened so far, in order; it keeps every tensor, so that addresses are unique."""
+    """Stands in for a GPU; PyTorch's own products are not computed."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
         self.gpu = gpu
-        self.events: list[Event] = []
-        self._maps: list[Mapped] = []
+        self.launches: list[Launched] = []
 
     def kernel(self, source: KernelSource) -> _Kernel:
         return _Kernel(source, self)
 
-    def tensor_map(
-        self, tensor: Tensor, box_rows: int, box_columns: int, swizzle: int, l2_promotion: int
-    ) -> bytes:
-        rows, columns = tensor.shape
-        row_bytes = (tensor.stride(0) if rows > 1 else max(tensor.stride(0), columns)) * (
-            tensor.itemsize
-        )
-        box = box_rows, box_columns, swizzle, l2_promotion
-        self._maps.append(
-            Mapped(tensor.data_ptr(), tensor.dtype, rows, columns, -(-row_bytes // 16) * 16, *box)
-        )
-        return (len(self._maps) - 1).to_bytes(TENSOR_MAP_BYTES, "little")
-
-    def mapped(self, data: bytes) -> Mapped:
-        """What ``tensor_map`` gave these bytes for."""
-        return self._maps[int.from_bytes(data, "little")]
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("mm", "addmm", "linear"):
-            rows, matrix = [t for t in args if isinstance(t, Tensor)][-2:]
-            result = rows.new_empty(rows.shape[0], matrix.shape[name != "linear"])
-            given = tuple(t for t in args if isinstance(t, Tensor))
-            self.events.append(Operated(name, given, result))
-            return result
-        result = func(*args, **(kwargs or {}))
-        if name in ("empty", "empty_like", "new_empty", "empty_strided", "zeros"):
-            self.events.append(Allocated(result, name == "zeros"))
-        elif name not in ("view", "slice", "t", "transpose", "as_strided", "select", "detach"):
-            raise RuntimeError(f"{func} cannot be written down")
-        return result
+        if func.overloadpacket.__name__ in ("mm", "addmm"):
+            rows, matrix = args[-2:]
+            return rows.new_empty(rows.shape[0], matrix.shape[1])
+        return func(*args, **(kwargs or {}))
 
 
 class _Kernel(launch.Kernel):
@@ -143,15 +74,14 @@ class _Kernel(launch.Kernel):
         cluster: launch.Dimensions | None = None,
         dependent: bool = False,
     ) -> Callable[..., None]:
-        how = (
-            *(launch.three(grid), launch.three(block), shared_bytes),
-            *(launch.three(cluster or 1), dependent),
-        )
-        recorder = self.recorder
+        numbers = (*launch.three(grid), *launch.three(block), shared_bytes)
+        launches, layout = self.recorder.launches, layout_of(signature)
+        launches.append(Launched(self.source, launch.three(cluster or 1), dependent))
+        number = len(launches)
 
         def note(*values: int | float | bytes, stream: launch.Stream = None) -> None:
-            given = tuple([recorder.mapped(v) if isinstance(v, bytes) else v for v in values])
-            recorder.events.append(Launched(self.source, signature, *how, given))
+            if launch.recording is not None:
+                launch.recording.note_launch(number, numbers, (0, 0), layout, values)
 
         return note
 

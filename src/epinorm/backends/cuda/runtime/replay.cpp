@@ -32,12 +32,9 @@ PyObject* wrap(PyTypeObject* type, std::shared_ptr<T> value) {
 
 template <typename Body>
 PyObject* guarded(const Body& body) {
-  try {
-    return body();
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
+  HANDLE_TH_ERRORS
+  return body();
+  END_HANDLE_TH_ERRORS
 }
 
 // ---- from Python's values; whatever is of another kind raises ----
@@ -101,9 +98,6 @@ void* stream_of(PyObject* function, const at::Device& device) {
   return stream;
 }
 
-// Of the current device's number and a device's current stream: functions of Python's.
-PyObject *current_device = nullptr, *current_stream = nullptr;
-
 bool is_current(const at::Device& device) {
   PyObject* const found = PyObject_CallNoArgs(current_device);
   if (found == nullptr) throw_python_error();
@@ -114,7 +108,7 @@ bool is_current(const at::Device& device) {
 
 // ---- Program ----
 
-PyTypeObject *program_type, *backward_type, *calls_type;
+PyTypeObject* program_type;
 
 Step step(PyObject* object) {
   Step made;
@@ -151,9 +145,9 @@ PyObject* new_program(PyTypeObject* type, PyObject* args, PyObject*) {
     made->keys = like.key_set();
     made->large = numbers(large);
     for_each(buffers, [&](PyObject* each) {
-      PyObject *sizes, *type_of;
-      if (!PyArg_ParseTuple(each, "OO", &sizes, &type_of)) throw_python_error();
-      made->made.push_back({numbers(sizes), dtype(type_of)});
+      PyObject *sizes, *type_of, *over;
+      if (!PyArg_ParseTuple(each, "OOO", &sizes, &type_of, &over)) throw_python_error();
+      made->made.push_back({numbers(sizes), dtype(type_of), number(over)});
     });
     made->constants = tensors(constants);
     made->results = numbers(results);
@@ -198,7 +192,10 @@ PyObject* call_program(PyObject* self, PyObject* args, PyObject*) {
   });
 }
 
+#ifndef EPINORM_PROGRAM_ALONE
 // ---- Backward ----
+
+PyTypeObject *backward_type, *calls_type;
 
 PyObject* new_backward(PyTypeObject* type, PyObject*, PyObject*) {
   return wrap(type, std::make_shared<Backward>());
@@ -322,7 +319,15 @@ PyObject* call_calls(PyObject* self, PyObject* args, PyObject*) {
   });
 }
 
-// (current_device, current_stream, fp32 setting): functions that each call asks.
+PyMethodDef of_backward[] = {{"add", add_program, METH_VARARGS, nullptr}, {}};
+PyMethodDef of_calls[] = {{"add", add_call, METH_VARARGS, nullptr},
+                          {"clear", clear_calls, METH_NOARGS, nullptr},
+                          {}};
+#endif
+
+// ---- the module ----
+
+// (current device, current stream, fp32 setting)
 PyObject* ask(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OOO", &current_device, &current_stream, &current_setting))
     return nullptr;
@@ -343,10 +348,6 @@ PyTypeObject* new_type(const char* name, newfunc make, ternaryfunc call, PyMetho
 
 PyMethodDef functions[] = {{"ask", ask, METH_VARARGS, nullptr}, {}};
 PyMethodDef of_program[] = {{"fits", program_fits, METH_O, nullptr}, {}};
-PyMethodDef of_backward[] = {{"add", add_program, METH_VARARGS, nullptr}, {}};
-PyMethodDef of_calls[] = {{"add", add_call, METH_VARARGS, nullptr},
-                          {"clear", clear_calls, METH_NOARGS, nullptr},
-                          {}};
 PyModuleDef module_definition{PyModuleDef_HEAD_INIT, "epinorm_replay", nullptr, -1, functions};
 
 }  // namespace
@@ -355,12 +356,16 @@ PyModuleDef module_definition{PyModuleDef_HEAD_INIT, "epinorm_replay", nullptr, 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit_epinorm_replay() {
   using namespace epinorm;
   PyObject* const made = PyModule_Create(&module_definition);
+  const auto add = [&](const char* name, PyTypeObject* type) {
+    if (made && type) PyModule_AddObject(made, name, reinterpret_cast<PyObject*>(type));
+    return made && type;
+  };
   program_type = new_type<Program>("epinorm_replay.Program", new_program, call_program, of_program);
+  bool there = add("Program", program_type);
+#ifndef EPINORM_PROGRAM_ALONE
   backward_type = new_type<Backward>("epinorm_replay.Backward", new_backward, nullptr, of_backward);
   calls_type = new_type<Calls>("epinorm_replay.Calls", new_calls, call_calls, of_calls);
-  if (!made || !program_type || !backward_type || !calls_type) return nullptr;
-  PyModule_AddObject(made, "Program", reinterpret_cast<PyObject*>(program_type));
-  PyModule_AddObject(made, "Backward", reinterpret_cast<PyObject*>(backward_type));
-  PyModule_AddObject(made, "Calls", reinterpret_cast<PyObject*>(calls_type));
-  return made;
+  there = there && add("Backward", backward_type) && add("Calls", calls_type);
+#endif
+  return there ? made : nullptr;
 }

@@ -110,6 +110,7 @@ class Recording(TorchDispatchMode):
         self.steps: list[_Step] = []
         self.maps: list[_Map] = []
         self.constants: list[Tensor] = []
+        self.over: dict[int, int] = {}
         self.launches = 0
         self._thread = threading.get_ident()
         for tensor in given:
@@ -137,6 +138,14 @@ class Recording(TorchDispatchMode):
     def note_allocation(self, tensor: Tensor) -> None:
         if threading.get_ident() == self._thread and tensor.numel():
             self._add(tensor)
+
+    def note_over(self, made: Tensor, old: Tensor) -> None:
+        """As ``prepared.may_be_over``."""
+        new, before = self.find(made.data_ptr()), self.find(old.data_ptr())
+        if threading.get_ident() != self._thread or new is None or before is None:
+            return
+        if self.buffers[new[0]][2:] == self.buffers[before[0]][2:]:  # shape and dtype
+            self.over[new[0]] = before[0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -231,26 +240,46 @@ def recording(given: Sequence[Tensor]) -> Iterator[Recording]:
 _map_ids = itertools.count(1)
 
 
-def replay(noted: Recording, results: Sequence[Tensor]) -> Any:
-    """A recorded run as a function of a list of tensors like those given to it, which it empties,
-    to new tensors like its results; ``fits`` of it says whether they are as many, on the current
-    device and begin as those did.
+class Recorded(NamedTuple):
+    """What a program is made of, besides functions (``new_program`` of replay.cpp)."""
 
-    results: among what the run allocated. Raises CannotReplay for a run of another kind. Only once
-    ``native`` has answered.
-    """
+    given: int
+    large: list[int]
+    made: list[tuple[tuple[int, ...], torch.dtype, int]]
+    constants: list[Tensor]
+    results: list[int]
+    maps: list[_Map]
+    steps: list[tuple[Any, ...]]
+
+
+def recorded(noted: Recording, results: Sequence[Tensor]) -> Recorded:
+    """A run with its results, which are among what it allocated. Raises CannotReplay where it is of
+    another kind."""
     if noted.refused:
         raise CannotReplay(noted.refused)
-    buffers, given, count = noted.buffers, noted.given, noted.launches
+    buffers, given = noted.buffers, noted.given
     found = [noted.find(t.data_ptr()) for t in results]
     kept = [at[0] for at in found if at is not None and at[0] >= given and not at[1]]
     sizes = [buffers[i].end - buffers[i].begin for i in kept]
     if len(set(kept)) < len(results) or sizes != [t.nbytes for t in results]:
         raise CannotReplay("a result is not its own")
-    device = results[0].device
     shapes = {buffer: tuple(t.shape) for buffer, t in zip(kept, results, strict=True)}
-    made = [(shapes.get(i, each.shape), each.dtype) for i, each in enumerate(buffers)][given:]
+    steps, over = _with_lifetimes(noted, kept)
+    made = [
+        (shapes.get(i, each.shape), each.dtype, over.get(i, -1)) for i, each in enumerate(buffers)
+    ][given:]
     large = [i for i, each in enumerate(buffers[:given]) if math.prod(each.shape) > 1]
+    return Recorded(given, large, made, noted.constants, kept, noted.maps, steps)
+
+
+def replay(noted: Recording, results: Sequence[Tensor]) -> Any:
+    """A recorded run as a function of a list of tensors like those given to it, which it empties,
+    to new tensors like its results; ``fits`` of it says whether they are as many, on the current
+    device and begin as those did.
+
+    Raises as ``recorded``. Only once ``native`` has answered.
+    """
+    facts, count, device = recorded(noted, results), noted.launches, results[0].device
     functions = [pointer_to(getattr(driver(), name)) for name in _FUNCTIONS]
 
     def trouble(status: int, launches: int) -> None:
@@ -259,27 +288,30 @@ def replay(noted: Recording, results: Sequence[Tensor]) -> Any:
             raise RuntimeError(text)
         make_primary_context_current(device.index or 0)  # a thread's first use of CUDA
 
-    return native().Program(
-        *(functions, results[0].new_empty(0), given, large, made, noted.constants, kept),
-        *(b"".join(map(bytes, noted.maps)), _with_lifetimes(noted, kept), trouble),
-    )
+    facts = facts._replace(maps=b"".join(map(bytes, facts.maps)))  # type: ignore[arg-type]
+    return native().Program(functions, results[0].new_empty(0), *facts, trouble)
 
 
-def _with_lifetimes(noted: Recording, kept: Sequence[int]) -> list[tuple[Any, ...]]:
-    """The steps with what is allocated before each and let go of behind it."""
+def _with_lifetimes(
+    noted: Recording, kept: Sequence[int]
+) -> tuple[list[tuple[Any, ...]], dict[int, int]]:
+    """The steps with what is allocated before each and let go of behind it; and which of these
+    may be written over which, in its last step."""
     allocated = range(noted.given, len(noted.buffers))
     made: set[int] = set()
     last = {buffer: i for i, step in enumerate(noted.steps) for buffer in step.used}
     unused = set(kept) - last.keys()
     whole = []
+    over: dict[int, int] = {}
     for i, (*facts, matrices, used) in enumerate(noted.steps):
         new = {buffer for buffer in used | unused if buffer in allocated} - made
         made |= new
+        over |= {b: noted.over[b] for b in new & noted.over.keys() if last[noted.over[b]] == i}
         done = [b for b in used if b >= 0 and last[b] == i and b not in kept]
         # Constants stand behind all else.
         places = [(b if b >= 0 else len(noted.buffers) - 1 - b, *rest) for b, *rest in matrices]
         whole.append((*facts, places, sorted(new), done))
-    return whole
+    return whole, over
 
 
 _FUNCTIONS = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled")

@@ -7,6 +7,7 @@ into them. The address is enough to tell two tensors apart: it is unique over al
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ class MapFacts(NamedTuple):
 
 _facts: dict[bytes, MapFacts] = {}
 _MOST_FACTS = 8192
+_numbers = itertools.count()  # in the place of maps that no driver encodes
 
 
 def facts_of(data: bytes) -> MapFacts | None:
@@ -73,8 +75,6 @@ def tensor_map(
     Raises `ValueError` or `TypeError` for what the hardware cannot address. Source: PTX ISA,
     section "Tensors"; CUDA driver API, cuTensorMapEncodeTiled.
     """
-    if (instead := stand_in()) is not None:
-        return TensorMap(instead.tensor_map(tensor, box_rows, box_cols, swizzle, l2_promotion))
     return _encode(
         tensor.data_ptr(),
         tuple(tensor.shape),
@@ -100,37 +100,41 @@ def _encode(
 ) -> TensorMap:
     _validate(address, shape, strides, dtype, box_rows, box_cols, swizzle, l2_promotion)
     rows, cols = shape
-    # Storage for a map that can be moved to the next 64-byte boundary.
-    buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
-    shift = -ctypes.addressof(buffer) % TENSOR_MAP_ALIGNMENT
     row_bytes = max(strides[0], cols) * dtype.itemsize if rows == 1 else strides[0] * dtype.itemsize
     row_bytes = -(-row_bytes // 16) * 16  # differs from the stride only where there is one row
     facts = MapFacts(
         *(address, (cols, rows), row_bytes, (box_cols, box_rows)),
         (_DATA_TYPES[dtype], _SWIZZLES[swizzle], _L2_PROMOTIONS[l2_promotion]),
     )
+    data = _encoded(facts) if stand_in() is None else next(_numbers).to_bytes(TENSOR_MAP_BYTES)
+    if len(_facts) >= _MOST_FACTS:
+        _facts.clear()
+    _facts[data] = facts
+    return TensorMap(data)
+
+
+def _encoded(facts: MapFacts) -> bytes:
+    # Storage for a map that can be moved to the next 64-byte boundary.
+    buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+    shift = -ctypes.addressof(buffer) % TENSOR_MAP_ALIGNMENT
     data_type, *rest = facts.kinds
     check(
         driver().cuTensorMapEncodeTiled(
             ctypes.addressof(buffer) + shift,
             data_type,
             2,
-            address,
+            facts.address,
             (ctypes.c_uint64 * 2)(*facts.sizes),
-            (ctypes.c_uint64 * 1)(row_bytes),
+            (ctypes.c_uint64 * 1)(facts.stride),
             (ctypes.c_uint32 * 2)(*facts.box),
             (ctypes.c_uint32 * 2)(1, 1),
             0,  # no interleave
             *rest,
             0,  # out of bounds: zeros
         ),
-        f"encoding a tensor map of {rows} x {cols} {dtype} with box {box_rows} x {box_cols}",
+        f"encoding a tensor map of {facts}",
     )
-    data = buffer.raw[shift : shift + TENSOR_MAP_BYTES]
-    if len(_facts) >= _MOST_FACTS:
-        _facts.clear()
-    _facts[data] = facts
-    return TensorMap(data)
+    return buffer.raw[shift : shift + TENSOR_MAP_BYTES]
 
 
 def _validate(
