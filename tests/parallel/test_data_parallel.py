@@ -45,6 +45,13 @@ def test_both_chains_are_fused_and_no_later_call_goes_the_long_way(case: str, re
         assert found["long"] == 0
 
 
+def test_gradients_of_a_chain_are_reduced_before_the_chain_in_front_of_it_begins(
+    results: Any,
+) -> None:
+    for of_rank in results:
+        assert of_rank["order"] == [*["gradient"] * 4, "chain", *["gradient"] * 4]
+
+
 def test_checkpoints_of_other_layouts(results: Any) -> None:
     for of_rank in results:
         assert of_rank["checkpoint"] == {"sharded to plain": True, "plain to sharded": True}

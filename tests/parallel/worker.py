@@ -188,6 +188,27 @@ def checkpoint(folder: Path) -> dict[str, bool]:
     return {"sharded to plain": same, "plain to sharded": back}
 
 
+def reduced_before(make: Make) -> list[str]:
+    """In which order, in a backward pass, gradients are ready for their all-reduce, and the first
+    of two chains begins its own."""
+    torch._dynamo.reset()
+    model, seen = make(plain(), fuse), []
+
+    def note(bucket: Any) -> Any:
+        seen.extend(["gradient"] * len(bucket.gradients()))
+        ready: torch.futures.Future[Tensor] = torch.futures.Future()
+        ready.set_result(bucket.buffer())
+        return ready
+
+    model.register_comm_hook(None, lambda _, bucket: note(bucket))
+    for _ in range(STEPS):  # buckets are arranged after the first
+        y = model(torch.randn(ROWS, WIDTH, device=DEVICE))
+        seen.clear()
+        y.grad_fn.next_functions[0][0].register_prehook(lambda *_: seen.append("chain"))
+        y.sum().backward()
+    return seen
+
+
 LONG: list[Any] = []
 _call = dispatch.call
 
@@ -207,4 +228,5 @@ if __name__ == "__main__":
         if not sys.argv[5:] or name in sys.argv[5:]
     }
     results["checkpoint"] = checkpoint(folder)
+    results["order"] = reduced_before(lambda m, fuse: ddp(fuse(m), bucket_cap_mb=1e-6))
     finish(folder, results)
