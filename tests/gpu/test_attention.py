@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import epinorm
+from epinorm.tools.accuracy import allowed_error
 
 E, B, T = 256, 8, 100
 
@@ -30,7 +31,7 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_a_layer_in_fp32_is_opened_and_as_exact_as_eager(norm_first: bool) -> None:
-    """Over four draws, as whole models are judged (docs/measuring.md)."""
+    """As whole models are judged (docs/measuring.md): over four draws, and above the floor."""
     squares = []
     for _ in range(4):
         model, x = layer(norm_first), torch.randn(B, T, E, device="cuda")
@@ -43,7 +44,7 @@ def test_a_layer_in_fp32_is_opened_and_as_exact_as_eager(norm_first: bool) -> No
             ]
         )
     for truth, eager, ours in torch.tensor(squares, dtype=torch.float64).sum(0).sqrt().tolist():
-        assert ours <= 2 * eager + 2**-24 * truth
+        assert ours <= truth * max(2 * eager / truth, allowed_error(eager / truth, torch.float32))
     with torch.no_grad():
         # In eval PyTorch's own kernel has GELU's approximation by tanh, in float64 too.
         truth, eager, ours = exact(x.double()), model.eval()(x), fused.eval()(x)
