@@ -122,7 +122,7 @@ def check_repeated(exported: ModuleType, fake: ctypes.CDLL, made: Tables, key: t
         back = program(given)
         assert not given
         assert [(tuple(t.shape), str(t.dtype)[6:]) for t in back] == [
-            buffers[i - len(names)] for i in results
+            buffers[i - len(names)][:2] for i in results
         ]
         at |= {i: t.data_ptr() for i, t in zip(results, back, strict=True)}
         seen = [line.split() for line in fake.fake_log().decode().splitlines()]

@@ -23,7 +23,7 @@ from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.core import VARIABLE, wanted_core
 from epinorm.backends.cuda.plan.hopper_cost import cycles
 from epinorm.backends.cuda.plan.hopper_tile import Tile
-from epinorm.backends.cuda.plan.strategy import HOPPER, LARGEST_GUARDED_GROUP
+from epinorm.backends.cuda.plan.strategy import HOPPER, largest_guarded_group
 from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.backends.cuda.runtime.device import capability, sm_count
 from epinorm.backends.engine import executable_for, plan_for
@@ -152,7 +152,7 @@ def ways_of(problem: Problem, most: int = MOST_TILES) -> list[Way]:
 def _guarded(problem: Problem, tile: Tile) -> bool:
     """fp32 in planes needs the range guard, which takes groups up to a size (plan.py)."""
     channels = problem.chain.channels_per_group(problem.n)
-    return problem.dtype != torch.float32 or tile.tf32 or channels <= LARGEST_GUARDED_GROUP
+    return problem.dtype != torch.float32 or tile.tf32 or channels <= largest_guarded_group(problem)
 
 
 def _run_of(problem: Problem, way: Way) -> Run:

@@ -187,7 +187,7 @@ def _why_not_hopper(problem: Problem) -> str | None:
     tile = hopper_plan.choose_tile(problem, sm_count(problem.device), problem.prepacked)
     if tile is None:
         return "no tile of the single kernel fits the shared memory"
-    return None if tile.tf32 else _why_not_guarded(problem, problem.planes == 1)
+    return None if tile.tf32 else _why_not_guarded(problem, largest_guarded_group(problem))
 
 
 def _why_not_portable(problem: Problem) -> str | None:
@@ -196,11 +196,16 @@ def _why_not_portable(problem: Problem) -> str | None:
         return why_not
     if portable_plan.choose_tile(problem, gpu_of(problem.device)) is None:
         return "no tile of the single kernel fits the shared memory"
-    return _why_not_guarded(problem, False)
+    return _why_not_guarded(problem, WIDEST_TILE)
 
 
-def _why_not_guarded(problem: Problem, clusters: bool) -> str | None:
-    channels, largest = columns_of(problem), LARGEST_GUARDED_GROUP if clusters else WIDEST_TILE
+def largest_guarded_group(problem: Problem) -> int:
+    """Channels of a group up to which the Hopper core's single kernel is taken in planes."""
+    return LARGEST_GUARDED_GROUP if problem.planes == 1 else WIDEST_TILE
+
+
+def _why_not_guarded(problem: Problem, largest: int) -> str | None:
+    channels = columns_of(problem)
     if problem.dtype == torch.float32 and channels > largest:
         return (
             f"the range guard of fp32 computes groups of up to {largest} channels here, and these "
