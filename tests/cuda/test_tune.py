@@ -426,7 +426,7 @@ def test_unguarded_tiles_of_fp32_are_not_tried(hopper):
         problem_of(chain="group_norm(1)"), n=2048, dtype=torch.float32,
         norm_dtype=torch.float32, out_dtype=torch.float32, precision="highest",
     )  # fmt: skip
-    assert [how for how, _ in tune.ways_of(wide)] == ["planes", "epilogue"]
+    assert tune.ways_of(wide) == [("planes", None), ("epilogue", None)]
 
 
 @pytest.mark.filterwarnings("ignore:epinorm")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -300,28 +301,20 @@ def test_memory_of_changing_constants(tmp_path, monkeypatch):
 
 
 def test_threads_with_streams_of_their_own(caller):
-    wrong = []
-
     def work():
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(20):
-                    given = tensors()
-                    dy = gradient(given[5])
-                    y = call(caller, given)
-                    close(
-                        torch.autograd.grad(y, given, dy),
-                        torch.autograd.grad(eager(given), given, dy),
-                    )
-        except BaseException as error:
-            wrong.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                given = tensors()
+                dy = gradient(given[5])
+                y = call(caller, given)
+                close(
+                    torch.autograd.grad(y, given, dy),
+                    torch.autograd.grad(eager(given), given, dy),
+                )
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as pool:
+        for each in [pool.submit(work) for _ in range(4)]:
+            each.result()
 
 
 def test_kept_in_other_ways(caller):
