@@ -54,6 +54,8 @@ CASES: dict[str, tuple[int, int, int, Any, str, str]] = {
     "groups_12": (16384, 768, 768, GroupNorm(64), "", "silu"),
     "wide_ln": (8192, 4096, 4096, LayerNorm(), "", "gelu"),
     "dropout_768": (4096, 768, 768, LayerNorm(), "dropout(0.1)|add_residual", "dropout(0.1)"),
+    "heads": (4096, 2048, 2048, RMSNorm(num_groups=16), "", ""),
+    "stochastic_depth": (4096, 768, 768, LayerNorm(), "mul_row|add_residual", "returns(sum)"),
     "linear": (4096, 2048, 2048, None, "", ""),
     "linear_gelu": (4096, 768, 3072, None, "gelu", ""),
 }
@@ -209,10 +211,12 @@ def launches(
     parts = (pre, "" if norm is None else str(norm), post)
     chain = epinorm.Chain.parse("|".join(filter(None, parts)) or "identity")
     seed = torch.zeros(1, dtype=torch.int64)
-    operands = [
-        seed if kind == "seed" else new(n) if kind == "channel" else new(m, n)
-        for kind in chain.operand_kinds
-    ]
+    of_kind = {
+        "seed": lambda: seed,
+        "channel": lambda: new(n),
+        "row": lambda: new(m, 1).detach(),
+    }
+    operands = [of_kind[kind]() if kind in of_kind else new(m, n) for kind in chain.operand_kinds]
     vectors = [new(n), None, None] if norm is None else [new(n) for _ in range(3)]
     api.launches.clear()
     with Products(api), torch.set_grad_enabled(training):
@@ -230,7 +234,7 @@ def launches(
         left = getattr(forward, "left", None)
         y, *kept = forward
         api.launches.append({"backward": ""})
-        wanted = [t is not None and t is not seed for t in (*tensors, *operands)]
+        wanted = [t is not None and t.requires_grad for t in (*tensors, *operands)]
         dy = torch.empty_like(y)
         with torch.no_grad():
             z, mean, rstd, total = kept

@@ -18,8 +18,8 @@ probability = st.floats(0, 1)
 eps = st.floats(min_value=0, allow_nan=False)
 norms = st.one_of(
     st.builds(GroupNorm, st.integers(1, 10**6), eps=eps),
-    st.builds(LayerNorm, eps=eps),
-    st.builds(RMSNorm, eps=st.none() | eps),
+    st.builds(LayerNorm, eps=eps, num_groups=st.integers(1, 99)),
+    st.builds(RMSNorm, eps=st.none() | eps, num_groups=st.integers(1, 99)),
 )
 operations = st.sampled_from(sorted(DEFINITIONS)).flatmap(
     lambda name: st.builds(
@@ -77,7 +77,7 @@ def test_other_spellings_are_read(text, chain):
         ("group_norm(0)", "num_groups must be at least 1, got 0"),
         ("group_norm(4,-1)", "eps must be a number >= 0, got -1"),
         ("layer_norm(nan)", "eps must be a number >= 0, got nan"),
-        ("layer_norm(1,2)", r"cannot read 'layer_norm\(1,2\)': expected layer_norm\(eps\)"),
+        ("layer_norm(1,2,3)", r"cannot read 'layer_norm\(1,2,3\)': expected layer_norm\(eps\)"),
         ("layer_norm|leaky_rely", "did you mean 'leaky_relu'"),
         ("group_norm(inf)", "num_groups must be a whole number, got inf"),
         ("group_norm(nan)", "num_groups must be a whole number, got nan"),

@@ -106,7 +106,7 @@ def test_autocast_computes_16_bit_products_and_returns_fp32(norm_case, dtype):
     norm_case(1000, 1, 100, dtype, norm_dtype=torch.float32).check()
 
 
-@pytest.mark.parametrize("name", sorted(set(DEFINITIONS) - {"dropout"}))
+@pytest.mark.parametrize("name", sorted(set(DEFINITIONS) - {"dropout", "mul_row"}))
 def test_every_operation_before_and_after_the_norm(norm_case, name):
     operation = f"{name}(1.5)" if name in ("scale", "add") else name
     norm_case(16, 4, 257, chain=f"{operation}|group_norm({{groups}})|{operation}").check()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epinorm.chain import GroupNorm, LayerNorm, Norm
-from epinorm.chain.reference import apply_pointwise, epilogue
+from epinorm.chain.reference import apply_pointwise, epilogue, normalize
 from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Run, Wanted
 
 
@@ -85,6 +85,10 @@ def _normalize(
     if isinstance(norm, GroupNorm):
         u = u.contiguous()
         return torch.native_group_norm(u, weight, bias, m, n, 1, norm.num_groups, norm.eps)
+    if norm.num_groups > 1:
+        wide = u.view(m * norm.num_groups, -1).to(torch.promote_types(u.dtype, torch.float32))
+        _, mean, rstd = _normalize(wide, replace(norm, num_groups=1), None, None)
+        return normalize(u, norm, weight, bias), mean, rstd
     if isinstance(norm, LayerNorm):
         return torch.native_layer_norm(u, [n], weight, bias, norm.eps)
     y, rstd = torch.ops.aten._fused_rms_norm(u, [n], weight, norm.eps)

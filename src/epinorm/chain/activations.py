@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from epinorm.chain.dropout import check_probability, drop
 
-OperandKind = Literal["channel", "element", "seed"]
+OperandKind = Literal["channel", "element", "row", "seed"]
 """What a tensor operand is: one value per output channel (N,), one per output element (M, N), or an
 int64 (1,) of which kernels make a value per element (chain/dropout.py)."""
 
@@ -300,6 +300,11 @@ ACTIVATIONS = (
     _with_tensor("sub_channel", sub, "x - t", "g", "-g", "channel"),
     _with_tensor("add_residual", add, "x + t", "g", "g", "element"),
     _with_tensor("mul_element", mul, "x * t", "g * t", "g * x", "element", homogeneous=True),
+    # One number for each row, which asks for no gradient: stochastic depth's.
+    Definition(
+        *("mul_row", mul, "return x * t;", "return g * t;"),
+        **_ARITHMETIC | {"homogeneous": True, "operand": "row"},
+    ),
     # t is 0 or 1 / (1 - p): a product as in PyTorch, which makes NaN of a dropped infinity.
     Definition(
         *("dropout", drop, "return x * t;", "return g * t;"),

@@ -40,6 +40,21 @@ def _number(eps: object) -> float:
     return value
 
 
+def _check_groups(num_groups: object) -> None:
+    if isinstance(num_groups, bool) or not isinstance(num_groups, int):
+        raise TypeError(f"num_groups must be an int, got {type(num_groups).__name__}")
+    if num_groups < 1:
+        raise ValueError(f"num_groups must be at least 1, got {num_groups}")
+
+
+def _of_rows(name: str, norm: LayerNorm | RMSNorm) -> str:
+    """``name(eps)``, or ``name(groups,eps)``; eps left out where it is PyTorch's default."""
+    eps = "" if norm.eps is None else format_number(norm.eps)
+    if norm.num_groups > 1:
+        return f"{name}({norm.num_groups},{eps})"
+    return f"{name}({eps})" if eps else name
+
+
 C = TypeVar("C")
 
 
@@ -75,10 +90,7 @@ class GroupNorm:
     centred: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_groups, bool) or not isinstance(self.num_groups, int):
-            raise TypeError(f"num_groups must be an int, got {type(self.num_groups).__name__}")
-        if self.num_groups < 1:
-            raise ValueError(f"num_groups must be at least 1, got {self.num_groups}")
+        _check_groups(self.num_groups)
         object.__setattr__(self, "eps", _number(self.eps))
 
     def __str__(self) -> str:
@@ -88,17 +100,20 @@ class GroupNorm:
 @_by_name(0, "LayerNorm(eps=...)")
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm:
-    """Layer normalisation over the output features (Ba, Kiros and Hinton, 2016)."""
+    """Layer normalisation over the output features (Ba, Kiros and Hinton, 2016); num_groups: of as
+    many equal parts of a row, each by itself, as the heads of q and k are normalised."""
 
     eps: float = 1e-5
+    num_groups: int = 1
     operator: ClassVar[str] = "layer_norm"
     centred: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        _check_groups(self.num_groups)
         object.__setattr__(self, "eps", _number(self.eps))
 
     def __str__(self) -> str:
-        return f"layer_norm({format_number(self.eps)})"
+        return _of_rows(self.operator, self)
 
 
 @_by_name(0, "RMSNorm(eps=...)")
@@ -107,18 +122,21 @@ class RMSNorm:
     """Root-mean-square normalisation over the output features (Zhang and Sennrich, 2019).
 
     ``eps=None`` is PyTorch's default: the machine epsilon of the type that it computes in.
+    num_groups: see ``LayerNorm``.
     """
 
     eps: float | None = None
+    num_groups: int = 1
     operator: ClassVar[str] = "rms_norm"
     centred: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        _check_groups(self.num_groups)
         if self.eps is not None:
             object.__setattr__(self, "eps", _number(self.eps))
 
     def __str__(self) -> str:
-        return "rms_norm" if self.eps is None else f"rms_norm({format_number(self.eps)})"
+        return _of_rows(self.operator, self)
 
 
 Norm = GroupNorm | LayerNorm | RMSNorm
@@ -242,7 +260,8 @@ class Chain:
         parameter of that dtype does, or an operation that it computes in fp32? Else it is of the
         linear layer's."""
         widening = [
-            op.operand in ("channel", "element") or op.name in AUTOCAST_TO_FP32 for op in self.pre
+            op.operand in ("channel", "element", "row") or op.name in AUTOCAST_TO_FP32
+            for op in self.pre
         ]
         return tuple(any(widening[: i + 1]) for i in range(len(widening)))
 
@@ -269,6 +288,13 @@ class Chain:
     def centred(self) -> bool:
         """Whether the norm takes the mean off, and keeps it for gradients."""
         return self.norm is not None and self.norm.centred
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether its norm is over parts of a row."""
+        return isinstance(self.norm, GroupNorm) or (
+            self.norm is not None and self.norm.num_groups > 1
+        )
 
     @property
     def saves_sum(self) -> bool:
@@ -298,8 +324,6 @@ class Chain:
         """
         if self.norm is None:
             return out_features // math.gcd(out_features, 8) if out_features else 0
-        if not isinstance(self.norm, GroupNorm):
-            return 1
         if out_features % self.norm.num_groups:
             raise ValueError(
                 f"num_groups must divide the number of output features: got num_groups="
@@ -330,21 +354,20 @@ def _is_norm(text: str) -> bool:
 
 def _parse_norm(text: str) -> Norm:
     name, arguments = split_call(text)
-    if name == "group_norm":
-        if not 1 <= len(arguments) <= 2:
-            raise ValueError(f"cannot read {text!r}: expected group_norm(num_groups, eps)")
+    grouped = name == "group_norm"
+    if not grouped <= len(arguments) <= 2:
+        expected = "group_norm(num_groups, eps)" if grouped else f"{name}(eps)"
+        raise ValueError(f"cannot read {text!r}: expected {expected}")
+    named: dict[str, Any] = {}
+    if grouped or len(arguments) == 2:
         groups = parse_number(arguments[0], text)
         if not groups.is_integer():
             raise ValueError(f"num_groups must be a whole number, got {arguments[0]}")
-        return GroupNorm(int(groups), **_eps(arguments[1:], text))
-    if len(arguments) > 1:
-        raise ValueError(f"cannot read {text!r}: expected {name}(eps)")
-    norm_type = LayerNorm if name == "layer_norm" else RMSNorm
-    return norm_type(**_eps(arguments, text))
-
-
-def _eps(arguments: tuple[str, ...], text: str) -> dict[str, float]:
-    return {"eps": parse_number(arguments[0], text)} if arguments else {}
+        named, arguments = {"num_groups": int(groups)}, arguments[1:]
+    if arguments and (arguments[0] or name != "rms_norm"):
+        named["eps"] = parse_number(arguments[0], text)
+    kinds: dict[str, Any] = dict(zip(_NORM_NAMES, _NORM_TYPES, strict=True))
+    return kinds[name](**named)
 
 
 @lru_cache(maxsize=1024)

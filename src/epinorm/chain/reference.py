@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,6 +20,13 @@ def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None)
     """Normalise z (..., N) as PyTorch's own layer does; weight and bias are (N,) or None."""
     if isinstance(norm, GroupNorm):
         return F.group_norm(z, norm.num_groups, weight, bias, norm.eps)
+    if norm.num_groups > 1:  # each part's statistics, one weight and bias for all channels
+        heads = z.unflatten(-1, (norm.num_groups, -1)).to(
+            torch.promote_types(z.dtype, torch.float32)
+        )
+        y = normalize(heads, replace(norm, num_groups=1), None, None).flatten(-2)
+        y = y if weight is None else y * weight
+        return (y if bias is None else y + bias).to(z.dtype)
     if isinstance(norm, LayerNorm):
         return F.layer_norm(z, (z.size(-1),), weight, bias, norm.eps)
     normalized = F.rms_norm(z, (z.size(-1),), weight, norm.eps)

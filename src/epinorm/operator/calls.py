@@ -38,22 +38,24 @@ Facts = tuple[str, Any, bool, torch.dtype | None]
 
 
 class _Structure(NamedTuple):
-    """A chain's text taken apart: what its kernels depend on, also as text, its numbers, and
-    which of its operands have one value an element."""
+    """A chain's text taken apart: what its kernels depend on, also as text, its numbers, which of
+    its operands have x's leading dimensions, and the places of those with one value a row."""
 
     chain: Chain
     text: str
     constants: tuple[float, ...]
     elements: tuple[bool, ...]
+    rows: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
 def _structure_of(text: str) -> _Structure:
     chain = Chain.parse(text)
     structure = chain.structure
-    elements = tuple(kind == "element" for kind in chain.operand_kinds)
+    elements = tuple(kind in ("element", "row") for kind in chain.operand_kinds)
+    rows = tuple(i for i, kind in enumerate(chain.operand_kinds) if kind == "row")
     numbers = cast("tuple[float, ...]", chain.arguments)
-    return _Structure(structure, str(structure), numbers, elements)
+    return _Structure(structure, str(structure), numbers, elements, rows)
 
 
 def structure_of(text: str) -> str:
@@ -110,7 +112,9 @@ def executable_of(
     dimensions are not folded. whole_step: see ``Problem``."""
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     device = x.device
-    chain, text, *_ = _structure_of(facts[0])
+    chain, text, _, _, rows = _structure_of(facts[0])
+    if training and any(operands[i].requires_grad for i in rows if i < len(operands)):
+        raise ValueError("the operand of mul_row, one value a row, must not ask for a gradient")
     precision = _precision(x, weight)
     prepacked = bool(marked) and keeps(weight)
     key = (
@@ -206,7 +210,7 @@ def fold(t: Tensor) -> Tensor:
 
 
 def fold_operands(operands: Sequence[Tensor], facts: Facts) -> tuple[Tensor, ...]:
-    """Those of one value an element as matrices."""
+    """Those with x's leading dimensions as matrices."""
     if not operands:
         return ()
     pairs = zip(operands, _structure_of(facts[0]).elements, strict=True)

@@ -37,9 +37,10 @@ def check_leading_dimensions(x: Tensor, operands: Sequence[Tensor], chain: Chain
         )
     _check_operand_count(operands, chain)
     for i, (kind, operand) in enumerate(zip(chain.operand_kinds, operands, strict=True)):
-        if kind == "element" and operand.shape[:-1] != x.shape[:-1]:
+        if kind in ("element", "row") and operand.shape[:-1] != x.shape[:-1]:
+            shape = [*x.shape[:-1], "N" if kind == "element" else 1]
             raise RuntimeError(
-                f"operand {i} must have the output's shape, {[*x.shape[:-1], 'N']}, "
+                f"operand {i} must have one value per {kind} of the output, {shape}, "
                 f"got {list(operand.shape)}"
             )
 
@@ -173,14 +174,14 @@ def _check_dtypes(
 def _check_norm(
     m: int, n: int, norm_weight: Tensor | None, norm_bias: Tensor | None, chain: Chain
 ) -> None:
-    if isinstance(chain.norm, GroupNorm):
+    if chain.norm is not None:
         groups = chain.norm.num_groups
         if n % groups:
             raise RuntimeError(
                 "Expected number of channels in input to be divisible by num_groups, but got "
                 f"input of shape {[m, n]} and num_groups={groups}"
             )
-        if m == 1 and n == groups:
+        if isinstance(chain.norm, GroupNorm) and m == 1 and n == groups:
             raise ValueError(
                 "Expected more than 1 value per channel when training, got input size "
                 f"{[m, n]} and num_groups={groups}"
@@ -214,7 +215,7 @@ def _check_operands(m: int, n: int, operands: Sequence[Tensor], chain: Chain) ->
                     f"{list(operand.shape)} and {operand.dtype}"
                 )
             continue
-        expected = [n] if kind == "channel" else [m, n]
+        expected = {"channel": [n], "row": [m, 1]}.get(kind, [m, n])
         if list(operand.shape) != expected:
             raise RuntimeError(
                 f"operand {i} must have shape {expected} (one value per {kind} of the output), "

@@ -66,9 +66,9 @@ def linear_norm(
 
     x is (..., K), and (M, K) for GroupNorm; weight (N, K); bias, norm_weight and norm_bias (N,)
     or None; operands the tensors that ``pre`` and ``post`` take, in their order: (N,) for
-    ``mul_channel`` and ``add_channel``, the output's shape for ``add_residual``. All of one
-    floating dtype and on one device; returns (..., N) of that dtype. ``dropout(p)`` drops at each
-    call, an nn.Dropout while it is in training; what it keeps is decided by a seed, an int64 of
+    ``mul_channel`` and ``add_channel``, the output's shape for ``add_residual``, (..., 1) for
+    ``mul_row``, which gives that no gradient. All of one floating dtype and on one device; returns
+    (..., N) of that dtype. ``dropout(p)`` drops at each call, an nn.Dropout while it is in training; what it keeps is decided by a seed, an int64 of
     shape (1,) that is drawn from PyTorch's generator, or all are given among operands, in place:
     equal seeds drop equally. Under autocast dtypes follow
     PyTorch's layers. ``return_sum``: return ``(y, s)`` with ``s = pre(x @ weight.T + bias)``, the

@@ -77,6 +77,10 @@ def _layer(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.GroupNorm | nn.LayerNorm | nn.RMSNorm:
+    if norm.num_groups > 1 and not isinstance(norm, GroupNorm):
+        raise ValueError(
+            f"torch.nn has no layer that is {norm} over {features} channels: use linear_norm"
+        )
     if isinstance(norm, GroupNorm):
         return nn.GroupNorm(norm.num_groups, features, norm.eps, affine, device=device, dtype=dtype)
     if isinstance(norm, LayerNorm):

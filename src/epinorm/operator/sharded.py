@@ -70,7 +70,7 @@ class Layout:
         if self.way == "rows":
             return Chain(None), m, n, k // self.size
         norm = chain.norm
-        if isinstance(norm, GroupNorm):
+        if norm is not None and chain.has_groups:
             norm = replace(norm, num_groups=norm.num_groups // self.size)
             return replace(chain, norm=norm), m, n // self.size, k
         if self.way == "columns":
@@ -91,6 +91,8 @@ def layout_of(
 ) -> Layout | None:
     """The layout of a call; None where PyTorch's own layers have to compute it on the DTensors."""
     mesh, last = weight.device_mesh, x.dim() - 1
+    if "row" in chain.operand_kinds:
+        return None
     sharded = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
     if len(sharded) > 1 or any(weight.placements[i] not in (Shard(0), Shard(1)) for i in sharded):
         return None
@@ -103,7 +105,7 @@ def layout_of(
         return Layout(mesh, dim, "rows", tuple(taken), tuple(made), last)
     taken[dim], made[dim] = Replicate(), Shard(last)
     size, norm = mesh.size(dim), chain.norm
-    splits = not isinstance(norm, GroupNorm) or norm.num_groups % size == 0
+    splits = norm is None or not chain.has_groups or norm.num_groups % size == 0
     if weight.shape[0] % size or not splits:
         return None
     return Layout(mesh, dim, "columns", tuple(taken), tuple(made), last)
@@ -251,7 +253,7 @@ def linear_norm(
         z = _summed_rows(z, layout, shape)
         z = z if bias is None else z + bias
         results = reference.epilogue(z, chain, norm_weight, norm_bias, given)
-    elif layout.way == "columns" and isinstance(chain.norm, (LayerNorm, RMSNorm)):
+    elif layout.way == "columns" and chain.norm is not None and not chain.has_groups:
         results = _sharded_norm(x, own, bias, norm_weight, norm_bias, given, chain, layout, local)
     else:
         part_of_chain = layout.of_part(chain, 1, 1, 1)[0]

@@ -96,7 +96,7 @@ def _call(
     if count := len(operands):
         pointers = ctypes.c_void_p * count
         strides = [
-            operand.stride(0) if kind == "element" else 0
+            operand.stride(0) if kind in ("element", "row") else 0
             for operand, kind in zip(operands, problem.chain.operand_kinds, strict=True)
         ]
         gradients = operand_gradients or (None,) * count

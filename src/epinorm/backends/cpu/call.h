@@ -15,8 +15,8 @@ struct EpinormCall {
   const double* constants;  // the chain's, in its order
   const void* norm_weight;  // (N,)
   const void* norm_bias;    // (N,)
-  const void* const* operands;      // the chain's tensors, (N,) or (M, N) each
-  const int64_t* operand_strides;   // elements between the rows of an (M, N) operand
+  const void* const* operands;      // the chain's tensors, (N,), (M, N) or (M, 1) each
+  const int64_t* operand_strides;   // elements between the rows of those with M rows
   void* const* operand_gradients;   // dense (M, N) or null; backward only
   void* mean;  // (M, groups) or null: written forward, read backward
   void* rstd;

@@ -45,6 +45,7 @@ struct Chain {{
   static constexpr int kOperands = {operands};
   static constexpr int kChannelOperands = {channel_operands};
   static constexpr bool kIsElement[] = {{{is_element}}};
+  static constexpr bool kIsRow[] = {{{is_row}}};
   static constexpr int kKeepOf[] = {{{keep_of}}};  // of a seed: which constant is 1 - p; else -1
 
   struct Constants {{ T of[{constants}]; }};
@@ -181,6 +182,7 @@ def kernel_source(problem: Problem) -> str:
         operands=len(kinds),
         channel_operands=sum(kind == "channel" for kind in kinds),
         is_element=", ".join([str(kind != "channel").lower() for kind in kinds] or ["false"]),
+        is_row=", ".join([str(kind == "row").lower() for kind in kinds] or ["false"]),
         keep_of=", ".join([str(place) for place in chain.keep_places] or ["-1"]),
         constants=max(len(chain.arguments), 1),
         members=" ".join(f"T t{i};" for i in range(len(kinds))),

@@ -86,7 +86,7 @@ def _prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
     assert norm is not None  # else there is no kernel
     eps = torch.finfo(problem.stats_dtype).eps if norm.eps is None else norm.eps
     norm = dataclasses.replace(norm, eps=eps)
-    if isinstance(norm, GroupNorm):
+    if problem.chain.has_groups:
         norm, groups = dataclasses.replace(norm, num_groups=GROUPS), GROUPS
     places = problem.chain.arguments
     numbers = [_NUMBERS.get(c.name, 0.5) if isinstance(c, Argument) else c for c in places]
@@ -95,7 +95,8 @@ def _prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
     constants = (c_double * max(1, len(numbers)))(*complement(numbers, chain.complemented))
     kinds = chain.operand_kinds
     z, dy = _values(0, ROWS, n).to(problem.dtype), _values(1, ROWS, n).to(problem.out_dtype)
-    shapes = [(n,), (n,), *((n,) if kind == "channel" else (ROWS, n) for kind in kinds)]
+    of_kind = {"channel": (n,), "row": (ROWS, 1)}
+    shapes = [(n,), (n,), *(of_kind.get(kind, (ROWS, n)) for kind in kinds)]
     parameters = [_values(i + 2, *s).to(problem.norm_dtype) for i, s in enumerate(shapes)]
     for i, kind in enumerate(kinds):
         if kind == "seed":
@@ -107,7 +108,7 @@ def _prove_kernel(library: ctypes.CDLL, problem: Problem) -> None:
     kernel = abi.Kernel()
     library.epinorm_describe(n, groups, ctypes.byref(kernel))
     pointers = (c_void_p * max(1, len(kinds)))(*(t.data_ptr() for t in parameters[2:]))
-    strides = (c_int64 * max(1, len(kinds)))(*(n if kind == "element" else 0 for kind in kinds))
+    strides = (c_int64 * max(1, len(kinds)))(*({"element": n, "row": 1}.get(k, 0) for k in kinds))
     gradients = (c_void_p * max(1, len(kinds)))()
     call = abi.Call(
         *(n, groups, eps, ctypes.addressof(constants)),

@@ -109,10 +109,22 @@ struct Strip {
     }
   }
 
+  // One value for all columns of a row.
+  void load_rows(int i, int64_t row, int rows, int64_t count) {
+    T values[kLanes];
+    for (int l = 0; l < kLanes; ++l) {
+      const int64_t at = row + (l < rows ? l : 0);
+      values[l] = value_as<T>(static_cast<const P*>(call.operands[i])[at * call.operand_strides[i]]);
+    }
+    for (int64_t c = 0; c < count; ++c) std::memcpy(operand[i] + c * kLanes, values, sizeof values);
+  }
+
   void load_elements(int64_t row, int rows, int64_t first, int64_t count) {
     for (int i = 0; i < kOperands; ++i)
       if (C::kKeepOf[i] >= 0)
         load_factors(i, constants.of[C::kKeepOf[i]], row, first, count);
+      else if (C::kIsRow[i])
+        load_rows(i, row, rows, count);
       else if (C::kIsElement[i])
         load_lanes<T>(static_cast<const P*>(call.operands[i]) + row * call.operand_strides[i] +
                           first,

@@ -128,7 +128,7 @@ class Tables:
         for a chain that returns its sum too, and for one that draws a dropout's mask."""
         if chain.returns_sum:
             raise ValueError(f"a chain with two results cannot be exported: {chain}")
-        if "seed" in chain.operand_kinds:
+        if {"seed", "row"}.intersection(chain.operand_kinds):
             raise ValueError(f"a chain with dropout in training cannot be exported: {chain}")
         number = len(self.chains)
         self.chains.append(_Chain(chain, m, k, n, has, facts, dims))

@@ -15,7 +15,7 @@ EPINORM_FUNCTION float of_warp(float value) { return __uint_as_float(of_warp(__f
 EPINORM_FUNCTION double of_warp(double value) { return value; }
 
 EPINORM_FUNCTION constexpr bool is_seed(int i) {
-  return i < kOperands && !is_channel(i) && !is_element(i);
+  return i < kOperands && !is_channel(i) && !is_element(i) && !is_row(i);
 }
 
 template <typename T>

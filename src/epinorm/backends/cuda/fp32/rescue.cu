@@ -87,7 +87,8 @@ EPINORM_FUNCTION void load_operands(float (&t)[chain::kSlots], const Epilogue& e
     if (chain::is_seed(i))
       t[i] = chain::factor_of(e.drops, i, row, column & ~1, column & 1);
     else
-      t[i] = e.operands[i][chain::is_channel(i) ? column : row * e.strides[i] + column];
+      t[i] = e.operands[i][(chain::is_channel(i) ? 0 : row * e.strides[i]) +
+                           (chain::is_row(i) ? 0 : column)];
 }
 
 // From the tile of the linear's output without bias to y, for the (row, group)s that are flagged in

@@ -206,6 +206,8 @@ __device__ __forceinline__ void load_operands(float (&t)[chain::kSlots], const E
     } else if (chain::is_seed(k)) {
       const int column = first_column + chunk * kChunkColumns + quad_lane * 2;
       t[k] = chain::factor_of(e.drops, k, row, column, i);
+    } else if (chain::is_row(k)) {
+      t[k] = row < e.m ? NormType::load(e.operands[k][row]) : 0.f;
     } else if (Parts::holds(k)) {
       t[k] = parts.value(k, chunk_of_part, lower, i);
     } else {

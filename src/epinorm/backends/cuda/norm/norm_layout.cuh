@@ -89,9 +89,11 @@ struct Channels {
   }
 };
 
-// The element operands' values of one vector of one row; of a seed, a bit for each value that is kept.
+// The element operands' values of one vector of one row, and the row's own; of a seed, a bit for each
+// value that is kept.
 struct Elements {
   Vector<P, kVector> operand[chain::kSlots];
+  T of_row[chain::kSlots];
   unsigned kept[chain::kSlots];
 
   EPINORM_FUNCTION void load(const Sources& from, i64 row, int column) {
@@ -104,6 +106,7 @@ struct Elements {
   EPINORM_FUNCTION void draw(const Sources& from, i64 row, int column) {
 #pragma unroll
     for (int i = 0; i < chain::kOperands; ++i) {
+      if (chain::is_row(i)) of_row[i] = to<T>(from.operand[i][row * from.stride[i]]);
       if (!chain::is_seed(i)) continue;
       const chain::Seed seed = from.drops.of[i].seed;
       const unsigned last = from.drops.of[i].last;
@@ -138,6 +141,8 @@ EPINORM_FUNCTION void operands_at(const Sources& from, const Channels& channels,
       t[i] = channels.operand[i].get<T>(j);
     else if (chain::is_element(i))
       t[i] = elements.operand[i].get<T>(j);
+    else if (chain::is_row(i))
+      t[i] = elements.of_row[i];
     else
       t[i] = elements.kept[i] >> j & 1 ? from.drops.of[i].scale : T(0);
   }

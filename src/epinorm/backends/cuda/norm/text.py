@@ -94,15 +94,17 @@ def parameters_at(
 def matrix_arguments(matrices: Sequence[Tensor]) -> tuple[list[Any], int]:
     """Each matrix's address and row stride in values; and what must be aligned, in bytes, or-ed.
 
-    A channel operand (N,) has a stride too, which is not read. A seed has 8 bytes for itself.
+    A channel operand (N,) has a stride too, which is not read. A seed, and one value a row, are
+    read by themselves.
     """
     arguments: list[Any] = []
     aligned = 0
     for t in matrices:
         address, stride = t.data_ptr(), t.stride(0)
         arguments += (address, stride)
-        if t.dtype != torch.int64:
-            aligned |= address
+        if t.dtype == torch.int64 or t.shape[1:] == (1,):
+            continue
+        aligned |= address
         if t.dim() == 2:
             aligned |= stride * t.element_size()
     return arguments, aligned

@@ -13,7 +13,8 @@ float or double:
     constexpr int kPreOperands;         // of which so many stand before the norm
     constexpr int kSlots;               // max(kOperands, 1): the length of the arrays below
     constexpr bool is_channel(int i);   // operand i is (N,)
-    constexpr bool is_element(int i);   // operand i is (M, N); otherwise a seed (chain/dropout.py)
+    constexpr bool is_element(int i);   // operand i is (M, N)
+    constexpr bool is_row(int i);       // operand i is (M, 1); otherwise a seed (chain/dropout.py)
     constexpr int keep_of(int i);       // of seed i: which of Constants is the probability to keep
     T pre_apply(Constants<T>, T x, const T (&t)[kSlots]);
     T post_apply(Constants<T>, T x, const T (&t)[kSlots]);
@@ -103,6 +104,7 @@ def chain_text(chain: Chain) -> str:
         f"constexpr int kSlots = {max(len(kinds), 1)};",
         _is_kind("channel", kinds),
         _is_kind("element", kinds),
+        _is_kind("row", kinds),
         _keep_of(chain.keep_places),
         read_kernel("common/chain_drops.cuh"),
         *_stage("pre", chain.pre, 0, 0, pre_types, chain.norm is None, *_of_sum(chain)),

@@ -68,6 +68,8 @@ struct LaneChannels {
         t[k] = operands[k][i];
       else if (chain::is_seed(k))
         t[k] = chain::factor_of(e.drops, k, row, column + (i & ~1), i & 1);
+      else if (chain::is_row(k))
+        t[k] = row < e.m ? __ldg(e.operands[k] + row) : 0.0f;
       else
         t[k] = row < e.m && column < e.n
                    ? __ldg(e.operands[k] + static_cast<i64>(row) * e.n + column + i)
