@@ -95,13 +95,13 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         model(lambda s, x: s.norm(F.alpha_dropout(s.fc(x), 0.1, True))),
         "alpha_dropout drops values in a way of its own; eval mode is fused",
     ),
-    "heads": (
-        model(lambda s, x: F.layer_norm(s.fc(x).view(ROWS, 4, 4), (4,))),
-        "view divides its rows of 16 into 4 each, as heads do",
+    "heads turned": (
+        model(lambda s, x: F.layer_norm(s.fc(x).view(ROWS, 8, 2).transpose(0, 1), (2,))),
+        "its heads are turned to another order before the norm",
     ),
     "transposed": (
         model(lambda s, x: F.layer_norm(s.fc(x).transpose(0, 1), (ROWS,))),
-        "transpose is not a pointwise operation",
+        "transpose makes columns of its rows",
     ),
     "two dimensions": (model(two_dimensions), "its norm spans 2 dimensions"),
     "batch norm": (model(Model.forward, norm=nn.BatchNorm1d(N)), "its norm is BatchNorm"),
@@ -110,7 +110,7 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "GroupNorm of 3-dimensional input normalises dimension 1",
     ),
     "multiplied": (
-        model(lambda s, x: s.norm(s.fc(x) * x.sum(1, keepdim=True))),
+        model(lambda s, x: s.norm(s.fc(x) * (x[:, :1] * s.fc.bias.sum()))),
         r"multiplies by a tensor of shape \[5, 1\]",
     ),
     "broadcast": (

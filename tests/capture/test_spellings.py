@@ -132,12 +132,12 @@ def rms(h: Tensor, eps: float) -> Tensor:
 
 
 UNFUSED = {
-    "heads": "divides its rows",
-    "transposed rows": "not a pointwise operation|divides",
+    "transposed rows": "makes columns of its rows|not a pointwise operation",
     "two uses": "used more than once, by relu, ",
 }
 
 FUSED_WHOLE = {
+    "heads": "layer_norm(4,1e-05)",
     "matmul": "group_norm(4,1e-05)",
     "einsum": "group_norm(4,1e-05)",
     "addmm": "group_norm(4,1e-05)",

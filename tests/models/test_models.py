@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -84,3 +85,47 @@ def test_a_model_trains_as_it_trains(name: str) -> None:
     plain.load_state_dict(fused.state_dict())
     assert [*plain.state_dict()] == [*fused.state_dict()]
     torch.testing.assert_close(dict(plain.state_dict()), dict(fused.state_dict()), rtol=0, atol=0)
+
+
+NAMED = [
+    *("bert", "roberta", "vit", "dinov2", "gpt2", "llama", "qwen3", "t5", "whisper", "clip text"),
+    *("clip vision", "timm vit", "timm mixer", "timm swinv2", "timm convnext", "torchvision swin"),
+    *("encoder layer, norm first", "encoder layer, norm last", "decoder layer, norm first"),
+    *("decoder layer, norm last", "diffusers block", "td-mpc2", "group norms"),
+]
+BREAKS: tuple[str, ...] = ()
+"""Whose graph breaks in `torch.compile(backend="eager")` too."""
+
+
+@pytest.fixture
+def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What AOTAutograd hands to Inductor runs as it is: to compile it takes a minute."""
+    compile_fx = torch._inductor.compile_fx.compile_fx
+
+    def interpreted(gm: Any, inputs: Any, **_: Any) -> Any:
+        return compile_fx(gm, inputs, inner_compile=lambda inner, *_, **__: inner)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", interpreted)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_model_compiles_as_one_graph(name: str, without_code: None) -> None:
+    model, _, kwargs = made(name)
+    compiled: Any = torch.compile(
+        copy.deepcopy(model),
+        backend="epinorm",
+        options={"strategy": "reference"},
+        fullgraph=name not in BREAKS,
+    )
+    for m in (model.train(), compiled.train()):
+        torch.stack(
+            [t.square().mean() for t in outputs(m, kwargs) if t.requires_grad]
+        ).sum().backward()
+    largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+    for (path, a), b in zip(compiled.named_parameters(), model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), path
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4 * largest, msg=path)
+    with torch.no_grad():
+        expected = outputs(model.eval(), kwargs)
+        torch.testing.assert_close(outputs(compiled.eval(), kwargs), expected, rtol=1e-4, atol=1e-4)

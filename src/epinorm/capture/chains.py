@@ -4,20 +4,23 @@ Linear → pointwise* where there is no norm, or none that can be reached."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, fx
 
 from epinorm.capture.attention import SWAPPED
 from epinorm.capture.found import Found, Place, Step, gather, unfit
+from epinorm.capture.moves import can_move, moves_rows, turns_rows
 from epinorm.capture.norms import NormRead, read_norm_function
+from epinorm.capture.obstacles import path_to_norm, watched, why_no_step
 from epinorm.capture.purity import changed_argument, changes, is_pure, storage_of, value_of
 from epinorm.capture.regions import exits, read_activation, read_norm
 from epinorm.capture.spelling import (
     Linear,
     is_cast,
     is_dropout,
+    is_view_of_parts,
     is_view_of_rows,
     name_of,
     read_binary,
@@ -25,7 +28,7 @@ from epinorm.capture.spelling import (
     read_pointwise,
     same_shape,
 )
-from epinorm.chain import Rounding
+from epinorm.chain import GroupNorm, Rounding
 from epinorm.chain.pointwise import Pointwise
 
 _MOST_STEPS = 64
@@ -67,7 +70,8 @@ class Search:
             if place is not None:
                 self.taken.update(place.found.nodes if place.found else ())
                 places.append(place)
-        return places
+        # What is an operand of another Linear's chain reaches that one's norm.
+        return [p for p in places if p.found is not None or p.norm not in self.taken]
 
 
 class _Walk:
@@ -77,7 +81,10 @@ class _Walk:
         self.start, self.linear, self.rounding = start, linear, search.rounding
         self.accept = search.accept
         self.order, self.effects, self.taken = search.order, search.effects, search.taken
+        value = value_of(start)
+        self.n: Any = value.shape[-1] if value is not None and value.dim() else 0
         self.steps: list[Step] = []
+        self.has_parts = True
         self.norm_at = -1
         self.kept_at = -1
         self.stopped = ""
@@ -102,6 +109,7 @@ class _Walk:
 
     def without_norm(self) -> Place | None:
         """The Linear with the operations behind it, as far as they are a chain without a norm."""
+        self.has_parts = False
         step = self._step(self.start)
         while step is not None and step.kind != "norm" and len(self.steps) < _MOST_STEPS:
             self.steps.append(step)
@@ -129,15 +137,19 @@ class _Walk:
         if norm is not None:
             if self.norm_at >= 0:
                 return None
-            if isinstance(norm, str):
-                self.stopped = norm
-                return None
-            return Step("norm", (node,), norm=norm)
-        if is_view_of_rows(node, x):
+            if isinstance(norm, NormRead):
+                return self._norm([node], norm, x)
+            self.stopped = norm
+            return None
+        if is_view_of_rows(node, x) or self._divides(node, x):
             return Step("view", (node,))
         turn, rows = self.start.meta.get(SWAPPED, (None, None))
         if node is turn and all(step.kind == "view" for step in self.steps):
             return Step("swap", (node,), operand=rows)
+        if turns_rows(node, x) and self._turns_parts(x):
+            return Step("turn", (node,))
+        if moves_rows(node, x) and self._moves_whole_rows(x):
+            return Step("move", (node,))
         if is_cast(node, x):
             return Step("cast", (node,))
         dropout = is_dropout(node)
@@ -149,7 +161,7 @@ class _Walk:
         binary = read_binary(node, x)
         if binary is not None:
             return self._with_operand(node, x, *binary)
-        self.stopped = _why_no_step(node, x, dropout)
+        self.stopped = why_no_step(node, x, dropout)
         return None
 
     def _to_norm(self, x: fx.Node) -> list[Step]:
@@ -160,8 +172,8 @@ class _Walk:
             value, node, steps = x, user, list[Step]()
             while node not in self.taken:
                 norm = read_norm_function(node, value)
-                if isinstance(norm, NormRead):
-                    return [*steps, Step("norm", (node,), norm=norm)]
+                if isinstance(norm, NormRead) and (step := self._norm([node], norm, value)):
+                    return [*steps, step]
                 kind: Literal["view", "cast"] = "view" if is_view_of_rows(node, value) else "cast"
                 if changed_argument(node) or not (kind == "view" or is_cast(node, value)):
                     break
@@ -182,8 +194,57 @@ class _Walk:
         for nodes in exits(x, has_readers=True):
             norm = None if self.taken.intersection(nodes) else read_norm(nodes, x)
             if norm is not None:
-                return Step("norm", tuple(nodes), norm=NormRead(norm))
+                return self._norm(nodes, NormRead(norm), x)
         return None
+
+    @property
+    def _is_turned(self) -> bool:
+        return any(step.kind == "turn" for step in self.steps)
+
+    def _divides(self, node: fx.Node, x: fx.Node) -> bool:
+        """Whether the node only divides rows into parts, or puts them together again."""
+        return self.has_parts and not self._is_turned and is_view_of_parts(node, x, self.n)
+
+    def _turns_parts(self, x: fx.Node) -> bool:
+        """Whether parts of rows, or what leaves the norm, may come in another order: nothing of
+        the chain but operands of one value an element depends on it."""
+        value = value_of(x)
+        assert value is not None
+        return self.has_parts and (self.norm_at >= 0 or not same_shape(value.shape[-1:], (self.n,)))
+
+    def _moves_whole_rows(self, x: fx.Node) -> bool:
+        """Whether x's rows can be moved in the place of the result's, for no more than that."""
+        value, given = value_of(x), value_of(self.linear.x)
+        assert value is not None
+        assert given is not None
+        k, n = given.shape[-1], value.shape[-1]
+        return (
+            self.has_parts
+            and self.norm_at < 0
+            and all(isinstance(size, int) for size in (k, n, self.n))
+            and k <= n == self.n
+            and can_move([step.end for step in self.steps if step.kind == "view"])
+            and not any(
+                step.kind in ("swap", "turn") or self._is_of_rows(step) for step in self.steps
+            )
+        )
+
+    @staticmethod
+    def _is_of_rows(step: Step) -> bool:
+        return step.operation is not None and step.operation.operand in ("element", "row")
+
+    def _norm(self, nodes: Sequence[fx.Node], read: NormRead, x: fx.Node) -> Step | None:
+        """The step of a norm over the last dimension of x: a row, or each of its parts."""
+        value, norm = value_of(x), read.norm
+        assert value is not None
+        assert norm is not None
+        width = value.shape[-1]
+        if not same_shape((width,), (self.n,)):
+            if isinstance(norm, GroupNorm):
+                self.stopped = "GroupNorm after a reshape to rows is not served"
+                return None
+            read = replace(read, norm=replace(norm, num_groups=self.n // width))
+        return Step("norm", tuple(nodes), norm=read)
 
     def _region(self, x: fx.Node, users: Sequence[fx.Node]) -> Step | None:
         for nodes in exits(x):
@@ -194,7 +255,7 @@ class _Walk:
                 return Step("pointwise", tuple(nodes), operation)
             norm = read_norm(nodes, x) if self.norm_at < 0 else None
             if norm is not None:
-                return Step("norm", tuple(nodes), norm=NormRead(norm))
+                return self._norm(nodes, NormRead(norm), x)
         names = list(dict.fromkeys(_user_name(user) for user in users))
         self.stopped = (
             f"the result of {name_of(x)} is used more than once, by {', '.join(names)}: a chain's "
@@ -207,8 +268,13 @@ class _Walk:
         assert value is not None
         assert given is not None
         shape = list(given.shape)
-        if given.dim() <= value.dim() and _is_row(given, value):
+        is_row = _is_row(given, value) or (
+            not self._is_turned and _is_rows_parts(given, value, self.n)
+        )
+        if given.dim() <= value.dim() and is_row:
             return Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
+        if kind == "mul" and self._is_of_each_row(given, value):
+            return Step("operand", (node,), Pointwise("mul_row"), other)
         if kind == "sub":
             self.stopped = f"it subtracts a tensor of shape {shape}, not one value per channel"
             return None
@@ -218,8 +284,29 @@ class _Walk:
                 f"one of shape {list(value.shape)}: operands are not broadcast (expand it before)"
             )
             return None
+        if self._is_turned:
+            self.stopped = f"{name_of(node)} reads a tensor in the order that heads were turned to"
+            return None
         name = "mul_element" if kind == "mul" else "add_residual"
         return Step("operand", (node,), Pointwise(name), other)
+
+    def _is_of_each_row(self, given: Tensor, value: Tensor) -> bool:
+        """Whether ``given`` holds a number for each row, or for each sample, and no gradient is
+        asked of it: stochastic depth's."""
+        placed = [step.end for step in self.steps if step.kind in ("move", "swap")]
+        rows = value_of(placed[-1] if placed else self.start)
+        assert rows is not None
+        return (
+            given.dim() == value.dim() > 1
+            and given.shape[-1] == 1
+            and not given.requires_grad
+            and not self._is_turned
+            and same_shape(value.shape, rows.shape)
+            and all(
+                a == 1 or same_shape((a,), (b,))
+                for a, b in zip(given.shape, value.shape, strict=True)
+            )
+        )
 
     def _found(self, count: int) -> tuple[Found | None, str]:
         """The longest chain of the first steps that is safe to fuse, and why it is no longer."""
@@ -231,7 +318,7 @@ class _Walk:
                 continue
             why_not = self._disturbed(found) or unfit(found, self.steps[:end])
             if why_not is None and found.kept is not None:
-                why_not = self._late(found, found.kept) or _watched(found.kept)
+                why_not = self._late(found, found.kept) or watched(found.kept)
             if why_not is None:
                 return found, why
             why = why_not
@@ -242,15 +329,19 @@ class _Walk:
         changes a tensor later that only the fused operation's gradient needs as it was."""
         inside = set(found.nodes)
         first, last = self.order[found.linear.nodes[0]], self.order[found.nodes[-1]]
-        read = {storage_of(node) for node in found.reads} - {None}
+        read: dict[int | None, int] = {}  # memory, with the place where it is first read
         if found.kept is not None:
-            read.add(storage_of(found.kept))
+            read[storage_of(found.kept)] = first
+        for node in found.reads:
+            at = min((self.order[user] for user in node.users if user in inside), default=first)
+            read[storage_of(node)] = min(at, read.get(storage_of(node), at))
         for node, changed in self.effects:
             at = self.order[node]
             if at <= first or node in inside:
                 continue
             memory = {storage_of(tensor) for tensor in changed}
-            if read & memory or (None in memory and at < last):
+            known = memory - {None} & read.keys()
+            if any(at > read[one] for one in known) or (None in memory and at < last):
                 return f"{name_of(node)} changes a tensor in place that takes part in it"
             if at < last and not changed and not is_pure(node):
                 return f"{name_of(node)} in between may change tensors or modes"
@@ -270,39 +361,11 @@ class _Walk:
 
     def _beyond(self, current: fx.Node, obstacle: str) -> Place | None:
         """The place that a chain would have, were it not for the obstacle at ``current``."""
-        path = _path_to_norm(current, self.taken, _DEPTH_OF_SEARCH)
+        path = path_to_norm(current, self.taken, _DEPTH_OF_SEARCH)
         if path is None:
             return None
         nodes = tuple(step.end for step in self.steps)
         return Place(self.start, path[-1], (*nodes, *path), None, obstacle)
-
-
-def _watched(kept: fx.Node) -> str | None:
-    """What may ask for all of the gradient of what enters a norm: as a result it has but that of
-    its other readers."""
-    value = value_of(kept)
-    if not torch.is_grad_enabled() or (value is not None and not value.requires_grad):
-        return None
-    for user in kept.users:
-        if user.op == "output":
-            return f"{name_of(kept)} is returned, and the norm's part of its gradient with it"
-        if not is_pure(user) and changed_argument(user) is None:
-            return f"{name_of(user)} may ask for the gradient of {name_of(kept)}"
-    return None
-
-
-def _why_no_step(node: fx.Node, x: fx.Node, dropout: bool | None) -> str:
-    if dropout:
-        return f"{name_of(node)} drops values in a way of its own; eval mode is fused"
-    before, after = value_of(x), value_of(node)
-    if before is not None and after is not None and before.dim() and after.dim():
-        divides = name_of(node) in ("view", "reshape", "unflatten")
-        if divides and not same_shape(before.shape[-1:], after.shape[-1:]):
-            return (
-                f"{name_of(node)} divides its rows of {before.shape[-1]} into {after.shape[-1]} "
-                "each, as heads do: a norm of each part is not served"
-            )
-    return f"{name_of(node)} is not a pointwise operation of a chain"
 
 
 def _user_name(node: fx.Node) -> str:
@@ -317,40 +380,9 @@ def _is_row(given: Tensor, value: Tensor) -> bool:
     return alone and not (value.dim() > 1 and same_shape(given.shape, value.shape))
 
 
-def _path_to_norm(start: fx.Node, taken: set[fx.Node], depth: int) -> list[fx.Node] | None:
-    """Nodes from after ``start`` to a norm, through what a chain might one day hold."""
-    for user in start.users:
-        norm = read_norm_function(user, start)
-        if norm is not None:
-            return [user]
-    if depth == 0:
-        return None
-    for nodes in exits(start):
-        if read_norm(nodes, start) is not None:
-            return [nodes[-1]]
-    for user in start.users:
-        if user in taken or not _may_pass(user, start):
-            continue
-        rest = _path_to_norm(user, taken, depth - 1)
-        if rest is not None:
-            return [user, *rest]
-    return None
-
-
-_PASSING = frozenset(
-    (
-        *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous"),
-        *("squeeze", "unsqueeze", "movedim", "swapaxes", "mul", "imul", "add", "iadd", "sub"),
-        *("t", "T", "dropout", "to", "float", "expand", "chunk", "split", "getitem"),
+def _is_rows_parts(given: Tensor, value: Tensor, n: Any) -> bool:
+    """Whether ``given`` holds one value for each of the last dimensions of ``value``, rows of n."""
+    count = given.dim()
+    return 1 < count < value.dim() and (
+        same_shape(given.shape, value.shape[-count:]) and given.numel() == n
     )
-)
-
-
-def _may_pass(node: fx.Node, x: fx.Node) -> bool:
-    if node.op == "output" or read_linear(node) is not None:
-        return False
-    if read_pointwise(node, x) is not None or is_dropout(node) is not None:
-        return True
-    if read_binary(node, x) is not None or is_cast(node, x):
-        return True
-    return name_of(node).strip("_") in _PASSING and node.args[:1] == (x,)

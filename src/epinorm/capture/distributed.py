@@ -39,6 +39,8 @@ def unfit(found: Any, values: Sequence[Tensor | None]) -> str | None:
         return None
     if not all(is_distributed((value,)) for value in values):
         return "plain tensors take part in it beside DTensors"
+    if found.views and found.chain.has_groups:
+        return "a norm of heads on DTensors is PyTorch's own"
     end: Any = value_of(found.nodes[-1])
     if layout_of_found(found) is None or any(p.is_partial() for p in end.placements):
         return "PyTorch's own layers compute it on DTensors of these placements"

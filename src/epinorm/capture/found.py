@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from epinorm.capture import distributed
 from epinorm.capture.norms import NormRead
 from epinorm.capture.purity import is_contiguous_or_unseen, value_of
-from epinorm.capture.spelling import Linear
+from epinorm.capture.spelling import Linear, same_shape
 from epinorm.chain import Chain, GroupNorm, Rounding
 from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.pointwise import Pointwise
@@ -27,10 +27,12 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class Step:
     """From one value of a chain to the next: ``nodes``, of which the last one is that value.
 
-    "swap" turns all rows to another order, in which ``operand`` is the Linear's x.
+    "turn" puts parts of rows, or what leaves the norm, in another order, as views do. "move" does
+    it with rows in front of the norm, which the Linear's x then comes in; "swap" where ``operand``
+    is that x.
     """
 
-    kind: Literal["view", "cast", "swap", "pointwise", "operand", "norm"]
+    kind: Literal["view", "turn", "move", "cast", "swap", "pointwise", "operand", "norm"]
     nodes: tuple[fx.Node, ...]
     operation: Pointwise | None = None
     operand: fx.Node | None = None
@@ -45,6 +47,7 @@ class Step:
 class Found:
     """A chain that can be fused, by the nodes that it replaces and those that it reads.
 
+    moves: what x goes through before it is multiplied, as the Linear's result did.
     spelt: the node of each operation, pre before post, and ``norm_node`` that of the norm. kept:
     what enters the norm, where others read it too; ``kept_views`` of the views lead to it.
     """
@@ -55,6 +58,7 @@ class Found:
     pre: list[Pointwise] = field(default_factory=list)
     post: list[Pointwise] = field(default_factory=list)
     operands: list[fx.Node] = field(default_factory=list)
+    moves: list[fx.Node] = field(default_factory=list)
     views: list[fx.Node] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
     spelt: list[fx.Node] = field(default_factory=list)
@@ -67,6 +71,13 @@ class Found:
     def chain(self) -> Chain:
         sides = tuple(self.pre), tuple(self.post)
         return Chain(self.norm.norm, *sides, self.rounding, self.kept is not None)
+
+    @property
+    def leading(self) -> Sequence[Any]:
+        """The dimensions of x as it is multiplied, but for its last."""
+        value = value_of(self.moves[-1] if self.moves else self.linear.x)
+        assert value is not None
+        return value.shape[:-1]
 
     @property
     def reads(self) -> list[fx.Node]:
@@ -107,10 +118,12 @@ def gather(linear: Linear, steps: Iterable[Step], rounding: Rounding, kept_at: i
         found.nodes += step.nodes
         if step.norm is not None:
             found.norm, found.norm_node, seen_norm = step.norm, step.end, True
-        elif step.kind == "view":
+        elif step.kind in ("view", "turn"):
             found.views.append(step.end)
         elif step.kind == "swap" and step.operand is not None:
             found.linear, found.views = replace(found.linear, x=step.operand), []
+        elif step.kind == "move":
+            found.moves, found.views = [*found.moves, *found.views, step.end], []
         elif step.operation is not None and not _absorb(found, step, seen_norm):
             (found.post if seen_norm else found.pre).append(step.operation)
             found.operands += [] if step.operand is None else [step.operand]
@@ -122,7 +135,7 @@ def _absorb(found: Found, step: Step, seen_norm: bool) -> bool:
     """Take a multiplication or sum per channel for the weight or bias that is not there."""
     norm, operand = found.norm, step.operand
     value = value_of(operand)
-    if found.rounding == "eager" or value is None or value.dim() != 1 or step.operation is None:
+    if found.rounding == "eager" or value is None or step.operation is None:
         return False
     name = step.operation.name
     if not seen_norm:
@@ -157,10 +170,12 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     linear, end = value_of(found.linear.nodes[-1]), value_of(found.nodes[-1])
     assert linear is not None
     assert end is not None
-    if any(step.kind == "swap" for step in steps):
+    if any(step.kind in ("swap", "move") for step in steps):
         results = (found.nodes[-1], *([] if found.kept is None else [found.kept]))
         if not all(is_contiguous_or_unseen(node) for node in results):
             return "its rows are turned to another order, which its result shows in memory"
+    if any(step.kind == "turn" for step in steps) and not _lies_as_views(found, steps):
+        return "its heads are turned to another order before the norm; behind the norm it is served"
     if found.linear.turned and linear.dtype.itemsize == 2:
         return (
             "its weight is kept as (in, out), as Conv1D does: in 16 bit turning it at each call "
@@ -171,6 +186,19 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     if len({value.device for value in values if value is not None}) > 1:
         return "its tensors are on several devices"
     return _unfit_dtypes(found, steps, linear, end)
+
+
+def _lies_as_views(found: Found, steps: Sequence[Step]) -> bool:
+    """Whether all but views hand on the layout of what they read, so that views of rows have it."""
+    before = value_of(found.linear.nodes[-1])
+    for step in steps:
+        value = value_of(step.end)
+        assert before is not None
+        assert value is not None
+        if step.kind not in ("view", "turn") and not same_shape(before.stride(), value.stride()):
+            return False
+        before = value
+    return True
 
 
 def _dtype_of_sum(found: Found, dtype: torch.dtype) -> torch.dtype:

@@ -22,8 +22,9 @@ from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Search
 from epinorm.capture.distributed import as_in_eager, layout_of_found
 from epinorm.capture.found import Found, Place
+from epinorm.capture.moves import moved
 from epinorm.capture.purity import changed_argument, value_of
-from epinorm.capture.seeds import draw_at_once
+from epinorm.capture.seeds import draw_at_once, make_apart
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import name_of
 from epinorm.capture.together import groups_of, put_together
@@ -172,6 +173,7 @@ def rewrite(
     runs_eagerly: nothing compiles the graph, so what only compilers act on is done here.
     """
     inner = _enter_checkpoints(gm, apply, settings, runs_eagerly)
+    make_apart(gm.graph)
     _follow_changes(gm.graph)
     opened = open_functions(gm.graph, always=settings.strategy != "auto")
     batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
@@ -279,27 +281,42 @@ def _replace(
     def now(node: fx.Node | None) -> fx.Node | None:
         return None if node is None else fused.get(node, node)
 
+    n = value_of(found.linear.nodes[-1]).shape[-1]  # type: ignore[union-attr]
+
+    def channels(node: fx.Node | None) -> fx.Node | None:
+        """A tensor of one value a channel as a vector, repeated where parts of a row share it."""
+        made, given = now(node), value_of(node)
+        if given is None:
+            return made
+        if given.dim() != 1:
+            made = graph.call_method("reshape", (made, -1))
+        parts = n // given.numel() if isinstance(n, int) and n else 1
+        return made if parts == 1 else graph.call_method("repeat", (made, parts))
+
     last, kept, inside = found.nodes[-1], found.kept, set(found.nodes)
     with graph.inserting_before(_first_reader(kept, last, inside)):
         operands: list[Any] = []
+        x = found.linear.x
+        x = moved(graph, fused.get(x, x), found.moves, value_of(x).shape[-1])  # type: ignore[union-attr]
         drawn, given_nodes = iter(seeds), iter(found.operands)
         for kind in found.chain.operand_kinds:
             if kind == "seed":
                 operands.append(next(drawn))
                 continue
             node = next(given_nodes)
-            operand, given = now(node), value_of(node)
-            assert given is not None
-            if kind == "channel" and given.dim() != 1:
-                operand = graph.call_method("reshape", (operand, -1))
-            elif kind == "element" and found.views:
-                operand = graph.call_function(rows_like, (operand, now(found.linear.x)))
-            operands.append(operand)
+            if kind == "channel":
+                operands.append(channels(node))
+            elif kind == "row":
+                operands.append(graph.call_function(one_each, (now(node), x)))
+            elif found.views:
+                operands.append(graph.call_function(rows_like, (now(node), x, n)))
+            else:
+                operands.append(now(node))
         norm, weight = found.norm, now(found.linear.weight)
         if found.linear.turned:
             weight = graph.call_method("t", (weight,))
-        vectors = map(now, (found.bias, norm.weight, norm.bias))
-        given_all = (now(found.linear.x), weight, *vectors, tuple(operands))
+        vectors = map(channels, (found.bias, norm.weight, norm.bias))
+        given_all = (x, weight, *vectors, tuple(operands))
         new = graph.call_function(apply, given_all)
         new.meta = dict(found.linear.nodes[-1].meta)
 
@@ -334,9 +351,14 @@ def _first_reader(kept: fx.Node | None, last: fx.Node, inside: set[fx.Node]) -> 
     return node
 
 
-def rows_like(operand: Tensor, x: Tensor) -> Tensor:
-    """An operand whose rows are those of x (..., K), with x's leading dimensions."""
-    return operand.reshape(*x.shape[:-1], operand.shape[-1])
+def rows_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
+    """An operand whose rows of n are those of x (..., K), with x's leading dimensions."""
+    return operand.reshape(*x.shape[:-1], n)
+
+
+def one_each(operand: Tensor, x: Tensor) -> Tensor:
+    """Numbers of samples or rows, (B, 1, ..., 1), as one for each row of x (..., K): (..., 1)."""
+    return operand.expand(*x.shape[:-1], 1)
 
 
 def _enter_checkpoints(

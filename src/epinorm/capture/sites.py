@@ -134,7 +134,7 @@ def _problem(found: Found) -> tuple[Problem, str]:
     assert x is not None
     assert weight is not None
     z = value_of(found.linear.nodes[-1])
-    m, leading = 1, [_number(size) for size in x.shape[:-1]]
+    m, leading = 1, [_number(size) for size in found.leading]
     for size in leading:
         m *= size
     n, k = (_number(size) for size in (weight.shape[::-1] if found.linear.turned else weight.shape))

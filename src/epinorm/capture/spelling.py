@@ -7,7 +7,7 @@ operators and methods of tensors, in each of their spellings.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,6 +178,11 @@ def _einsum(node: fx.Node) -> Linear | None:
     return _linear(operands[0], operands[1], None, (node,))
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether the node is a view, or a copy, that keeps the order of values, by sizes alone."""
+    return _base_name(node) in _VIEWS and node.target not in ("view_as", "reshape_as")
+
+
 def is_view_of_rows(node: fx.Node, x: fx.Node) -> bool:
     """Whether the node is x with other leading dimensions, in the same order, and whole rows."""
     if _base_name(node) not in _VIEWS or not node.args or node.args[0] is not x:
@@ -188,6 +193,27 @@ def is_view_of_rows(node: fx.Node, x: fx.Node) -> bool:
     if not before.dim() or not after.dim() or before.dtype != after.dtype:
         return False
     return same_shape(before.shape[-1:], after.shape[-1:])
+
+
+def is_view_of_parts(node: fx.Node, x: fx.Node, n: Any) -> bool:
+    """Whether the node is x, of rows of n in its last dimensions, with these divided or put
+    together anew, as into heads."""
+    if _base_name(node) not in _VIEWS or not node.args or node.args[0] is not x:
+        return False
+    before, after = value_of(x), value_of(node)
+    if before is None or after is None or x in node.all_input_nodes[1:]:
+        return False
+    return before.dtype == after.dtype and all(_rows_in(t.shape, n) for t in (before, after))
+
+
+def _rows_in(shape: Sequence[Any], n: Any) -> bool:
+    """Whether some last dimensions of a shape are rows of n, and no row has another's part."""
+    size = 1
+    for part in reversed(shape):
+        if not isinstance(part, int) or not isinstance(n, int) or size >= n:
+            break
+        size *= part
+    return size == n
 
 
 def is_cast(node: fx.Node, x: fx.Node) -> bool:

@@ -50,9 +50,8 @@ def _check_groups(num_groups: object) -> None:
 def _of_rows(name: str, norm: LayerNorm | RMSNorm) -> str:
     """``name(eps)``, or ``name(groups,eps)``; eps left out where it is PyTorch's default."""
     eps = "" if norm.eps is None else format_number(norm.eps)
-    if norm.num_groups > 1:
-        return f"{name}({norm.num_groups},{eps})"
-    return f"{name}({eps})" if eps else name
+    given = f"{norm.num_groups},{eps}" if norm.num_groups > 1 else eps
+    return f"{name}({given})" if given else name
 
 
 C = TypeVar("C")
@@ -291,10 +290,9 @@ class Chain:
 
     @property
     def has_groups(self) -> bool:
-        """Whether its norm is over parts of a row."""
-        return isinstance(self.norm, GroupNorm) or (
-            self.norm is not None and self.norm.num_groups > 1
-        )
+        """Whether its norm is over parts of a row, or a GroupNorm."""
+        norm = self.norm
+        return isinstance(norm, GroupNorm) or (norm is not None and norm.num_groups > 1)
 
     @property
     def saves_sum(self) -> bool:
@@ -320,8 +318,7 @@ class Chain:
     def groups(self, out_features: int) -> int:
         """Groups per row of ``out_features`` channels; raises ValueError if they do not divide.
 
-        Without a norm: parts of up to 8 channels, each computed by itself.
-        """
+        Without a norm: parts of up to 8 channels, each computed by itself."""
         if self.norm is None:
             return out_features // math.gcd(out_features, 8) if out_features else 0
         if out_features % self.norm.num_groups:
@@ -356,8 +353,8 @@ def _parse_norm(text: str) -> Norm:
     name, arguments = split_call(text)
     grouped = name == "group_norm"
     if not grouped <= len(arguments) <= 2:
-        expected = "group_norm(num_groups, eps)" if grouped else f"{name}(eps)"
-        raise ValueError(f"cannot read {text!r}: expected {expected}")
+        expected = "num_groups, eps" if grouped else "eps"
+        raise ValueError(f"cannot read {text!r}: expected {name}({expected})")
     named: dict[str, Any] = {}
     if grouped or len(arguments) == 2:
         groups = parse_number(arguments[0], text)
@@ -366,8 +363,7 @@ def _parse_norm(text: str) -> Norm:
         named, arguments = {"num_groups": int(groups)}, arguments[1:]
     if arguments and (arguments[0] or name != "rms_norm"):
         named["eps"] = parse_number(arguments[0], text)
-    kinds: dict[str, Any] = dict(zip(_NORM_NAMES, _NORM_TYPES, strict=True))
-    return kinds[name](**named)
+    return _NORM_TYPES[_NORM_NAMES.index(name)](**named)
 
 
 @lru_cache(maxsize=1024)

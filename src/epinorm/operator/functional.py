@@ -68,8 +68,9 @@ def linear_norm(
     or None; operands the tensors that ``pre`` and ``post`` take, in their order: (N,) for
     ``mul_channel`` and ``add_channel``, the output's shape for ``add_residual``, (..., 1) for
     ``mul_row``, which gives that no gradient. All of one floating dtype and on one device; returns
-    (..., N) of that dtype. ``dropout(p)`` drops at each call, an nn.Dropout while it is in training; what it keeps is decided by a seed, an int64 of
-    shape (1,) that is drawn from PyTorch's generator, or all are given among operands, in place:
+    (..., N) of that dtype. ``dropout(p)`` drops at each call, an nn.Dropout while it is in
+    training; what it keeps is decided by a seed, an int64 of shape (1,) that is drawn from
+    PyTorch's generator, or all are given among operands, in place:
     equal seeds drop equally. Under autocast dtypes follow
     PyTorch's layers. ``return_sum``: return ``(y, s)`` with ``s = pre(x @ weight.T + bias)``, the
     residual stream of a pre-norm transformer; autograd knows s as a result beside y, not on the way

@@ -161,7 +161,7 @@ def _chains(reading: _Reading, ends: set[int] | None) -> tuple[list[tuple[Found,
     def accept(found: Found) -> bool:
         span = reading.body.span(found)
         why = span if isinstance(span, str) else ""
-        if found.kept is not None or found.views:
+        if found.kept is not None or found.views or found.moves:
             why = "its value is needed on the way, or its rows are reshaped"
         elif any(is_dropout(node) is not None for node in found.nodes):
             why = "dropout is left to PyTorch"

@@ -1,0 +1,255 @@
+"""Heads that are normalised by themselves, rows in another order, numbers of whole rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import epinorm
+from epinorm import LayerNorm, RMSNorm
+from epinorm.tools.accuracy import allowed_error, relative_error
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+HEADS, WIDTH = 4, 16
+
+
+class Heads(nn.Module):
+    """q or k: a projection, heads, a norm of each by one weight, and the heads in front."""
+
+    def __init__(self, norm: Callable[..., Tensor], shape: tuple[int, ...] = (WIDTH,)) -> None:
+        super().__init__()
+        self.q, self.norm = nn.Linear(32, HEADS * WIDTH), norm
+        self.weight, self.bias = (nn.Parameter(torch.randn(shape)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.q(x).view(*x.shape[:-1], HEADS, WIDTH), self.weight, self.bias)
+
+
+def as_layers(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(h, h.shape[-1:], weight, bias).transpose(1, 2) * 0.25
+
+
+def as_rms(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.rms_norm(h, h.shape[-1:], weight, 1e-6).transpose(1, 2) + bias
+
+
+def by_hand(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    h = h.transpose(1, 2)  # as Gemma 3 does
+    y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
+    return (y * (1 + weight)).type_as(h)
+
+
+def of_own_weights(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Cohere's and Chameleon's heads have a weight each."""
+    mean = h.mean(-1, keepdim=True)
+    h = (h - mean) * torch.rsqrt((h - mean).square().mean(-1, keepdim=True) + 1e-5)
+    return (h * weight + bias).flatten(-2)
+
+
+def check(
+    model: nn.Module, x: Tensor, chains: Sequence[str], strategy: Any = "cpu", seed: int = 0
+) -> None:
+    """Fused as these chains; values and gradients as near to float64 as eager's."""
+    fused = epinorm.fuse(copy.deepcopy(model), strategy=strategy)
+    exact = copy.deepcopy(model).double()
+    results: list[list[Tensor]] = []
+    dy = None
+    for m, given in ((fused, x), (model, x), (exact, x.double())):
+        given = given.clone().requires_grad_()
+        torch.manual_seed(seed)
+        y = m(given)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) if dy is None else dy
+        y.backward(dy.to(y))
+        trained = [p.grad for p in m.parameters() if p.grad is not None]
+        results.append([y.detach(), given.grad, *trained])  # type: ignore[list-item]
+    assert results[0][0].stride() == results[1][0].stride()
+    assert [row.chain for row in epinorm.explain(fused).rows if row.fused] == [*chains]
+    for ours, theirs, truth in zip(*results, strict=True):
+        allowed = allowed_error(relative_error(theirs, truth), theirs.dtype)
+        assert relative_error(ours, truth) <= allowed
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape", "chain"),
+    [
+        (as_layers, (WIDTH,), "layer_norm(4,1e-05)|scale(0.25)"),
+        (as_rms, (WIDTH,), "rms_norm(4,1e-06)"),
+        (by_hand, (WIDTH,), "rms_norm(4,1e-06)"),
+        (of_own_weights, (HEADS, WIDTH), "layer_norm(4,1e-05)"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["cpu", "reference"])
+def test_heads_are_normalised_in_the_chain(norm, shape, chain, strategy):
+    check(Heads(norm, shape), torch.randn(3, 50, 32), [chain], strategy)
+
+
+def test_heads_that_look_like_rows_once_turned():
+    """(B, H, L, D) with as many rows as heads: what is put together behind is no row."""
+
+    def mixed(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rows = h.transpose(1, 2).flatten(2)  # of one head
+        return F.layer_norm(rows, rows.shape[-1:])
+
+    model, x = Heads(mixed), torch.randn(2, HEADS, 32)
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="cpu")
+    torch.testing.assert_close(fused(x), model(x), rtol=0, atol=0)
+    (row,) = epinorm.explain(fused).rows
+    assert not row.fused
+    assert "flatten" in row.reason
+
+
+def test_a_norm_whose_result_lies_as_its_turned_heads_stays():
+    model, x = Heads(lambda h, w, b: as_layers(h.transpose(1, 2), w, b)), torch.randn(2, 5, 32)
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="cpu")
+    assert fused(x).stride() == model(x).stride()
+    (row,) = epinorm.explain(fused).rows
+    assert "behind the norm" in row.reason
+
+
+class Windows(nn.Module):
+    """Swin's: windows of an image, a projection, the image again, rolled and cut, a sum, a norm."""
+
+    def __init__(self, k: int = 16, n: int = 16, drop: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.proj, self.norm, self.drop = nn.Linear(k, n), nn.LayerNorm(n), drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, k = x.shape
+        rows = (
+            F.pad(x, (0, 0, 0, 4 - w % 4, 0, 4 - h % 4)).unflatten(2, (-1, 4)).unflatten(1, (-1, 4))
+        )
+        y = self.proj(rows.transpose(2, 3).reshape(-1, 16, k))
+        y = y.view(b, -1, (w + 4) // 4, 4, 4, y.shape[-1]).permute(0, 1, 3, 2, 4, 5)
+        y = torch.roll(y.reshape(b, (h + 4) // 4 * 4, -1, y.shape[-1]), (1, 2), dims=(1, 2))
+        y = y[:, :h, :w, :].contiguous()
+        y = x[..., : y.shape[-1]] + (y if self.drop is None else self.drop(y, self.training))
+        return y + F.gelu(self.norm(y))
+
+
+SUM = "add_residual|layer_norm(1e-05)|gelu|returns(sum)"
+
+
+@pytest.mark.parametrize("strategy", ["cpu", "reference"])
+def test_windows_are_put_back_before_the_projection(strategy):
+    check(Windows(), torch.randn(2, 7, 10, 16), [SUM], strategy)
+
+
+def test_wider_rows_are_not_turned_first():
+    model, x = Windows(k=32), torch.randn(2, 7, 10, 32)
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="cpu")
+    torch.testing.assert_close(fused(x), model(x), rtol=0, atol=0)
+    (row,) = epinorm.explain(fused).rows
+    assert "permute puts its rows in another order" in row.reason
+
+
+def of_timm(y: Tensor, training: bool) -> Tensor:
+    mask = y.new_empty((len(y),) + (1,) * (y.dim() - 1)).bernoulli_(0.6)
+    return y * mask.div_(0.6) if training else y
+
+
+def of_torchvision(y: Tensor, training: bool) -> Tensor:
+    noise = torch.empty([len(y)] + [1] * (y.dim() - 1), dtype=y.dtype, device=y.device)
+    return y * noise.bernoulli_(0.6).div_(0.6) if training else y
+
+
+def of_transformers(y: Tensor, training: bool) -> Tensor:
+    mask = 0.6 + torch.rand((len(y),) + (1,) * (y.dim() - 1), dtype=y.dtype, device=y.device)
+    return y.div(0.6) * mask.floor_() if training else y
+
+
+def of_tokens(y: Tensor, training: bool) -> Tensor:
+    """One number for each row, whose scale is learnt elsewhere."""
+    return y * torch.linspace(0.5, 2, y.shape[-2], dtype=y.dtype)[:, None].expand(*y.shape[:-1], 1)
+
+
+@pytest.mark.parametrize("drop", [of_timm, of_torchvision, of_transformers, of_tokens])
+def test_numbers_of_samples_and_rows_are_read_in_the_chain(drop):
+    scale = f"scale({1 / 0.6!r})|" if drop is of_transformers else ""
+    check(Windows(drop=drop), torch.randn(6, 7, 10, 16), [f"{scale}mul_row|{SUM}"], seed=3)
+
+
+def test_masks_are_those_of_eager():
+    model, x = Windows(drop=of_timm), torch.randn(64, 3, 4, 16)
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="cpu")
+    for _ in range(3):
+        state = torch.get_rng_state()
+        expected = model(x)
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_number_that_is_trained_stays_pytorchs():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(8, 16), nn.LayerNorm(16)
+            self.scale = nn.Parameter(torch.randn(4, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.fc(x) * self.scale)
+
+    model, x = Scaled(), torch.randn(4, 5, 8)
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="cpu")
+    for m in (model, fused):
+        m(x).square().sum().backward()
+    torch.testing.assert_close(fused.scale.grad, model.scale.grad)
+    (row,) = epinorm.explain(fused).rows
+    assert not row.fused
+
+
+NORMS = [LayerNorm(num_groups=4), RMSNorm(eps=1e-6, num_groups=8), RMSNorm(num_groups=2)]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_operation_by_itself(norm, dtype):
+    """Values and gradients of norms of parts and of numbers of rows, against float64."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+    x, weight, residual, dy = draw(7, 9, 24), draw(64, 24) / 5, draw(7, 9, 64), draw(7, 9, 64)
+    vectors, rows = [draw(64) for _ in range(3)], draw(7, 9, 1)
+
+    def run(strategy: Any, to: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(to).requires_grad_() for t in (x, weight, *vectors, residual)]
+        a, w, bias, gamma, beta, added = leaves
+        y = epinorm.linear_norm(
+            *(a, w, bias),
+            **{"norm": norm, "norm_weight": gamma, "norm_bias": beta},
+            pre="mul_row|add_residual",
+            post="silu",
+            operands=[rows.to(to), added],
+            strategy=strategy,
+        )
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(to))]
+
+    truth = run("reference", torch.float64)
+    for ours, theirs, exact in zip(run("cpu", dtype), run("reference", dtype), truth, strict=True):
+        allowed = allowed_error(relative_error(theirs, exact), dtype)
+        assert relative_error(ours, exact) <= allowed
+
+
+def test_what_is_wrong_with_numbers_of_rows_is_said():
+    x, weight = torch.randn(4, 8), torch.randn(16, 8)
+    facts: Any = {"norm": LayerNorm(), "pre": "mul_row"}
+    with pytest.raises(RuntimeError, match=r"operand 0 must have shape \[4, 1\]"):
+        epinorm.linear_norm(x, weight, operands=[torch.randn(4)], **facts)
+    with pytest.raises(RuntimeError, match=r"one value per row of the output, \[2, 2, 1\]"):
+        epinorm.linear_norm(x.view(2, 2, 8), weight, operands=[torch.randn(4, 1)], **facts)
+    asking = torch.randn(4, 1, requires_grad=True)
+    with pytest.raises(ValueError, match="mul_row, one value a row, must not ask for a gradient"):
+        epinorm.linear_norm(x, weight, operands=[asking], **facts)
+    with pytest.raises(RuntimeError, match="divisible by num_groups"):
+        epinorm.linear_norm(x, weight, norm=LayerNorm(num_groups=3))
+    with pytest.raises(ValueError, match="torch.nn has no layer"):
+        epinorm.LinearNorm(8, 16, norm=RMSNorm(num_groups=4))
