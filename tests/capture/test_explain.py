@@ -99,6 +99,7 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         model(lambda s, x: F.layer_norm(s.fc(x).view(ROWS, 8, 2).transpose(0, 1), (2,))),
         "its heads are turned to another order before the norm",
     ),
+    "first rows": (model(lambda s, x: s.norm(s.fc(x)[0])), "getitem is not a pointwise"),
     "transposed": (
         model(lambda s, x: F.layer_norm(s.fc(x).transpose(0, 1), (ROWS,))),
         "transpose makes columns of its rows",
@@ -139,6 +140,43 @@ def test_what_is_not_fused_says_why_and_stays_right(name: str) -> None:
         results.append(y if isinstance(y, tuple) else (y,))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+def _chunks(qkv):
+    return qkv.chunk(3, -1)
+
+
+def _slices(qkv):
+    return qkv[..., :N], qkv[..., N : 2 * N], qkv[..., 2 * N :]
+
+
+def _heads(qkv):
+    return qkv.view(ROWS, 3, 4, N // 4).permute(1, 2, 0, 3).unbind(0)
+
+
+@pytest.mark.parametrize("divided", [_chunks, _slices, _heads])
+def test_norms_of_parts_of_one_linear_are_rows_with_a_way_out(divided: Callable[..., Any]) -> None:
+    """timm's qk_norm: a row for each norm."""
+
+    class Attention(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(K, 3 * N)
+            width = N // 4 if divided is _heads else N
+            self.q_norm, self.k_norm = nn.LayerNorm(width), nn.RMSNorm(width, 1e-6)
+
+        def forward(self, x):
+            q, k, v = divided(self.qkv(x))
+            return self.q_norm(q) * self.k_norm(k) + v
+
+    made, x = Attention(), torch.randn(ROWS, K)
+    rows = epinorm.explain(made, x).rows
+    assert [row.where for row in rows] == ["qkv → q_norm", "qkv → k_norm"]
+    for row in rows:
+        assert not row.fused
+        assert "takes its rows apart" in row.reason
+        assert "an nn.Linear for each part" in row.reason
+    assert torch.equal(epinorm.fuse(copy.deepcopy(made), strategy="reference")(x), made(x))
 
 
 def test_looking_leaves_no_trace_and_runs_no_kernel() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import epinorm
 from epinorm import GroupNorm, LayerNorm, RMSNorm
+from epinorm.capture.backend import compile_graph
 from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.models import SETTINGS
+from epinorm.tools.models.verify import DRAWS, compare_candidate, judge, truth_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 HEADS, ROWS, BOTH = ("", ""), ("mul_row|add_residual", "gelu"), ("silu|mul_row", "mul_row|silu")
@@ -88,3 +94,39 @@ def test_a_row_that_planes_cannot_hold_has_its_number():
     step.leaves[0][9, 3] = float("inf")
     ours, theirs = (step.run(s, F32)[0] for s in ("single", "reference"))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+class Block(nn.Module):
+    """Qwen 3's q, and a projection behind stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.proj = nn.Linear(256, 512, bias=False), nn.Linear(512, 256)
+        self.q_norm, self.norm = nn.RMSNorm(64, 1e-6), nn.LayerNorm(256)
+        self.register_buffer("mask", torch.tensor([0, 2, 2, 0, 0, 2, 2, 2.0]).view(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_norm(self.q(x).view(*x.shape[:-1], -1, 64)).transpose(1, 2)
+        y = self.proj(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+        x = x + y * self.mask.to(y.dtype)
+        return x + F.gelu(self.norm(x))
+
+
+@pytest.mark.parametrize("name", ["highest", "bf16-autocast"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_block_trains_as_in_eager(name, compiled):
+    """As whole models are judged: over several draws (docs/measuring.md)."""
+    setting, strategy = SETTINGS[name], "planes" if name == "highest" else "auto"
+    model, given = Block().cuda(), (torch.randn(8, 256, 256, device="cuda"),)
+    twin = copy.deepcopy(model)
+    if compiled:
+        run = torch.compile(twin, backend=compile_graph, options={"strategy": strategy})
+    else:
+        run = epinorm.fuse(twin, strategy=strategy)
+    draws = []
+    for seed in range(DRAWS):  # from the third step on it is a native node's
+        truth = truth_of(model, given, setting, True, seed)
+        twin.load_state_dict(model.state_dict())
+        call = partial(setting.call, run)
+        draws.append(compare_candidate(truth, twin, call, given, setting, True))
+    assert judge(draws, setting).reason is None

@@ -13,7 +13,7 @@ from epinorm.capture.attention import SWAPPED
 from epinorm.capture.found import Found, Place, Step, gather, unfit
 from epinorm.capture.moves import can_move, moves_rows, turns_rows
 from epinorm.capture.norms import NormRead, read_norm_function
-from epinorm.capture.obstacles import path_to_norm, watched, why_no_step
+from epinorm.capture.obstacles import paths_to_norms, takes_apart, watched, why_no_step
 from epinorm.capture.purity import changed_argument, changes, is_pure, storage_of, value_of
 from epinorm.capture.regions import exits, read_activation, read_norm
 from epinorm.capture.spelling import (
@@ -56,18 +56,17 @@ class Search:
 
     def places(self) -> list[Place]:
         """Every place where a Linear's result reaches a norm, in order."""
-        return self._all(lambda walk: walk.place())
+        return self._all(lambda walk: walk.places())
 
     def linears(self) -> list[Place]:
         """Every Linear that ``places``, which is asked first, left; in order."""
-        return self._all(lambda walk: walk.without_norm())
+        return self._all(lambda walk: [walk.without_norm()])
 
-    def _all(self, place_of: Callable[[_Walk], Place | None]) -> list[Place]:
+    def _all(self, places_of: Callable[[_Walk], list[Place]]) -> list[Place]:
         places: list[Place] = []
         for node in self.graph.nodes:
             linear = None if node in self.taken else read_linear(node)
-            place = None if linear is None else place_of(_Walk(self, node, linear))
-            if place is not None:
+            for place in [] if linear is None else places_of(_Walk(self, node, linear)):
                 self.taken.update(place.found.nodes if place.found else ())
                 places.append(place)
         # What is an operand of another Linear's chain reaches that one's norm.
@@ -89,7 +88,8 @@ class _Walk:
         self.kept_at = -1
         self.stopped = ""
 
-    def place(self) -> Place | None:
+    def places(self) -> list[Place]:
+        """The chain as a place; without one, each norm that is reached."""
         current = self.start
         while len(self.steps) < _MOST_STEPS:
             step = self._step(current)
@@ -105,9 +105,9 @@ class _Walk:
             return self._beyond(current, self.stopped)
         found, why = self._found(len(self.steps))
         norm, path = self.steps[self.norm_at].end, tuple(step.end for step in self.steps)
-        return Place(self.start, norm, path, found, "" if found else why, why if found else "")
+        return [Place(self.start, norm, path, found, "" if found else why, why if found else "")]
 
-    def without_norm(self) -> Place | None:
+    def without_norm(self) -> Place:
         """The Linear with the operations behind it, as far as they are a chain without a norm."""
         self.has_parts = False
         step = self._step(self.start)
@@ -161,7 +161,7 @@ class _Walk:
         binary = read_binary(node, x)
         if binary is not None:
             return self._with_operand(node, x, *binary)
-        self.stopped = why_no_step(node, x, dropout)
+        self.stopped = why_no_step(node, x, self.n, dropout)
         return None
 
     def _to_norm(self, x: fx.Node) -> list[Step]:
@@ -256,6 +256,9 @@ class _Walk:
             norm = read_norm(nodes, x) if self.norm_at < 0 else None
             if norm is not None:
                 return self._norm(nodes, NormRead(norm), x)
+        if all(takes_apart(user, x, self.n) for user in users):
+            self.stopped = why_no_step(users[0], x, self.n)
+            return None
         names = list(dict.fromkeys(_user_name(user) for user in users))
         self.stopped = (
             f"the result of {name_of(x)} is used more than once, by {', '.join(names)}: a chain's "
@@ -359,13 +362,13 @@ class _Walk:
                 return f"{name_of(node)} is computed after what enters the norm is read"
         return None
 
-    def _beyond(self, current: fx.Node, obstacle: str) -> Place | None:
-        """The place that a chain would have, were it not for the obstacle at ``current``."""
-        path = path_to_norm(current, self.taken, _DEPTH_OF_SEARCH)
-        if path is None:
-            return None
+    def _beyond(self, current: fx.Node, obstacle: str) -> list[Place]:
+        """The places that chains would have, were it not for the obstacle at ``current``."""
         nodes = tuple(step.end for step in self.steps)
-        return Place(self.start, path[-1], (*nodes, *path), None, obstacle)
+        return [
+            Place(self.start, path[-1], (*nodes, *path), None, obstacle)
+            for path in paths_to_norms(current, self.taken, _DEPTH_OF_SEARCH)
+        ]
 
 
 def _user_name(node: fx.Node) -> str:

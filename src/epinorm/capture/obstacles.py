@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -16,11 +18,12 @@ from epinorm.capture.spelling import (
     read_binary,
     read_linear,
     read_pointwise,
+    same_shape,
 )
 
 
-def why_no_step(node: fx.Node, x: fx.Node, dropout: bool | None) -> str:
-    """Why a chain does not go on from x to the node. dropout: see ``is_dropout``."""
+def why_no_step(node: fx.Node, x: fx.Node, n: Any, dropout: bool | None = None) -> str:
+    """Why a chain of rows of n does not go on from x to the node. dropout: see ``is_dropout``."""
     if dropout:
         return f"{name_of(node)} drops values in a way of its own; eval mode is fused"
     if moves_rows(node, x):
@@ -30,6 +33,11 @@ def why_no_step(node: fx.Node, x: fx.Node, dropout: bool | None) -> str:
         )
     if name_of(node) in ("t", "transpose", "permute", "swapaxes"):
         return f"{name_of(node)} makes columns of its rows, and the norm is over those"
+    if takes_apart(node, x, n):
+        return (
+            f"{name_of(node)} takes its rows apart, and a chain's norm is over all of them: served "
+            "is an nn.Linear for each part, whose heads are normalised before they are transposed"
+        )
     return f"{name_of(node)} is not a pointwise operation of a chain"
 
 
@@ -47,26 +55,40 @@ def watched(kept: fx.Node) -> str | None:
     return None
 
 
-def path_to_norm(start: fx.Node, taken: set[fx.Node], depth: int) -> list[fx.Node] | None:
-    """Nodes from after ``start`` to a norm, through what a chain might one day hold."""
+def takes_apart(node: fx.Node, x: fx.Node, n: Any) -> bool:
+    """Whether the node is parts of x's rows of n, or one of these, as q, k and v of one Linear."""
+    given, made = value_of(x), value_of(node)
+    whole = given is not None and made is not None and same_shape(given.shape[-1:], (n,))
+    if whole and same_shape(made.shape[-1:], (n,)):  # type: ignore[union-attr]
+        return False
+    return name_of(node) in _PARTING and node.args[:1] == (x,)
+
+
+def paths_to_norms(start: fx.Node, taken: set[fx.Node], depth: int) -> list[list[fx.Node]]:
+    """Nodes from after ``start`` to a norm, through what a chain might one day hold; where it is
+    taken apart, to the norm of each part."""
     for user in start.users:
-        norm = read_norm_function(user, start)
-        if norm is not None:
-            return [user]
+        if read_norm_function(user, start) is not None:
+            return [[user]]
     if depth == 0:
-        return None
+        return []
     for nodes in exits(start):
         if read_norm(nodes, start) is not None:
-            return [nodes[-1]]
+            return [[nodes[-1]]]
+    found: dict[fx.Node, list[fx.Node]] = {}
     for user in start.users:
         if user in taken or not _may_pass(user, start):
             continue
-        rest = path_to_norm(user, taken, depth - 1)
-        if rest is not None:
-            return [user, *rest]
-    return None
+        if found and name_of(user) not in _PARTING:
+            continue
+        for rest in paths_to_norms(user, taken, depth - 1):
+            found.setdefault(rest[-1], [user, *rest])
+    return [*found.values()]
 
 
+_PARTING = frozenset(
+    ("chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "select", "getitem")
+)
 _PASSING = frozenset(
     (
         *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous"),
@@ -82,7 +104,8 @@ _PASSING = frozenset(
             "iadd",
             "sub",
         ),
-        *("t", "T", "dropout", "to", "float", "expand", "chunk", "split", "getitem"),
+        *("t", "T", "dropout", "to", "float", "expand"),
+        *_PARTING,
     )
 )
 
