@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-NOT_RUN = {"prepack.md", "training.md"}
-"""Pages for those who change the code, with an excerpt that does not stand alone."""
-RUN = [page for page in PAGES if page.name not in NOT_RUN and BLOCK.search(page.read_text("utf-8"))]
+RUN = [page for page in PAGES if BLOCK.search(page.read_text("utf-8"))]
 COMMANDS = typer.main.get_command(app)
 
 
@@ -24,7 +23,19 @@ def named(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
+@pytest.fixture
+def alone_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun would say to the one process that it starts."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    said = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    for name, value in {**said, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize("page", RUN, ids=named)
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_blocks_of_a_page_run_one_after_another(page: Path) -> None:
     names: dict[str, object] = {"__name__": "docs"}
     for block in BLOCK.findall(page.read_text("utf-8")):
