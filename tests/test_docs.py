@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import epinorm.parallel
 from epinorm_cli.commands import app
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,29 @@ def test_blocks_of_a_page_run_one_after_another(page: Path) -> None:
     names: dict[str, object] = {"__name__": "docs"}
     for block in BLOCK.findall(page.read_text("utf-8")):
         exec(compile(block, str(page), "exec"), names)
+
+
+def test_every_public_name_is_described_and_shown_in_an_example() -> None:
+    text = (DOCS / "reference" / "api.md").read_text("utf-8")
+    examples = "\n".join(BLOCK.findall(text))
+    public = [f"epinorm.{name}" for name in epinorm.__all__ if name != "__version__"]
+    public += [f"epinorm.parallel.{name}" for name in epinorm.parallel.__all__]
+    assert set(public) == set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    assert [n for n in public if not re.search(rf"\b{n.rpartition('.')[2]}\(", examples)] == [
+        "epinorm.Chain"  # by its parse
+    ]
+
+
+def test_messages_that_troubleshooting_explains_are_those_of_the_source() -> None:
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    written = " ".join(re.sub(r"\"\s*f?\"", "", source).split())
+    page = (DOCS / "troubleshooting.md").read_text("utf-8")
+    messages = re.findall(r"^\*\*`(.+?)`", page.partition("## By symptom")[0], re.MULTILINE)
+    assert len(messages) >= 8
+    for message in messages:
+        words = message.split()
+        runs = (" ".join(words[i : i + n]) for n in (3, 4) for i in range(len(words) - n + 1))
+        assert any(run in written for run in runs), message
 
 
 def test_every_page_is_in_the_sites_menu() -> None:
