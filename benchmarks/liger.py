@@ -3,8 +3,8 @@
     python benchmarks/liger.py    # results/liger/<gpu>.json, and from it docs/comparison.md's table
 
 Its norms stand in the place of PyTorch's, behind PyTorch's Linear; in a Llama its rotary embedding,
-RMSNorm and SwiGLU, as its own patch puts them there. A row says by how much each output's error
-exceeds eager's; what is not within the verification's bounds has no time.
+RMSNorm and SwiGLU, as its own patch puts them there. Epinorm is held to the verification's bounds;
+Liger-Kernel, whose roundings are its own, to WRONG times these, and its output's error is shown.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from shapes import SHAPES
 RESULTS = Path(__file__).resolve().parent / "results" / "liger"
 CASES = ("llama_4", "bert_out", "wide_ln", "dreamer", "ln256", "kb62", "mid")
 KEY = ("case", "setting", "pass", "gpu")
+WRONG = 4.0
 TIMING = Settings(runs=20, warmup=3)
 
 
 def ligers(model: nn.Module) -> nn.Module:
     """The model with Liger's modules, on the same parameters."""
     from liger_kernel import transformers as liger
+    from liger_kernel.transformers.group_norm import LigerGroupNorm
 
     if hasattr(model, "model"):
-        liger.apply_liger_kernel_to_llama(
-            rope=False, swiglu=True, rms_norm=True, cross_entropy=False,
-            fused_linear_cross_entropy=False, model=model.model,
-        )  # fmt: skip
-        _rotate_by(model, liger.liger_rotary_pos_emb)
+        _patch_llama(model, liger)
     for name, norm in list(model.named_children()):
         made = None
         if isinstance(norm, nn.GroupNorm):
-            made = liger.LigerGroupNorm(norm.num_channels, norm.num_groups, norm.eps)
+            made = LigerGroupNorm(norm.num_channels, norm.num_groups, norm.eps)
             # It wants a dimension behind the channels.
             made.register_forward_pre_hook(lambda _, given: given[0].unsqueeze(-1))
             made.register_forward_hook(lambda _, given, y: y.squeeze(-1))
         elif isinstance(norm, nn.LayerNorm):
             made = liger.LigerLayerNorm(norm.normalized_shape[0], norm.eps)
         elif isinstance(norm, nn.RMSNorm):
-            made = liger.LigerRMSNorm(norm.normalized_shape[0], norm.eps, casting_mode="none")
+            eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
+            # PyTorch's roundings: everything in fp32.
+            made = liger.LigerRMSNorm(norm.normalized_shape[0], eps, casting_mode="gemma")
         if made is not None:
             made.weight = norm.weight
             if getattr(norm, "bias", None) is not None:
@@ -68,17 +68,24 @@ def ligers(model: nn.Module) -> nn.Module:
     return model
 
 
-def _rotate_by(model: nn.Module, function: Any) -> None:
-    """Liger's patch is of the process; here it holds within this model's forward."""
+def _patch_llama(model: nn.Module, liger: Any) -> None:
+    """Liger's own patch is of the process too, where eager runs: here it holds for this model."""
     from transformers.models.llama import modeling_llama
 
-    plain = modeling_llama.apply_rotary_pos_emb
+    plain = {name: getattr(modeling_llama, name) for name in ("LlamaRMSNorm", "LlamaMLP")}
+    liger.apply_liger_kernel_to_llama(
+        rope=False, swiglu=True, rms_norm=True, cross_entropy=False,
+        fused_linear_cross_entropy=False, model=model.model,
+    )  # fmt: skip
+    for name, value in plain.items():
+        setattr(modeling_llama, name, value)
+    rotation = modeling_llama.apply_rotary_pos_emb
 
-    def put(by: Any, *_: Any) -> None:
-        modeling_llama.apply_rotary_pos_emb = by
+    def rotate_by(function: Any) -> None:
+        modeling_llama.apply_rotary_pos_emb = function
 
-    model.register_forward_pre_hook(lambda *_: put(function))
-    model.register_forward_hook(lambda *_: put(plain), always_call=True)
+    model.register_forward_pre_hook(lambda *_: rotate_by(liger.liger_rotary_pos_emb))
+    model.register_forward_hook(lambda *_: rotate_by(rotation), always_call=True)
 
 
 def measure(case: str, setting: Setting, training: bool, device: torch.device) -> dict[str, Any]:
@@ -108,7 +115,7 @@ def measure(case: str, setting: Setting, training: bool, device: torch.device) -
         judged = judge(found, setting)
         row[f"{name}_error"] = float(f"{judged.output.ours:.3g}")
         row["eager_error"] = float(f"{judged.output.eager:.3g}")
-        if judged.reason:
+        if max(c.strain for c in judged.comparisons) > (WRONG if name == "liger" else 1.0):
             row["reasons"][name] = judged.reason
             del ways[name]
     runners: dict[str, Any] = {

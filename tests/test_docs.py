@@ -3,20 +3,20 @@
 import importlib.util
 import re
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
 import typer
 
+import epinorm.parallel
 from epinorm_cli.commands import app
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-NOT_RUN = {"prepack.md", "training.md"}
-"""Pages for those who change the code, with an excerpt that does not stand alone."""
-RUN = [page for page in PAGES if page.name not in NOT_RUN and BLOCK.search(page.read_text("utf-8"))]
+RUN = [page for page in PAGES if BLOCK.search(page.read_text("utf-8"))]
 COMMANDS = typer.main.get_command(app)
 
 
@@ -24,11 +24,46 @@ def named(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
+@pytest.fixture
+def alone_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun would say to the one process that it starts."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    said = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    for name, value in {**said, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize("page", RUN, ids=named)
+@pytest.mark.usefixtures("alone_in_a_group")
 def test_blocks_of_a_page_run_one_after_another(page: Path) -> None:
     names: dict[str, object] = {"__name__": "docs"}
     for block in BLOCK.findall(page.read_text("utf-8")):
         exec(compile(block, str(page), "exec"), names)
+
+
+def test_every_public_name_is_described_and_shown_in_an_example() -> None:
+    text = (DOCS / "reference" / "api.md").read_text("utf-8")
+    examples = "\n".join(BLOCK.findall(text))
+    public = [f"epinorm.{name}" for name in epinorm.__all__ if name != "__version__"]
+    public += [f"epinorm.parallel.{name}" for name in epinorm.parallel.__all__]
+    assert set(public) == set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    assert [n for n in public if not re.search(rf"\b{n.rpartition('.')[2]}\(", examples)] == [
+        "epinorm.Chain"  # by its parse
+    ]
+
+
+def test_messages_that_troubleshooting_explains_are_those_of_the_source() -> None:
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    written = " ".join(re.sub(r"\"\s*f?\"", "", source).split())
+    page = (DOCS / "troubleshooting.md").read_text("utf-8")
+    messages = re.findall(r"^\*\*`(.+?)`", page.partition("## By symptom")[0], re.MULTILINE)
+    assert len(messages) >= 8
+    for message in messages:
+        words = message.split()
+        runs = (" ".join(words[i : i + n]) for n in (3, 4) for i in range(len(words) - n + 1))
+        assert any(run in written for run in runs), message
 
 
 def test_every_page_is_in_the_sites_menu() -> None:

@@ -205,7 +205,9 @@ WRONG = {
                        r"operand 0 must have shape \[6, 24\].*got \[1, 24\]"),
     "folded residual": (tensors(2, 3), LayerNorm(),
                         {"post": "add_residual", "operands": [torch.randn(3, 2, 24)]},
-                        RuntimeError, r"operand 0 must have the output's shape, \[2, 3, 'N'\]"),
+                        RuntimeError,
+                        r"operand 0 must have one value per element of the output, "
+                        r"\[2, 3, 'N'\], got \[3, 2, 24\]"),
     "operand dtype": (tensors(6), LayerNorm(),
                       {"post": "mul_channel", "operands": [torch.randn(24).double()]},
                       RuntimeError, "operand 0 must have dtype torch.float32"),

@@ -20,7 +20,7 @@ from epinorm.tools.kinks import rows_away_from_kinks
 from epinorm.tools.models import SETTINGS, bench_model, load_subject
 from epinorm.tools.models.families import family
 from epinorm.tools.models.rows import ModelRow
-from epinorm.tools.models.subject import dropout_off
+from epinorm.tools.models.subject import dropout_off, most_dropout
 from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
 from epinorm.tools.results import merge_rows, read_rows_of
 from epinorm.tools.timing import Settings
@@ -236,6 +236,28 @@ def test_dropout_is_off_within_alone() -> None:
     with dropout_off(model):
         assert torch.equal(model(*inputs), model(*inputs))
     assert not torch.equal(model(*inputs), model(*inputs))
+
+
+def test_dropout_that_is_no_module_is_off_too() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5)
+    x = torch.randn(4, 3, 8)
+    with dropout_off(layer):
+        assert torch.equal(layer(x), layer(x))
+    assert most_dropout(layer) == layer.self_attn.dropout == 0.5
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.fc(x), 0.5, True)
+
+
+def test_a_model_that_does_not_repeat_its_result_cannot_be_verified() -> None:
+    with pytest.raises(ValueError, match="another result at each call"):
+        truth_of(Noisy(), (torch.randn(4, 8),), SETTINGS["highest"], False)
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,26 @@ def test_a_model_that_needs_values_is_told_as_far_as_it_goes() -> None:
     assert any(re.search(r"breaks at .*test_explain.py:\d+", note) for note in explained.notes)
 
 
+class AsksForAStream(Model):
+    """As transformers does in front of its masks: without a driver the question raises."""
+
+    def forward(self, x):
+        try:
+            capturing = torch.cuda.is_current_stream_capturing()
+        except Exception:
+            capturing = False
+        return x if capturing else super().forward(x)
+
+
+def test_asking_whether_a_cuda_graph_is_captured_breaks_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asking = epinorm.fuse(AsksForAStream())
+    asking(torch.randn(ROWS, K))
+    assert epinorm.explain(asking).rows[0].where == "fc → norm"
+    assert "unfused" not in caplog.text
+
+
 def test_rows_name_chain_place_and_plan() -> None:
     made = nn.Sequential(Model(), nn.Linear(N, N, bias=False), nn.GroupNorm(4, N), nn.SiLU())
     x = torch.randn(ROWS, K)

@@ -94,7 +94,7 @@ class _Answers(dict[Any, Any]):
         return answer and name.partition(".")[0] in ("torch", "epinorm") and name != _FAST_PATHS
 
 
-_RAISING_WITHOUT_CUDA = (torch.cuda.is_current_stream_capturing,)
+_RAISING_WITHOUT_GPU = (torch.cuda.is_current_stream_capturing,)
 """Which transformers asks and takes for False where it raises, as Dynamo does not."""
 
 
@@ -102,7 +102,7 @@ _RAISING_WITHOUT_CUDA = (torch.cuda.is_current_stream_capturing,)
 def _answers_as_in_eager() -> Iterator[None]:
     functions: Any = dynamo_functions
     known = functions.tracing_state_functions
-    more = {} if torch.backends.cuda.is_built() else dict.fromkeys(_RAISING_WITHOUT_CUDA, False)
+    more = {} if torch.cuda.is_available() else dict.fromkeys(_RAISING_WITHOUT_GPU, False)
     handlers = functions.TorchInGraphFunctionVariable._get_handlers()
     handling = dict.fromkeys(more, handlers.get(torch._C._get_tracing_state))
     with compile_lock, mock.patch.dict(handlers, handling):  # no other thread compiles meanwhile

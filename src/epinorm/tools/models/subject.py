@@ -126,27 +126,31 @@ def _made(text: str, made: Any) -> Made:
     raise ValueError(f"{text}() must return a model and the tuple of its inputs")
 
 
+def _dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where a model's modules keep what they drop: modules for it, and numbers named for it, as
+    nn.MultiheadAttention's ``dropout`` and the ``attention_dropout`` of transformers."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            yield module, "p"
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                yield module, name
+
+
 def most_dropout(model: nn.Module) -> float:
-    """The largest share that a dropout module of the model drops in training."""
-    return max(
-        (m.p for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)), default=0.0
-    )
+    """The largest share that a module of the model drops in training."""
+    return max((getattr(module, name) for module, name in _dropouts(model)), default=0.0)
 
 
 @contextlib.contextmanager
 def dropout_off(*models: nn.Module) -> Iterator[None]:
-    """Within, dropout modules drop nothing, in training too: eager's mask is not ours."""
-    modules = [
-        m
-        for model in models
-        for m in model.modules()
-        if isinstance(m, nn.modules.dropout._DropoutNd)
-    ]
-    were = [m.p for m in modules]
-    for module in modules:
-        module.p = 0.0
+    """Within, modules drop nothing, in training too: eager's mask is not ours."""
+    places = [place for model in models for place in _dropouts(model)]
+    were = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, 0.0)
     try:
         yield
     finally:
-        for module, p in zip(modules, were, strict=True):
-            module.p = p
+        for (module, name), share in zip(places, were, strict=True):
+            setattr(module, name, share)

@@ -73,19 +73,33 @@ class Judged:
 def truth_of(
     model: nn.Module, inputs: tuple[Any, ...], setting: Setting, training: bool, seed: int = 0
 ) -> Truth:
-    """Run the model in float64 and as it is; norms' and biases' parameters become random."""
+    """Run the model in float64 and as it is; norms' and biases' parameters become random.
+
+    Raises ValueError where the model as it is does not repeat its own result.
+    """
     randomize_parameters(model, seed)
     twin = copy.deepcopy(model).double()
     wide = of_floats(inputs, Tensor.double)
     eager = partial(setting.call, model)
     exact = run_model(twin, wide, False)
     plain = run_model(model, inputs, False, call=eager)
+    _must_repeat(plain, run_model(model, inputs, False, call=eager))
     if not training:
         return Truth(exact, plain, (), seed)
     error = max(c.eager for c in compare(exact, plain, plain, setting.products, "as given"))
     kept = rows_away_from_kinks(twin, wide, [t.shape for t in exact.outputs], error)
     exact = run_model(twin, wide, True, seed, kept)
     return Truth(exact, run_model(model, inputs, True, seed, kept, eager), tuple(kept), seed)
+
+
+def _must_repeat(first: Outcome, second: Outcome) -> None:
+    """An error where two runs differ by more than orders of summation: nothing can be verified."""
+    for one, other in zip(first.outputs, second.outputs, strict=True):
+        if _norm((one - other).nan_to_num()) > 8 * torch.finfo(one.dtype).eps * _norm(one):
+            raise ValueError(
+                "the model gives another result at each call, so none can be verified: switch off "
+                "what is random in it, such as a dropout with a fixed probability"
+            )
 
 
 def compare_candidate(
