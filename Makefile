@@ -24,7 +24,7 @@ PYTEST := -n $(WORKERS) --dist worksteal --timeout $(TEST_SECONDS) --durations 1
 # For the targets that run on a GPU machine as it is, with nothing installed.
 PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}
 
-.PHONY: help setup run record test matrix models coverage lint format docs test-gpu test-gpus sanitize-gpu fuzz bench-gpu report build clean
+.PHONY: help setup run record test figures matrix models coverage lint format docs test-gpu test-gpus sanitize-gpu fuzz bench-gpu report build clean
 
 help:  ## say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1|/' | \
@@ -48,6 +48,11 @@ test: $(READY)  ## run the tests that need no GPU
 	@$(BIN)/python -m pytest $(PYTEST) $(ARGS)
 	@echo "Covered: everything a CPU can show, CUDA kernels compiled and their launches read." \
 	  "Left to a GPU: what kernels compute and how fast (make test-gpu, make sanitize-gpu)."
+
+figures: $(READY)  ## compile every kernel that the tests look at, and keep what ptxas says of it
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	  EPINORM_CACHE_DIR="$$folder" $(BIN)/python -m pytest $(PYTEST) -q $$(grep -l kept_figures tests/cuda/test_*.py) && \
+	  $(BIN)/python tests/cuda/figures.py "$$folder"
 
 # CPU builds where TORCH_INDEX names their index; PyPI's for Linux hold CUDA, several GB each.
 TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.14.1

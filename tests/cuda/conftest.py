@@ -10,9 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +38,10 @@ from epinorm.chain import Chain, RMSNorm
 from epinorm.chain.reference import epilogue
 from epinorm.operator import calls, kinds
 from epinorm.precision import product_precision
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import figures
 
 _WORDS = ctypes.POINTER(ctypes.c_uint64)
 SMS = 132
@@ -344,6 +351,29 @@ def _plan_for(problem: Any, strategy: Any, strict: bool = False) -> Any:
     plan = cuda_plan.plan_cuda(problem, strategy)
     assert plan.strategy != "reference", plan.reason
     return plan
+
+
+NAMED_CACHE = os.environ.get("EPINORM_CACHE_DIR")
+
+
+@pytest.fixture(scope="session")
+def cache_of_figures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the figures of each kernel that is kept, without its machine code."""
+    folder = tmp_path_factory.mktemp("figures") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EPINORM_CACHE_DIR", str(folder))
+        figures.fill_cache()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kept_figures(private_cache: Path, cache_of_figures: Path) -> Iterator[None]:
+    """Compile only what has changed since its figures were kept (figures.py), for tests that read
+    no machine code. A cache that EPINORM_CACHE_DIR names is used instead."""
+    with pytest.MonkeyPatch.context() as patch:
+        if NAMED_CACHE is None:
+            patch.setenv("EPINORM_CACHE_DIR", str(cache_of_figures))
+        yield
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from problems import EASY, HEAVY, problem_of
 
+pytestmark = pytest.mark.usefixtures("kept_figures")
+
 TILES = fp32_weight_tiles()
 SMS = 132
 

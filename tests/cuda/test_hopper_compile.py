@@ -21,12 +21,14 @@ from epinorm.backends.cuda.fp32.planes import split_source
 from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile, largest_stages, shared_bytes
-from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
+from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin, compiled
 from epinorm.problem import Problem
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from problems import EASY, HEAVY, problem_of
+
+pytestmark = pytest.mark.usefixtures("kept_figures")
 
 DROPS = "dropout(0.1)|add_residual|layer_norm"
 SMS = 132  # of an H200
@@ -210,7 +212,7 @@ def test_products_stand_back_to_back(name, kind, tmp_path):
     problem = problem_of(*SHAPES[name], kind)
     tile = hopper_plan.choose_tile(problem, SMS)
     source = linear_norm_source(hopper_plan.instance_for(problem, tile))
-    code = machine_code(compiled(source).cubin, tmp_path)
+    code = machine_code(compile_cubin(source).cubin, tmp_path)
     assert not [line for line in code if re.match("LDL|STL", line)]
     step: list[str] = []
     steps = 0
@@ -232,7 +234,7 @@ def test_products_stand_back_to_back(name, kind, tmp_path):
 def test_rows_leave_by_16_bytes_a_lane(name, kind, tmp_path):
     """The compiler once took every other one of these stores apart into four of 4 bytes."""
     problem = problem_of(*SHAPES[name], kind)
-    code = machine_code(compiled(source_of(problem)).cubin, tmp_path)
+    code = machine_code(compile_cubin(source_of(problem)).cubin, tmp_path)
     stores = [line.split()[0] for line in code if line.startswith("STG")]
     assert stores
     assert all(".128" in store for store in stores), stores

@@ -19,6 +19,8 @@ from epinorm.backends.cuda.runtime.jit import compiled
 from epinorm.chain import Chain
 from epinorm.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("kept_figures")
+
 SHARED_LIMIT = 227 * 1024
 SMS = 132
 INSTANCES = [

@@ -20,6 +20,8 @@ from epinorm.chain import Chain
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.problem import Problem, Wanted
 
+pytestmark = pytest.mark.usefixtures("kept_figures")
+
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 ARCHITECTURES = {"sm_80": 163, "sm_90a": 227, "sm_100": 227}
 """With the shared memory in KiB that a block can have there."""

@@ -30,6 +30,8 @@ from epinorm.backends.cuda.runtime.jit import compiled
 from epinorm.chain import Chain
 from epinorm.problem import Problem, Wanted
 
+pytestmark = pytest.mark.usefixtures("kept_figures")
+
 ARCH = "sm_90a"
 KB62_THREADS = 768
 """Of a multiprocessor: its 65536 registers, 85 each."""

@@ -28,6 +28,8 @@ from problems import problem_of
 
 from imaginary import H200, believe_in
 
+pytestmark = pytest.mark.usefixtures("kept_figures")
+
 M, K, N = 24, 40, 96
 
 

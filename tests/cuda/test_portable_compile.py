@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from problems import EASY, HEAVY, problem_of
 
+pytestmark = pytest.mark.usefixtures("kept_figures")
+
 # Shared memory of a block and of a multiprocessor: CUDA programming guide.
 GPUS = {
     "sm_80": Gpu((8, 0), 108, 166912, 167936),

@@ -20,6 +20,8 @@ from epinorm.chain import Chain
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.problem import Problem
 
+pytestmark = pytest.mark.usefixtures("kept_figures")
+
 F32 = torch.float32
 EASY = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
 HEAVY = "gelu|mul_channel|add_residual|group_norm({groups})|add_residual|mish|mul_channel"

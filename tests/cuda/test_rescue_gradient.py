@@ -6,6 +6,8 @@ from epinorm.backends.cuda.fp32.rescue import STATIC_BYTES
 from epinorm.backends.cuda.fp32.rescue_gradient import rescue_gradient_source, tile_of
 from epinorm.backends.cuda.runtime.jit import compiled
 
+pytestmark = pytest.mark.usefixtures("kept_figures")
+
 MOST_REGISTERS = 255
 """Of a thread where a block of 256 has a multiprocessor to itself; more would be spilled."""
 

@@ -36,6 +36,8 @@ from problems import problem_of
 
 from imaginary import H200, believe_in
 
+pytestmark = pytest.mark.usefixtures("kept_figures")
+
 RESIDUAL = "add_residual|layer_norm|returns(sum)"
 GROUPS = "silu|add_residual|group_norm({groups})|gelu|add_residual|returns(sum)"
 ARCH, SHARED = "sm_90a", 227 * 1024
