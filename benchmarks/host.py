@@ -193,6 +193,7 @@ def first_calls(setting: str) -> list[dict[str, Any]]:
             for state in ("cold", "warm"):
                 done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
                 found[state] = json.loads(done.stdout.splitlines()[-1])
+                print(setting, what, state, found[state], file=sys.stderr, flush=True)
         return {"name": FIRST, "blocks": 12, "setting": setting, "pass": what, "seconds": found}
 
     with ThreadPoolExecutor() as pool:
