@@ -193,6 +193,7 @@ def first_calls(setting: str) -> list[dict[str, Any]]:
             for state in ("cold", "warm"):
                 done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
                 found[state] = json.loads(done.stdout.splitlines()[-1])
+                print(setting, what, state, found[state], file=sys.stderr, flush=True)
         return {"name": FIRST, "blocks": 12, "setting": setting, "pass": what, "seconds": found}
 
     with ThreadPoolExecutor() as pool:
@@ -217,8 +218,7 @@ def first_call(setting: str, what: str, device: torch.device) -> dict[str, float
     run()
     eager = run()
     epinorm.fuse(model)
-    with _turn():
-        return {"eager": eager, "first": run(), "second": run()}
+    return {"eager": eager, "first": run(), "second": run()}
 
 
 if __name__ == "__main__":

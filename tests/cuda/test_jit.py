@@ -84,17 +84,14 @@ def test_an_entry_that_is_not_there_is_an_error() -> None:
         compile_cubin(KernelSource("absent", TEXT, "sm_80"))
 
 
-def test_a_slow_compilation_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = KernelSource("sum32", TEXT, "sm_80")
+def test_what_a_first_call_waits_for_is_said_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    progress, source = jit.Progress(), KernelSource("sum32", TEXT, "sm_80")
     with caplog.at_level(logging.WARNING, logger="epinorm"):
-        compile_cubin(source)
-        assert not caplog.records
-        monkeypatch.setattr(jit, "SLOW_COMPILE_SECONDS", 0.0)
-        compile_cubin(source)
-    assert [record.getMessage()[:31] for record in caplog.records] == [
-        "epinorm: compiling sum32 for sm"
+        for seconds in (2.0, 0.5, 1.0, 2.0, 4.0):
+            progress.add(source, seconds)
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
+        "3 in 4 s",
+        "5 in 10 s",
     ]
 
 

@@ -35,8 +35,8 @@ def why_no_step(node: fx.Node, x: fx.Node, n: Any, dropout: bool | None = None) 
         return f"{name_of(node)} makes columns of its rows, and the norm is over those"
     if takes_apart(node, x, n):
         return (
-            f"{name_of(node)} takes its rows apart, and a chain's norm is over all of them: served "
-            "is an nn.Linear for each part, whose heads are normalised before they are transposed"
+            f"{name_of(node)} takes its rows apart, and a chain's norm is over all of a row: "
+            "an nn.Linear for each part is served, its heads normalised before they are transposed"
         )
     return f"{name_of(node)} is not a pointwise operation of a chain"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from epinorm.capture.attention import unseen
 from epinorm.capture.distributed import layout_of_found
@@ -109,8 +109,18 @@ def layer_of(node: fx.Node, names: dict[str, str]) -> str:
     path = known if known is not None else str(path).partition(".")[2] or str(path)
     if part:
         return f"{path}.{part}".strip(".")
-    leaf = getattr(cls, "__module__", "").startswith("torch.nn.modules")
-    return path if leaf and path else f"{path}.{name_of(node)}".strip(".")
+    return path if _is_layer(cls) and path else f"{path}.{name_of(node)}".strip(".")
+
+
+_LAYERS = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
+
+def _is_layer(cls: Any) -> bool:
+    """Whether a module of the class is one layer, whose path says enough."""
+    if not isinstance(cls, type):
+        return False
+    pytorchs = cls.__module__.startswith("torch.nn.modules") or issubclass(cls, _LAYERS)
+    return pytorchs or cls.__name__.endswith("Norm")
 
 
 def _number(size: Any) -> int:

@@ -25,7 +25,8 @@ from epinorm.backends.cuda.runtime.device import device_index, stand_in
 from epinorm.backends.cuda.runtime.driver import check, driver, make_primary_context_current
 from epinorm.backends.cuda.runtime.launch import Kernel
 
-SLOW_COMPILE_SECONDS = 3.0
+SAY_SECONDS = 3.0
+"""Of compiling, after which it is said again what a first call waits for."""
 STANDARD = "c++17"
 NOT_REPORTED = -1
 
@@ -59,10 +60,28 @@ def compile_cubin(source: KernelSource) -> Compiled:
         raise RuntimeError(
             f"compiling {source.entry} for {source.arch} failed: {error}\n{log.getvalue()}"
         ) from error
-    seconds = time.perf_counter() - started
-    if seconds > SLOW_COMPILE_SECONDS:
-        _log.warning("epinorm: compiling %s for %s took %.1f s", source.entry, source.arch, seconds)
+    _progress.add(source, time.perf_counter() - started)
     return _read_log(source, cubin, log.getvalue())
+
+
+class Progress:
+    """What this process has compiled so far."""
+
+    def __init__(self) -> None:
+        self.kernels, self.seconds, self.said_at = 0, 0.0, 0.0
+
+    def add(self, source: KernelSource, seconds: float) -> None:
+        """Count a kernel, and say so where it has been a while."""
+        self.kernels, self.seconds = self.kernels + 1, self.seconds + seconds
+        if self.seconds - self.said_at > SAY_SECONDS:
+            self.said_at = self.seconds
+            _log.warning(
+                "epinorm: compiling kernels for %s (first use, kept on disk): %d in %.0f s",
+                *(source.arch, self.kernels, self.seconds),
+            )
+
+
+_progress = Progress()
 
 
 def compiled(source: KernelSource) -> Compiled:
