@@ -6,16 +6,16 @@ interface leaves a state in which reading the old one raises.
 
 import itertools
 import json
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
 
 from epinorm.precision import fp32_precision, product_precision
+from processes import Process
 
 SCRIPT = """
-import json, sys, warnings
+import json, os, warnings
 import torch
 from epinorm.precision import fp32_precision
 warnings.simplefilter("ignore")
@@ -27,7 +27,7 @@ set_ = {
     "all": lambda v: setattr(torch.backends, "fp32_precision", v),
 }
 found = []
-for case in json.loads(sys.argv[1]):
+for case in json.loads(os.environ["CASES"]):
     cublas.fp32_precision = torch.backends.fp32_precision = "none"
     for step in case:
         name, value = step.split("=")
@@ -55,10 +55,10 @@ ALL = ["all=ieee", "all=tf32", "all=bf16"]
 
 
 def _run(cases):
-    command = [sys.executable, "-c", SCRIPT, json.dumps(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = Process(SCRIPT, {**os.environ, "CASES": json.dumps(cases)})
+    out, err = process.communicate(200)
+    assert process.returncode == 0, err
+    return json.loads(out)
 
 
 def test_the_last_setting_of_products_holds_whatever_came_before():

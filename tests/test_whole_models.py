@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge,
 from epinorm.tools.results import merge_rows, read_rows_of
 from epinorm.tools.timing import Settings
 from epinorm_cli.commands import app
+from processes import run_script
 from readme_tables import details_table, models_table
 
 CPU = torch.device("cpu")
@@ -317,9 +316,7 @@ def test_rows_are_verified_side_by_side_and_timed_one_by_one(tmp_path: Path) -> 
     script = Path(__file__).parents[1] / "benchmarks" / "models.py"
     wanted = ["tdmpc2:bf16:forward", "tdmpc2:highest"]
     arguments = ["--small", "--device", "cpu", "--competitors", "", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(script), *wanted, *arguments], capture_output=True, text=True
-    )
+    done = run_script(script, *wanted, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "models").iterdir()
     found = {(row.setting, row.pass_) for row in read_rows_of(ModelRow, path) if row.verified}

@@ -67,14 +67,13 @@ class SolutionProcess:
     """A context manager around the process. Each method is one request; raises SolutionError for
     what the solution does wrong and SolutionGone once the process is no more.
 
-    ``seconds``: what the last request took by the judge's clock; ``used``: the seconds of a CPU
-    that it took, in processes that it started too, as the kernel says. ``most``: the bytes of
-    tensors that an answer may have. ``held``: what the guard took from the solution (see guard).
+    ``seconds``: what the last request took by the judge's clock. ``most``: the bytes of tensors
+    that an answer may have. ``held``: what the guard took from the solution (see guard).
     """
 
     def __init__(self, time_limit: float, solution: Path, most: int = 1 << 26) -> None:
         self.time_limit, self.solution, self.most = time_limit, str(solution.resolve()), most
-        self.seconds = self.used = 0.0
+        self.seconds = 0.0
         self.held: list[str] = []
         self.left_behind = False
         self._worker = 0
@@ -165,7 +164,6 @@ class SolutionProcess:
         line = json.dumps({"do": do, **arguments}).encode() + b"\n"
         if self._buffer or self._answers in self._drain(0.0):
             self._check_channel(do)
-        used = self._cpu_seconds()
         started = time.monotonic()
         try:
             self._channel.settimeout(max(0.001, self._deadline - started))
@@ -176,11 +174,10 @@ class SolutionProcess:
             self._gone(do)
         answer = self._read(do)
         self.seconds = time.monotonic() - started
-        self.used = self._cpu_seconds() - used
         return self._checked(answer)
 
-    def _cpu_seconds(self) -> float:
-        """What its process with its threads, and all that it started, have computed."""
+    def cpu_seconds(self) -> float:
+        """What its process with its threads, and all that it started, have computed so far."""
         known = {pid for pid, _ in guard.descendants(self._guard.pid)}
         return sum(map(_computed, known | {self._guard.pid, self._worker}))
 

@@ -282,9 +282,11 @@ class _Batches:
     def _batch(self, cold: bool) -> tuple[_Batch, str | None]:
         """A batch, and what is wrong with a result, if anything."""
         state = _state()
+        before = self.process.cpu_seconds()
         times, sums = self.process.time(state, self.runs, len(self.judge.units), cold)
+        used = self.process.cpu_seconds() - before
         seconds = max(0.0, self.process.seconds - MESSAGE_SECONDS)
-        outside, used = (1e6 * t / self.runs for t in (seconds, self.process.used))
+        outside, used = (1e6 * t / self.runs for t in (seconds, used))
         if self.kind == "cpu":  # its speed changes; who disturbs this makes it longer, in vain
             again = _loop_on_cpu(self.judge.loop, self.runs // 8 + 1)
             self.loop_us = min(self.loop_us, again)
