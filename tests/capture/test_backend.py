@@ -119,7 +119,7 @@ def test_strict_says_what_is_not_fused(graphs: list[str]) -> None:
 
 @pytest.mark.slow
 def test_the_entry_point_and_inductor_itself(tmp_path: Path) -> None:
-    """No import of epinorm: the name alone, as an installed package brings it."""
+    """No import of epinorm: the name alone, as an installed package brings it; profilers see it."""
     root = HERE.parents[2]
     entry = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
     ((group, named),) = entry.items()
@@ -133,8 +133,11 @@ import torch
 from torch import nn
 m = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)).double()
 x = torch.randn(6, 8, dtype=torch.float64)
-c = torch.compile(m, backend="epinorm")
-c(x).sum().backward()
+c = torch.compile(m, backend="epinorm", options={"strategy": "reference"})
+with torch.profiler.profile() as profile:
+    c(x).sum().backward()
+seen = {event.key for event in profile.key_averages()}
+assert {"epinorm::linear_norm_forward", "epinorm::linear_norm_backward"} <= seen, seen
 got = [c(x), *(p.grad for p in m.parameters())]
 m.zero_grad(); m(x).sum().backward()
 for a, b in zip(got, [m(x), *(p.grad for p in m.parameters())]):

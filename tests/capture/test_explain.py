@@ -343,6 +343,14 @@ def test_text_html_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data["rows"][0]["fused"] is False
 
 
+def test_a_place_is_one_row_at_every_size() -> None:
+    fused = epinorm.fuse(model(lambda s, x: s.norm(s.fc(x) + x[:, :1]))())
+    for rows in (3, 5, 7):
+        fused(torch.randn(rows, K))
+    (row,) = epinorm.explain(fused).rows
+    assert re.search(r"adds a tensor of shape \[\d, 1\] to one of shape \[\d, 16\]", row.reason)
+
+
 def test_keyword_arguments() -> None:
     (row,) = epinorm.explain(Model(), x=torch.randn(2, 3, K)).rows
     assert row.shape == f"[2, 3, {K}] → [2, 3, {N}]"

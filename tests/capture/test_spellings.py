@@ -119,6 +119,10 @@ SPELLINGS |= {
     "heads": lambda s, x: F.layer_norm(s.fc(x).view(5, 4, 4), (4,)),
     "transposed rows": lambda s, x: s.ln(s.fc(x).t().reshape(5, N)),
     "conv1d": lambda s, x: s.ln(torch.addmm(s.fc.bias, x, s.fc.weight)),
+    "kernelbench 37": lambda s, x: s.gn((lambda h: torch.sigmoid(h) * h)(s.fc(x)) + s.g),
+    "kernelbench 88": lambda s, x: (lambda h: h * torch.sigmoid(h))(
+        (lambda h: h * torch.sigmoid(h))(s.gn(s.fc(x))) * s.g
+    ),
     "two outputs": lambda s, x: (lambda h: s.ln(h) + h)(s.fc(x) + x),
     "two uses": lambda s, x: (lambda h: s.ln(h.relu()) + h)(s.fc(x) + x),
 }
@@ -163,6 +167,8 @@ FUSED_WHOLE = {
     "softplus": "group_norm(4,1e-05)|softplus(2,5)",
     "gelu pos": "group_norm(4,1e-05)|gelu_tanh",
     "leaky_": "group_norm(4,1e-05)|leaky_relu(0.3)",
+    "kernelbench 37": "silu|add_channel|group_norm(4,1e-05)",
+    "kernelbench 88": "group_norm(4,1e-05)|silu|mul_channel|silu",
     "two outputs": "add_residual|layer_norm(1e-05)|returns(sum)",
 }
 

@@ -27,6 +27,7 @@ from epinorm.capture.spelling import (
     read_linear,
     read_pointwise,
     same_shape,
+    sizes_of,
 )
 from epinorm.chain import GroupNorm, Rounding
 from epinorm.chain.pointwise import Pointwise
@@ -270,7 +271,7 @@ class _Walk:
         value, given = value_of(x), value_of(other)
         assert value is not None
         assert given is not None
-        shape = list(given.shape)
+        shape = sizes_of(given.shape)
         is_row = _is_row(given, value) or (
             not self._is_turned and _is_rows_parts(given, value, self.n)
         )
@@ -284,7 +285,8 @@ class _Walk:
         if not same_shape(given.shape, value.shape):
             self.stopped = (
                 f"it {'adds' if kind == 'add' else 'multiplies by'} a tensor of shape {shape} to "
-                f"one of shape {list(value.shape)}: operands are not broadcast (expand it before)"
+                f"one of shape {sizes_of(value.shape)}: operands are not broadcast (expand it "
+                "before)"
             )
             return None
         if self._is_turned:

@@ -25,6 +25,7 @@ _NOT_CALLED = (
     "It was not called since it was fused: call it as model(x), which is what is fused, or "
     "explain(model, *inputs). Submodules that are called by themselves are to be fused themselves."
 )
+_SHAPE = re.compile(r"\[[^]]*\]")
 _COLUMNS = ("chain", "where", "fused", "strategy", "gain", "why")
 
 
@@ -216,7 +217,8 @@ def _explanation(name: str, recorders: list[Recorder], notes: tuple[str, ...]) -
     for recorder in recorders:
         for graph in recorder.graphs:
             for site in graph.sites:  # what was captured last stands for a place's other captures
-                rows[(site.where, site.chain, site.obstacle)] = _row(site, recorder)
+                obstacle = _SHAPE.sub("", site.obstacle)  # of one place at other sizes
+                rows[(site.where, site.chain, obstacle)] = _row(site, recorder)
             for site in graph.linears:
                 linears[(site.where, site.chain)] = _row(site, recorder)
             if graph.broken_by:

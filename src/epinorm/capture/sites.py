@@ -14,7 +14,7 @@ from epinorm.capture.attention import unseen
 from epinorm.capture.distributed import layout_of_found
 from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import value_of
-from epinorm.capture.spelling import name_of
+from epinorm.capture.spelling import name_of, sizes_of
 from epinorm.capture.trace import PART
 from epinorm.precision import product_precision
 from epinorm.problem import Problem
@@ -123,14 +123,6 @@ def _is_layer(cls: Any) -> bool:
     return pytorchs or cls.__name__.endswith("Norm")
 
 
-def _number(size: Any) -> int:
-    """A size, or what it was at the call that was captured."""
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
-    return int(hint) if hint is not None else 1
-
-
 def problem_of(found: Found) -> Problem:
     """The problem of a chain as it was captured."""
     return _problem(found)[0]
@@ -144,10 +136,10 @@ def _problem(found: Found) -> tuple[Problem, str]:
     assert x is not None
     assert weight is not None
     z = value_of(found.linear.nodes[-1])
-    m, leading = 1, [_number(size) for size in found.leading]
+    m, leading = 1, sizes_of(found.leading)
     for size in leading:
         m *= size
-    n, k = (_number(size) for size in (weight.shape[::-1] if found.linear.turned else weight.shape))
+    n, k = sizes_of(weight.shape[::-1] if found.linear.turned else weight.shape)
     shape, chain = f"{[*leading, k]} → {[*leading, n]}", found.chain
     if layout is not None:
         chain, m, n, k = layout.of_part(chain, m, n, k)

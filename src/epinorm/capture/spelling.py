@@ -82,6 +82,12 @@ def same_shape(a: Any, b: Any) -> bool:
     )
 
 
+def sizes_of(shape: Sequence[Any]) -> list[int]:
+    """The sizes of a shape; of one that changes, what it was at the call that was captured."""
+    hints = [size if isinstance(size, int) else size.node.hint for size in shape]
+    return [1 if hint is None else int(hint) for hint in hints]
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

@@ -163,7 +163,7 @@ def _core(problem: Problem) -> tuple[Core | None, str]:
     if problem.keeps_z and problem.chain.returns_sum:
         return None, "one kernel writes z or the sum beside y, and gradients need both"
     if problem.chain.norm is None and problem.out_dtype != problem.dtype:
-        return None, f"without a norm y is {problem.dtype} as x is, not {problem.out_dtype}"
+        return None, f"without a norm y has x's dtype, and {problem.out_dtype} is asked for"
     wanted = wanted_core()
     why_not_hopper = _why_not_hopper(problem)
     if why_not_hopper is None and wanted != "portable":
