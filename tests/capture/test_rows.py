@@ -249,6 +249,12 @@ def test_what_is_wrong_with_numbers_of_rows_is_said():
     asking = torch.randn(4, 1, requires_grad=True)
     with pytest.raises(ValueError, match="mul_row, one value a row, must not ask for a gradient"):
         epinorm.linear_norm(x, weight, operands=[asking], **facts)
+
+    def total(numbers: Tensor) -> Tensor:
+        return epinorm.linear_norm(x, weight, operands=[numbers], strategy="cpu", **facts).sum()
+
+    with pytest.raises(ValueError, match="mul_row, one value a row, must not ask for a gradient"):
+        torch.func.grad(total)(torch.randn(4, 1))
     with pytest.raises(RuntimeError, match="divisible by num_groups"):
         epinorm.linear_norm(x, weight, norm=LayerNorm(num_groups=3))
     with pytest.raises(ValueError, match="torch.nn has no layer"):
