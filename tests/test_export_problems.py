@@ -75,6 +75,14 @@ CASES = {
         return torch.softmax(x, dim=1)""",
         ["relu"],
     ),
+    "a number for each row": (
+        """
+        x = self.fc(x)
+        x = x * y[:, :1]
+        x = self.gn(x)
+        return x""",
+        ["identity"],
+    ),
     "returned whole": (
         """
         return torch.tanh(self.gn(self.fc(x)))""",

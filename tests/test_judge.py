@@ -13,7 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from epinorm.tools.judge import guard, process
+from epinorm.tools.judge import guard, process, timing
+from epinorm.tools.judge.checks import CHECKS
 from epinorm.tools.judge.facts import Check, JudgeOptions, Verdict
 from epinorm.tools.judge.judge import judge
 from epinorm.tools.judge.source import remarks
@@ -423,6 +424,64 @@ def test_the_judge_needs_nothing_of_the_operator() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "set()\n", result.stderr
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "judging.md").read_text()
+HELD = {
+    "a process that it leaves behind is not found": "orphans come to it",
+    "it may run programs with more rights than it has": "cannot get any",
+    "it keeps the capabilities of its user": "the solution has no capabilities",
+    "it can read and change its user's other processes, save this one": "Landlock forbids it to "
+    "trace, or to reach through `/proc`, any process but its own",
+    "it can stop or kill its user's processes, this one among them": "to signal one",
+}
+"""What a verdict says where the machine has not the means, and the page's promise that it has."""
+
+
+def test_what_the_page_promises_and_a_machine_does_not_hold_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a guard to which the kernel refuses all that it asks for."""
+    weak = tmp_path / "guard.py"
+    refused = "class _Refused:\n    def __getattr__(self, name):\n        return lambda *_: -1\n"
+    weak.write_text(
+        Path(guard.__file__).read_text().replace(
+            "_libc = ctypes.CDLL(None, use_errno=True)", f"{refused}_libc = _Refused()"
+        )
+    )  # fmt: skip
+    broken = tmp_path / "solution.py"
+    broken.write_text("1 / 0\n")
+    options = JudgeOptions(timing=False, time_limit=60.0)
+    usual = judge(PROBLEM, broken, options).not_held
+    monkeypatch.setattr(guard, "__file__", str(weak))
+    said = judge(PROBLEM, broken, options).not_held
+    assert set(HELD) <= {*said} <= {*HELD, *usual}
+    promises = " ".join(PAGE.split("### What is held")[1].split("### What is not held")[0].split())
+    assert all(promise in promises for promise in HELD.values())
+    limits = " ".join(PAGE.split("### What is not held")[1].split())
+    assert ("the judge runs as root" in " ".join(said)) == (os.geteuid() == 0)
+    assert "**As root** it may change the machine" in limits
+
+
+def test_the_page_has_each_check_and_limit() -> None:
+    rows = PAGE.split("## What is checked")[1].split("## How it is timed")[0].splitlines()
+    names = [row.split("|")[1].strip() for row in rows if row.startswith("| ")][1:]
+    known = {name for named in CHECKS for name in named.names}
+    assert {one for name in names for one in name.split(", ")} == known | {"timing"}
+    page = " ".join(PAGE.split())
+    cpu, cuda = (round(100 * (timing.CONFIRMED[kind][0] - 1)) for kind in ("cpu", "cuda"))
+    for words in (
+        f"batches last {1000 * timing.BATCH_SECONDS:g} ms",
+        f"Within the {cpu} % (CUDA: {cuda} %)",
+        f"at least {timing.COLD:g} of the warm ones",
+    ):
+        assert words in page
+    assert (timing.FAR, timing.USUAL, timing.KINKED, timing.GROSS) == (10, 3, 0.1, 0.25)
+    assert (
+        "by ten times what the accuracy check allows, and by three times in the mean over runs; in "
+        "training one run in ten by more, since one element on the other side of a kink is enough "
+        "for that, but none by a quarter of the gradient's own size" in page
+    )
 
 
 def test_nothing_is_left_behind() -> None:

@@ -239,6 +239,18 @@ def test_the_operation_by_itself(norm, dtype):
         assert relative_error(ours, exact) <= allowed
 
 
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+def test_no_rows(norm):
+    x, weight = torch.randn(2, 0, 24), torch.randn(64, 24, requires_grad=True)
+    for strategy in ("auto", "reference"):
+        y = epinorm.linear_norm(x, weight, norm=norm, strategy=strategy)
+        with torch.no_grad():
+            assert epinorm.linear_norm(x, weight, norm=norm, strategy=strategy).shape == y.shape
+        assert y.shape == (2, 0, 64)
+        (found,) = torch.autograd.grad(y.sum(), weight)
+        assert torch.equal(found, torch.zeros(64, 24))
+
+
 def test_what_is_wrong_with_numbers_of_rows_is_said():
     x, weight = torch.randn(4, 8), torch.randn(16, 8)
     facts: Any = {"norm": LayerNorm(), "pre": "mul_row"}
@@ -249,6 +261,12 @@ def test_what_is_wrong_with_numbers_of_rows_is_said():
     asking = torch.randn(4, 1, requires_grad=True)
     with pytest.raises(ValueError, match="mul_row, one value a row, must not ask for a gradient"):
         epinorm.linear_norm(x, weight, operands=[asking], **facts)
+
+    def total(numbers: Tensor) -> Tensor:
+        return epinorm.linear_norm(x, weight, operands=[numbers], strategy="cpu", **facts).sum()
+
+    with pytest.raises(ValueError, match="mul_row, one value a row, must not ask for a gradient"):
+        torch.func.grad(total)(torch.randn(4, 1))
     with pytest.raises(RuntimeError, match="divisible by num_groups"):
         epinorm.linear_norm(x, weight, norm=LayerNorm(num_groups=3))
     with pytest.raises(ValueError, match="torch.nn has no layer"):

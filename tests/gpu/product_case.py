@@ -223,10 +223,8 @@ def make_product(
         return torch.randn(*shape, device=device).to(kind)
 
     draw = torch.rand if uniform else torch.randn
-    operands = tuple(
-        normal(n, kind=out_dtype) if operand == "channel" else normal(m, n, kind=out_dtype)
-        for operand in parsed.operand_kinds
-    )
+    sizes = {"channel": (n,), "element": (m, n), "row": (m, 1)}
+    operands = tuple(normal(*sizes[kind], kind=out_dtype) for kind in parsed.operand_kinds)
     inputs = Inputs(
         (draw(m, k, device=device) + offset).to(dtype),
         (torch.randn(n, k, device=device) / k**0.5).to(dtype),

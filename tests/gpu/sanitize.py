@@ -1,8 +1,8 @@
 """Every kind of norm kernel, of the portable kernel and of Hopper's once, small, for
 compute-sanitizer.
 
-`make sanitize-gpu` runs this file; ARGS names kinds of kernels: calls, norm, portable, hopper,
-clusters.
+`make sanitize-gpu` runs this file; ARGS names kinds of kernels: calls, repeated, norm, portable,
+hopper, split, clusters.
 
 PyTorch's caching allocator must be off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): it hands out parts of
 large blocks, in which an access beyond a tensor's end is still inside an allocation.
@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import make_product, plane_products
+from product_case import ProductCase, make_product, plane_products
 
 import epinorm
 from conftest import CHAIN, make_case
@@ -27,15 +27,19 @@ from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting
 from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
 from epinorm.backends.cuda.gemm.product import prepare_product
+from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
 from epinorm.backends.cuda.plan.hopper_tile import fp32_input_tiles, fp32_weight_tiles
 from epinorm.backends.cuda.plan.portable_product import choose_tile
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
+from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.chain import Rounding
 from epinorm.problem import Strategy, Wanted
 
 EVERY = Wanted(True, True, True, True, True, ())
 HEAVY = "mul_channel|add_residual|group_norm({groups})|silu|add_residual|mul_channel"
+
+ROWS = "dropout(0.3)|mul_row|add_residual"
 
 # Channels in a group, groups, rows, dtype, chain, padding of the rows.
 CASES = (
@@ -89,9 +93,13 @@ CLUSTERS = (
 # runs beside dX.
 WRITTEN = (33, 72, 32)
 WRITTEN_BY_CLUSTERS = (33, 72, 120)
+# Of one that writes dz and splits it: the largest of columns are joined between. Rows, K,
+# channels, groups, precision; the last's groups are summed by a kernel of their own.
+SPLIT = ((33, 72, 16, 32, "highest"), (37, 66, 12, 6, "high"), (9, 40, 2048, 1, "high"))
 # As a user calls it: rows, K, N, norm, pre, dtype, strategy, rounding. Planes with rows of any
 # width, and without a norm; statistics rounded as eager's by each kernel of the forward pass. The
-# last has rows of odd width: else cuBLAS writes them by TMA, which initcheck does not see.
+# eighth has rows of odd width: else cuBLAS writes them by TMA, which initcheck does not see. Then
+# numbers of whole rows and norms of their parts, beside a dropout, by each kernel of a chain.
 CALLS: tuple[tuple[int, int, int, Any, str, torch.dtype, Strategy, Rounding], ...] = (
     (70, 200, 768, epinorm.LayerNorm(), "add_residual", torch.float32, "planes", "once"),
     (33, 72, 1000, epinorm.RMSNorm(), "", torch.float32, "planes", "once"),
@@ -101,6 +109,17 @@ CALLS: tuple[tuple[int, int, int, Any, str, torch.dtype, Strategy, Rounding], ..
     (70, 200, 1024, epinorm.GroupNorm(4), "", torch.bfloat16, "single", "eager"),
     (33, 72, 99, epinorm.GroupNorm(3), "tanh", torch.float16, "epilogue", "eager"),
     (3, 72, 19999, epinorm.GroupNorm(1), "", torch.bfloat16, "epilogue", "eager"),
+    (70, 200, 768, epinorm.LayerNorm(), "mul_row|add_residual", torch.bfloat16, "single", "once"),
+    (37, 66, 80, epinorm.RMSNorm(num_groups=5), "mul_row", torch.float16, "single", "eager"),
+    (70, 200, 1024, epinorm.LayerNorm(num_groups=8), "mul_row", torch.float32, "single", "once"),
+    (33, 72, 1000, epinorm.RMSNorm(num_groups=5), ROWS, torch.float32, "planes", "once"),
+    (33, 72, 99, epinorm.LayerNorm(num_groups=3), ROWS, torch.float32, "epilogue", "once"),
+)
+# As these, repeated by native code: fp32 behind the library's products and by planes; 16 bits.
+REPEATED: tuple[tuple[int, int, int, Any, str, torch.dtype, Strategy, Rounding], ...] = (
+    (130, 136, 272, epinorm.GroupNorm(17), "mish", torch.float32, "single", "once"),
+    (1024, 512, 768, epinorm.LayerNorm(), "mul_row|add_residual", torch.float32, "planes", "once"),
+    (70, 200, 1024, epinorm.LayerNorm(num_groups=8), "", torch.bfloat16, "single", "once"),
 )
 # Of a product of the backward pass: rows, columns, length, whether a runs along the sum; its rows
 # in memory are whole 16-byte units. The sums of the last two are split over blocks.
@@ -122,19 +141,28 @@ def norm_kernels() -> None:
 def portable_kernels() -> None:
     for m, k, channels, groups, kind, training in PORTABLE:
         case = make_product(m, k, channels, groups, kind, training=training)
-        found = dataclasses.replace(case, core="portable").run()
-        torch.cuda.synchronize()
-        assert all(bool(t.isfinite().all()) for t in found.outputs), (m, k, channels, kind)
-        print(f"{m} x {k}, {channels} channels, {kind}: done", flush=True)
+        run_flagged(dataclasses.replace(case, core="portable"))
     products(portable_product_of, PRODUCTS)
 
 
 def linear_norm_kernels(cases: Iterable[tuple[int, int, int, int, str, bool]]) -> None:
     for m, k, channels, groups, kind, training in cases:
-        found = make_product(m, k, channels, groups, kind, training=training).run()
+        run_flagged(make_product(m, k, channels, groups, kind, training=training))
+
+
+def run_flagged(case: ProductCase) -> None:
+    """fp32: with a row of x that planes do not hold, then with one of W too: all rows of its column
+    are computed again."""
+    problem = case.problem
+    matrices = (case.inputs.x, case.inputs.weight) if problem.dtype == torch.float32 else (None,)
+    for matrix in matrices:
+        if matrix is not None:
+            matrix[2] *= 2.0**-70
+        found = case.run()
         torch.cuda.synchronize()
-        assert all(bool(t.isfinite().all()) for t in found.outputs), (m, k, channels, kind)
-        print(f"{m} x {k}, {channels} channels, {kind}: done", flush=True)
+        assert all(bool(t.isfinite().all()) for t in found.outputs), problem
+    size = f"{problem.m} x {problem.k} -> {problem.n}"
+    print(f"{size}, {problem.chain}, {problem.dtype}, {problem.precision}: done", flush=True)
 
 
 def hopper_kernels() -> None:
@@ -160,13 +188,30 @@ def weights_converted() -> None:
     for tile in (*fp32_weight_tiles(), *fp32_input_tiles(8, 256)[:1]):
         # Two tiles for most blocks.
         rows = 2 * tile.block_m + 40 if tile.fp32_weight else 1000
-        case = make_product(rows, 136, 16, 528, "high", training=True)
+        case = make_product(rows, 136, 16, 528, "high", "mul_row|" + CHAIN, training=True)
         matrix = case.inputs.weight if tile.fp32_weight else case.inputs.x
         matrix[5, 7], matrix[9, 3] = 1e6, 1e-14
         found = Converting(case.problem, tile, leaves=True)(case.inputs)
         torch.cuda.synchronize()
         assert all(bool(t.isfinite().all()) for t in found.outputs), tile
         print(f"converted on the way by {tile}: done", flush=True)
+
+
+def split_kernels() -> None:
+    """dz split into planes, with nothing flagged, with a row and with columns flagged."""
+    for m, k, channels, groups, precision in SPLIT:
+        case = make_product(m, k, channels, groups, precision, training=True)
+        kept = NormForward(case.problem)(case.linear(None, False), case.inputs)
+        products = plane_products(case.problem, writes_planes=False)
+        dy = torch.randn_like(kept.y)
+        for flagged in (None, (2,), (..., slice(8, 8 + channels))):
+            if flagged is not None:
+                dy[flagged] *= 1e-30
+            _, dx, dw = products(case.inputs, [kept], dy, EVERY, None, None)
+            torch.cuda.synchronize()
+            assert dx is not None and dw is not None  # noqa: PT018
+            assert bool(dx.isfinite().all() & dw.isfinite().all()), (m, channels, precision)
+        print(f"dz split, {m} x {channels * groups}, {precision}: done", flush=True)
 
 
 def cluster_kernels() -> None:
@@ -230,29 +275,59 @@ def adding_products() -> None:
 
 def calls() -> None:
     """Both passes of ``CALLS``."""
-    for m, k, n, norm, pre, dtype, strategy, rounding in CALLS:
-        sizes = [(m, k), (n, k), (n,), *[(m, n)] * ("residual" in pre)]
-        tensors = [torch.randn(size, device="cuda").to(dtype) for size in sizes]
-        x, weight, bias, *operands = (t.requires_grad_() for t in tensors)
-        if norm is None:
-            y = epinorm.linear(x, weight, bias, post=pre, strategy=strategy)
-        else:
-            y = epinorm.linear_norm(
-                *(x, weight, bias), norm=norm, pre=pre, post="silu", operands=operands,
-                strategy=strategy, rounding=rounding,
-            )  # fmt: skip
-        y.backward(torch.randn_like(y))
-        torch.cuda.synchronize()
-        results = [y, *(t.grad for t in tensors)]
-        assert all(t is not None and bool(t.isfinite().all()) for t in results), (norm, strategy)
-        print(f"{m} x {k} -> {n}, {norm}, {strategy}, {rounding}: done", flush=True)
+    for call in CALLS:
+        step(*call)
+
+
+def repeated_calls() -> None:
+    """By native code, dz written over z."""
+    settle()
+    for call in REPEATED:
+        nodes = [step(*call) for _ in range(6)]
+        assert nodes[-1] == "LinearNormBackward", nodes
+
+
+def step(
+    m: int,
+    k: int,
+    n: int,
+    norm: Any,
+    pre: str,
+    dtype: torch.dtype,
+    strategy: Strategy,
+    rounding: Rounding,
+) -> str:
+    """Both passes of one of ``CALLS``; the name of its node in autograd's graph."""
+    kinds = () if norm is None else epinorm.Chain.build(norm, pre, "").operand_kinds
+    of_kind = {"row": (m, 1), "element": (m, n)}
+    sizes = [(m, k), (n, k), (n,), *(of_kind[kind] for kind in kinds if kind in of_kind)]
+    tensors = [torch.randn(size, device="cuda").to(dtype) for size in sizes]
+    trained = [t.requires_grad_() for t in tensors if t.shape != (m, 1)]
+    x, weight, bias, *operands = tensors
+    if norm is None:
+        y = epinorm.linear(x, weight, bias, post=pre, strategy=strategy)
+    else:
+        y = epinorm.linear_norm(
+            *(x, weight, bias), norm=norm, pre=pre, post="silu", operands=operands,
+            strategy=strategy, rounding=rounding,
+        )  # fmt: skip
+    assert y.grad_fn is not None
+    node = y.grad_fn.name()
+    y.backward(torch.randn_like(y))
+    torch.cuda.synchronize()
+    results = [y, *(t.grad for t in trained)]
+    assert all(t is not None and bool(t.isfinite().all()) for t in results), (norm, strategy)
+    print(f"{m} x {k} -> {n}, {norm}, {pre}, {strategy}, {rounding}: done", flush=True)
+    return node
 
 
 KERNELS = {
     "calls": calls,
+    "repeated": repeated_calls,
     "norm": norm_kernels,
     "portable": portable_kernels,
     "hopper": hopper_kernels,
+    "split": split_kernels,
     "clusters": cluster_kernels,
 }
 

@@ -86,7 +86,8 @@ def _normalize(
         u = u.contiguous()
         return torch.native_group_norm(u, weight, bias, m, n, 1, norm.num_groups, norm.eps)
     if norm.num_groups > 1:
-        wide = u.view(m * norm.num_groups, -1).to(torch.promote_types(u.dtype, torch.float32))
+        parts = (m * norm.num_groups, n // norm.num_groups)
+        wide = u.view(parts).to(torch.promote_types(u.dtype, torch.float32))
         _, mean, rstd = _normalize(wide, replace(norm, num_groups=1), None, None)
         return normalize(u, norm, weight, bias), mean, rstd
     if isinstance(norm, LayerNorm):

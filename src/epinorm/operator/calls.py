@@ -20,7 +20,7 @@ from epinorm.backends.memo import cleared_with
 from epinorm.backends.prepack import keeps, marked
 from epinorm.chain import Chain
 from epinorm.chain.reference import Results, epilogue
-from epinorm.operator.checks import check_backward, check_call
+from epinorm.operator.checks import check_backward, check_call, check_rows
 from epinorm.precision import Precision, product_precision
 from epinorm.problem import (
     Executable,
@@ -39,13 +39,13 @@ Facts = tuple[str, Any, bool, torch.dtype | None]
 
 class _Structure(NamedTuple):
     """A chain's text taken apart: what its kernels depend on, also as text, its numbers, which of
-    its operands have x's leading dimensions, and the places of those with one value a row."""
+    its operands have x's leading dimensions, and whether any has one value a row."""
 
     chain: Chain
     text: str
     constants: tuple[float, ...]
     elements: tuple[bool, ...]
-    rows: tuple[int, ...]
+    has_rows: bool
 
 
 @lru_cache(maxsize=4096)
@@ -53,9 +53,8 @@ def _structure_of(text: str) -> _Structure:
     chain = Chain.parse(text)
     structure = chain.structure
     elements = tuple(kind in ("element", "row") for kind in chain.operand_kinds)
-    rows = tuple(i for i, kind in enumerate(chain.operand_kinds) if kind == "row")
     numbers = cast("tuple[float, ...]", chain.arguments)
-    return _Structure(structure, str(structure), numbers, elements, rows)
+    return _Structure(structure, str(structure), numbers, elements, "row" in chain.operand_kinds)
 
 
 def structure_of(text: str) -> str:
@@ -112,9 +111,9 @@ def executable_of(
     dimensions are not folded. whole_step: see ``Problem``."""
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     device = x.device
-    chain, text, _, _, rows = _structure_of(facts[0])
-    if training and any(operands[i].requires_grad for i in rows if i < len(operands)):
-        raise ValueError("the operand of mul_row, one value a row, must not ask for a gradient")
+    chain, text, *_, has_rows = _structure_of(facts[0])
+    if training and has_rows:
+        check_rows([t.requires_grad for t in operands], chain)
     precision = _precision(x, weight)
     prepacked = bool(marked) and keeps(weight)
     key = (

@@ -134,6 +134,13 @@ def check_backward(
             f"wanted must say for each of the {len(tensors)} inputs whether its gradient is asked "
             f"for, False for those that are None; got {list(wanted)}"
         )
+    check_rows(wanted[5:], chain)
+
+
+def check_rows(asked: Sequence[bool], chain: Chain) -> None:
+    """Raise where a gradient is asked of numbers of rows; asked: of each operand."""
+    if any(asks and kind == "row" for asks, kind in zip(asked, chain.operand_kinds, strict=False)):
+        raise ValueError("the operand of mul_row, one value a row, must not ask for a gradient")
 
 
 def _check_same_device(tensors: Sequence[Tensor | None]) -> None:

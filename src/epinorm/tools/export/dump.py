@@ -125,11 +125,13 @@ class Tables:
     ) -> int:
         """Record a chain over x (m, k) and weight (n, k) and give its number; has: a bias, the
         norm's weight and its bias; dims: of x, whose first ones are folded to m. Raises ValueError
-        for a chain that returns its sum too, and for one that draws a dropout's mask."""
+        for a chain that returns its sum too, that drops, or that has numbers of rows."""
         if chain.returns_sum:
             raise ValueError(f"a chain with two results cannot be exported: {chain}")
         if {"seed", "row"}.intersection(chain.operand_kinds):
-            raise ValueError(f"a chain with dropout in training cannot be exported: {chain}")
+            raise ValueError(
+                f"a chain that drops or has numbers of rows cannot be exported: {chain}"
+            )
         number = len(self.chains)
         self.chains.append(_Chain(chain, m, k, n, has, facts, dims))
         for gpu in self.gpus:
