@@ -93,7 +93,7 @@ GPUS ?= 2
 test-gpus:  ## data and tensor parallel on GPUS GPUs of this machine: gradients, then times (nothing is installed)
 	@export PYTHONPATH=src; python=$${PYTHON:-python3}; failed=0; \
 	  $$python tests/parallel/on_gpus.py $(GPUS) || failed=$$?; \
-	  timeout 300 $$python -m torch.distributed.run --nproc-per-node $(GPUS) benchmarks/parallel.py $(ARGS) \
+	  timeout 300 $$python -m torch.distributed.run --standalone --nproc-per-node $(GPUS) benchmarks/parallel.py $(ARGS) \
 	    || failed=$$?; exit $$failed
 
 sanitize-gpu:  ## run every kind of kernel under compute-sanitizer (nothing is installed)

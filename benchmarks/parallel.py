@@ -8,7 +8,7 @@ LayerNorm); rows are those of all GPUs. A row has medians in ms, of four steps b
 synchronisations, as a training loop has them: by the wall, and of the host until it has launched
 them; "one" is one GPU without communication, measured in the same process. Tensor parallel rows are
 timed after the outputs were compared with those of one GPU. "block_host_us": what of FSDP2's host
-time is a fused block's own, its forward and its node of the backward pass, without FSDP2's hooks.
+time is a block's own, in forward and backward, without FSDP2's hooks.
 """
 
 from __future__ import annotations
@@ -113,30 +113,47 @@ def step_of(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
     return step
 
 
+def nodes_of(y: Tensor, x: Tensor) -> list[Any]:
+    """The nodes between a block's result and what it is given, but for what accumulates."""
+    found: list[Any] = []
+    waiting = [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in (None, x.grad_fn, *found) or node.name().endswith("AccumulateGrad"):
+            continue
+        found.append(node)
+        waiting += [before for before, _ in node.next_functions]
+    return found
+
+
 def block_host_us(model: nn.Module, step: Callable[[], None]) -> dict[str, float]:
-    """Medians, µs, of the host within a sharded block's own forward, and within its nodes of the
-    backward pass: behind FSDP2's hooks before them, and before those behind them."""
-    spent: dict[str, list[float]] = {"forward": [], "backward": []}
+    """Medians, µs, of the host within a sharded block's own forward, from the end of FSDP2's hook
+    before it to the beginning of the one behind it, and within its own nodes of the backward pass
+    together. FSDP2's work between blocks leaves the caches to neither."""
+    spent: dict[str, list[list[float]]] = {"forward": [], "backward": []}
     began = [0.0]
 
     def begin(*_: Any) -> None:
         began[0] = time.perf_counter()
 
-    def end(which: str, *_: Any) -> None:
-        spent[which].append(time.perf_counter() - began[0])
+    def end(into: list[float], *_: Any) -> None:
+        into.append(time.perf_counter() - began[0])
 
-    def watch(_module: nn.Module, _given: Any, y: Tensor) -> None:
-        end("forward")
-        assert y.grad_fn is not None
-        y.grad_fn.register_prehook(begin)
-        y.grad_fn.register_hook(partial(end, "backward"))
+    def watch(_module: nn.Module, given: tuple[Tensor, ...], y: Tensor) -> None:
+        of_pass: dict[str, list[float]] = {name: [] for name in spent}
+        end(of_pass["forward"])
+        for node in nodes_of(y, given[0]):
+            node.register_prehook(begin)
+            node.register_hook(partial(end, of_pass["backward"]))
+        for name, each in of_pass.items():
+            spent[name].append(each)
 
     for block in model.children():
         block.register_forward_pre_hook(begin)
         block.register_forward_hook(watch, prepend=True)
     for _ in range(20):
         step()
-    return {name: round(median(each[40:]) * 1e6, 1) for name, each in spent.items()}
+    return {name: round(median(map(sum, each[40:])) * 1e6, 1) for name, each in spent.items()}
 
 
 def forward_of(model: Callable[[Any], Any], x: Tensor) -> Callable[[], None]:
@@ -195,10 +212,10 @@ class Bench:
         runs = [step_of(model, x, dy) for model in models]
         for (fused, way), found in zip(kinds, timed(runs, 2, self.device), strict=True):
             self.note(precision, what="blocks", way=way, fused=fused, rows=rows, **found)
-        if (True, "fsdp2") in kinds and rows == min(self.given.rows):
-            i = kinds.index((True, "fsdp2"))
-            found = block_host_us(models[i], runs[i])
-            self.note(precision, what="block_host_us", way="fsdp2", fused=True, rows=rows, **found)
+        for (fused, way), model, run in zip(kinds, models, runs, strict=True):
+            if way == "fsdp2" and rows == min(self.given.rows):
+                facts: dict[str, Any] = {"what": "block_host_us", "way": way, "fused": fused}
+                self.note(precision, **facts, rows=rows, **block_host_us(model, run))
 
     def tensor(self, precision: str, dtype: torch.dtype) -> None:
         """The pair on one GPU and split, fused; outputs compared before anything is timed."""
