@@ -17,6 +17,7 @@ from test_tensor_parallel import CASES as TENSOR_CASES
 from test_tensor_parallel import OTHERS, ROUNDINGS
 
 FAILURES = [("tensor", "raises"), ("tensor", "dies"), ("tensor", "shape"), ("ddp", "dies")]
+LAYOUTS = ("ddp", "fsdp2", "tensor")
 LOSSES_DIFFER = 1e-5
 """Relative, at most, in 20 steps of AdamW in fp32, which makes roundings grow."""
 SECONDS = 60
@@ -34,7 +35,7 @@ def main() -> int:
 
     workers = {"worker.py": DATA_CASES, "tensor_worker.py": TENSOR_CASES + OTHERS}
     others = [] if asked else [threading.Thread(target=fail, args=f) for f in FAILURES]
-    others += [] if asked else [threading.Thread(target=train, args=(ranks,))]
+    others += [] if asked else [threading.Thread(target=train, args=(ranks, w)) for w in LAYOUTS]
     threads = [threading.Thread(target=collect, args=(worker,)) for worker in workers]
     for thread in threads + others:
         thread.start()
@@ -53,18 +54,18 @@ def main() -> int:
 
 
 WRONG: list[bool] = []
-"""Of each failure and of the example, whether it ended otherwise than it should."""
+"""Of each failure and of the example's layouts, whether it ended otherwise than it should."""
 
 
-def train(ranks: int) -> None:
+def train(ranks: int, layout: str) -> None:
     """The example, whose losses have to be one process'."""
     try:
-        differs, said = trained(ranks, "--layout", "tensor")
+        differs, said = trained(ranks, "--layout", layout)
     except Exception as error:
         differs, said = float("inf"), str(error)
     right = differs < LOSSES_DIFFER
     told = f"right, {differs:.1e}" if right else f"WRONG, {differs}\n{said}"
-    print(f"{'the example':32} {told}", flush=True)
+    print(f"{f'the example, {layout}':32} {told}", flush=True)
     WRONG.append(not right)
 
 

@@ -1,4 +1,4 @@
-"""examples/train_parallel.py by torchrun on two processes, which share each pair of blocks."""
+"""examples/train_parallel.py on a mesh of four: two processes share each pair, two the rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def trained(ranks: int, *arguments: str) -> tuple[float, str]:
 
 def test_losses_are_those_of_one_process() -> None:
     small = ["--depth", "2", "--steps", "4", "--width", "64", "--rows", "1024"]
-    difference, said = trained(2, "--layout", "tensor", *small)
+    difference, said = trained(4, "--layout", "mesh", *small)
     assert difference < 2e-6
     told = "2 of 4 chains by epinorm's kernels, 2 left to PyTorch's own layers"  # by rows
     assert told in " ".join(said.split())
