@@ -232,14 +232,12 @@ def launches(
             return list(api.launches)
         forward = executable.forward(*inputs)
         left = getattr(forward, "left", None)
-        y, *kept = forward
         api.launches.append({"backward": ""})
         wanted = [t is not None and t.requires_grad for t in (*tensors, *operands)]
-        dy = torch.empty_like(y)
+        dy = torch.empty_like(forward.y)
         with torch.no_grad():
-            z, mean, rstd, total = kept
-            saved = [total if chain.saves_sum else z, mean, rstd]
-            dsum = None if total is None else torch.empty_like(total)
+            saved = [forward.saved(chain), forward.mean, forward.rstd]
+            dsum = None if forward.sum is None else torch.empty_like(forward.sum)
             known = executable, left
             calls.run_backward((*tensors, operands), facts, saved, dy, wanted, dsum, *known)
     return list(api.launches)

@@ -81,7 +81,9 @@ class Problem:
 
     @property
     def saved_dtype(self) -> torch.dtype:
-        """The dtype of the matrix that backward reads: z, or the sum in its place."""
+        """The dtype of the matrix that backward reads: z, or the sum or y in its place."""
+        if self.chain.saves_y:
+            return self.out_dtype
         return self.sum_dtype if self.chain.saves_sum else self.dtype
 
     @property
@@ -224,7 +226,8 @@ class Forward(NamedTuple):
     output without its bias (but see ``Problem.bias_in_z``), in ``dtype``, mean and rstd (M, groups)
     in ``stats_dtype``. Not training: three tensors of shape (0,). RMSNorm has no mean: shape (0,).
     Without a norm there are no statistics, and z where its values decide the gradient. Where the
-    chain ``returns_sum``: ``sum`` (M, N) in ``sum_dtype``; z of shape (0,) if it ``saves_sum``.
+    chain ``returns_sum``: ``sum`` (M, N) in ``sum_dtype``; z of shape (0,) if it ``saves_sum``
+    or ``saves_y``.
 
     Only the backward of the backend that made them reads z and the statistics, so their values may
     differ between backends (the reference's z includes the bias); shapes and dtypes may not."""
@@ -234,6 +237,12 @@ class Forward(NamedTuple):
     mean: Tensor
     rstd: Tensor
     sum: Tensor | None = None
+
+    def saved(self, chain: Chain) -> Tensor:
+        """What stands as z among what the backward pass reads: z, or the result in its place."""
+        if chain.saves_y:
+            return self.y
+        return self.sum if self.sum is not None and chain.saves_sum else self.z
 
     @property
     def results(self) -> Results:
@@ -329,12 +338,12 @@ class Run(Protocol):
 class NativePasses(NamedTuple):
     """Passes that native code repeats (cuda/runtime/replay.cpp).
 
-    program: of the forward pass, its first result y. kept: what backward reads of it, z or the sum,
-    mean and rstd, each as the number of a result or as a tensor of its own. sum: the number of that
-    result, or -1. planes: the number from which on results are what is left for the backward pass;
-    has_room, leave: whether it may stay, and what holds it, from these results and whether x and
-    the weight want gradients; None where nothing is left. backward: where it finds the passes
-    without and with a gradient of the sum; None without gradients.
+    program: of the forward pass, its first result y. kept: what backward reads of it,
+    ``Forward.saved``, mean and rstd, each as the number of a result or as a tensor of its own. sum:
+    the number of that result, or -1. planes: the number from which on results are what is left for
+    the backward pass; has_room, leave: whether it may stay, and what holds it, from these results
+    and whether x and the weight want gradients; None where nothing is left. backward: where it
+    finds the passes without and with a gradient of the sum; None without gradients.
     """
 
     program: Any
@@ -368,7 +377,7 @@ class Executable(Protocol):
         dsum: Tensor | None = None,
     ) -> Gradients:
         """The wanted gradients from dy (M, N) and from what forward kept, in a list of one: it is
-        taken out, so that z's memory can be used again; the sum stands in z's place where the chain
-        ``saves_sum``. left: what forward left besides (``StepForward``). into: a tensor that dW may
-        be added to, which is then the gradient. dsum: the gradient of the sum, as it is."""
+        taken out, so that z's memory can be used again; z is ``Forward.saved``. left: what forward
+        left besides (``StepForward``). into: a tensor that dW may be added to, which is then the
+        gradient. dsum: the gradient of the sum, as it is."""
         ...

@@ -298,13 +298,17 @@ class ImaginaryGPU:
             for leaf in leaves:
                 leaf.requires_grad_()
             bias, gamma, beta, *operands = doubles
-            if not getattr(chain, "begins_at_sum", False):
+            if not getattr(chain, "begins_at_result", False):
                 biased = product if bias is None else product + bias
                 return torch.autograd.grad(
                     epilogue(biased, chain, gamma, beta, operands), leaves, dys
                 )
-            (residual,) = operands  # all that these tests have there
-            total = product + (bias - bias.detach()) + (residual - residual.detach())
+            total = product  # which sums alone lead to, in these tests' chains
+            for added in (bias, *operands):
+                total = total if added is None else total + (added - added.detach())
+            if chain.norm is None:
+                gradient = chain.pre[-1].definition.result_gradient
+                return torch.autograd.grad(total, leaves, gradient(dys[0], product.detach()))
             y = epilogue(total, Chain(chain.norm, (), chain.post), gamma, beta, ())
             return torch.autograd.grad([y, total][: len(dys)], leaves, dys)
 

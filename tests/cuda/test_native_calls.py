@@ -146,6 +146,33 @@ def test_dz_is_written_over_z_where_no_graph_is_retained(gpu, caller):
         assert (z != dz) == retain
 
 
+@pytest.mark.parametrize("last", ["relu", "tanh", "sigmoid"])
+def test_an_activations_result_is_kept_in_zs_place(gpu, last):
+    """As PyTorch keeps it: one matrix, which dz is written over where nobody else holds it."""
+    caller, activation = Caller(f"add_residual|{last}", "single"), getattr(torch, last)
+    for step in range(5):
+        given = [tensors((2, 8))[i].detach().float().requires_grad_() for i in (0, 1, 5)]
+        x, weight, residual = given
+        y = caller(x, weight, None, None, None, (residual,))
+        expected = activation(nn.functional.linear(x, weight) + residual)
+        torch.testing.assert_close(y, expected)
+        assert (y.grad_fn.name() == NATIVE) == (step > 2), step
+        (total, exact), dy = (2 * y, 2 * expected), torch.randn_like(expected)
+        at, held = y.data_ptr(), [y] * (step == 3)  # noqa: F841
+        del y
+        gpu.launches.clear()
+        found = torch.autograd.grad(total, given, dy)
+        torch.testing.assert_close(found, torch.autograd.grad(exact, given, dy))
+        (norm,) = [each for each in gpu.launches if each.kind == "norm_backward"]
+        assert norm.arguments[2] == at
+        assert (norm.arguments[10] == at) == (step > 3), step
+    for change in (lambda t: t.add_(1), lambda t: t[0].zero_()):
+        y = caller(x, weight, None, None, None, (residual,))
+        change(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 def test_gradients_of_gradients(caller):
     given, dy = tensors(), torch.randn(M, N, dtype=torch.float64).requires_grad_()
     twice = []

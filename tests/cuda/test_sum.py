@@ -153,3 +153,25 @@ def test_where_gradients_need_z_as_well_no_single_kernel_writes_both(monkeypatch
     assert "need both" in plan.reason
     assert plan.forward[-1].makes == "y, sum, z, mean, rstd"
     assert [b.name for b in plan.saved] == ["z", "mean and rstd"]
+
+
+@pytest.mark.parametrize("last", ["relu", "sigmoid", "tanh"])
+def test_y_is_the_result_that_a_last_activations_gradient_reads(
+    last: str, monkeypatch: Any
+) -> None:
+    believe_in(monkeypatch, H200)
+    for kind, rounding in (("highest", ""), ("bfloat16", "|rounding(eager)")):
+        chain = f"scale(0.5)|add_residual|{last}{rounding}"
+        problem = problem_of(4096, 2048, 2048, 1, kind, True, chain, None, (True, False, False))
+        plan = plan_cuda(problem, "single")
+        assert plan.forward[-1].makes == "y"
+        assert "z" not in [buffer.name for buffer in plan.saved]
+        assert "y, a result" in [buffer.name for buffer in plan.saved]
+        assert problem.matrix_dtype is None
+        seen = backward_problem(problem, False)
+        assert backward_elements(seen.chain) == ()
+        outputs = Outputs.of(seen, Wanted(True, True, True, False, False, (True,)))
+        vector = vector_width(8, problem.dtype.itemsize, ())
+        source = backward_source(seen, backward_plan(seen, vector, outputs, ARCH), outputs, ARCH)
+        assert problem.chain.pre[-1].definition.result_backward in source.text
+        assert compiled(source).spill_bytes <= 0

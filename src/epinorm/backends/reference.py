@@ -122,11 +122,12 @@ def backward(
     with _autograd():
         chain = problem.chain.filled(inputs.constants)
         given = iter([t for t in operands if t is not None])
-        u = apply_pointwise(z, chain.pre, given)
+        last = chain.pre[-1].definition.result_gradient if chain.saves_y else None
+        u = apply_pointwise(z, chain.pre[:-1] if last else chain.pre, given)
         kept_u = _Kept.apply(u, kept.z.to(u.dtype)) if chain.saves_sum else u
         tail = replace(chain, pre=(), returns_sum=False)
         y: Any = epilogue(kept_u, tail, norm_weight, norm_bias, list(given))
-        pairs = [(y, dy)]
+        pairs = [(y, last(dy, kept.z) if last else dy)]
         if dsum is not None and u.requires_grad:
             pairs.append((u, dsum.to(u.dtype)))
         outputs, gradients = zip(*pairs, strict=True)

@@ -45,6 +45,8 @@ class Definition:
     f(c x) = c f(x) for every c > 0. selects: whether it gives x or one of its bounds. shorter_at:
     values of constants at which the bodies become shorter, and which are compiled in; all other
     constants are arguments of the kernels.
+    ``result_backward``: the body of ``backward`` with y where x stands, and ``result_gradient`` the
+    same in PyTorch, f(g, y): where PyTorch's own layer keeps its result instead of its input.
     ``operand_backward`` is the C++ body for the gradient of the tensor operand ``t``, before any
     sum over rows; a seed has none. complemented: constants that kernels get as 1 - c, so that it is
     rounded there and not before. check: raises ValueError for constants that make no sense.
@@ -66,6 +68,8 @@ class Definition:
     shorter_at: Mapping[str, float] = field(default_factory=dict)
     operand: OperandKind | None = None
     operand_backward: str | None = None
+    result_backward: str | None = None
+    result_gradient: Callable[[Tensor, Tensor], Tensor] | None = None
     complemented: tuple[str, ...] = ()
     check: Callable[..., None] | None = None
 
@@ -154,6 +158,8 @@ ACTIVATIONS = (
         functions=(F.relu, torch.relu, torch.relu_, _aten.relu, "relu"),
         **_RECTIFIER,
         selects=True,
+        result_backward="return x <= T(0) ? T(0) : g;",
+        result_gradient=lambda g, y: _aten.threshold_backward(g, y, 0),
     ),
     # nn.ReLU6 is a Hardtanh, with bounds that can be changed.
     Definition(
@@ -223,6 +229,8 @@ ACTIVATIONS = (
         modules={nn.Tanh: ()},
         functions=(F.tanh, torch.tanh, torch.tanh_, _aten.tanh, "tanh"),
         **_SMOOTH,
+        result_backward="return g * (T(1) - x * x);",
+        result_gradient=_aten.tanh_backward,
     ),
     Definition(
         "sigmoid",
@@ -232,6 +240,8 @@ ACTIVATIONS = (
         modules={nn.Sigmoid: ()},
         functions=(F.sigmoid, torch.sigmoid, torch.sigmoid_, _aten.sigmoid, "sigmoid"),
         **_SMOOTH,
+        result_backward="return g * (T(1) - x) * x;",
+        result_gradient=_aten.sigmoid_backward,
     ),
     Definition(
         "hardtanh",

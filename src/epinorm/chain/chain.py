@@ -300,6 +300,15 @@ class Chain:
         return self.returns_sum and not any(op.reads_input for op in self.pre)
 
     @property
+    def saves_y(self) -> bool:
+        """Whether y is kept for gradients instead of z, as PyTorch keeps its last layer's."""
+        if self.norm is not None or not self.pre:
+            return False
+        *before, last = self.pre
+        from_result = last.definition.result_backward is not None
+        return from_result and not any(op.reads_input for op in before)
+
+    @property
     def reads_z(self) -> bool:
         """Whether a derivative in front of the norm depends on the linear's output."""
         return any(op.reads_input for op in self.pre)
@@ -309,7 +318,7 @@ class Chain:
         """Whether gradients need the linear's output: not where sums alone follow it."""
         if self.norm is not None:
             return not self.saves_sum
-        return self.reads_z
+        return self.reads_z and not self.saves_y
 
     def sum_dtype(self, dtype: torch.dtype, norm_dtype: torch.dtype) -> torch.dtype:
         """What enters the norm has PyTorch's dtype, between those of the linear and the norm."""

@@ -342,11 +342,13 @@ def complement(values: Sequence[float], complemented: Sequence[bool]) -> tuple[f
 
 
 def cpp_function(
-    name: str, operation: Pointwise, body: Literal["forward", "backward", "operand_backward"]
+    name: str,
+    operation: Pointwise,
+    body: Literal["forward", "backward", "operand_backward", "result_backward"],
 ) -> str:
     """The operation as one C++ function template over T, for CUDA and for the host.
 
-    ``forward`` is ``T name(T x)``, the other two are ``T name(T g, T x)``; an operation with a
+    ``forward`` is ``T name(T x)``, the others are ``T name(T g, T x)``; an operation with a
     tensor operand takes its value as one more argument ``T t``, and ``operation.arguments`` come
     last. The text needs EPINORM_FUNCTION (the function's specifiers); exp, expm1, log1p, tanh, erf,
     at_least and at_most (of x and a bound; NaN where x is) and quotient (of numbers from 1e-38 to
@@ -355,7 +357,7 @@ def cpp_function(
     definition = operation.definition
     text = getattr(definition, body)
     if text is None:
-        raise ValueError(f"{operation.name} has no tensor operand, so no {body}")
+        raise ValueError(f"{operation.name} has no {body}")
     arguments: Sequence[str] = ("T x",) if body == "forward" else ("T g", "T x")
     if definition.operand is not None:
         arguments = (*arguments, "T t")

@@ -109,7 +109,7 @@ class _LinearNorm(_SingleLevel):
         ctx.returns_sum = kept.sum is not None
         if ctx.returns_sum:
             ctx.set_materialize_grads(False)  # often one of the results has none
-        z = kept.sum if ctx.returns_sum and kept.z.dim() == 1 else kept.z
+        z = kept.saved(Chain.parse(facts[0]))
         ctx.save_for_backward(z, kept.mean, kept.rstd, *tensors)
         ctx.facts, ctx.executable, ctx.left = facts, executable, None
         if _saving_hooks(False) is not None:

@@ -293,9 +293,9 @@ def run_backward(
     left: StepLeftovers | None = None,
     into: Tensor | None = None,
 ) -> list[Tensor]:
-    """Compute the wanted gradients, in the order of ``Inputs``; kept: z, or the sum where the chain
-    ``saves_sum``, mean and rstd, which a backend lets go of when it has read them if this is the
-    only list of them. dsum: the sum's gradient, if it has one.
+    """Compute the wanted gradients, in the order of ``Inputs``; kept: ``Forward.saved``,
+    mean and rstd, which a backend lets go of when it has read them if this is the only list of
+    them. dsum: the sum's gradient, if it has one.
 
     executable: what the forward pass was computed by; left: what it left, see ``StepForward``.
     into: a tensor like the weight that dW may be added to; where it was, it stands in dW's place.

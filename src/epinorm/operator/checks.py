@@ -91,21 +91,22 @@ def check_backward(
     wanted: Sequence[bool],
     dsum: Tensor | None = None,
 ) -> None:
-    """Raise if dy, dsum or what forward kept (z or the sum, mean, rstd) does not fit these inputs:
+    """Raise if dy, dsum or what forward kept (z or a result, mean, rstd) does not fit these inputs:
     kernels read memory as they expect it, and hooks on saved tensors can hand back anything."""
     x, weight, *rest, operands = inputs[:6]
     y_shape = [x.shape[0], weight.shape[0]]
     sum_dtype = chain.sum_dtype(x.dtype, out_dtype)
+    z_dtype = out_dtype if chain.saves_y else sum_dtype if chain.saves_sum else x.dtype
     stats, stats_dtype = [x.shape[0], chain.groups(weight.shape[0])], torch.float32
     if x.dtype == torch.float64:
         stats_dtype = torch.float64
     kinds = [
-        (y_shape, sum_dtype if chain.saves_sum else x.dtype),
+        (y_shape, z_dtype),
         (stats, stats_dtype),
         (stats, stats_dtype),
     ]
     missing = (
-        not (chain.keeps_z or chain.saves_sum),
+        not (chain.keeps_z or chain.saves_sum or chain.saves_y),
         not chain.centred,
         chain.norm is None,
     )

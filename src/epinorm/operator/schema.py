@@ -32,7 +32,7 @@ _SCHEMAS = {
     "linear_norm_forward": f"({_TENSORS}, {_FACTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     "linear_norm_sum": f"({_TENSORS}, {_FACTS}) -> (Tensor, Tensor)",
     "linear_norm_sum_forward": f"({_TENSORS}, {_FACTS}) -> ({', '.join(['Tensor'] * 5)})",
-    # dsum: the sum's gradient; z: the sum, where the chain ``saves_sum``.
+    # dsum: the sum's gradient; z: a result, where the chain ``saves_sum`` or ``saves_y``.
     "linear_norm_backward": (
         f"(Tensor dy, {_TENSORS}, Tensor z, Tensor mean, Tensor rstd, {_FACTS}, bool[] wanted,"
         " Tensor? dsum=None) -> Tensor[]"

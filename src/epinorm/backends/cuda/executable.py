@@ -93,6 +93,8 @@ class CudaExecutable:
         forward = self.forward.native(constants)
         if forward is None or not self.problem.training:
             return forward
+        if self.problem.chain.saves_y:
+            forward = forward._replace(kept=(0, *forward.kept[1:]))
         found = [self._backward_of(has_dsum).run.native(constants) for has_dsum in (False, True)]
         return forward._replace(backward=tuple(found)) if all(found) else None
 
@@ -123,7 +125,8 @@ class _Backward:
             dy = dy.contiguous()
         if self.problem.chain.is_linear:
             dy = dy.contiguous()  # it is dz itself
-        if not (self.problem.keeps_z or self.problem.chain.saves_sum):
+        chain = self.problem.chain
+        if not (chain.keeps_z or chain.saves_sum or chain.saves_y):
             kept[0] = kept[0]._replace(z=dy)  # of its size and dtype; its values are not used
         if into is not None:  # seldom: it is not recorded
             return self._run(inputs, kept, dy, want, left, into)

@@ -12,7 +12,7 @@ from epinorm.backends.cuda.plan.norm_tile import NormTile
 from epinorm.backends.cuda.text.chain_text import (
     CUDA_TYPES,
     ChainArguments,
-    begins_at_sum,
+    begins_at_result,
     chain_text,
     constant_list,
     statistics_text,
@@ -50,7 +50,7 @@ def norm_text(
     ``more`` are the kernel's own integer constants, ``extra`` text of its own. The text depends on
     the channels in a group, not on M or the number of groups.
     """
-    z_lacks_bias = not problem.bias_in_z and not begins_at_sum(problem.chain)
+    z_lacks_bias = not problem.bias_in_z and not begins_at_result(problem.chain)
     numbers = {
         "kChannels": problem.n // problem.groups,
         "kVector": tile.vector,

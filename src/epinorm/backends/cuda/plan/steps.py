@@ -69,6 +69,8 @@ class _Forward:
             self._single(plan.core or "hopper")
         if problem.chain.saves_sum and problem.training and self.steps:
             self._save("the sum, a result", problem.m * problem.n * problem.sum_dtype.itemsize)
+        if problem.chain.saves_y and problem.training and self.steps:
+            self._save("y, a result", problem.m * problem.n * problem.out_dtype.itemsize)
         if problem.keeps_z and self.steps:
             self._save("z", problem.m * problem.n * problem.dtype.itemsize)
         if problem.keeps_statistics and self.steps:

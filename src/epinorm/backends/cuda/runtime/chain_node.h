@@ -364,7 +364,7 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
   ag::set_history(results, node);
   for (const auto& [result, constant] : call->kept)
     node->saved.emplace_back(result < 0 ? constant : made[result],
-                             result >= 0 && result == call->sum);
+                             result == 0 || (result > 0 && result == call->sum));
   for (const at::Tensor& t : tensors) node->saved.emplace_back(t, false);
   return results;
 }

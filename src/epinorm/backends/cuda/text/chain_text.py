@@ -30,8 +30,8 @@ what leaves, return that of x, and set dt[i] to the gradient of operand i at thi
 kernel adds up over rows for a channel operand. Index the arrays with constants (unrolled loops), so
 that they stay in registers; what is not used costs nothing.
 
-Of a ``BackwardChain``, pre_apply gives x itself where x is the sum, and pre_backward adds the last
-operand, the sum's gradient, to g.
+Of a ``BackwardChain``, x may be a result, the sum or y: pre_apply gives x itself then; and
+pre_backward adds the last operand, the sum's gradient, to g.
 
 Under ``rounding="eager"`` what enters an operation or the norm is rounded first, to EPINORM_Z, the
 linear layer's type, or to EPINORM_Y, the norm's: macros, with the names that vector.cuh has for
@@ -48,7 +48,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.torch_version import TorchVersion
@@ -70,9 +70,9 @@ CUDA_TYPES = {
 """The names that the kernels have for dtypes: vector.cuh."""
 
 
-def begins_at_sum(chain: Chain) -> bool:
-    """Whether what stands in z's place enters the norm as it is."""
-    return isinstance(chain, BackwardChain) and chain.begins_at_sum
+def begins_at_result(chain: Chain) -> bool:
+    """Whether what stands in z's place has come through ``pre``."""
+    return isinstance(chain, BackwardChain) and chain.begins_at_result
 
 
 def chain_text(chain: Chain) -> str:
@@ -126,11 +126,11 @@ def _needed(
 
 
 def _of_sum(chain: Chain) -> tuple[bool, str]:
-    """Whether x is the sum already, and what is added to the gradient of the sum."""
+    """Whether x is a result already, and what is added to the gradient of the sum."""
     if not isinstance(chain, BackwardChain):
         return False, ""
     dsum = f"t[{len(chain.operand_kinds) - 1}]" if chain.adds_gradient else ""
-    return chain.begins_at_sum, dsum
+    return chain.begins_at_result, dsum
 
 
 _KEEPS_STATISTICS = TorchVersion(torch.__version__) >= "2.13"
@@ -190,6 +190,7 @@ def _stage(
     lines, more, slots = [], [], []
     for index, (operation, to) in enumerate(zip(operations, types[1:], strict=True)):
         given = ""
+        from_result = applied and operation.reads_input  # the last one, of a chain that saves_y
         if operation.operand:
             given, operands = f", t[{operands}]", operands + 1
         for _ in operation.arguments:
@@ -199,13 +200,14 @@ def _stage(
         slots.append(operands - 1 if has_gradient else None)
         function = f"{name}{index}"
         lines.append(_for_type(cpp_function(function, operation, "forward"), to))
-        lines.append(_for_type(cpp_function(f"{function}_backward", operation, "backward"), to))
+        body: Any = "result_backward" if from_result else "backward"
+        lines.append(_for_type(cpp_function(f"{function}_backward", operation, body), to))
         if operation.definition.operand_backward is not None:
-            body = f"{name}{index}_operand_backward"
-            lines.append(cpp_function(body, operation, "operand_backward"))
+            of_operand = f"{name}{index}_operand_backward"
+            lines.append(cpp_function(of_operand, operation, "operand_backward"))
     types = _needed(operations, types, stored)
     apply = _apply(name, (), (None,)) if applied else _apply(name, more, types)
-    return [*lines, apply, _backward(name, more, slots, types, more_gradient)]
+    return [*lines, apply, _backward(name, more, slots, types, more_gradient, applied)]
 
 
 def _for_type(text: str, to: str | None) -> str:
@@ -243,18 +245,21 @@ def _backward(
     slots: Sequence[int | None],
     types: Sequence[str | None],
     more_gradient: str,
+    applied: bool,
 ) -> str:
     """Every operation's input again (only those that a derivative reads survive), then back.
-    slots: of each operation the operand that has a gradient."""
+    slots: of each operation the operand that has a gradient; applied: x0 has come through them all,
+    and a derivative reads none of the inputs."""
     steps = [f"g = g + {more_gradient};"] if more_gradient else []
-    steps += [f"x0 = {_rounded('x0', types[0])};"] if types[0] else []
-    for i, given in enumerate(more[:-1]):
+    steps += [f"x0 = {_rounded('x0', types[0])};"] if types[0] and not applied else []
+    for i, given in enumerate(() if applied else more[:-1]):
         value = _rounded(f"{name}{i}<T>(x{i}{given})", types[i + 1])
         steps.append(f"const T x{i + 1} = {value};")
     for i, slot in reversed(list(enumerate(slots))):
+        x = "x0" if applied else f"x{i}"
         if slot is not None:
-            steps.append(f"dt[{slot}] = {name}{i}_operand_backward<T>(g, x{i}{more[i]});")
-        steps.append(f"g = {name}{i}_backward<T>(g, x{i}{more[i]});")
+            steps.append(f"dt[{slot}] = {name}{i}_operand_backward<T>(g, {x}{more[i]});")
+        steps.append(f"g = {name}{i}_backward<T>(g, {x}{more[i]});")
     body = "".join(f"\n  {step}" for step in steps)
     return (
         f"template <typename T> EPINORM_FUNCTION T {name}_backward"
