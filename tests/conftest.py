@@ -1,5 +1,6 @@
 """What every test shares: markers, a GPU check, seeds, and caches that stay inside the test run."""
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -93,6 +94,14 @@ def small_calls() -> Iterator[None]:
     """Let `auto` take chains on the CPU that are too small to gain: tests compute little."""
     with mock.patch.multiple(cpu, LEAST_VALUES=0, LEAST_VALUES_TRAINING=0):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_are_not_searched() -> None:
+    """A full collection of garbage walks through all that is imported and cached, up to a second:
+    half of the time of tests that ask for one. What there is before a module stays out of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
