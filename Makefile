@@ -60,11 +60,11 @@ matrix:  ## run the tests that need no GPU against TORCH_VERSIONS, an environmen
 	@scripts/matrix.sh $(TORCH_VERSIONS) -- $(ARGS)
 
 models: $(READY)  ## compare real architectures, fused, with eager: values, training, state_dict
-	@$(BIN)/pip install -q -r requirements-models.txt
-	@$(BIN)/python -m pytest tests/models -m models --timeout $(TEST_SECONDS) $(ARGS)
+	@$(BIN)/pip install -q -r requirements.txt -r requirements-models.txt
+	@$(BIN)/python -m pytest tests/models -m models -n $(WORKERS) --dist worksteal --timeout $(TEST_SECONDS) $(ARGS)
 
 coverage: $(READY)  ## count, over the same, where Linears reach norms and what is fused
-	@$(BIN)/pip install -q -r requirements-models.txt
+	@$(BIN)/pip install -q -r requirements.txt -r requirements-models.txt
 	@$(BIN)/python -W ignore tests/models/coverage.py $(ARGS)
 
 lint: $(READY)  ## check format, lint, types and which way imports run

@@ -151,6 +151,29 @@ def liger_table(folder: Path) -> str:
     return measured_table(heads, lines, measured) + below
 
 
+def host_table(folder: Path) -> str:
+    """A line for each model and pass of ``benchmarks/host.py``; first calls in a sentence below."""
+    measured = [
+        row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())
+    ]
+    loops = [row for row in measured if "us" in row]
+    names = ("eager", "fuse", "inductor", "backend")
+    heads = ("model", "pass", "eager", "`fuse`", "Inductor", '`backend="epinorm"`')
+    cells = [
+        [f"{row['name']} × {row['blocks']}, {row['setting']}", row["pass"]]
+        + [microseconds(row["us"].get(name)) for name in names]
+        for row in loops
+    ]
+    first = "".join(
+        f" First call of {row['name']} fused, {row['setting']} {row['pass']}: "
+        f"{row['seconds']['warm']['first']:.1f} s, with nothing on disk "
+        f"{row['seconds']['cold']['first']:.1f} s."
+        for row in measured
+        if "seconds" in row
+    )
+    return measured_table(heads, cells, loops) + first
+
+
 def _cell(row: ModelRow, name: str) -> str:
     value = getattr(row, f"{name}_ms")
     if value is None:

@@ -11,7 +11,7 @@ and ``nvidia-h200-forward-short`` a few of them in six columns.
 them; ``kernelbench-nvidia-h200`` is ``benchmarks/results/kernelbench``.
 ``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``;
 ``accumulation`` the rows of ``benchmarks/accumulation.py``, ``liger`` those of
-``benchmarks/liger.py``.
+``benchmarks/liger.py``, ``host`` of ``benchmarks/host.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from epinorm.tools.results import Row, read_rows, read_rows_of, write_atomic
 from readme_tables import (
     accumulation_table,
     details_table,
+    host_table,
     judged_table,
     liger_table,
     markdown_table,
@@ -51,6 +52,7 @@ FOLDERS = {
     "liger": liger_table,
     "accumulation": accumulation_table,
     "sums": sums_table,
+    "host": host_table,
 }
 """What makes a table of a folder of results, by its name."""
 

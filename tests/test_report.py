@@ -248,6 +248,19 @@ def test_liger_table(tmp_path: Path) -> None:
     assert lines[-1].endswith("Medians of interleaved runs. Liger-Kernel 0.8.")
 
 
+def test_host_table(tmp_path: Path) -> None:
+    facts = {"gpu": "G", "torch": "2", "commit": "abc", "date": "2026-01-01", "pass": "forward"}
+    loop = {"name": "kb62_v0", "blocks": 1, "setting": "bf16", "us": {"eager": 50.0, "fuse": 20.0}}
+    first = {"name": "bert_base", "blocks": 12, "setting": "highest"}
+    first |= {"seconds": {"cold": {"first": 9.0}, "warm": {"first": 5.0}}}
+    (tmp_path / "g.json").write_text(json.dumps([loop | facts, first | facts]))
+    lines = readme_tables.host_table(tmp_path).splitlines()
+    assert lines[2] == "| kb62_v0 × 1, bf16 | forward | 50 µs | 20 µs | – | – |"
+    assert lines[-1].endswith(
+        "bert_base fused, highest forward: 5.0 s, with nothing on disk 9.0 s."
+    )
+
+
 def test_write_report(tmp_path: Path) -> None:
     written = write_report(tmp_path, "a", [ROW], "title")
     assert [p.name for p in written] == ["a.png", "a.svg", "a.html"]

@@ -36,7 +36,8 @@ def why_no_step(node: fx.Node, x: fx.Node, n: Any, dropout: bool | None = None) 
     if takes_apart(node, x, n):
         return (
             f"{name_of(node)} takes its rows apart, and a chain's norm is over all of a row: "
-            "an nn.Linear for each part is served, its heads normalised before they are transposed"
+            "an nn.Linear for each part is served, its heads normalised by one norm before they "
+            "are transposed"
         )
     return f"{name_of(node)} is not a pointwise operation of a chain"
 
