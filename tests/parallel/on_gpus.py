@@ -94,7 +94,7 @@ def is_right(case: str, found: dict[str, Any]) -> bool:
     if "raised" in found:
         return False
     right = found["error"] <= 1.1 * found["eager_error"] + 1e-12
-    return bool(right and found["fused"] == 2 and found["long"] == 0)
+    return bool(right and found["fused"] == 2 and found["long"] == 0 and found["repeated"])
 
 
 if __name__ == "__main__":

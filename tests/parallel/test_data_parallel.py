@@ -31,10 +31,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_one_process(case: str, results: Any) -> None:
+def test_gradients_are_those_of_one_process_and_repeat_bit_for_bit(case: str, results: Any) -> None:
     for of_rank in results:
         found = of_rank[case]
         assert found["error"] <= 1.1 * found["eager_error"] + 1e-12
+        assert found["repeated"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,7 +4,7 @@
 
 Rank 0 writes FOLDER/results.json: for each case how outputs and gradients differ from those of one
 process on the whole batch (root of the mean square of relative differences), and eager's own;
-chains fused; calls that went the long way after the second step.
+chains fused; calls that went the long way after the second step; whether a step repeats its bits.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ def run(make: Make, rank: int, ranks: int, micro_batches: int) -> dict[str, floa
             errors[key] += differences(step(one, mine, micro_batches), truth, rank)
     found = {key: mean(e * e for e in of_all) ** 0.5 for key, of_all in errors.items()}
     found["long"] = len(LONG)
+    first = [t.clone() for t in step(model, mine, micro_batches)]
+    found["repeated"] = all(map(torch.equal, first, step(model, mine, micro_batches)))
     found["fused"] = epinorm.explain(model).fused or operators(model, mine)
     return found
 
