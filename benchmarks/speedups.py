@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from epinorm.tools.models.rows import OURS as WAYS
-from epinorm.tools.models.rows import ModelRow
+from epinorm.tools.models.rows import COMPILED, ModelRow
 from epinorm.tools.plots import OURS, SERIES
 from epinorm.tools.results import Row
 from readme_tables import SHORT_SHAPES, newest
@@ -74,7 +73,7 @@ def speedup_svg(rows: Iterable[Row], theme: Theme, models: Iterable[ModelRow] = 
 
     Of rows of several strategies the newest is drawn.
     """
-    whole = [row for model in models if model.model in MODELS and (row := _as_row(model)).speedup]
+    whole = [row for model in models if model.model in MODELS and (row := model.as_row()).speedup]
     chains = [r for r in newest(rows) if r.shape in PICTURED and r.speedup and r.pass_ in PASSES]
     groups = [[r for r in whole if r.shape == name] for name in MODELS]
     groups += [[r for r in chains if r.shape == name] for name in PICTURED]
@@ -98,31 +97,6 @@ def speedup_svg(rows: Iterable[Row], theme: Theme, models: Iterable[ModelRow] = 
                 y += LINE
     height = round(y + BOTTOM)
     return "\n".join([*_opening(height, drawn), *_frame(drawn, y, axis, theme), *body, "</svg>\n"])
-
-
-_COMPILED = "compile against eager"
-"""The spread of a whole model's, beside those that are against ours."""
-
-
-def _as_row(model: ModelRow) -> Row:
-    """A whole model as what is drawn of it."""
-    times = {way: ms for way in WAYS if (ms := getattr(model, f"{way}_ms"))}
-    best = min(times, key=times.__getitem__, default="")
-    against = {"eager": model.between(best), _COMPILED: model.between("compile")}
-    return Row(
-        *(model.model, None, None, None, None, None, model.dtype),
-        "autocast" if model.setting == "bf16-autocast" else model.precision,
-        *(model.pass_, None, model.verified, None),
-        *(model.gpu, model.torch, model.commit, model.date),
-        ours_us=_us(times.get(best)),
-        eager_us=_us(model.eager_ms),
-        compile_us=_us(model.compile_ms),
-        spreads={name: list(found) for name, found in against.items() if found},
-    )
-
-
-def _us(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else 1000 * milliseconds
 
 
 def _ratios(row: Row) -> list[float]:
@@ -242,7 +216,7 @@ def _line(rows: Sequence[Row], name: str, y: float, axis: _Axis, theme: Theme) -
     for pass_, left in _panels().items():
         for row in (row for row in rows if row.pass_ == pass_):
             ours, *others = _ratios(row)
-            noise = row.is_noise("eager"), row.is_noise(_COMPILED)
+            noise = row.is_noise("eager"), row.is_noise(COMPILED)
             x = axis.x(left, ours)
             for other in others:
                 x_other = axis.x(left, other)
