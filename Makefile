@@ -77,8 +77,9 @@ format: $(READY)  ## format and mend what ruff can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
+# Not --quiet: warnings that are not logged are not counted, and `strict` is about those.
 docs: $(READY)  ## build the documentation into site/, strictly; `make docs ARGS=serve` shows it
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(ARGS),$(ARGS),build --quiet)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
 
 # Side by side where pytest-xdist is there; then, one by one, those that measure time.
 GPU_WORKERS ?= 12
@@ -120,7 +121,7 @@ report: $(READY)  ## rewrite the pictures and generated tables of README and doc
 	@for part in scale_model plot_precision plot_training; do $(BIN)/python docs/internals/$$part.py; done
 
 build: $(READY)  ## build wheel and sdist into dist/
-	@$(BIN)/python -m build --no-isolation --outdir dist .
+	@bash scripts/build.sh $(BIN)/python dist
 
 clean:  ## remove the environment, builds and caches
 	rm -rf $(VENV) .matrix build dist site epinorm-results .mypy_cache .pytest_cache .ruff_cache .hypothesis

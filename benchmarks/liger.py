@@ -13,6 +13,8 @@ import argparse
 import copy
 import importlib.metadata
 import json
+import math
+import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,8 @@ from epinorm.tools.models import NAMED, SETTINGS
 from epinorm.tools.models.subject import Setting, Subject
 from epinorm.tools.models.verify import DRAWS, compare_candidate, judge, truth_of
 from epinorm.tools.results import commit, device_name, device_slug, put_values, today
-from epinorm.tools.timing import Settings, time_interleaved
+from epinorm.tools.timing import Settings, sample_interleaved
+from epinorm.tools.verdict import spreads
 from shapes import SHAPES
 
 RESULTS = Path(__file__).resolve().parent / "results" / "liger"
@@ -113,7 +116,8 @@ def measure(case: str, setting: Setting, training: bool, device: torch.device) -
     }  # fmt: skip
     for name, found in draws.items():
         judged = judge(found, setting)
-        row[f"{name}_error"] = float(f"{judged.output.ours:.3g}")
+        error = judged.output.ours
+        row[f"{name}_error"] = float(f"{error:.3g}") if math.isfinite(error) else None
         row["eager_error"] = float(f"{judged.output.eager:.3g}")
         if max(c.strain for c in judged.comparisons) > (WRONG if name == "liger" else 1.0):
             row["reasons"][name] = judged.reason
@@ -122,9 +126,10 @@ def measure(case: str, setting: Setting, training: bool, device: torch.device) -
         name: model_runner(way, inputs, training, call=partial(setting.call, way))
         for name, way in ways.items()
     }
-    for name, us in time_interleaved(runners, device, TIMING).items():
-        row[f"{name}_us"] = float(f"{us:.4g}")
-    return row
+    samples = sample_interleaved(runners, device, TIMING)
+    for name, times in samples.items():
+        row[f"{name}_us"] = float(f"{statistics.median(times):.4g}")
+    return row | {"runs": len(samples["eager"]), "spreads": spreads(samples, "eager")}
 
 
 def _made(case: str, device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:

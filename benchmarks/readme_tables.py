@@ -143,8 +143,11 @@ def liger_table(folder: Path) -> str:
         cells = [row["case"], row["setting"], row["pass"], microseconds(eager)]
         for name in ("liger", "fused"):
             us = row.get(f"{name}_us")
-            ratio = f"{microseconds(us, eager)} ({times(over(eager, us))})"
-            cells.append(ratio if us else "not verified")
+            low, high = row.get("spreads", {}).get(name, (0.0, 0.0))
+            ratio = "noise" if low <= 1 <= high else times(over(eager, us))
+            error = (row.get(f"{name}_error") or 0.0) / (row.get("eager_error") or 1.0)
+            more = f", error {error:.1f}× eager's" if error > 1.1 else ""
+            cells.append(f"{microseconds(us, eager)} ({ratio}{more})" if us else "not verified")
         lines.append(cells)
     versions = " and ".join(sorted({row["liger"] for row in measured}))
     below = f" Liger-Kernel {versions}." if measured else ""
@@ -172,6 +175,23 @@ def host_table(folder: Path) -> str:
         if "seconds" in row
     )
     return measured_table(heads, cells, loops) + first
+
+
+def matrix_table(folder: Path) -> str:
+    """A line for each version of PyTorch that ``make matrix`` ran the tests against."""
+    rows = [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())]
+    if not rows:
+        return NOT_MEASURED
+    rows.sort(key=lambda row: [int(part) for part in row["torch"].split(".")])
+    heads = ("PyTorch", "Python", "passed", "failed", "skipped", "commit, date")
+    lines = [
+        [
+            *(str(row[key]) for key in ("torch", "python", "passed", "failed", "skipped")),
+            f"{(row['commit'] or 'unknown')[:7]}, {row['date']}",
+        ]
+        for row in rows
+    ]
+    return "\n".join(markdown_lines(heads, lines))
 
 
 def _cell(row: ModelRow, name: str) -> str:

@@ -11,7 +11,7 @@ and ``nvidia-h200-forward-short`` a few of them in six columns.
 them; ``kernelbench-nvidia-h200`` is ``benchmarks/results/kernelbench``.
 ``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``;
 ``accumulation`` the rows of ``benchmarks/accumulation.py``, ``liger`` those of
-``benchmarks/liger.py``, ``host`` of ``benchmarks/host.py``.
+``benchmarks/liger.py``, ``host`` of ``benchmarks/host.py``, ``matrix`` those of ``make matrix``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from readme_tables import (
     judged_table,
     liger_table,
     markdown_table,
+    matrix_table,
     models_section,
     models_table,
     short_table,
@@ -51,6 +52,7 @@ FOLDERS = {
     "judged": judged_table,
     "liger": liger_table,
     "accumulation": accumulation_table,
+    "matrix": matrix_table,
     "sums": sums_table,
     "host": host_table,
 }

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from epinorm.tools.models.rows import OURS as WAYS
-from epinorm.tools.models.rows import ModelRow
+from epinorm.tools.models.rows import COMPILED, ModelRow
 from epinorm.tools.plots import OURS, SERIES
 from epinorm.tools.results import Row
-from readme_tables import newest
+from readme_tables import SHORT_SHAPES, newest
 
 MODELS = {
     "bert_base": "BERT-base, 16 × 512 tokens",
@@ -29,11 +28,8 @@ MODELS = {
 }
 """The whole models that are drawn where they were measured, in this order."""
 
-PICTURED = (
-    *("kb62", "mid", "skinny", "groups_12", "groups_1024", "ln256", "tdmpc2", "dreamer"),
-    *("bert_out", "bert_ffn", "wide_ln", "kb_ln"),
-)
-"""The shapes that are drawn where they were measured, in this order."""
+PICTURED = SHORT_SHAPES
+"""The shapes that are drawn where they were measured, in this order; docs/results.md has all."""
 
 SETTINGS = {
     ("float32", "highest"): "fp32",
@@ -47,7 +43,7 @@ NORMS = {"group_norm": "GroupNorm", "layer_norm": "LayerNorm", "rms_norm": "RMSN
 WIDTH = 800
 """Pixels, as wide as GitHub shows it; the sizes below are pixels too."""
 LABELS_END, PANEL, GAP = 82, 332, 26
-TOP, HEADING, LINE, BOTTOM = 104, 34, 25, 62
+TOP, HEADING, LINE, BOTTOM = 104, 30, 20, 62
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
@@ -77,7 +73,7 @@ def speedup_svg(rows: Iterable[Row], theme: Theme, models: Iterable[ModelRow] = 
 
     Of rows of several strategies the newest is drawn.
     """
-    whole = [row for model in models if model.model in MODELS and (row := _as_row(model)).speedup]
+    whole = [row for model in models if model.model in MODELS and (row := model.as_row()).speedup]
     chains = [r for r in newest(rows) if r.shape in PICTURED and r.speedup and r.pass_ in PASSES]
     groups = [[r for r in whole if r.shape == name] for name in MODELS]
     groups += [[r for r in chains if r.shape == name] for name in PICTURED]
@@ -88,7 +84,7 @@ def speedup_svg(rows: Iterable[Row], theme: Theme, models: Iterable[ModelRow] = 
     body, y = [], float(TOP)
     for of_shape in groups:
         if of_shape:
-            body += _heading(of_shape[0], y + HEADING - 11, theme)
+            body += _heading(of_shape[0], y + HEADING - 9, theme)
             y += HEADING
             lines = [
                 (name, line)
@@ -101,24 +97,6 @@ def speedup_svg(rows: Iterable[Row], theme: Theme, models: Iterable[ModelRow] = 
                 y += LINE
     height = round(y + BOTTOM)
     return "\n".join([*_opening(height, drawn), *_frame(drawn, y, axis, theme), *body, "</svg>\n"])
-
-
-def _as_row(model: ModelRow) -> Row:
-    """A whole model as what is drawn of it."""
-    ours = [ms for name in WAYS if (ms := getattr(model, f"{name}_ms"))]
-    return Row(
-        *(model.model, None, None, None, None, None, model.dtype),
-        "autocast" if model.setting == "bf16-autocast" else model.precision,
-        *(model.pass_, None, model.verified, None),
-        *(model.gpu, model.torch, model.commit, model.date),
-        ours_us=1000 * min(ours) if ours else None,
-        eager_us=_us(model.eager_ms),
-        compile_us=_us(model.compile_ms),
-    )
-
-
-def _us(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else 1000 * milliseconds
 
 
 def _ratios(row: Row) -> list[float]:
@@ -185,7 +163,12 @@ def _frame(rows: Sequence[Row], bottom: float, axis: _Axis, theme: Theme) -> lis
         _text(28, 51, "epinorm", theme.text),
         _triangle(108, 46, theme.compile),
         _text(120, 51, "torch.compile", theme.text),
-        _text(228, 51, "(logarithmic scale; the line at 1 is eager)", theme.muted),
+        _text(
+            228,
+            51,
+            "(logarithmic scale; the line at 1 is eager; no number: within noise of it)",
+            theme.muted,
+        ),
     ]
     for pass_, left in _panels().items():
         parts.append(_text(left, 80, PASSES[pass_], theme.text, 15, _BOLD))
@@ -227,22 +210,29 @@ def _heading(row: Row, y: float, theme: Theme) -> list[str]:
 
 
 def _line(rows: Sequence[Row], name: str, y: float, axis: _Axis, theme: Theme) -> list[str]:
-    """One setting of a shape: in each panel both markers, joined, with their numbers outside."""
+    """One setting of a shape: in each panel both markers, joined, with their numbers outside, but
+    for what noise does not tell from eager."""
     parts = [_text(LABELS_END, y + 5, name, theme.text, 14, _END)]
     for pass_, left in _panels().items():
         for row in (row for row in rows if row.pass_ == pass_):
             ours, *others = _ratios(row)
+            noise = row.is_noise("eager"), row.is_noise(COMPILED)
             x = axis.x(left, ours)
             for other in others:
                 x_other = axis.x(left, other)
                 parts += [
                     f'<path d="M{x:.1f} {y:.1f}H{x_other:.1f}" stroke="{theme.muted}"/>',
                     _triangle(x_other, y, theme.compile),
-                    _number(x_other, y, other, theme.compile, other > ours, theme),
+                    *(
+                        []
+                        if noise[1]
+                        else [_number(x_other, y, other, theme.compile, other > ours, theme)]
+                    ),
                 ]
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{theme.ours}"/>')
             right = not others or ours >= others[0]
-            parts.append(_number(x, y, ours, theme.ours, right, theme, _BOLD))
+            if not noise[0]:
+                parts.append(_number(x, y, ours, theme.ours, right, theme, _BOLD))
     return parts
 
 

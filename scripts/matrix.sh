@@ -27,11 +27,14 @@ for version in "${versions[@]}"; do
     touch "$venv/.ready"
   fi
   echo "PyTorch $version"
-  if PYTHONPATH=src "$venv/bin/python" -m pytest -q -m "not gpu and not models" --timeout 300 "$@"; then
+  if PYTHONPATH=src "$venv/bin/python" -m pytest -q -m "not gpu and not models" --timeout 300 \
+      --junitxml="$venv/report.xml" "$@"; then
     results+=("$version passed")
   else
     results+=("$version FAILED")
   fi
+  # A part of the tests says nothing about the version.
+  [ $# -gt 0 ] || PYTHONPATH=src "$venv/bin/python" scripts/matrix_row.py "$venv/report.xml"
 done
 printf 'PyTorch %s\n' "${results[@]}"
 [[ "${results[*]}" != *FAILED* ]]

@@ -4,6 +4,8 @@ import importlib.util
 import re
 import shlex
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,20 @@ def test_messages_that_troubleshooting_explains_are_those_of_the_source() -> Non
         assert any(run in written for run in runs), message
 
 
+def test_a_link_that_leads_nowhere_fails_the_strict_build(tmp_path: Path) -> None:
+    """As `make docs` calls it: --quiet would keep `strict` from seeing any warning."""
+    (recipe,) = re.findall(r"mkdocs \$\(or \$\(ARGS\),(.+)\)\n", (ROOT / "Makefile").read_text())
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("[nowhere](missing.md)")
+    settings = (ROOT / "mkdocs.yml").read_text("utf-8")
+    strict = re.findall(r"^strict: .+$|^validation:\n(?:  .+\n)+", settings, re.MULTILINE)
+    (tmp_path / "mkdocs.yml").write_text("\n".join(["site_name: a", *strict]))
+    command = [sys.executable, "-m", "mkdocs", *recipe.split(), "-f", str(tmp_path / "mkdocs.yml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "missing.md" in done.stderr
+
+
 def test_every_page_is_in_the_sites_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert [named(page) for page in PAGES if f": {named(page)}\n" not in menu] == []
@@ -92,7 +108,8 @@ def test_links_of_the_pages_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
             target = link.partition("#")[0]
-            if "://" not in link and target and not (page.parent / target).exists():
+            there = (page.parent / target).resolve()  # the site holds nothing from elsewhere
+            if "://" not in link and target and not (there.exists() and DOCS in there.parents):
                 broken.append(f"{named(page)}: {link}")
     assert broken == []
 

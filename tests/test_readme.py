@@ -38,3 +38,14 @@ def test_what_readme_links_to_is_there() -> None:
     named = [name for pair in links for name in pair if name]
     assert {"docs/speedups-light.svg", "docs/speedups-dark.svg", "docs/results.md"} <= set(named)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_sections_that_are_linked_to_are_there() -> None:
+    for page in (README, *ROOT.glob("*.md")):
+        for name, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text("utf-8")):
+            target = page.parent / name if name else page
+            heads = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE)
+            slugs = {
+                re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads
+            }
+            assert section in slugs, f"{page.name}: {name}#{section}"

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -242,9 +243,13 @@ def test_liger_table(tmp_path: Path) -> None:
     assert readme_tables.liger_table(tmp_path) == "Not measured yet."
     row = {"case": "mid", "setting": "high", "pass": "forward", "eager_us": 300.0, "liger": "0.8"}
     row |= {"gpu": "G", "torch": "2", "commit": "abc", "date": "2026-01-01", "fused_us": 100.0}
-    (tmp_path / "g.json").write_text(json.dumps([row]))
+    off = {**row, "liger_us": 200.0, "liger_error": 3e-3, "eager_error": 2e-3}
+    near = {**off, "spreads": {"liger": [0.9, 1.2]}, "liger_error": 2e-3}
+    (tmp_path / "g.json").write_text(json.dumps([row, off, near]))
     lines = readme_tables.liger_table(tmp_path).splitlines()
     assert lines[2] == "| mid | high | forward | 300 µs | not verified | 100 µs (3.00×) |"
+    assert "| 200 µs (1.50×, error 1.5× eager's) |" in lines[3]
+    assert "| 200 µs (noise) |" in lines[4]
     assert lines[-1].endswith("Medians of interleaved runs. Liger-Kernel 0.8.")
 
 
@@ -259,6 +264,27 @@ def test_host_table(tmp_path: Path) -> None:
     assert lines[-1].endswith(
         "bert_base fused, highest forward: 5.0 s, with nothing on disk 9.0 s."
     )
+
+
+def test_matrix_table(tmp_path: Path) -> None:
+    reports = []
+    for i, counts in enumerate(('tests="7" skipped="1" failures="1" errors="1"', 'tests="3"')):
+        reports.append(str(tmp_path / f"{i}.xml"))
+        Path(reports[i]).write_text(f"<testsuites><testsuite {counts}/></testsuites>")
+    row = runpy.run_path(str(ROOT / "scripts" / "matrix_row.py"))["row_of"](reports)
+    assert (row["passed"], row["skipped"], row["failed"]) == (7, 1, 2)
+    assert readme_tables.matrix_table(tmp_path) == "Not measured yet."
+    older = {
+        **row,
+        "torch": "2.9.1",
+        "commit": "abcdef0123",
+        "date": "2026-01-02",
+        "python": "3.11",
+    }
+    (tmp_path / "cpu.json").write_text(json.dumps([{**older, "torch": "2.10.0"}, older]))
+    lines = readme_tables.matrix_table(tmp_path).splitlines()
+    assert lines[2] == "| 2.9.1 | 3.11 | 7 | 2 | 1 | abcdef0, 2026-01-02 |"
+    assert lines[3].startswith("| 2.10.0")
 
 
 def test_write_report(tmp_path: Path) -> None:

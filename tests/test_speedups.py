@@ -57,12 +57,22 @@ MODEL = ModelRow(
 
 
 def test_whole_models_come_first_by_the_faster_of_our_ways() -> None:
-    chain = replace(ROW, shape="tdmpc2")
+    chain = replace(ROW, shape="mid")
     said = texts(speedup_svg([chain], THEMES["light"], [MODEL, replace(MODEL, eager_ms=None)]))
     assert said.count("8.0×") == 1
     assert said.count("1.5×") == 1
     assert said.index("autocast") < said.index("fp32")
     assert any("4 × (Linear 512 → 512" in text for text in said)
+
+
+def test_what_noise_does_not_tell_from_eager_has_no_number() -> None:
+    noisy = replace(
+        MODEL, spreads={"fused": [0.1, 1.1], "backend": [0.1, 1.1], "compile": [0.9, 1.2]}
+    )
+    said = texts(speedup_svg([], THEMES["light"], [noisy]))
+    assert not any(text.endswith("×") for text in said)
+    wide = replace(ROW, spreads={"eager": [0.9, 9.0]})
+    assert texts(speedup_svg([wide], THEMES["light"])).count("4.5×") == 0
 
 
 def test_every_pictured_shape_is_drawn_once_it_is_measured() -> None:

@@ -1,14 +1,17 @@
 """The wheel, installed where nothing else of the project is, computes what PyTorch computes."""
 
+import email
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+URL = "https://example.org/epinorm"
 LARGEST_BYTES = 5_000_000  # beyond PyTorch, of a base install
 
 PROGRAM = """
@@ -29,27 +32,44 @@ print(epinorm.explain(model))
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    tree = folder / "tree"  # the build leaves files in its tree
-    tree.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        (tree / name).write_bytes((ROOT / name).read_bytes())
-    files = (p for p in (ROOT / "src").rglob("*") if p.is_file() and "__pycache__" not in p.parts)
-    for path in files:
-        copy = tree / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes())
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """sdist and wheel as `make build` makes them, in a clone that came from the web."""
+    folder = tmp_path_factory.mktemp("built")
     subprocess.run(
-        [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(tree)],
-        check=True, capture_output=True,
+        ["bash", str(ROOT / "scripts" / "build.sh"), sys.executable, str(folder)],
+        check=True, capture_output=True, env={**os.environ, "PROJECT_URL": f"{URL}.git"},
     )  # fmt: skip
-    (wheel,) = folder.glob("epinorm-*.whl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path) -> Path:
+    (wheel,) = built.glob("epinorm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
+        archive.extractall(built / "site")
         assert sum(file.file_size for file in archive.infolist()) < LARGEST_BYTES
-    return folder / "site"
+    return built / "site"
+
+
+def test_metadata_has_links_and_names_what_a_base_install_needs(installed: Path) -> None:
+    (found,) = installed.glob("*.dist-info/METADATA")
+    metadata = email.message_from_string(found.read_text("utf-8"))
+    links = dict(link.split(", ") for link in metadata.get_all("Project-URL", []))
+    assert links["Source"] == URL
+    assert links["Changelog"].endswith("/CHANGELOG.md")
+    assert {"Documentation", "Issues"} <= set(links)
+    needed = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
+    assert needed == ["torch>=2.9"]
+
+
+def test_the_sdist_is_the_whole_source(built: Path) -> None:
+    (sdist,) = built.glob("epinorm-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    for name in ("CHANGELOG.md", "Makefile", "tests/conftest.py", "docs/index.md", ".ci/run"):
+        assert name in packed
+    there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
+    assert there <= packed
 
 
 def run(installed: Path, device: str) -> str:

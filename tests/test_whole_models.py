@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -305,7 +306,11 @@ def test_the_command_writes_rows_and_says_what_it_found(tmp_path: Path) -> None:
         in " ".join(result.stdout.split())
     )
     (path,) = (tmp_path / "models").iterdir()
-    assert f"results: {path}" in result.stdout.replace("\n", "")
+    said = result.stdout.replace("\n", "")
+    assert f"results: {path}" in said
+    assert re.search(r"highest: Forward: .*eager.* \(\d+\.\d\d to \d+\.\d\d over \d+ runs\)", said)
+    assert f"page: {tmp_path / 'tdmpc2_small.html'}" in said
+    assert "tdmpc2_small, forward" in (tmp_path / "tdmpc2_small.html").read_text("utf-8")
     (row,) = read_rows_of(ModelRow, path)
     assert row.model == "tdmpc2_small"
     assert row.verified

@@ -44,6 +44,7 @@ def bench_models(
         from epinorm.tools.models import SETTINGS, bench_model, load_subject
         from epinorm.tools.models.bench import FEW_RUNS
         from epinorm.tools.results import device_slug, merge_rows
+        from epinorm.tools.verdict import verdict
 
         where = device_of(device)
         chosen = [SETTINGS[one_of("--settings", s, tuple(SETTINGS))] for s in settings.split(",")]
@@ -68,11 +69,29 @@ def bench_models(
                     err.print(f"results were not written to {path}: {error}", markup=False)
                 if not as_json:
                     _show(row)
+        page = _write_page(out_folder / f"{subject.name}.html", rows)
         if as_json:
             print_json([row.as_json() for row in rows])
         else:
+            for row in rows:
+                out.print(f"{row.setting}: {verdict(row.as_row())}", style="bold", markup=False)
             out.print(f"results: {path}", markup=False)
+            if page:
+                out.print(f"page: {page}", markup=False)
         return all(row.verified for row in rows)
+
+
+def _write_page(path: Path, rows: list[ModelRow]) -> Path | None:
+    from epinorm.tools.console import err
+    from epinorm.tools.page import html_page
+    from epinorm.tools.results import write_atomic
+
+    try:
+        write_atomic(path, html_page(path.stem, [row.as_row() for row in rows]))
+    except OSError as error:
+        err.print(f"the page was not written to {path}: {error}", markup=False)
+        return None
+    return path
 
 
 def _show(row: ModelRow) -> None:

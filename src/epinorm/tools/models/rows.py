@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from epinorm.tools.models.named import NAMED
-from epinorm.tools.results import JsonRow
+from epinorm.tools.results import JsonRow, Row
 
 COMPETITORS = ("eager", "compile", "fused", "backend")
 """Eager, torch.compile, ``epinorm.fuse`` and ``torch.compile(backend="epinorm")``."""
 OURS = ("fused", "backend")
+COMPILED = "compile against eager"
+"""Among the spreads of ``as_row``, the one that is not against ours."""
 _SETTINGS = ("highest", "high", "bf16", "bf16-autocast")
 
 
@@ -83,6 +85,32 @@ class ModelRow(JsonRow):
         """Whether the rounds differ by more than ``name`` and eager do."""
         low, high = self.between(name) or (0.0, 0.0)
         return low <= 1 <= high
+
+    def as_row(self) -> Row:
+        """The faster of our ways as a row of one problem, for pages and pictures."""
+        times = {way: ms for way in OURS if (ms := getattr(self, f"{way}_ms"))}
+        best = min(times, key=times.__getitem__, default="")
+        against = {"eager": self.between(best), COMPILED: self.between("compile")}
+        reasons = self.reasons or {}
+        return Row(
+            *(self.model, None, None, None, None, None, self.dtype),
+            "autocast" if self.setting == "bf16-autocast" else self.precision,
+            *(self.pass_, None, self.verified, best or None),
+            *(self.gpu, self.torch, self.commit, self.date),
+            ours_us=_us(times.get(best)),
+            eager_us=_us(self.eager_ms),
+            compile_us=_us(self.compile_ms),
+            ours_error=self.ours_error,
+            eager_error=self.eager_error,
+            reason=next((reasons[way] for way in OURS if way in reasons), None),
+            compile_reason=reasons.get("compile"),
+            runs=self.runs,
+            spreads={name: list(found) for name, found in against.items() if found} or None,
+        )
+
+
+def _us(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else 1000 * milliseconds
 
 
 def in_order(rows: Iterable[ModelRow]) -> list[ModelRow]:
