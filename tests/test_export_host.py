@@ -108,7 +108,7 @@ def check_repeated(exported: ModuleType, fake: ctypes.CDLL, made: Tables, key: t
         assert (f"allow {entry} 8 {shared}\n" in allowed) == (shared > 48 * 1024)
         assert cluster[0] <= 8 or f"allow {entry} 14 1\n" in allowed
     sizes = {"x": (chain.m, chain.k), "weight": (chain.n, chain.k)}
-    wide = {"dy", "z", *(f"operand{i}" for i in range(9))}
+    wide = {"dy", "y", "z", *(f"operand{i}" for i in range(9))}
     for _ in range(2):
         given = []
         for name in names:

@@ -154,6 +154,18 @@ def test_the_file_computes_what_model_does(name: str, mode: str, tmp_path: Path)
     assert calls == list(range(len(CASES[name][1])))
 
 
+def test_a_last_activations_result_is_what_its_gradient_reads(tmp_path: Path) -> None:
+    path = write(tmp_path, CASES["dropout stays"][0])
+    made = export(path, gpus=("h200",), modes=("float32 highest",))
+    (tmp_path / "new.py").write_text(made.text)
+    tables = load(tmp_path / "new.py", "exported").TABLES
+    given = {key[3]: table[0] for key, table in tables.items()}
+    assert given["forward"] == ("x", "weight", "bias")
+    planes = ("left_x", "left_weight")
+    assert given["backward"] == ("x", "weight", "bias", "y", *planes, "dy")
+    assert given["backward again"] == ("x", "weight", "bias", "y", "dy")
+
+
 def test_the_text_around_a_chain_is_the_problems_own(tmp_path: Path) -> None:
     path = write(tmp_path, CASES["batch norm behind"][0])
     text = export(path, gpus=("h200",), modes=("float32 highest",)).text

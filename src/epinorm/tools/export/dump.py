@@ -203,6 +203,8 @@ class _Step:
         out = self.executable.forward(*self.inputs)
         left = getattr(out, "left", None)
         kept = {n: t for n, t in zip(KEPT, out[1:4], strict=True) if t.numel()}
+        if self.problem.chain.saves_y:
+            kept, out = {"y": out.y, **kept}, out._replace(z=out.y)
         planes = (("left_x", left and left.x), ("left_weight", left and left.weight))
         waiting = {name: t for name, t in planes if t is not None}
 
