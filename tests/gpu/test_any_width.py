@@ -169,11 +169,19 @@ def spread(x: Tensor, weight: Tensor) -> None:
 
 @pytest.mark.parametrize("hard", [outliers, denormals, zeros, spread])
 @pytest.mark.parametrize(
-    ("text", "strategy"),
-    [("layer_norm|silu", "planes"), ("group_norm(2)|silu", "planes"), ("silu", "single")],
+    ("n", "text", "strategy"),
+    [
+        (1024, "layer_norm|silu", "planes"),
+        (1024, "group_norm(2)|silu", "planes"),
+        (1024, "silu", "single"),
+        (768, "add_residual|layer_norm", "planes"),
+        (75, "rms_norm|silu", "planes"),  # rows of no whole 16 bytes
+        (4096, "layer_norm|gelu", "planes"),
+        (8192, "layer_norm", "planes"),
+    ],
 )
-def test_hard_inputs(hard, text, strategy):
-    tensors = tensors_of(96, 256, 1024, text)
+def test_hard_inputs(hard, n, text, strategy):
+    tensors = tensors_of(96, 256, n, text)
     hard(*tensors[:2])
     check(tensors, text, "highest", strategy, times=2.0)
 
@@ -186,13 +194,14 @@ def test_hard_inputs_in_clusters(hard):
     check(tensors, "add_residual|layer_norm|silu", "high", "single", times=2.0)
 
 
+@pytest.mark.parametrize("n", [75, 768, 4096])
 @pytest.mark.parametrize(("text", "strategy"), [("layer_norm", "planes"), ("gelu", "single")])
-def test_what_is_not_finite_comes_out_where_pytorch_puts_it(text, strategy):
+def test_what_is_not_finite_comes_out_where_pytorch_puts_it(text, strategy, n):
     for place in ("x", "weight"):
-        tensors = tensors_of(70, 128, 768, text)
+        tensors = tensors_of(70, 128, n, text)
         matrix = tensors[0 if place == "x" else 1]
         matrix[5, 3], matrix[9, 4] = float("nan"), float("inf")
-        dy = torch.randn(70, 768, device="cuda")
+        dy = torch.randn(70, n, device="cuda")
         eager, ours = (step(tensors, text, dy, how) for how in ("eager", strategy))
         for name, value in ours.items():
             assert torch.equal(value.isnan(), eager[name].isnan()), (place, name)
