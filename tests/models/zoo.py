@@ -283,6 +283,10 @@ CASES: dict[str, Case] = {
         timm("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=4),
         image(name="x"),
     ),
+    "timm vit, qk norm": (
+        timm("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=4, qk_norm=True),
+        image(name="x"),
+    ),
     "timm deit3": (
         timm("deit3_small_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=4),
         image(name="x"),
