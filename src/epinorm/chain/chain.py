@@ -7,10 +7,10 @@ results, caches and operator schemas, and parses back to the same chain. A chain
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import lru_cache, wraps
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
@@ -26,6 +26,7 @@ from epinorm.chain.pointwise import (
     format_number,
     parse_number,
     parse_pointwise,
+    rounded_number,
     split_call,
 )
 
@@ -250,7 +251,7 @@ class Chain:
         if dtype.itemsize != 2 or self.rounding == "once":
             return replace(self, rounding="once")
         if device_type == "cuda" and norm_dtype.itemsize == 2 and isinstance(norm, GroupNorm):
-            return replace(self, norm=replace(norm, eps=_rounded(norm.eps, norm_dtype)))
+            return replace(self, norm=replace(norm, eps=rounded_number(norm.eps, norm_dtype)))
         return self
 
     @property
@@ -347,17 +348,6 @@ def returns_sum(text: str) -> bool:
     return "|" + _RETURNS_SUM in text
 
 
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    """A number >= 0 as the dtype has it."""
-    info = torch.finfo(dtype)
-    ulp = max(2.0 ** (math.frexp(value)[1] - 1), info.smallest_normal) * info.eps
-    return round(value / ulp) * ulp
-
-
-def _is_norm(text: str) -> bool:
-    return split_call(text)[0] in _NORM_NAMES
-
-
 def _parse_norm(text: str) -> Norm:
     name, arguments = split_call(text)
     grouped = name == "group_norm"
@@ -385,15 +375,13 @@ def _parse(text: str) -> Chain:
     returns_sum = bool(parts) and parts[-1].strip() == _RETURNS_SUM
     if returns_sum:
         del parts[-1]
-    norms = [index for index, part in enumerate(parts) if _is_norm(part)]
     names = [split_call(part)[0] for part in parts]
+    norms = [index for index, name in enumerate(names) if name in _NORM_NAMES]
     if parts and all(name in DEFINITIONS for name in names):
         pre = tuple(parse_pointwise(part) for part in parts)
         return Chain(None, pre, (), rounding, returns_sum)
     if len(norms) != 1:
-        near = [
-            m for name in names for m in difflib.get_close_matches(name, _NORM_NAMES, 1, cutoff=0.7)
-        ]
+        near = [m for name in names for m in get_close_matches(name, _NORM_NAMES, 1, cutoff=0.7)]
         hint = f"; did you mean {near[0]!r}?" if near and not norms else ""
         raise ValueError(
             f"a chain holds exactly one of {', '.join(_NORM_NAMES)}, or operations alone; "

@@ -222,6 +222,13 @@ def split_call(text: str) -> tuple[str, tuple[str, ...]]:
     return name.strip(), arguments
 
 
+def rounded_number(value: float, dtype: torch.dtype) -> float:
+    """A number >= 0 as the dtype has it."""
+    info = torch.finfo(dtype)
+    ulp = max(2.0 ** (math.frexp(value)[1] - 1), info.smallest_normal) * info.eps
+    return round(value / ulp) * ulp
+
+
 def parse_number(text: str, where: str) -> float:
     """A number of a chain's text; raises ValueError that says where it stands."""
     try:
