@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from epinorm.capture.purity import changes, is_pure, storage_of, value_of
 from epinorm.capture.spelling import arguments, name_of
+from epinorm.capture.tf32_attention import is_taken
 from epinorm.precision import product_precision
 
 _KNOWN = frozenset(
@@ -42,15 +43,17 @@ def leave_out_masks(graph: fx.Graph) -> None:
             continue
         is_causal = not mask.all()
         query, key = value_of(given["query"]), value_of(given["key"])
-        if _is_causal(mask, query, key) if is_causal else not _gains_by_mask(query):
+        if _is_causal(mask, query, key) if is_causal else not _gains_by_mask(node, query):
             node.args = tuple(given.pop(name) for name in _BEFORE_CAUSAL[:3])
             node.kwargs = given | {"attn_mask": None, "is_causal": is_causal}
 
 
-def _gains_by_mask(query: Tensor | None) -> bool:
-    """Whether PyTorch's kernel without a mask is slower: in fp32 it does not follow the setting for
-    products, while with a mask attention is two of them in TF32 (docs/internals/capture.md)."""
-    return query is not None and product_precision(query.dtype, query.device.type) == "high"
+def _gains_by_mask(node: fx.Node, query: Tensor | None) -> bool:
+    """Whether without a mask PyTorch's own kernel computes it, and slower: in fp32 that does not
+    follow the setting for products, while with a mask attention is two of them in TF32."""
+    if query is None or product_precision(query.dtype, query.device.type) != "high":
+        return False
+    return not is_taken(node, without_mask=True)
 
 
 def _is_causal(mask: Tensor, query: Tensor | None, key: Tensor | None) -> bool:
