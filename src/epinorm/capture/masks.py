@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from epinorm.capture.purity import changes, is_pure, storage_of, value_of
@@ -35,7 +36,9 @@ def leave_out_masks(graph: fx.Graph) -> None:
     """Take away the masks of attentions that say nothing, or what ``is_causal`` says as well."""
     values = _Constants(graph)
     for node in graph.nodes:
-        if name_of(node) != "scaled_dot_product_attention" or len(node.args) > len(_BEFORE_CAUSAL):
+        if node.target is not F.scaled_dot_product_attention or len(node.args) > len(
+            _BEFORE_CAUSAL
+        ):
             continue
         given = arguments(node, *_BEFORE_CAUSAL)
         mask = values.of(given.get("attn_mask"))

@@ -10,6 +10,7 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -60,7 +61,7 @@ def _take(graph: fx.Graph, node: fx.Node) -> None:
 
 def is_taken(node: fx.Node, without_mask: bool = False) -> bool:
     """Whether the node is an attention that is taken, as it is or without its mask."""
-    if node.op != "call_function" or name_of(node) != "scaled_dot_product_attention":
+    if node.target is not F.scaled_dot_product_attention:
         return False
     given = arguments(node, *_ARGUMENTS)
     tensors = [value_of(given.get(name)) for name in _ARGUMENTS[:3]]

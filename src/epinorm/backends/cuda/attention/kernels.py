@@ -124,16 +124,19 @@ def attention_backward_keys(
         m = begin + tl.arange(0, BLOCK_M)
         q = _load_rows(q_start, m, queries, q_m, d, WHOLE_M)
         g = _load_rows(g_start, m, queries, g_m, d, WHOLE_M)
-        # Queries past the last have no probability.
         lse = tl.load(lse_start + both * queries + m, mask=m < queries, other=float("inf"))
         delta = tl.load(delta_start + both * queries + m, mask=m < queries, other=0.0)
         scores = _product(k, tl.trans(q), zeros) * scale
         p = tl.math.exp2(scores - lse[None, :])
         if CAUSAL:
             p = tl.where(m[None, :] >= n[:, None], p, 0.0)
+        if not WHOLE_M:  # an Inf in the key makes NaN of the zeros there
+            p = tl.where(m[None, :] < queries, p, 0.0)
         dv = _product(_rounded(p), g, dv)
-        dp = _product(v, tl.trans(g), zeros)
-        dk = _product(_rounded(p * (dp - delta[None, :])), q, dk)
+        ds = p * (_product(v, tl.trans(g), zeros) - delta[None, :])
+        if not WHOLE_M:
+            ds = tl.where(m[None, :] < queries, ds, 0.0)
+        dk = _product(_rounded(ds), q, dk)
     _store_rows(dk_start + b * dk_b + h * dk_h, dk * score_scale, n, keys, dk_n, d)
     _store_rows(dv_start + b * dv_b + h * dv_h, dv, n, keys, dv_n, d)
 
@@ -170,6 +173,6 @@ def attention_backward_queries(
             p = tl.where(n[None, :] < keys, p, 0.0)
         if CAUSAL:
             p = tl.where(m[:, None] >= n[None, :], p, 0.0)
-        dp = _product(g, tl.trans(v), zeros)
-        dq = _product(_rounded(p * (dp - delta[:, None])), k, dq)
+        ds = p * (_product(g, tl.trans(v), zeros) - delta[:, None])
+        dq = _product(_rounded(ds), k, dq)
     _store_rows(dq_start + b * dq_b + h * dq_h, dq * score_scale, m, queries, dq_m, d)

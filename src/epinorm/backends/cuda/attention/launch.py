@@ -53,7 +53,7 @@ def run_backward(
     """``epinorm::attention_backward`` on a GPU."""
     read = tuple(map(_in_rows, (query, key, value, grad)))
     dq, dk, dv = map(rows_first, (query, key, value))
-    rows, scales = (lse, delta.contiguous()), (scale * _LOG2_E, scale)
+    rows, scales = (lse.contiguous(), delta.contiguous()), (scale * _LOG2_E, scale)
     _launch(
         kernels.attention_backward_keys,
         _KEYS,
