@@ -14,13 +14,15 @@ from epinorm.operator.attention import attention
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("the kernels are taken on Hopper", allow_module_level=True)
 
-LIMIT = 1.05
+LIMIT = 1.1
 """Times the error of PyTorch's TF32: random roundings of as many bits, in another order."""
 
 
 def heads(batch, count, rows, width, joined=False):
-    """(B, H, rows, D); joined: as the part of one Linear's result that it shares with others."""
+    """(B, H, rows, D), with a part that all rows have in common, as a bias gives them; joined: as
+    the part of one Linear's result that it shares with others."""
     made = torch.randn(batch, rows, 3 if joined else 1, count, width, device="cuda")
+    made += torch.randn(count, width, device="cuda")
     return made[:, :, 0].transpose(1, 2).requires_grad_()
 
 
@@ -28,24 +30,22 @@ def error(made, exact):
     return ((made - exact).norm() / exact.norm()).item()
 
 
-def products(q, k, v, scale, is_causal):
+def products(q, k, v, scale):
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("queries, keys", [(512, 512), (197, 197), (64, 300), (300, 65)])
 @pytest.mark.parametrize("width", [64, 128])
-def test_values_and_gradients(width, queries, keys, is_causal):
+def test_values_and_gradients(width, queries, keys):
     torch.manual_seed(0)
     q = heads(3, 5, queries, width, joined=True)
     k, v = (heads(3, 5, keys, width) for _ in range(2))
     given, wide = (q, k, v), [t.detach().double().requires_grad_() for t in (q, k, v)]
-    facts = (0.2, is_causal)
     with matmul_precision("high"):
-        ours, again = (attention(*given, *facts)[0] for _ in range(2))
-        theirs = products(*given, *facts)
-        exact = products(*wide, *facts)
+        ours, again = (attention(*given, 0.1)[0] for _ in range(2))
+        theirs = products(*given, 0.1)
+        exact = products(*wide, 0.1)
         dy = torch.randn(3, queries, 5, width, device="cuda").transpose(1, 2)
         results = [
             (y, *torch.autograd.grad(y, x, dy.to(y.dtype)))
@@ -62,7 +62,7 @@ def test_what_is_not_finite_comes_out_where_pytorch_puts_it():
     q[0, 0, 3, 5], q[0, 1, 70] = torch.nan, torch.inf
     v[1, 1, 99, 7], k[1, 0, :64, 2] = torch.nan, -torch.inf
     with matmul_precision("high"):
-        ours, theirs = attention(q, k, v, 0.125, False)[0], products(q, k, v, 0.125, False)
+        ours, theirs = attention(q, k, v, 0.125)[0], products(q, k, v, 0.125)
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert torch.equal(ours.isinf(), theirs.isinf())
 
@@ -90,7 +90,9 @@ def test_the_backend_takes_it_forward_and_backward(precision, count):
             y = model(x)
             return y, *torch.autograd.grad(y.sum(), list(model.parameters()))
 
-        ours, theirs = step(compiled, x), step(layer, x)
+        ours = step(compiled, x)
+        with sdpa_kernel(SDPBackend.MATH):  # which follows the setting
+            theirs = step(layer, x)
         wide = Layer().cuda().double()
         wide.load_state_dict(layer.state_dict())
         exact = step(wide, x.double())
@@ -98,8 +100,8 @@ def test_the_backend_takes_it_forward_and_backward(precision, count):
             step(compiled, x)
             torch.cuda.synchronize()
     names = [event.name for event in profiled.events()]
-    for kernel in ("forward", "backward_keys", "backward_queries"):
+    for kernel in ("forward", "backward_sums", "backward_keys", "backward_queries"):
         assert names.count(f"attention_{kernel}") == count
-    assert error(ours[0], exact[0]) <= 1.02 * error(theirs[0], exact[0])
+    assert error(ours[0], exact[0]) <= max(LIMIT * error(theirs[0], exact[0]), 4.8e-7)
     for our, their, true in zip(ours[1:], theirs[1:], exact[1:], strict=True):
         assert error(our, true) <= max(2 * error(their, true), 4.8e-7)

@@ -50,9 +50,8 @@ def _take(graph: fx.Graph, node: fx.Node) -> None:
     scale = given.get("scale")
     if scale is None:
         scale = value_of(tensors[0]).shape[-1] ** -0.5  # type: ignore[union-attr]
-    facts = (float(scale), bool(given.get("is_causal")))
     with graph.inserting_before(node):
-        made = graph.call_function(attention, (*tensors, *facts))
+        made = graph.call_function(attention, (*tensors, float(scale)))
         mixed = graph.call_function(operator.getitem, (made, 0))
     mixed.meta = {**node.meta}
     node.replace_all_uses_with(mixed)
@@ -66,9 +65,11 @@ def is_taken(node: fx.Node, without_mask: bool = False) -> bool:
     given = arguments(node, *_ARGUMENTS)
     tensors = [value_of(given.get(name)) for name in _ARGUMENTS[:3]]
     scale = given.get("scale")
-    if (given.get("attn_mask") is not None and not without_mask) or given.get("enable_gqa"):
+    if given.get("attn_mask") is not None and not without_mask:
         return False
-    if given.get("dropout_p", 0.0) != 0.0 or not isinstance(given.get("is_causal", False), bool):
+    if given.get("dropout_p", 0.0) != 0.0:
+        return False
+    if given.get("is_causal") or given.get("enable_gqa"):
         return False
     if not (scale is None or isinstance(scale, (int, float))):
         return False

@@ -1,8 +1,8 @@
 """Attention in fp32 by products in TF32, as PyTorch's library holds it.
 
-``attention`` is softmax(q kᵀ · scale) v of query (B, H, M, D), key and value (B, H, N, D), with
-``is_causal`` as in ``F.scaled_dot_product_attention``, and the logarithm (base 2) of each query's
-sum (B, H, M), which ``attention_backward`` reads; neither keeps anything of size M N. On a GPU it
+``attention`` is softmax(q kᵀ · scale) v of query (B, H, M, D), key and value (B, H, N, D), and the
+logarithm (base 2) of each query's sum (B, H, M), which ``attention_backward`` reads; neither keeps
+anything of size M N. On a GPU it
 is epinorm.backends.cuda.attention, elsewhere these formulas as they stand.
 """
 
@@ -20,9 +20,9 @@ _LOG2_E = 1 / math.log(2)
 _READ = "Tensor query, Tensor key, Tensor value"
 
 for _schema in (
-    f"attention({_READ}, float scale, bool is_causal) -> (Tensor, Tensor)",
-    f"attention_backward(Tensor grad, {_READ}, Tensor lse, Tensor delta, float scale,"
-    " bool is_causal) -> (Tensor, Tensor, Tensor)",
+    f"attention({_READ}, float scale) -> (Tensor, Tensor)",
+    f"attention_backward(Tensor grad, {_READ}, Tensor mixed, Tensor lse, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
 ):
     library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 attention = torch.ops.epinorm.attention.default
@@ -35,22 +35,12 @@ def _rows_first(like: Tensor) -> Tensor:
     return torch.empty_like(turned, memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> Tensor:
-    scores = query @ key.mT * (scale * _LOG2_E)
-    if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return scores
-
-
 @torch.library.impl(library, "attention", "CPU")
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    scores = _scores(query, key, scale, is_causal)
-    lse = torch.logsumexp(scores / _LOG2_E, -1) * _LOG2_E
-    mixed = torch.exp2(scores - lse[..., None]) @ value
-    return _rows_first(mixed).copy_(mixed), lse
+def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    scores = query @ key.mT * scale
+    lse = torch.logsumexp(scores, -1)
+    mixed = torch.exp(scores - lse[..., None]) @ value
+    return _rows_first(mixed).copy_(mixed), lse * _LOG2_E
 
 
 @torch.library.impl(library, "attention_backward", "CPU")
@@ -59,13 +49,12 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mixed: Tensor,
     lse: Tensor,
-    delta: Tensor,
     scale: float,
-    is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    p = torch.exp2(_scores(query, key, scale, is_causal) - lse[..., None])
-    ds = p * (grad @ value.mT - delta[..., None]) * scale
+    p = torch.exp(query @ key.mT * scale - lse[..., None] / _LOG2_E)
+    ds = p * (grad @ value.mT - (grad * mixed).sum(-1, keepdim=True)) * scale
     made = ds @ key, ds.mT @ query, p.mT @ grad
     dq, dk, dv = (_rows_first(t).copy_(t) for t in made)
     return dq, dk, dv
@@ -98,15 +87,12 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.is_causal = inputs
+    *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Any, ...]:
-    *tensors, mixed, lse = ctx.saved_tensors
-    delta = (grad * mixed).sum(-1)
-    facts = (lse, delta, ctx.scale, ctx.is_causal)
-    return (*_backward_operator(grad, *tensors, *facts), None, None)
+    return (*_backward_operator(grad, *ctx.saved_tensors, ctx.scale), None)
 
 
 torch.library.register_autograd(

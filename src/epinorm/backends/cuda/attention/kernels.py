@@ -43,15 +43,11 @@ def _store_rows(start, x, rows, count, stride, columns):
 
 
 @triton.jit
-def _place(block_rows: tl.constexpr, rows, heads, last_first: tl.constexpr):
-    """The sample, the head, both as one number, and the first row of this program; last_first:
-    the last rows' programs begin first, since they take longest."""
+def _place(block_rows: tl.constexpr, rows, heads):
+    """The sample, the head, both as one number, and the first row of this program."""
     blocks = tl.cdiv(rows, block_rows)
     both = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    if last_first:
-        block = blocks - 1 - block
-    first = block * block_rows
+    first = tl.program_id(0) % blocks * block_rows
     return (both // heads).to(tl.int64), (both % heads).to(tl.int64), both.to(tl.int64), first
 
 
@@ -61,10 +57,14 @@ def attention_forward(
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_m,
     heads, queries, keys, scale,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries: o = softmax(q kᵀ) v, and the log2 of each query's sum of powers."""
-    b, h, both, first = _place(BLOCK_M, queries, heads, CAUSAL)
+    """A block of queries: o = softmax(q kᵀ) v, and the log2 of each query's sum of powers.
+
+    o is divided by the sum of the rounded powers, so that what all of v have in common comes out
+    as it is; in the backward pass it cancels.
+    """
+    b, h, both, first = _place(BLOCK_M, queries, heads)
     m = first + tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     q = _load_rows(q_start + b * q_b + h * q_h, m, queries, q_m, d, WHOLE_M)
@@ -72,29 +72,47 @@ def attention_forward(
     v_start += b * v_b + h * v_h
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, D], tl.float32)
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    end = keys
-    if CAUSAL:
-        end = tl.minimum(first + BLOCK_M, keys)
-    for begin in range(0, end, BLOCK_N):
+    for begin in range(0, keys, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
         k = _load_rows(k_start, n, keys, k_n, d, WHOLE_N)
         scores = _product(q, tl.trans(k), zeros) * scale
         if not WHOLE_N:
             scores = tl.where(n[None, :] < keys, scores, float("-inf"))
-        if CAUSAL:
-            scores = tl.where(m[:, None] >= n[None, :], scores, float("-inf"))
         grown = tl.maximum(largest, tl.max(scores, 1))
         finite = tl.where(grown == float("-inf"), 0.0, grown)  # where all of them are infinite
         p = tl.math.exp2(scores - finite[:, None])
         shrink = tl.math.exp2(largest - finite)
         total = total * shrink + tl.sum(p, 1)
+        p = _rounded(p)
+        weight = weight * shrink + tl.sum(p, 1)
         v = _load_rows(v_start, n, keys, v_n, d, WHOLE_N)
-        mixed = _product(_rounded(p), v, mixed * shrink[:, None])
+        mixed = _product(p, v, mixed * shrink[:, None])
         largest = grown
-    _store_rows(o_start + b * o_b + h * o_h, mixed / total[:, None], m, queries, o_m, d)
+    _store_rows(o_start + b * o_b + h * o_h, mixed / weight[:, None], m, queries, o_m, d)
     tl.store(lse_start + both * queries + m, largest + tl.math.log2(total), mask=m < queries)
+
+
+@triton.jit
+def attention_backward_sums(
+    g_start, o_start, delta_start,
+    g_b, g_h, g_m, o_b, o_h, o_m,
+    heads, queries, keys,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
+):  # fmt: skip
+    """A block of queries: delta, the sums of g o, of g as the other kernels' products have it:
+    they subtract delta from g v, whose common part is to cancel."""
+    b, h, both, first = _place(BLOCK_M, queries, heads)
+    m = first + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D)
+    g = _load_rows(g_start + b * g_b + h * g_h, m, queries, g_m, d, WHOLE_M)
+    o_start += b * o_b + h * o_h
+    inside = m[:, None] < queries
+    o = tl.load(o_start + m[:, None] * o_m + d[None, :], mask=inside, other=0.0)
+    tl.store(delta_start + both * queries + m, tl.sum(g * o, 1), mask=m < queries)
 
 
 @triton.jit
@@ -104,10 +122,10 @@ def attention_backward_keys(
     dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
     heads, queries, keys, scale, score_scale,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
 ):  # fmt: skip
     """A block of keys: dk and dv."""
-    b, h, both, first = _place(BLOCK_N, keys, heads, False)
+    b, h, both, first = _place(BLOCK_N, keys, heads)
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
     k = _load_rows(k_start + b * k_b + h * k_h, n, keys, k_n, d, WHOLE_N)
@@ -117,10 +135,7 @@ def attention_backward_keys(
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
     zeros = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    start = 0
-    if CAUSAL:
-        start = first // BLOCK_M * BLOCK_M
-    for begin in range(start, queries, BLOCK_M):
+    for begin in range(0, queries, BLOCK_M):
         m = begin + tl.arange(0, BLOCK_M)
         q = _load_rows(q_start, m, queries, q_m, d, WHOLE_M)
         g = _load_rows(g_start, m, queries, g_m, d, WHOLE_M)
@@ -128,8 +143,6 @@ def attention_backward_keys(
         delta = tl.load(delta_start + both * queries + m, mask=m < queries, other=0.0)
         scores = _product(k, tl.trans(q), zeros) * scale
         p = tl.math.exp2(scores - lse[None, :])
-        if CAUSAL:
-            p = tl.where(m[None, :] >= n[:, None], p, 0.0)
         if not WHOLE_M:  # an Inf in the key makes NaN of the zeros there
             p = tl.where(m[None, :] < queries, p, 0.0)
         dv = _product(_rounded(p), g, dv)
@@ -147,10 +160,10 @@ def attention_backward_queries(
     q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_m, dq_b, dq_h, dq_m,
     heads, queries, keys, scale, score_scale,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
 ):  # fmt: skip
     """A block of queries: dq."""
-    b, h, both, first = _place(BLOCK_M, queries, heads, CAUSAL)
+    b, h, both, first = _place(BLOCK_M, queries, heads)
     m = first + tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     q = _load_rows(q_start + b * q_b + h * q_h, m, queries, q_m, d, WHOLE_M)
@@ -161,18 +174,13 @@ def attention_backward_queries(
     v_start += b * v_b + h * v_h
     dq = tl.zeros([BLOCK_M, D], tl.float32)
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    end = keys
-    if CAUSAL:
-        end = tl.minimum(first + BLOCK_M, keys)
-    for begin in range(0, end, BLOCK_N):
+    for begin in range(0, keys, BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
         k = _load_rows(k_start, n, keys, k_n, d, WHOLE_N)
         v = _load_rows(v_start, n, keys, v_n, d, WHOLE_N)
         p = tl.math.exp2(_product(q, tl.trans(k), zeros) * scale - lse[:, None])
         if not WHOLE_N:
             p = tl.where(n[None, :] < keys, p, 0.0)
-        if CAUSAL:
-            p = tl.where(m[:, None] >= n[None, :], p, 0.0)
         ds = p * (_product(g, tl.trans(v), zeros) - delta[:, None])
         dq = _product(_rounded(ds), k, dq)
     _store_rows(dq_start + b * dq_b + h * dq_h, dq * score_scale, m, queries, dq_m, d)

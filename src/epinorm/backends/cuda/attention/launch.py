@@ -25,18 +25,17 @@ class _Tile(NamedTuple):
 
 # By the width of a head: measured on an H200 (docs/decisions/0028-attention_in_tf32.md).
 _FORWARD = {64: _Tile(128, 32, 4, 3), 128: _Tile(128, 64, 8, 2)}
+_SUMS = {64: _Tile(64, 64, 4, 1), 128: _Tile(64, 64, 4, 1)}
 _KEYS = {64: _Tile(64, 128, 8, 1), 128: _Tile(32, 128, 8, 1)}
 _QUERIES = {64: _Tile(128, 64, 8, 1), 128: _Tile(128, 64, 8, 1)}
 
 
-def run_forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
+def run_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """``epinorm::attention`` on a GPU."""
     read = tuple(map(_in_rows, (query, key, value)))
     mixed, lse = rows_first(query), query.new_empty(query.shape[:3])
     strided = (*read, mixed)
-    _launch(kernels.attention_forward, _FORWARD, strided, (lse,), (scale * _LOG2_E,), is_causal)
+    _launch(kernels.attention_forward, _FORWARD, strided, (lse,), (scale * _LOG2_E,))
     return mixed, lse
 
 
@@ -45,25 +44,18 @@ def run_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    mixed: Tensor,
     lse: Tensor,
-    delta: Tensor,
     scale: float,
-    is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``epinorm::attention_backward`` on a GPU."""
-    read = tuple(map(_in_rows, (query, key, value, grad)))
+    *read, mixed = map(_in_rows, (query, key, value, grad, mixed))
+    lse, delta = lse.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)
     dq, dk, dv = map(rows_first, (query, key, value))
-    rows, scales = (lse.contiguous(), delta.contiguous()), (scale * _LOG2_E, scale)
-    _launch(
-        kernels.attention_backward_keys,
-        _KEYS,
-        (*read, dk, dv),
-        rows,
-        scales,
-        is_causal,
-        of_keys=True,
-    )
-    _launch(kernels.attention_backward_queries, _QUERIES, (*read, dq), rows, scales, is_causal)
+    rows, scales = (lse, delta), (scale * _LOG2_E, scale)
+    _launch(kernels.attention_backward_sums, _SUMS, (read[3], mixed), (delta,), ())
+    _launch(kernels.attention_backward_keys, _KEYS, (*read, dk, dv), rows, scales, of_keys=True)
+    _launch(kernels.attention_backward_queries, _QUERIES, (*read, dq), rows, scales)
     return dq, dk, dv
 
 
@@ -84,7 +76,6 @@ def _launch(
     strided: tuple[Tensor, ...],
     rows: tuple[Tensor, ...],
     scales: tuple[float, ...],
-    is_causal: bool,
     of_keys: bool = False,
 ) -> None:
     """A program for each block of queries, or of keys, of each head.
@@ -101,7 +92,7 @@ def _launch(
             *(*strided, *rows),
             *(stride for tensor in strided for stride in tensor.stride()[:3]),
             *(heads, queries, keys, *scales),
-            *(width, tile.block_m, tile.block_n, is_causal, *whole),
+            *(width, tile.block_m, tile.block_n, *whole),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
