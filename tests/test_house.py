@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,9 @@ def test_files_are_short_and_the_top_is_small() -> None:
 def _caches() -> list[Any]:
     """Every cache of a function in the library, its tools aside."""
     found = []
+    aside = (".tools",) if find_spec("triton") else (".tools", ".cuda.attention.")
     for module in pkgutil.walk_packages(epinorm.__path__, "epinorm."):
-        if ".tools" not in module.name and not module.name.endswith("__main__"):
+        if not any(part in module.name for part in (*aside, "__main__")):
             names = vars(importlib.import_module(module.name))
             kept = (v for v in names.values() if isinstance(v, functools._lru_cache_wrapper))
             found += [value for value in kept if value.__module__ == module.name]

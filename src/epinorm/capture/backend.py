@@ -15,6 +15,7 @@ from epinorm.capture.found import Place
 from epinorm.capture.fuse import checked_settings
 from epinorm.capture.masks import leave_out_masks
 from epinorm.capture.rewriting import rewrite
+from epinorm.capture.tf32_attention import take_attention
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import call
 from epinorm.problem import Strategy
@@ -72,6 +73,7 @@ def compile_graph(
 
     leave_out_masks(gm.graph)
     found = rewrite(gm, operator, settings, runs_eagerly=False)
+    take_attention(gm)
     unfused = [place for place in found.places if place.found is None]
     if settings.strict and unfused:
         raise RuntimeError(f"strict=True, but a chain is not fused: {unfused[0].obstacle}")

@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from epinorm.capture.purity import changes, is_pure, storage_of, value_of
 from epinorm.capture.spelling import arguments, name_of
+from epinorm.capture.tf32_attention import is_taken
 from epinorm.precision import product_precision
 
 _KNOWN = frozenset(
@@ -34,7 +36,9 @@ def leave_out_masks(graph: fx.Graph) -> None:
     """Take away the masks of attentions that say nothing, or what ``is_causal`` says as well."""
     values = _Constants(graph)
     for node in graph.nodes:
-        if name_of(node) != "scaled_dot_product_attention" or len(node.args) > len(_BEFORE_CAUSAL):
+        if node.target is not F.scaled_dot_product_attention or len(node.args) > len(
+            _BEFORE_CAUSAL
+        ):
             continue
         given = arguments(node, *_BEFORE_CAUSAL)
         mask = values.of(given.get("attn_mask"))
@@ -42,15 +46,17 @@ def leave_out_masks(graph: fx.Graph) -> None:
             continue
         is_causal = not mask.all()
         query, key = value_of(given["query"]), value_of(given["key"])
-        if _is_causal(mask, query, key) if is_causal else not _gains_by_mask(query):
+        if _is_causal(mask, query, key) if is_causal else not _gains_by_mask(node, query):
             node.args = tuple(given.pop(name) for name in _BEFORE_CAUSAL[:3])
             node.kwargs = given | {"attn_mask": None, "is_causal": is_causal}
 
 
-def _gains_by_mask(query: Tensor | None) -> bool:
-    """Whether PyTorch's kernel without a mask is slower: in fp32 it does not follow the setting for
-    products, while with a mask attention is two of them in TF32 (docs/internals/capture.md)."""
-    return query is not None and product_precision(query.dtype, query.device.type) == "high"
+def _gains_by_mask(node: fx.Node, query: Tensor | None) -> bool:
+    """Whether without a mask PyTorch's own kernel computes it, and slower: in fp32 that does not
+    follow the setting for products, while with a mask attention is two of them in TF32."""
+    if query is None or product_precision(query.dtype, query.device.type) != "high":
+        return False
+    return not is_taken(node, without_mask=True)
 
 
 def _is_causal(mask: Tensor, query: Tensor | None, key: Tensor | None) -> bool:

@@ -1,0 +1,107 @@
+"""Attention in TF32 against float64, with PyTorch's own products in TF32 as the measure."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from product_case import matmul_precision
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+from epinorm.capture.backend import compile_graph
+from epinorm.operator.attention import attention
+
+if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("the kernels are taken on Hopper", allow_module_level=True)
+
+LIMIT = 1.1
+"""Times the error of PyTorch's TF32: random roundings of as many bits, in another order."""
+
+
+def heads(batch, count, rows, width, joined=False):
+    """(B, H, rows, D), with a part that all rows have in common, as a bias gives them; joined: as
+    the part of one Linear's result that it shares with others."""
+    made = torch.randn(batch, rows, 3 if joined else 1, count, width, device="cuda")
+    made += torch.randn(count, width, device="cuda")
+    return made[:, :, 0].transpose(1, 2).requires_grad_()
+
+
+def error(made, exact):
+    return ((made - exact).norm() / exact.norm()).item()
+
+
+def products(q, k, v, scale):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
+@pytest.mark.parametrize("queries, keys", [(512, 512), (197, 197), (64, 300), (300, 65)])
+@pytest.mark.parametrize("width", [64, 128])
+def test_values_and_gradients(width, queries, keys):
+    torch.manual_seed(0)
+    q = heads(3, 5, queries, width, joined=True)
+    k, v = (heads(3, 5, keys, width) for _ in range(2))
+    given, wide = (q, k, v), [t.detach().double().requires_grad_() for t in (q, k, v)]
+    with matmul_precision("high"):
+        ours, again = (attention(*given, 0.1)[0] for _ in range(2))
+        theirs = products(*given, 0.1)
+        exact = products(*wide, 0.1)
+        dy = torch.randn(3, queries, 5, width, device="cuda").transpose(1, 2)
+        results = [
+            (y, *torch.autograd.grad(y, x, dy.to(y.dtype)))
+            for y, x in ((ours, given), (again, given), (theirs, given), (exact, wide))
+        ]
+    for our, same, their, true in zip(*results, strict=True):
+        assert torch.equal(our, same)
+        assert error(our, true) <= LIMIT * error(their, true)
+
+
+def test_what_is_not_finite_comes_out_where_pytorch_puts_it():
+    torch.manual_seed(0)
+    q, k, v = (heads(2, 2, 100, 64).detach() for _ in range(3))
+    q[0, 0, 3, 5], q[0, 1, 70] = torch.nan, torch.inf
+    v[1, 1, 99, 7], k[1, 0, :64, 2] = torch.nan, -torch.inf
+    with matmul_precision("high"):
+        ours, theirs = attention(q, k, v, 0.125)[0], products(q, k, v, 0.125)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.isinf(), theirs.isinf())
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(768, 3 * 768), nn.Linear(768, 768)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (12, 64)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("precision, count", [("high", 1), ("highest", 0)])
+def test_the_backend_takes_it_forward_and_backward(precision, count):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer, x = Layer().cuda(), torch.randn(8, 200, 768, device="cuda")
+    compiled = torch.compile(layer, backend=compile_graph, dynamic=False)
+    with matmul_precision(precision):
+
+        def step(model, x):
+            y = model(x)
+            return y, *torch.autograd.grad(y.sum(), list(model.parameters()))
+
+        ours = step(compiled, x)
+        with sdpa_kernel(SDPBackend.MATH):  # which follows the setting
+            theirs = step(layer, x)
+        wide = Layer().cuda().double()
+        wide.load_state_dict(layer.state_dict())
+        exact = step(wide, x.double())
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            step(compiled, x)
+            torch.cuda.synchronize()
+    names = [event.name for event in profiled.events()]
+    for kernel in ("forward", "backward_sums", "backward_keys", "backward_queries"):
+        assert names.count(f"attention_{kernel}") == count
+    assert error(ours[0], exact[0]) <= max(LIMIT * error(theirs[0], exact[0]), 4.8e-7)
+    for our, their, true in zip(ours[1:], theirs[1:], exact[1:], strict=True):
+        assert error(our, true) <= max(2 * error(their, true), 4.8e-7)
