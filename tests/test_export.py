@@ -291,7 +291,7 @@ def test_what_cannot_be_exported_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chain", "words"),
     [
-        (Chain.parse("dropout(0.1)|layer_norm"), "dropout in training"),
+        (Chain.parse("dropout(0.1)|layer_norm"), "a chain that drops"),
         (
             dataclasses.replace(Chain.parse("add_residual|layer_norm"), returns_sum=True),
             "two results",
