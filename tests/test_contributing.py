@@ -91,11 +91,7 @@ Norm = GroupNorm | LayerNorm | RMSNorm | GroupRMSNorm
 """,
         ),
         ('"layer_norm", "rms_norm")', '"layer_norm", "rms_norm", "group_rms_norm")'),
-        ('if name == "group_norm":', 'if name in ("group_norm", "group_rms_norm"):'),
-        (
-            "return GroupNorm(int(groups)",
-            'return (GroupNorm if name == "group_norm" else GroupRMSNorm)(int(groups)',
-        ),
+        ('grouped = name == "group_norm"', 'grouped = name in ("group_norm", "group_rms_norm")'),
     ],
     "chain/reference.py": [
         (
