@@ -72,9 +72,9 @@ def test_the_sdist_is_the_whole_source(built: Path) -> None:
     assert there <= packed
 
 
-def run(installed: Path, device: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
+def run(installed: Path, device: str, environment: dict[str, str]) -> str:
     command = [sys.executable, "-c", PROGRAM, str(installed), device]
+    environment = {**environment, "PYTHONPATH": str(installed)}
     done = subprocess.run(
         command, env=environment, cwd=installed, capture_output=True, text=True, timeout=240
     )
@@ -84,9 +84,4 @@ def run(installed: Path, device: str) -> str:
 
 @pytest.mark.slow
 def test_the_wheel_serves_a_cpu(installed: Path) -> None:
-    assert "1 of 1 chains fused" in run(installed, "cpu")
-
-
-@pytest.mark.gpu
-def test_the_wheel_serves_a_gpu(installed: Path) -> None:
-    assert "1 of 1 chains fused" in run(installed, "cuda")
+    assert "1 of 1 chains fused" in run(installed, "cpu", dict(os.environ))

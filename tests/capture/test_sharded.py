@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrizations
 
-import epinorm
+import epinorm.parallel  # before 2.13 PyTorch has no rule for GroupNorm on DTensors: this adds one
 from epinorm.backends import cpu, memo
 from epinorm.capture.fuse import fused_of
 

@@ -73,6 +73,7 @@ SPELLINGS: dict[str, Callable[..., Tensor]] = {
     "int div": lambda s, x: torch.div(s.gn(s.fc(x)), 2, rounding_mode="floor"),
     "floordiv": lambda s, x: s.gn(s.fc(x)) // 2,
     "matmul": lambda s, x: s.gn(x @ s.fc.weight.T + s.fc.bias),
+    "matmul by mT": lambda s, x: s.gn(x @ s.fc.weight.mT + s.fc.bias),
     "no grad tens": lambda s, x: s.gn(s.fc(x)).detach() * 2,
 }
 
@@ -143,6 +144,7 @@ UNFUSED = {
 FUSED_WHOLE = {
     "heads": "layer_norm(4,1e-05)",
     "matmul": "group_norm(4,1e-05)",
+    "matmul by mT": "group_norm(4,1e-05)",
     "einsum": "group_norm(4,1e-05)",
     "addmm": "group_norm(4,1e-05)",
     "conv1d": "layer_norm(1e-05)",

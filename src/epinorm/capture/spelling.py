@@ -135,6 +135,7 @@ def _transposed(node: Any) -> fx.Node | None:
         (node.op == "call_method" and node.target == "t")
         or node.target is torch.t
         or (node.target is getattr and node.args[1] in ("T", "mT"))
+        or node.target in (torch.ops.aten.numpy_T, torch.ops.aten.mT)  # the same since 2.14
         or (node.target in ("transpose", torch.transpose, "swapaxes", "permute") and swapped)
     )
     inner = node.args[0]
