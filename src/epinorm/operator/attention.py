@@ -21,7 +21,7 @@ _READ = "Tensor query, Tensor key, Tensor value"
 
 for _schema in (
     f"attention({_READ}, float scale) -> (Tensor, Tensor)",
-    f"attention_backward(Tensor grad, {_READ}, Tensor mixed, Tensor lse, float scale)"
+    f"attention_backward(Tensor grad, {_READ}, Tensor lse, float scale)"
     " -> (Tensor, Tensor, Tensor)",
 ):
     library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -49,12 +49,12 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mixed: Tensor,
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     p = torch.exp(query @ key.mT * scale - lse[..., None] / _LOG2_E)
-    ds = p * (grad @ value.mT - (grad * mixed).sum(-1, keepdim=True)) * scale
+    dp = grad @ value.mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
     made = ds @ key, ds.mT @ query, p.mT @ grad
     dq, dk, dv = (_rows_first(t).copy_(t) for t in made)
     return dq, dk, dv
@@ -88,7 +88,7 @@ def _fake_backward(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, output[1])
 
 
 def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def attention_forward(
     """A block of queries: o = softmax(q kᵀ) v, and the log2 of each query's sum of powers.
 
     o is divided by the sum of the rounded powers, so that what all of v have in common comes out
-    as it is; in the backward pass it cancels.
+    as it is.
     """
     b, h, both, first = _place(BLOCK_M, queries, heads)
     m = first + tl.arange(0, BLOCK_M)
@@ -97,22 +97,39 @@ def attention_forward(
 
 @triton.jit
 def attention_backward_sums(
-    g_start, o_start, delta_start,
-    g_b, g_h, g_m, o_b, o_h, o_m,
-    heads, queries, keys,
+    q_start, k_start, v_start, g_start, lse_start, delta_start,
+    q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_m,
+    heads, queries, keys, scale,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries: delta, the sums of g o, of g as the other kernels' products have it:
-    they subtract delta from g v, whose common part is to cancel."""
+    """A block of queries: delta, the mean of g v over the keys, weighted by p.
+
+    The other kernels subtract it from g v, and what that has in common for all keys is to cancel:
+    so it is made of the same products. The sums of g o would be the same number, but the tensor
+    cores cut o, a long sum, off by more.
+    """
     b, h, both, first = _place(BLOCK_M, queries, heads)
     m = first + tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
+    q = _load_rows(q_start + b * q_b + h * q_h, m, queries, q_m, d, WHOLE_M)
     g = _load_rows(g_start + b * g_b + h * g_h, m, queries, g_m, d, WHOLE_M)
-    o_start += b * o_b + h * o_h
-    inside = m[:, None] < queries
-    o = tl.load(o_start + m[:, None] * o_m + d[None, :], mask=inside, other=0.0)
-    tl.store(delta_start + both * queries + m, tl.sum(g * o, 1), mask=m < queries)
+    lse = tl.load(lse_start + both * queries + m, mask=m < queries, other=float("inf"))
+    k_start += b * k_b + h * k_h
+    v_start += b * v_b + h * v_h
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for begin in range(0, keys, BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        k = _load_rows(k_start, n, keys, k_n, d, WHOLE_N)
+        v = _load_rows(v_start, n, keys, v_n, d, WHOLE_N)
+        p = tl.math.exp2(_product(q, tl.trans(k), zeros) * scale - lse[:, None])
+        if not WHOLE_N:
+            p = tl.where(n[None, :] < keys, p, 0.0)
+        weight += tl.sum(p, 1)
+        total += tl.sum(p * _product(g, tl.trans(v), zeros), 1)
+    tl.store(delta_start + both * queries + m, total / weight, mask=m < queries)
 
 
 @triton.jit

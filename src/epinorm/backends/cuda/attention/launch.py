@@ -25,7 +25,6 @@ class _Tile(NamedTuple):
 
 # By the width of a head: measured on an H200 (docs/decisions/0028-attention_in_tf32.md).
 _FORWARD = {64: _Tile(128, 32, 4, 3), 128: _Tile(128, 64, 8, 2)}
-_SUMS = {64: _Tile(64, 64, 4, 1), 128: _Tile(64, 64, 4, 1)}
 _KEYS = {64: _Tile(64, 128, 8, 1), 128: _Tile(32, 128, 8, 1)}
 _QUERIES = {64: _Tile(128, 64, 8, 1), 128: _Tile(128, 64, 8, 1)}
 
@@ -44,16 +43,15 @@ def run_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mixed: Tensor,
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``epinorm::attention_backward`` on a GPU."""
-    *read, mixed = map(_in_rows, (query, key, value, grad, mixed))
+    read = tuple(map(_in_rows, (query, key, value, grad)))
     lse, delta = lse.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)
     dq, dk, dv = map(rows_first, (query, key, value))
     rows, scales = (lse, delta), (scale * _LOG2_E, scale)
-    _launch(kernels.attention_backward_sums, _SUMS, (read[3], mixed), (delta,), ())
+    _launch(kernels.attention_backward_sums, _QUERIES, read, rows, scales[:1])
     _launch(kernels.attention_backward_keys, _KEYS, (*read, dk, dv), rows, scales, of_keys=True)
     _launch(kernels.attention_backward_queries, _QUERIES, (*read, dq), rows, scales)
     return dq, dk, dv
