@@ -96,7 +96,7 @@ WRITTEN = (33, 72, 32)
 WRITTEN_BY_CLUSTERS = (33, 72, 120)
 # Of one that writes dz and splits it: the largest of columns are joined between. Rows, K,
 # channels, groups, precision; the last's groups are summed by a kernel of their own.
-SPLIT = ((33, 72, 16, 32, "highest"), (37, 66, 12, 6, "high"), (9, 40, 2048, 1, "high"))
+SPLIT = ((33, 72, 16, 32, "highest"), (37, 68, 12, 6, "high"), (9, 40, 2048, 1, "high"))
 # As a user calls it: rows, K, N, norm, pre, dtype, strategy, rounding. Planes with rows of any
 # width, and without a norm; statistics rounded as eager's by each kernel of the forward pass. The
 # eighth has rows of odd width: else cuBLAS writes them by TMA, which initcheck does not see. Then
