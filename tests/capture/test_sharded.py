@@ -73,6 +73,7 @@ def test_fully_shard(fused_first: bool, mixed: bool) -> None:
     for _ in range(2):
         for found, expected in zip(step(ours, x), step(eager, x), strict=True):
             torch.testing.assert_close(found, expected, **tolerance)
+    assert [row.where for row in epinorm.explain(ours).rows] == ["linear → 0.norm"]
 
 
 @pytest.mark.usefixtures("process_group")

@@ -2,7 +2,7 @@
 compute-sanitizer.
 
 `make sanitize-gpu` runs this file; ARGS names kinds of kernels: calls, repeated, norm, portable,
-hopper, split, clusters.
+hopper, split, clusters, attention.
 
 PyTorch's caching allocator must be off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): it hands out parts of
 large blocks, in which an access beyond a tensor's end is still inside an allocation.
@@ -34,6 +34,7 @@ from epinorm.backends.cuda.plan.portable_product import choose_tile
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.chain import Rounding
+from epinorm.operator.attention import attention
 from epinorm.problem import Strategy, Wanted
 
 EVERY = Wanted(True, True, True, True, True, ())
@@ -95,7 +96,7 @@ WRITTEN = (33, 72, 32)
 WRITTEN_BY_CLUSTERS = (33, 72, 120)
 # Of one that writes dz and splits it: the largest of columns are joined between. Rows, K,
 # channels, groups, precision; the last's groups are summed by a kernel of their own.
-SPLIT = ((33, 72, 16, 32, "highest"), (37, 66, 12, 6, "high"), (9, 40, 2048, 1, "high"))
+SPLIT = ((33, 72, 16, 32, "highest"), (37, 68, 12, 6, "high"), (9, 40, 2048, 1, "high"))
 # As a user calls it: rows, K, N, norm, pre, dtype, strategy, rounding. Planes with rows of any
 # width, and without a norm; statistics rounded as eager's by each kernel of the forward pass. The
 # eighth has rows of odd width: else cuBLAS writes them by TMA, which initcheck does not see. Then
@@ -121,6 +122,8 @@ REPEATED: tuple[tuple[int, int, int, Any, str, torch.dtype, Strategy, Rounding],
     (1024, 512, 768, epinorm.LayerNorm(), "mul_row|add_residual", torch.float32, "planes", "once"),
     (70, 200, 1024, epinorm.LayerNorm(num_groups=8), "", torch.bfloat16, "single", "once"),
 )
+# Of attention: queries, keys, width of a head, in blocks that are not full and in full ones.
+ATTENTION = ((100, 70, 64), (128, 128, 64), (65, 130, 128))
 # Of a product of the backward pass: rows, columns, length, whether a runs along the sum; its rows
 # in memory are whole 16-byte units. The sums of the last two are split over blocks.
 PRODUCTS = ((65, 72, 136, True), (136, 72, 65, False))
@@ -321,6 +324,17 @@ def step(
     return node
 
 
+def attention_kernels() -> None:
+    for queries, keys, width in ATTENTION:
+        sizes = [(2, 3, rows, width) for rows in (queries, keys, keys)]
+        given = [torch.randn(size, device="cuda", requires_grad=True) for size in sizes]
+        mixed, _ = attention(*given, 0.1)
+        gradients = torch.autograd.grad(mixed, given, torch.randn_like(mixed))
+        torch.cuda.synchronize()
+        assert all(bool(t.isfinite().all()) for t in (mixed, *gradients)), (queries, keys, width)
+        print(f"attention of {queries} and {keys} rows of {width}: done", flush=True)
+
+
 KERNELS = {
     "calls": calls,
     "repeated": repeated_calls,
@@ -329,6 +343,7 @@ KERNELS = {
     "hopper": hopper_kernels,
     "split": split_kernels,
     "clusters": cluster_kernels,
+    "attention": attention_kernels,
 }
 
 if __name__ == "__main__":
