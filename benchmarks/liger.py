@@ -57,8 +57,8 @@ def ligers(model: nn.Module) -> nn.Module:
         elif isinstance(norm, nn.LayerNorm):
             made = liger.LigerLayerNorm(norm.normalized_shape[0], norm.eps)
         elif isinstance(norm, nn.RMSNorm):
-            eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps
-            # PyTorch's roundings: everything in fp32.
+            # As PyTorch computes it in 16 bit: all of it in fp32, and so with fp32's eps.
+            eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
             made = liger.LigerRMSNorm(norm.normalized_shape[0], eps, casting_mode="gemma")
         if made is not None:
             made.weight = norm.weight
