@@ -23,7 +23,7 @@ from epinorm.backends.cuda.plan.norm_tile import LARGEST_ACCESS_BYTES, WARP, cei
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import may_be_over, new_tensor, starts_early
-from epinorm.backends.cuda.text.chain_text import ChainArguments
+from epinorm.backends.cuda.text.chain_text import ChainArguments, begins_at_result
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
 SIGNATURE = "plpl" + "pppppppp" + "li"
@@ -232,7 +232,8 @@ class _Launches:
         m = self.problem.m
         sums, elements = self.row_gradients.new()
         dz = None if self.new_dz is None else self.new_dz()
-        if dz is not None:
+        # Another stream may still read a result that no tensor holds.
+        if dz is not None and not begins_at_result(self.problem.chain):
             may_be_over(dz, kept.z)
         if self.nothing:
             for gradient in sums:
