@@ -168,11 +168,11 @@ def host_table(folder: Path) -> str:
         for row in loops
     ]
     first = "".join(
-        f" First call of {row['name']} fused, {row['setting']} {row['pass']}: "
-        f"{row['seconds']['warm']['first']:.1f} s, with nothing on disk "
-        f"{row['seconds']['cold']['first']:.1f} s."
+        f" First call of {row['name']} fused, {row['setting']} {row['pass']}, {there}: "
+        f"{row['seconds'][state]['first']:.1f} s."
         for row in measured
-        if "seconds" in row
+        for state, there in (("warm", "compiled before"), ("cold", "nothing on disk"))
+        if state in row.get("seconds", ())
     )
     return measured_table(heads, cells, loops) + first
 
