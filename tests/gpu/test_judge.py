@@ -69,8 +69,12 @@ def test_times_of_a_large_problem_are_confirmed(large: Path, dtype: str) -> None
 def test_lies_about_time_are_caught(large: Path, name: str, check: str) -> None:
     options = JudgeOptions(device="cuda", seed=4, time_limit=120.0, training=False)
     verdict = judge(large, ZOO / f"{name}.py", options)
-    assert not verdict.timings
-    assert check in [c.name for c in verdict.failures], verdict.failures
+    if verdict.timings:  # where launching takes longer than computing a lie is not believed
+        assert "right in" not in check, verdict
+        assert [t.clock for t in verdict.timings] == ["the judge's"]
+        assert all(t.speedup < 1.4 for t in verdict.timings), verdict.timings
+    else:
+        assert check in [c.name for c in verdict.failures], verdict.failures
 
 
 @pytest.mark.parametrize(
