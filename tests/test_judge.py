@@ -14,9 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from epinorm.tools.judge import guard, process, timing
-from epinorm.tools.judge.checks import CHECKS
-from epinorm.tools.judge.facts import Check, JudgeOptions, Verdict
+from epinorm.tools.judge.checks import CHECKS, NamedCheck
+from epinorm.tools.judge.facts import Check, JudgeOptions, Result, Verdict
 from epinorm.tools.judge.judge import judge
+from epinorm.tools.judge.session import Session
 from epinorm.tools.judge.source import remarks
 from epinorm.tools.kernelbench import ProblemError
 from epinorm_cli.commands import app
@@ -337,6 +338,19 @@ def test_one_error_is_said_once(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.stdout.count("this one") == 1
     assert len(result.stdout.splitlines()) <= 24
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_breaks_the_judge_is_a_line_of_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(session: Session) -> list[Result]:
+        raise ZeroDivisionError("for once")
+
+    checks = (CHECKS[0], NamedCheck(("accuracy",), breaks), CHECKS[-1])
+    monkeypatch.setattr("epinorm.tools.judge.judge.CHECKS", checks)
+    verdict = judged("right")
+    assert not verdict.clean
+    assert check(verdict, "accuracy").reason.endswith("this: ZeroDivisionError: for once")
+    assert check(verdict, "processes").status == "passed"
 
 
 def test_what_it_prints_is_not_the_verdict(tmp_path: Path) -> None:
