@@ -31,7 +31,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_float32_matmul_precision(was)
 
 
-def on_a_gpu(graph: fx.Graph) -> None:
+def on_a_gpu(graph: fx.Graph, gradients: bool = False) -> None:
     """Have the graph's example values say that they are on a GPU; what runs stays on the CPU."""
     for node in graph.nodes:
         value = node.meta.get("example_value")
@@ -39,6 +39,8 @@ def on_a_gpu(graph: fx.Graph) -> None:
             with value.fake_mode:
                 shape = (value.shape, value.stride())
                 moved = torch.empty_strided(*shape, dtype=value.dtype, device="cuda")
+                if gradients and node.op == "placeholder":
+                    moved.requires_grad_(value.requires_grad)
             node.meta["example_value"] = moved
 
 
@@ -194,6 +196,21 @@ def test_where_pytorchs_kernel_is_switched_off_so_is_ours() -> None:
         assert taken(plain, *inputs())[0] == 0
     finally:
         torch.backends.cuda.enable_mem_efficient_sdp(True)
+
+
+@pytest.mark.parametrize("enabled, count", [(True, 0), (False, 1)])
+def test_where_gradients_are_wanted_it_stays(enabled: bool, count: int) -> None:
+    torch._dynamo.reset()
+    counts = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        on_a_gpu(gm.graph, gradients=True)
+        counts.append(take_attention(gm))
+        return gm.forward
+
+    with torch.set_grad_enabled(enabled):
+        torch.compile(plain, backend=backend, dynamic=False)(*inputs())
+    assert counts == [count]
 
 
 def test_the_setting_is_asked_again_when_it_changes() -> None:

@@ -104,29 +104,19 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("precision, count", [("high", 1), ("highest", 0)])
-def test_the_backend_takes_it_forward_and_backward(precision, count):
+def test_the_backend_takes_it_where_no_gradient_is_wanted(precision, count):
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer, x = Layer().cuda(), torch.randn(8, 200, 768, device="cuda")
     compiled = torch.compile(layer, backend=compile_graph, dynamic=False)
-    with matmul_precision(precision):
-
-        def step(model, x):
-            y = model(x)
-            return y, *torch.autograd.grad(y.sum(), list(model.parameters()))
-
-        ours = step(compiled, x)
+    with matmul_precision(precision), torch.no_grad():
+        ours = compiled(x)
         with sdpa_kernel(SDPBackend.MATH):  # which follows the setting
-            theirs = step(layer, x)
-        wide = Layer().cuda().double()
-        wide.load_state_dict(layer.state_dict())
-        exact = step(wide, x.double())
+            theirs = layer(x)
+        exact = copy.deepcopy(layer).double()(x.double())
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            step(compiled, x)
+            compiled(x)
             torch.cuda.synchronize()
     names = [event.name for event in profiled.events()]
-    for kernel in ("forward", "backward_sums", "backward_keys", "backward_queries"):
-        assert names.count(f"attention_{kernel}") == count
-    assert error(ours[0], exact[0]) <= max(LIMIT * error(theirs[0], exact[0]), 4.8e-7)
-    for our, their, true in zip(ours[1:], theirs[1:], exact[1:], strict=True):
-        assert error(our, true) <= max(2 * error(their, true), 4.8e-7)
+    assert names.count("attention_forward") == count
+    assert error(ours, exact) <= max(LIMIT * error(theirs, exact), 4.8e-7)
