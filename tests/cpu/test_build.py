@@ -100,7 +100,7 @@ def test_first_use_compiles_and_second_use_does_not(built, warm):
     before = files(warm)
     out, err = run(warm)
     assert "before: None" in out
-    assert err == ""
+    assert "epinorm" not in err
     assert files(warm) == before
 
 
@@ -195,7 +195,7 @@ def test_kept_code_that_computes_something_else_is_compiled_again(warm):
     out, err = run(warm)
     assert "after: None" in out
     assert err.count("epinorm: compiling") == 2
-    assert run(warm)[1] == ""
+    assert "epinorm" not in run(warm)[1]
 
 
 FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))\n"
@@ -253,7 +253,7 @@ def test_eight_processes_at_once_of_which_half_fail(built, tmp_path):
     assert len(files(tmp_path / "c")) == 2
     out, err = run(tmp_path / "c", CXX=str(compiler))
     assert "after: None" in out
-    assert err == ""
+    assert "epinorm" not in err
 
 
 @needs_compiler
@@ -284,7 +284,7 @@ def test_without_a_compiler(tmp_path):
     assert "plan: reference: there is no C++ compiler" in out
     assert out.count("warning: ") == 1
     assert "bits of the reference: True" in out
-    assert err == ""
+    assert "epinorm" not in err
 
 
 def test_compiler_named_in_cxx_is_missing(tmp_path):

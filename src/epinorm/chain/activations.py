@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from epinorm.chain.dropout import check_probability, drop
 
@@ -84,6 +85,10 @@ class Definition:
                     f"declares to be its constants ({', '.join(sorted(declared)) or 'none'}); "
                     f"got {attributes}"
                 )
+
+
+_OR_AT = "=" if TorchVersion(torch.__version__) < "2.14" else ""
+"""torch.clamp passes the gradient at its bounds themselves before 2.14; hardtanh never does."""
 
 
 def _clamp(x: Tensor, low: float, high: float) -> Tensor:
@@ -255,12 +260,11 @@ ACTIVATIONS = (
         homogeneous=False,
         selects=True,
     ),
-    # torch.clamp passes the gradient at the bounds themselves, hardtanh does not.
     Definition(
         "clamp",
         _clamp,
         "return at_most(at_least(x, min), max);",
-        "return x >= min && x <= max ? g : T(0);",
+        f"return x >{_OR_AT} min && x <{_OR_AT} max ? g : T(0);",
         {"min": -math.inf, "max": math.inf},
         modules={},
         functions=(
