@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Attention's forward and backward pass, a block of queries or of keys a program, in Triton.
+"""Attention's forward pass, a block of queries a program, in Triton.
 
 The tensor cores cut fp32 operands off after TF32's ten bits, which shrinks every product; PyTorch's
-products round them, and so do these kernels, in registers. Scores are in units of log2: ``scale``
+products round them, and so does this kernel, in registers. Scores are in units of log2: ``scale``
 holds log2(e). Tensors are (B, H, rows, D), rows D numbers in a line, and otherwise of any strides.
 """
 
@@ -93,111 +93,3 @@ def attention_forward(
         largest = grown
     _store_rows(o_start + b * o_b + h * o_h, mixed / weight[:, None], m, queries, o_m, d)
     tl.store(lse_start + both * queries + m, largest + tl.math.log2(total), mask=m < queries)
-
-
-@triton.jit
-def attention_backward_sums(
-    q_start, k_start, v_start, g_start, lse_start, delta_start,
-    q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_m,
-    heads, queries, keys, scale,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
-):  # fmt: skip
-    """A block of queries: delta, the mean of g v over the keys, weighted by p.
-
-    The other kernels subtract it from g v, and what that has in common for all keys is to cancel:
-    so it is made of the same products. The sums of g o would be the same number, but the tensor
-    cores cut o, a long sum, off by more.
-    """
-    b, h, both, first = _place(BLOCK_M, queries, heads)
-    m = first + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, D)
-    q = _load_rows(q_start + b * q_b + h * q_h, m, queries, q_m, d, WHOLE_M)
-    g = _load_rows(g_start + b * g_b + h * g_h, m, queries, g_m, d, WHOLE_M)
-    lse = tl.load(lse_start + both * queries + m, mask=m < queries, other=float("inf"))
-    k_start += b * k_b + h * k_h
-    v_start += b * v_b + h * v_h
-    total = tl.zeros([BLOCK_M], tl.float32)
-    weight = tl.zeros([BLOCK_M], tl.float32)
-    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for begin in range(0, keys, BLOCK_N):
-        n = begin + tl.arange(0, BLOCK_N)
-        k = _load_rows(k_start, n, keys, k_n, d, WHOLE_N)
-        v = _load_rows(v_start, n, keys, v_n, d, WHOLE_N)
-        p = tl.math.exp2(_product(q, tl.trans(k), zeros) * scale - lse[:, None])
-        if not WHOLE_N:
-            p = tl.where(n[None, :] < keys, p, 0.0)
-        weight += tl.sum(p, 1)
-        total += tl.sum(p * _product(g, tl.trans(v), zeros), 1)
-    tl.store(delta_start + both * queries + m, total / weight, mask=m < queries)
-
-
-@triton.jit
-def attention_backward_keys(
-    q_start, k_start, v_start, g_start, dk_start, dv_start, lse_start, delta_start,
-    q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_m,
-    dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
-    heads, queries, keys, scale, score_scale,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
-):  # fmt: skip
-    """A block of keys: dk and dv."""
-    b, h, both, first = _place(BLOCK_N, keys, heads)
-    n = first + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, D)
-    k = _load_rows(k_start + b * k_b + h * k_h, n, keys, k_n, d, WHOLE_N)
-    v = _load_rows(v_start + b * v_b + h * v_h, n, keys, v_n, d, WHOLE_N)
-    q_start += b * q_b + h * q_h
-    g_start += b * g_b + h * g_h
-    dk = tl.zeros([BLOCK_N, D], tl.float32)
-    dv = tl.zeros([BLOCK_N, D], tl.float32)
-    zeros = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for begin in range(0, queries, BLOCK_M):
-        m = begin + tl.arange(0, BLOCK_M)
-        q = _load_rows(q_start, m, queries, q_m, d, WHOLE_M)
-        g = _load_rows(g_start, m, queries, g_m, d, WHOLE_M)
-        lse = tl.load(lse_start + both * queries + m, mask=m < queries, other=float("inf"))
-        delta = tl.load(delta_start + both * queries + m, mask=m < queries, other=0.0)
-        scores = _product(k, tl.trans(q), zeros) * scale
-        p = tl.math.exp2(scores - lse[None, :])
-        if not WHOLE_M:  # an Inf in the key makes NaN of the zeros there
-            p = tl.where(m[None, :] < queries, p, 0.0)
-        dv = _product(_rounded(p), g, dv)
-        ds = p * (_product(v, tl.trans(g), zeros) - delta[None, :])
-        if not WHOLE_M:
-            ds = tl.where(m[None, :] < queries, ds, 0.0)
-        dk = _product(_rounded(ds), q, dk)
-    _store_rows(dk_start + b * dk_b + h * dk_h, dk * score_scale, n, keys, dk_n, d)
-    _store_rows(dv_start + b * dv_b + h * dv_h, dv, n, keys, dv_n, d)
-
-
-@triton.jit
-def attention_backward_queries(
-    q_start, k_start, v_start, g_start, dq_start, lse_start, delta_start,
-    q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, g_b, g_h, g_m, dq_b, dq_h, dq_m,
-    heads, queries, keys, scale, score_scale,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
-):  # fmt: skip
-    """A block of queries: dq."""
-    b, h, both, first = _place(BLOCK_M, queries, heads)
-    m = first + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, D)
-    q = _load_rows(q_start + b * q_b + h * q_h, m, queries, q_m, d, WHOLE_M)
-    g = _load_rows(g_start + b * g_b + h * g_h, m, queries, g_m, d, WHOLE_M)
-    lse = tl.load(lse_start + both * queries + m, mask=m < queries, other=float("inf"))
-    delta = tl.load(delta_start + both * queries + m, mask=m < queries, other=0.0)
-    k_start += b * k_b + h * k_h
-    v_start += b * v_b + h * v_h
-    dq = tl.zeros([BLOCK_M, D], tl.float32)
-    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for begin in range(0, keys, BLOCK_N):
-        n = begin + tl.arange(0, BLOCK_N)
-        k = _load_rows(k_start, n, keys, k_n, d, WHOLE_N)
-        v = _load_rows(v_start, n, keys, v_n, d, WHOLE_N)
-        p = tl.math.exp2(_product(q, tl.trans(k), zeros) * scale - lse[:, None])
-        if not WHOLE_N:
-            p = tl.where(n[None, :] < keys, p, 0.0)
-        ds = p * (_product(g, tl.trans(v), zeros) - delta[:, None])
-        dq = _product(_rounded(ds), k, dq)
-    _store_rows(dq_start + b * dq_b + h * dq_h, dq * score_scale, m, queries, dq_m, d)
