@@ -144,8 +144,7 @@ def test_inference_and_memory() -> None:
                     del results
                     peak = torch.cuda.max_memory_allocated() - before
                 peaks[text] = peak
-            # The sum; in training its gradient, and dz, which is written over the sum where the
-            # caller does not hold that.
+            # The sum; in training its gradient, and dz, which is written over no result.
             extra = m * n * dtype.itemsize * (3 if training else 1)
             assert peaks[RESIDUAL] <= peaks[single] + extra + 2**21, (dtype, training, peaks)
 
