@@ -6,6 +6,7 @@ and what is computed element by element do not ask where a row stands.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,10 +41,10 @@ def moves_rows(node: fx.Node, x: fx.Node) -> bool:
         dims: Any = node.kwargs.get("dims", node.args[2] if len(node.args) > 2 else None)
         dims = dims if isinstance(dims, (tuple, list)) else (dims,)
         return None not in dims and not _names_last(dims, value.dim())
-    if name := getattr(node.target, "__name__", "") == "getitem":
+    if node.target is operator.getitem:
         index: Any = node.args[1]
         whole = isinstance(index, tuple) and all(isinstance(i, slice) for i in index)
-        return name and whole and same_shape(made.shape[-1:], value.shape[-1:])
+        return whole and same_shape(made.shape[-1:], value.shape[-1:])
     return turns_rows(node, x)
 
 

@@ -93,18 +93,8 @@ _PARTING = frozenset(
 _PASSING = frozenset(
     (
         *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous"),
-        *(
-            "roll",
-            "squeeze",
-            "unsqueeze",
-            "movedim",
-            "swapaxes",
-            "mul",
-            "imul",
-            "add",
-            "iadd",
-            "sub",
-        ),
+        *("roll", "squeeze", "unsqueeze", "movedim", "swapaxes"),
+        *("mul", "imul", "add", "iadd", "sub"),
         *("t", "T", "dropout", "to", "float", "expand"),
         *_PARTING,
     )
