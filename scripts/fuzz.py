@@ -21,10 +21,11 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -468,33 +469,49 @@ def hunt(device: str, seconds: float, cases_wanted: int, seed: int, chains: list
     return failures
 
 
-def totals(workers: list[subprocess.Popen[str]]) -> dict[str, int]:
-    """Cases, those served and failures of all, whose lines are shown as they come."""
+def totals(
+    workers: list[subprocess.Popen[str]], look: Callable[[dict[str, int]], None]
+) -> dict[str, int]:
+    """Cases, those served, those by native code and failures of all, whose lines are shown as they
+    come; ``look`` is given what there is after each."""
+    last: list[tuple[int, ...]] = [(0, 0, 0, 0)] * len(workers)
+    lock = threading.Lock()
 
-    def follow(worker: subprocess.Popen[str]) -> tuple[int, ...]:
-        last: tuple[int, ...] = (0, 0, 0, 1)  # one that counted nothing has failed
-        for line in worker.stdout or ():
+    def summed() -> dict[str, int]:
+        sums = [sum(counts) for counts in zip(*last, strict=True)]
+        return dict(zip(("cases", "served", "native", "failed"), sums, strict=True))
+
+    def follow(index: int) -> None:
+        for line in workers[index].stdout or ():
             print(line, end="", flush=True)
             if found := TOTALS.match(line):
-                last = tuple(map(int, found.groups()))
-        return (*last[:3], max(last[3], worker.wait()))
+                with lock:
+                    last[index] = tuple(map(int, found.groups()))
+                    look(summed())
+        *counts, failed = last[index]
+        counted_nothing = counts[0] == 0
+        last[index] = (*counts, max(failed, workers[index].wait(), counted_nothing))
 
     with ThreadPoolExecutor(len(workers)) as threads:
-        sums = [sum(counts) for counts in zip(*threads.map(follow, workers), strict=True)]
-    return dict(zip(("cases", "served", "native", "failed"), sums, strict=True))
+        list(threads.map(follow, range(len(workers))))
+    return summed()
 
 
-def record(chosen: argparse.Namespace, found: dict[str, int]) -> None:
-    """Add a run to a file of them."""
-    settings_of = ("seed", "pool", "chains", "workers", "seconds")
-    row = {
-        "device": device_name(torch.device(chosen.device)),
-        **found,
-        **{name: getattr(chosen, name) for name in settings_of},
-        **{"torch": torch.__version__, "commit": commit(), "date": date.today().isoformat()},
-    }
-    rows = json.loads(chosen.record.read_text()) if chosen.record.exists() else []
-    write_atomic(chosen.record, json.dumps([*rows, row], indent=1) + "\n")
+class Recorded:
+    """A run's row in a file of them, as far as the run has come: one that is cut off counts."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.path: Path = chosen.record
+        self.rows = json.loads(self.path.read_text()) if self.path.exists() else []
+        settings_of = ("seed", "pool", "chains", "workers", "seconds")
+        self.facts = {name: getattr(chosen, name) for name in settings_of}
+        self.facts |= {"torch": torch.__version__, "commit": commit()}
+        self.facts |= {"date": date.today().isoformat()}
+        self.device = device_name(torch.device(chosen.device))
+
+    def __call__(self, found: dict[str, int]) -> None:
+        row = {"device": self.device, **found, **self.facts}
+        write_atomic(self.path, json.dumps([*self.rows, row], indent=1) + "\n")
 
 
 def main() -> int:
@@ -517,17 +534,14 @@ def main() -> int:
         own += [f"--cases={chosen.cases}", f"--pool={chosen.pool}", f"--chains={chosen.chains}"]
         threads = max(1, (os.cpu_count() or 1) // chosen.workers)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        found = totals(
-            [
-                subprocess.Popen(
-                    [*own, f"--seed={chosen.seed + i}"], stdout=subprocess.PIPE, text=True
-                )
-                for i in range(chosen.workers)
-            ]
-        )
+        record = Recorded(chosen) if chosen.record else lambda found: None
+        workers = [
+            subprocess.Popen([*own, f"--seed={chosen.seed + i}"], stdout=subprocess.PIPE, text=True)
+            for i in range(chosen.workers)
+        ]
+        found = totals(workers, record)
+        record(found)
         print(f"all workers: {SUMMARY.format(**found)}")
-        if chosen.record:
-            record(chosen, found)
         return min(found["failed"], 1)
     warnings.simplefilter("ignore")
     if chosen.device == "cuda":
