@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda.bindings import nvrtc
 from torch.utils import cpp_extension
 from typer.testing import CliRunner
 
@@ -101,12 +102,13 @@ def pair(
 def exported(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> ModuleType:
-    """The zoo's problem exported, for a PyTorch with CUDA 13, building in an empty folder."""
+    """The zoo's problem exported, for a PyTorch with the CUDA of the library's compiler here."""
     folder = tmp_path_factory.mktemp("exported")
     path = folder / "model_new.py"
     path.write_text(export(ZOO / "problem.py", **FEW).text)
     module = load(path, "exported")
-    module.CUDA_VERSION = "13.0"
+    _, major, minor = nvrtc.nvrtcVersion()
+    module.CUDA_VERSION = f"{major}.{minor}"
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
     return module
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import epinorm
+from epinorm.tools.accuracy import allowed_error
 
 M, K, N = 5, 12, 32
 NORMS: dict[str, tuple[Any, Any]] = {
@@ -57,7 +59,23 @@ def same_places(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("change", list(changes(torch.float32)))
 @pytest.mark.parametrize("dtype", HUGE, ids=str)
 def test_places_are_those_of_eager(dtype: Any, change: str, where: str, norm: str) -> None:
-    torch.manual_seed(0)
+    """Finite results are right too, where the change leaves some: in the middle of eight draws,
+    since one draw of 160 values has eager's error by luck."""
+    errors = [
+        of_one_draw(dtype, change, where, norm, seed)
+        for seed in range(8 if change in ("fits", "nan") else 1)
+    ]
+    if len(errors) > 1:
+        for name in errors[0]:
+            ours, theirs = (median(e[name][i] for e in errors) for i in (0, 1))
+            assert ours <= allowed_error(theirs, dtype), (name, ours, theirs)
+
+
+def of_one_draw(
+    dtype: Any, change: str, where: str, norm: str, seed: int
+) -> dict[str, tuple[float, float]]:
+    """By name our error and eager's among finite values; the others' places are asserted."""
+    torch.manual_seed(seed)
     shapes = [(M, K), (N, K), (N,), (N,), (N,), (M, N)]
     x, weight, bias, gamma, beta, added = (torch.randn(s, dtype=dtype) for s in shapes)
     changes(dtype)[change](x if where == "x" else added)
@@ -89,11 +107,12 @@ def test_places_are_those_of_eager(dtype: Any, change: str, where: str, norm: st
     with torch.no_grad():
         again = fused(x, weight, bias, gamma, beta, added)
     assert torch.equal(torch.nan_to_num(again), torch.nan_to_num(found[0]))
+    errors = {}
     for name, a, b, truth in zip(names, found, expected, exact, strict=True):
         assert same_places(a, b), name
         finite = b.isfinite() & truth.isfinite()
-        if change in ("fits", "nan") and finite.any():
-            scale = truth[finite].abs().max()
-            theirs_off = (b.double() - truth)[finite].abs().max() / scale
-            ours_off = (a.double() - truth)[finite].abs().max() / scale
-            assert ours_off <= 1.5 * theirs_off + 8 * torch.finfo(torch.float64).eps, name
+        if finite.any():
+            scale = truth[finite].norm()
+            ours, theirs = (float((t - truth)[finite].norm() / scale) for t in (a, b))
+            errors[name] = ours, theirs
+    return errors
