@@ -94,6 +94,24 @@ def test_the_plan_says_what_comes_between_dy_and_dx(monkeypatch: pytest.MonkeyPa
         assert step.reason in printed
 
 
+def test_the_page_lists_what_a_backward_pass_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/internals/training.md, column by column: 16 bit, dz written once, dz split."""
+    believe_in(monkeypatch, H200)
+    page = (ROOT / "docs" / "internals" / "training.md").read_text("utf-8")
+    lines = page.split("## The launches\n")[1].split("\n\n")[0].splitlines()
+    columns = list(zip(*[line.strip("|").split("|") for line in lines], strict=True))
+    beside = page.split("## The launches\n")[1].split("\n\n")[1]
+    of_columns = [re.findall(r"`(\w+|aten::mm)`", " ".join(column)) for column in columns[1:]]
+    written, wide = problem(), dataclasses.replace(problem(), n=32768)
+    of_plans = [
+        [s.kernel for s in plan_cuda(each, "auto").backward if f"`{s.kernel}`" not in beside]
+        for each in (problem("native", torch.bfloat16), written, wide)
+    ]
+    assert of_plans[1:] == of_columns[1:]
+    assert of_plans[0][:2] == of_columns[0][:2]
+    assert set(of_plans[0][2:]) <= set(of_columns[0][2:])  # either core's product
+
+
 def test_what_an_activation_must_declare() -> None:
     fields = {f.name: f for f in dataclasses.fields(Definition)}
     assert "parameters" in fields

@@ -1,4 +1,4 @@
-"""From the files in `kernels/` to one self-contained CUDA text.
+"""From the kernels' files and their headers to one self-contained CUDA text.
 
 The text holds everything that NVRTC sees: no include path, no header outside it. So it is the whole
 content of the cache's key, and it can be written into an exported file as it stands.
