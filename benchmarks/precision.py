@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/precision.py \\
         --out benchmarks/results/precision/nvidia-h200.json
-    python3 docs/plot_precision.py
+    python3 docs/internals/plot_precision.py
 
 Error is ‖z − truth‖ / ‖truth‖ of the linear's output, truth in float64, for `highest` with each
 interval, `high`, and eager in both settings, on uniform and normal inputs. Each is the median of

@@ -92,6 +92,24 @@ def judged_table(folder: Path) -> str:
     return measured_table(heads, lines, verdicts)
 
 
+def exported_table(folder: Path) -> str:
+    """A line for each pass that ``benchmarks/exported.py`` timed; one not verified has no times."""
+    rows = [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())]
+    timed = [row for row in rows if row["pass"] != "start"]
+    heads = ("dtype", "pass", "exported file", "library", "file / library", "over eager")
+    lines = []
+    for row in timed:
+        cells = [setting_of(row), row["pass"]]
+        if row["verified"]:
+            file, library = row["exported_us"], row["fused_us"]
+            cells += [microseconds(file, library), microseconds(library, file)]
+            cells += [f"{file / library:.3f}", times(row["exported_speedup"])]
+        else:
+            cells += ["not verified", *["–"] * 3]
+        lines.append(cells)
+    return measured_table(heads, lines, timed)
+
+
 def accumulation_table(folder: Path) -> str:
     """A line for each row of ``benchmarks/accumulation.py``."""
     files = sorted(folder.glob("*.json"))

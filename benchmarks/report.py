@@ -10,7 +10,8 @@ and ``nvidia-h200-forward-short`` a few of them in six columns.
 ``-details`` their errors, memory and coverage, ``models-nvidia-h200-section`` README's choice of
 them; ``kernelbench-nvidia-h200`` is ``benchmarks/results/kernelbench``.
 ``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``;
-``accumulation`` the rows of ``benchmarks/accumulation.py``, ``liger`` those of
+``exported`` the rows of ``benchmarks/exported.py``,
+``accumulation`` those of ``benchmarks/accumulation.py``, ``liger`` those of
 ``benchmarks/liger.py``, ``host`` of ``benchmarks/host.py``, ``matrix`` those of ``make matrix``.
 """
 
@@ -30,6 +31,7 @@ from epinorm.tools.results import Row, read_rows, read_rows_of, write_atomic
 from readme_tables import (
     accumulation_table,
     details_table,
+    exported_table,
     host_table,
     judged_table,
     liger_table,
@@ -50,6 +52,7 @@ PICTURED_RESULTS = "nvidia-h200"
 
 FOLDERS = {
     "judged": judged_table,
+    "exported": exported_table,
     "liger": liger_table,
     "accumulation": accumulation_table,
     "matrix": matrix_table,

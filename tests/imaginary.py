@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
-from epinorm.backends import memo
+from epinorm.backends import memo, unpromised
 from epinorm.backends.cuda.fp32 import norm_planes_text
 from epinorm.backends.cuda.norm import backward_text, forward
 from epinorm.backends.cuda.plan import strategy as cuda_plan
@@ -76,10 +76,15 @@ class Driver:
     def __init__(self) -> None:
         self.sources: list[Any] = []
         self.launches: list[dict[str, Any]] = []
+        self.texts: dict[bytes, Any] = {}
         self.loading: Any = None
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: 0
+
+    def cuLibraryLoadData(self, _library: Any, cubin: bytes, *_: Any) -> int:
+        self.loading = self.texts[cubin]
+        return 0
 
     def cuLibraryGetKernel(self, handle: Any, _library: Any, _name: bytes) -> int:
         self.sources.append(self.loading)
@@ -146,14 +151,10 @@ def imaginary_h200(gpu: device.Gpu = H200, compiles: bool = False) -> Any:
     compiles: whether plans try which kernels spill; else none does."""
     api = Driver()
 
-    def load_library(source: Any) -> Any:
-        api.loading = source
-        return real_load_library(source)
-
-    real_load_library = jit._load_library
-
     def text_of(source: Any) -> jit.Compiled:
-        return jit.Compiled(source.text.encode(), "", 0, 0, 0, 0)
+        cubin = f"{source.entry} {source.arch} {source.text}".encode()
+        api.texts[cubin] = source
+        return jit.Compiled(cubin, "", 0, 0, 0, 0)
 
     def plan_for(problem: Any, strategy: Any, strict: bool = False) -> Any:
         return cuda_plan.plan_cuda(problem, strategy)
@@ -164,14 +165,13 @@ def imaginary_h200(gpu: device.Gpu = H200, compiles: bool = False) -> Any:
     calls_precision = calls.product_precision
     patches = [
         *((module, "driver", lambda: api) for module in (driver, jit, launch, tensor_map)),
-        (jit, "_load_library", load_library),
-        *((jit, name, {}) for name in ("_kernels", "_libraries", "_locks")),
+        (jit, "_loaded", jit.Loaded()),
         *((module, "compiled", text_of) for module in (jit, *(() if compiles else TRYING))),
         (device, "device_index", lambda device=None: 0),
         (jit, "device_index", lambda device=None: 0),
         (device, "gpu_at", lambda index: gpu),
-        (launch, "_current_device", lambda: 0),
-        (launch, "_current_stream", lambda index: 5),
+        (unpromised, "current_device", lambda: 0),
+        (unpromised, "current_stream", lambda index: 5),
         (launch, "make_primary_context_current", lambda index: None),
         (jit, "make_primary_context_current", lambda index: None),
         (torch.cuda, "device", lambda index: contextlib.nullcontext()),

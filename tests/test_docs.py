@@ -114,6 +114,15 @@ def test_links_of_the_pages_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_files_that_a_page_names_are_there() -> None:
+    """Those of how it works now; what a decision tried may be gone."""
+    files = {path.relative_to(ROOT) for path in ROOT.glob("[bdest]*/**/*.*")}
+    ends = {"/".join(path.parts[-n:]) for path in files for n in range(1, 6)}
+    for page in (*(DOCS / "internals").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+        named_files = re.findall(r"`([\w/.]+\.(?:py|cuh?|cpp|h|in))`", page.read_text("utf-8"))
+        assert {name for name in named_files if "NAME" not in name} <= ends, named(page)
+
+
 def test_the_drawings_are_those_of_their_script() -> None:
     spec = importlib.util.spec_from_file_location("draw", DOCS / "internals" / "draw.py")
     assert spec is not None

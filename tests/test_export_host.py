@@ -6,6 +6,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,7 +45,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory, fake: ctypes.CDLL) -> ModuleType:
+def exported(tmp_path_factory: pytest.TempPathFactory, fake: ctypes.CDLL) -> Iterator[ModuleType]:
     """An exported file, whose extension is built."""
     folder = tmp_path_factory.mktemp("host")
     path = folder / "model_new.py"
@@ -53,7 +54,23 @@ def exported(tmp_path_factory: pytest.TempPathFactory, fake: ctypes.CDLL) -> Mod
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
         module = load(path, "exported")
         module._host()
-        return module
+        yield module
+
+
+def take(exported: ModuleType, kernels: list[tuple[str, bytes]]) -> None:
+    """Let the file consist of these kernels, and its cache on disk hold their machine code."""
+    exported.FILES = {"none.cu": ""}
+    exported.KERNELS = [(entry, "none.cu", "sm_90a", [f"// {code!r}"]) for entry, code in kernels]
+    for kept in (exported._kernel, exported._machine_code):
+        kept.cache_clear()
+    exported._room.clear()
+    for number, (_, code) in enumerate(kernels):
+        text = "\0".join((exported._text(number), "sm_90a", exported.CUDA_VERSION))
+        folder, path, there = exported._kept(text, ".cubin")
+        if not there:
+            Path(folder).mkdir(mode=0o700)
+            Path(path).write_bytes(code)
+            Path(path).chmod(0o600)
 
 
 def tables(chain: str, m: int, k: int, n: int, has: tuple, strategy: Any, gpu: str) -> Tables:
@@ -96,9 +113,7 @@ def check_repeated(exported: ModuleType, fake: ctypes.CDLL, made: Tables, key: t
         (source.entry, signature.encode())
         for source, signature in zip(made.sources, signatures, strict=True)
     ]
-    exported.KERNELS, exported._machine_code = kernels, lambda number: kernels[number][1]
-    exported._kernel.cache_clear()
-    exported._room.clear()
+    take(exported, kernels)
     fake.fake_log()
     program = exported._repeated(exported._host(), table, torch.device("cpu"))
     exported._host().ask(lambda: 0, lambda device: STREAM, None)
@@ -180,9 +195,7 @@ def test_a_product_reads_a_slice_where_it_begins(exported: ModuleType, fake: Any
     made = tables("layer_norm", 32, 64, 128, (False, True, True), "epilogue", "h200")
     key = next(key for key in made.tables if key[2:] == ("bfloat16", "forward"))
     table = ast.literal_eval(made.tables[key])
-    exported.KERNELS = [(source.entry, "") for source in made.sources]
-    exported._machine_code = lambda _: b""
-    exported._kernel.cache_clear()
+    take(exported, [(source.entry, b"") for source in made.sources])
     program = exported._repeated(exported._host(), table, torch.device("cpu"))
     exported._host().ask(lambda: 0, lambda device: STREAM, None)
     x, weight = torch.randn(64, 64).bfloat16(), torch.randn(256, 64).bfloat16()

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import exported
 from epinorm.tools.kernelbench.problem import load_problem
 from epinorm.tools.timing import Settings
+from readme_tables import exported_table
 
 PROBLEM = Path(__file__).parent / "zoo" / "problem.py"
 SETTINGS = Settings(cpu_runs=2, cpu_seconds=0.1)
@@ -66,6 +67,21 @@ def test_a_row_takes_the_place_of_the_one_that_measured_the_same(tmp_path: Path)
     assert [each.get("exported_us") for each in found] == [1.235, 2.0]
     assert [each["pass"] for each in found] == ["start", "forward"]
     assert found[0]["stages"] == {"torch": None}
+
+
+def test_the_docs_show_what_was_verified(tmp_path: Path) -> None:
+    facts = {"dtype": "float32", "precision": "highest", "gpu": "H", "torch": "2", "commit": "c"}
+    facts |= {"date": "2026-01-01", "verified": True}
+    timed = {"exported_us": 1010.0, "fused_us": 1000.0, "exported_speedup": 4.4}
+    rows = [facts | {"pass": "start"}, facts | timed | {"pass": "forward"}]
+    rows.append(facts | {"pass": "training", "verified": False})
+    (tmp_path / "h.json").write_text(json.dumps(rows))
+    assert exported_table(tmp_path).splitlines()[2:] == [
+        "| float32 `highest` | forward | 1010 µs | 1000 µs | 1.010 | 4.40× |",
+        "| float32 `highest` | training | not verified | – | – | – |",
+        "",
+        "H, PyTorch 2, commit c, 2026-01-01. Medians of interleaved runs.",
+    ]
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import epinorm
-from epinorm.backends.prepack import _hooks, _modules, _state, marked, prepack, prepacked, unprepack
+from epinorm.backends import unpromised
+from epinorm.backends.prepack import _hooks, _modules, marked, prepack, prepacked, unprepack
 
 pytestmark = pytest.mark.filterwarnings("ignore:prepack keeps nothing")
 
@@ -98,6 +100,37 @@ def test_no_hook_is_left_when_nothing_is_prepacked():
     assert not _hooks
 
 
+class Converter:
+    """Notes when a weight is converted, and does nothing."""
+
+    nbytes = 8
+
+    def __init__(self) -> None:
+        self.converted = 0
+
+    def __call__(self, buffer: int, first: torch.Tensor) -> None:
+        self.converted += 1
+
+    def wait_outside_of_capture(self, event: object) -> None:
+        raise AssertionError("nothing is captured")
+
+
+@pytest.fixture
+def conversions(monkeypatch):
+    """Of a marked weight: how many there were once its planes are asked for."""
+    monkeypatch.setattr(unpromised, "current_stream", lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    converter = Converter()
+
+    def after(weight):
+        assert marked[id(weight)].converted(weight, converter) is not None
+        return converter.converted
+
+    return after
+
+
 def in_place(w: nn.Parameter) -> None:
     w.mul_(2)
 
@@ -150,37 +183,34 @@ CHANGES += [other_stride, counted, loaded]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_that_are_seen(change):
-    w = nn.Parameter(torch.randn(8, 4))
+def test_changes_that_are_seen(change, conversions):
+    w = prepack(nn.Parameter(torch.randn(8, 4)))
     kept = w.data  # so that no memory is given back and taken again
-    before = _state(w)
+    assert [conversions(w) for _ in "ab"] == [1, 1]
     with torch.no_grad():
-        assert _state(w) == before
         change(w)
-    assert _state(w) != before
+    assert [conversions(w) for _ in "ab"] == [2, 2]
     del kept
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_an_optimizer_step_makes_planes_stale(kind, options):
+def test_an_optimizer_step_makes_planes_stale(kind, options, conversions):
     """Fused optimizers leave the version counter alone."""
     model = prepack(nn.Linear(4, 8))
-    entry = marked[id(model.weight)]
-    entry._state = _state(model.weight)
     optimizer = kind(model.parameters(), lr=0.1, **options)
     model(torch.randn(3, 4)).sum().backward()
-    assert entry._state == _state(model.weight)
+    assert [conversions(model.weight) for _ in "ab"] == [1, 1]
     optimizer.step()
-    assert entry._state != _state(model.weight)
+    assert conversions(model.weight) == 2
 
 
 def test_weights_of_inference_mode_are_left_alone_with_a_reason():
     with torch.inference_mode():
         model = nn.Linear(4, 8)
-    assert _state(model.weight) is None
     with pytest.warns(UserWarning, match="version counter"):
         prepack(model)
+    assert marked[id(model.weight)].converted(model.weight, Converter()) is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.backends import cache
+from epinorm.backends import cache, memo
 from epinorm.backends.cpu import build, supports
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -338,13 +338,16 @@ def test_key_covers_what_the_code_depends_on(monkeypatch):
         build._key("g++ 12", files, ["-O2"]),
     ]
     for owner, name, value in (
-        (build, "_cpu", lambda: "zen3"),
+        (Path, "read_text", lambda _: "model name: zen3"),  # of /proc/cpuinfo
         (build.platform, "libc_ver", lambda: ("glibc", "9.9")),
         (torch, "__version__", "9.9"),
     ):
         monkeypatch.setattr(owner, name, value)
+        memo.clear()
         keys.append(build._key("g++ 12", files, flags))
     assert len(set(keys)) == 7
+    monkeypatch.undo()
+    memo.clear()
 
 
 def test_what_is_not_supported(make_case):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from epinorm.backends import memo
+from epinorm.backends import memo, unpromised
 from epinorm.backends.cuda.fp32 import planes, rescue
 from epinorm.backends.cuda.gemm.hopper import linear_norm
 from epinorm.backends.cuda.norm import backward as norm_backward
@@ -402,8 +402,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     set_(norm_forward, "compiled", lambda _: SimpleNamespace(spill_bytes=0))
     set_(device, "device_index", lambda device=None: 0)
     set_(device, "gpu_at", lambda index: device.Gpu((9, 0), SMS, SHARED_BYTES, SHARED_BYTES + 1024))
-    set_(launch, "_current_device", lambda: 0)
-    set_(launch, "_current_stream", lambda index: gpu.stream)
+    set_(unpromised, "current_device", lambda: 0)
+    set_(unpromised, "current_stream", lambda index: gpu.stream)
     set_(launch, "make_primary_context_current", lambda index: None)
     set_(torch.cuda, "device", lambda index: contextlib.nullcontext())
     set_(cuda_plan, "supported", lambda device: None)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import epinorm
+from epinorm.backends import unpromised
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.chain import Chain
@@ -362,7 +363,7 @@ def test_without_pytorchs_guard_every_call_goes_the_long_way(
     way: Any, gpu: Any, short: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy, dtype, kernels = way
-    monkeypatch.setattr(kinds_module, "_tensor_guards", None)
+    monkeypatch.setattr(unpromised, "TensorGuards", None)
     fused = fused_model(dtype, strategy)
     with torch.no_grad():
         for _ in range(3):

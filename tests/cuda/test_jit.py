@@ -1,5 +1,6 @@
 """Compiling without a GPU: figures, errors, options, and what the cache's key holds."""
 
+import importlib.metadata
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.backends import cache
+from epinorm.backends import cache, memo
 from epinorm.backends.cuda.runtime import device, jit
 from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin
 
@@ -107,12 +108,18 @@ def test_the_key_holds_all_that_changes_the_code(monkeypatch: pytest.MonkeyPatch
     ]
     keys = [jit.cache_key(variant) for variant in variants]
     assert jit.cache_key(replace(base)) == keys[0]
-    versions = jit._versions()
-    assert any("nvrtc" in version for version in versions)
-    assert any(version.startswith("cuda-core ") for version in versions)
-    monkeypatch.setattr(jit, "_versions", lambda: ("nvrtc 99.0", *versions[1:]))
-    keys.append(jit.cache_key(base))
-    monkeypatch.setattr(jit, "_versions", lambda: versions)
+    version = importlib.metadata.version
+    for package in ("nvidia-cuda-nvrtc", "cuda-core", "cuda-bindings"):
+
+        def newer(name: str, package: str = package) -> str:
+            return "99.0" if name == package else version(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", newer)
+        memo.clear()
+        keys.append(jit.cache_key(base))
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    memo.clear()
+    assert jit.cache_key(base) == keys[0]
     monkeypatch.setattr(cache, "FORMAT_VERSION", "next")
     keys.append(jit.cache_key(base))
     assert len(set(keys)) == len(keys)
@@ -185,10 +192,19 @@ def test_a_gpu_too_old_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_compilers_version_is_its_packages_or_what_it_says_itself(monkeypatch):
     """Loading NVRTC to ask it takes most of a start from the cache."""
     installed = {"nvidia-cuda-nvrtc": "13.0.88", "cuda-core": "1.2", "cuda-bindings": "13.0.3"}
-    monkeypatch.setattr(jit, "_version", installed.get)
-    own = jit._versions.__wrapped__
-    assert own() == ("nvidia-cuda-nvrtc 13.0.88", "cuda-core 1.2", "cuda-bindings 13.0.3")
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    memo.clear()
+    assert jit._versions() == ("nvidia-cuda-nvrtc 13.0.88", "cuda-core 1.2", "cuda-bindings 13.0.3")
     del installed["nvidia-cuda-nvrtc"]
-    nvrtc, *wrappers = own()
+    memo.clear()
+    nvrtc, *wrappers = jit._versions()
     assert re.fullmatch(r"nvrtc \d+\.\d+", nvrtc)
     assert wrappers == ["cuda-core 1.2", "cuda-bindings 13.0.3"]
+    monkeypatch.undo()
+    memo.clear()

@@ -3,18 +3,25 @@
 import pytest
 import torch
 
-from epinorm.backends.cuda.fp32 import kept_planes
+from epinorm.backends import memo
 from epinorm.backends.cuda.fp32.kept_planes import VARIABLE, KeptPlanes, make_room, nbytes_kept
 
 CPU = torch.device("cpu")
 
 
+def let_wait(monkeypatch, megabytes):
+    monkeypatch.setenv(VARIABLE, megabytes)
+    memo.clear()
+
+
 @pytest.fixture(autouse=True)
 def hundred_bytes(monkeypatch):
-    monkeypatch.setattr(kept_planes, "_limit", lambda: 100)
+    let_wait(monkeypatch, "0.0001")
     assert nbytes_kept(CPU) == 0
     yield
     assert nbytes_kept(CPU) == 0
+    monkeypatch.undo()
+    memo.clear()
 
 
 def buffer(nbytes):
@@ -61,21 +68,19 @@ def test_the_oldest_make_room():
 
 
 def test_those_of_one_layer_wait_unless_the_variable_says_more(monkeypatch):
-    monkeypatch.setattr(kept_planes, "_limit", lambda: None)
+    let_wait(monkeypatch, "")
     first = KeptPlanes(buffer(10), buffer(10))
     assert make_room(1000, CPU)
     assert first.nbytes == 0
 
 
 def test_the_limit_is_what_the_variable_says(monkeypatch):
-    monkeypatch.undo()
-    limit = kept_planes._limit.__wrapped__
-    assert limit() is None
-    monkeypatch.setenv(VARIABLE, "2.5")
-    assert limit() == 2_500_000
-    monkeypatch.setenv(VARIABLE, "0")
-    assert limit() == 0
+    let_wait(monkeypatch, "2.5")
+    assert make_room(2_500_000, CPU)
+    assert not make_room(2_500_001, CPU)
+    let_wait(monkeypatch, "0")
+    assert not make_room(1, CPU)
     for wrong in ("-1", "inf", "nan", "much"):
-        monkeypatch.setenv(VARIABLE, wrong)
+        let_wait(monkeypatch, wrong)
         with pytest.raises(ValueError, match=f"{VARIABLE} is a number of megabytes"):
-            limit()
+            make_room(1, CPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from epinorm.backends import unpromised
 from epinorm.backends.cuda.runtime import prepared
 
 SIZES = [(), (3,), (0,), (2, 3), (0, 3), (3, 0), (2, 3, 4), (5, 1, 2)]
@@ -14,8 +15,8 @@ SIZES = [(), (3,), (0,), (2, 3), (0, 3), (3, 0), (2, 3, 4), (5, 1, 2)]
 def test_it_is_as_torch_empty_makes_it(size, monkeypatch):
     """The same function for the CPU stands in for the GPU's."""
     short = torch._C._dynamo.guards._empty_strided_cpu
-    monkeypatch.setattr(prepared, "_empty_strided_cuda", short)
-    monkeypatch.setattr(prepared, "_current_device", lambda: 1)
+    monkeypatch.setattr(unpromised, "empty_strided", short)
+    monkeypatch.setattr(unpromised, "current_device", lambda: 1)
     new = prepared.new_tensor(size, torch.bfloat16, torch.device("cuda", 1))
     like = torch.empty(size, dtype=torch.bfloat16)
     made, again = new(), new()
@@ -27,8 +28,8 @@ def test_it_is_as_torch_empty_makes_it(size, monkeypatch):
 
 def test_another_current_device_is_noticed_at_each_call(monkeypatch):
     made, current = [], [1]
-    monkeypatch.setattr(prepared, "_empty_strided_cuda", lambda *_: made.append("short"))
-    monkeypatch.setattr(prepared, "_current_device", lambda: current[0])
+    monkeypatch.setattr(unpromised, "empty_strided", lambda *_: made.append("short"))
+    monkeypatch.setattr(unpromised, "current_device", lambda: current[0])
     monkeypatch.setattr(torch, "empty", lambda *_, device, **__: made.append(device.index))
     new = prepared.new_tensor((2, 3), torch.float32, torch.device("cuda", 1))
     for current[0] in (1, 0, 1):
@@ -36,9 +37,9 @@ def test_another_current_device_is_noticed_at_each_call(monkeypatch):
     assert made == ["short", 1, "short"]
 
 
-@pytest.mark.parametrize("name", ["_empty_strided_cuda", "_current_device"])
+@pytest.mark.parametrize("name", ["empty_strided", "current_device"])
 def test_a_pytorch_without_it_goes_the_long_way(name, monkeypatch):
-    monkeypatch.setattr(prepared, name, None)
+    monkeypatch.setattr(unpromised, name, None)
     monkeypatch.setattr(torch, "empty", lambda *_, device, **__: device)
     device = torch.device("cuda", 1)
     assert prepared.new_tensor((2,), torch.float32, device)() == device

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from epinorm import said
+from epinorm.backends import unpromised
 from epinorm.backends.cpu.build import BuildError
 from epinorm.backends.cuda import replayed
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
@@ -249,9 +250,9 @@ def test_a_recording_that_ends_while_another_thread_launches(gpu, module, monkey
         return trace if frame.f_code.co_filename == module.__file__ else None
 
     if module is prepared:
-        monkeypatch.setattr(prepared, "_current_device", lambda: 0)
+        monkeypatch.setattr(unpromised, "current_device", lambda: 0)
         made = torch.empty(4)
-        monkeypatch.setattr(prepared, "_empty_strided_cuda", lambda *_: made)
+        monkeypatch.setattr(unpromised, "empty_strided", lambda *_: made)
         new = prepared.new_tensor((4,), torch.float32, torch.device("cuda", 0))
     monkeypatch.setattr(
         module,

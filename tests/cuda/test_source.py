@@ -1,11 +1,18 @@
 """One text out of a kernel's file and its headers."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cuda.core import Program, ProgramOptions
 
 from epinorm.backends.cuda.text import source
+
+KERNELS = source.KERNEL_FOLDER
+PRELUDES = sorted(KERNELS.rglob("*prelude.cuh"))
+PARTS = {"chain_functions.cuh", "chain_rounded.cuh", "chain_drops.cuh"}
+"""Of namespace chain: chain_prelude.cuh has them."""
 
 
 @pytest.fixture
@@ -52,3 +59,39 @@ def test_a_header_from_elsewhere_is_refused(folder: Path) -> None:
 def test_a_prelude_stands_before_the_text(folder: Path) -> None:
     (folder / "k.cu").write_text("int x;\n")
     assert source.kernel_text("k.cu", "int y;") == "int y;\nint x;\n"
+
+
+def test_what_a_file_needs_alone_is_in_no_text(folder: Path) -> None:
+    (folder / "room").mkdir()
+    (folder / "room" / "prelude.cuh").write_text("constexpr int kRows = 2;\n")
+    (folder / "k.cu").write_text('#include "room/prelude.cuh"\nint x[kRows];\n')
+    assert source.kernel_text("k.cu", "constexpr int kRows = 3;") == (
+        "constexpr int kRows = 3;\nint x[kRows];\n"
+    )
+
+
+def test_each_file_compiles_alone() -> None:
+    """As an editor reads it, its includes found from the folder of kernels."""
+    options = ProgramOptions(
+        arch="sm_90a", std="c++17", include_path=[str(KERNELS)], fdevice_syntax_only=True
+    )
+    wrong = {}
+    for path in sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")]):
+        if path in PRELUDES or path.name in PARTS:
+            continue
+        try:
+            Program(path.read_text("utf-8"), "c++", options).compile("cubin")
+        except Exception as error:
+            said = re.findall("error: .*", str(error))
+            if said:  # else there is no code, since nothing is made of the syntax
+                wrong[path.name] = said
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", PRELUDES, ids=lambda path: path.parent.name + "/" + path.stem)
+def test_an_example_has_what_the_texts_have(path: Path) -> None:
+    """What it defines is written by Python, but for what the file that includes it says itself."""
+    written = "".join([each.read_text("utf-8") for each in KERNELS.rglob("*.py")])
+    example = path.read_text("utf-8").partition("#if __INCLUDE_LEVEL__")[0]
+    names = re.findall(r"\b(k[A-Z]\w*) = |#define (\w+)", example)
+    assert {a or b for a, b in names} <= set(re.findall(r"\w+", written))

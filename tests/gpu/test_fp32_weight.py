@@ -280,7 +280,10 @@ def test_nothing_is_flagged_without_need(tile):
 @pytest.fixture
 def high(monkeypatch):
     """TF32 is allowed; no problem is multiplied as it."""
-    monkeypatch.setattr(hopper_plan, "_may_be_tf32", lambda problem: False)
+    candidates = hopper_plan.candidates
+    monkeypatch.setattr(
+        hopper_plan, "candidates", lambda p: (tile for tile in candidates(p) if not tile.tf32)
+    )
     memo.clear()
     with matmul_precision("high"):
         yield
@@ -313,7 +316,7 @@ def test_gradients_with_planes_left_and_without(monkeypatch, change):
     fused = epinorm.fuse(copy.deepcopy(model))
     for megabytes in ("0", "1000"):
         monkeypatch.setenv(kept_planes.VARIABLE, megabytes)
-        kept_planes._limit.cache_clear()
+        memo.clear()
         for ours, theirs, exact in zip(gradients(fused, x, dy), eager, truth, strict=True):
             if change is infinite:
                 ours, exact = where_finite(ours, exact)
@@ -322,4 +325,3 @@ def test_gradients_with_planes_left_and_without(monkeypatch, change):
                     continue
             allowed = allowed_error(relative_error(theirs, exact), torch.float32)
             assert relative_error(ours, exact) <= max(allowed, 4e-4)
-    kept_planes._limit.cache_clear()

@@ -49,8 +49,12 @@ def nothing_left_behind():
 def precision(request, monkeypatch):
     """Both, always as planes: small problems at ``high`` would else be multiplied as TF32, and
     others add in another order (internals/prepack.md)."""
-    monkeypatch.setattr(hopper_plan, "_may_be_tf32", lambda problem: False)
-    monkeypatch.setattr(hopper_plan, "_may_convert", lambda problem: False)
+    candidates = hopper_plan.candidates
+    monkeypatch.setattr(
+        hopper_plan,
+        "candidates",
+        lambda p: (tile for tile in candidates(p) if not (tile.tf32 or tile.converts)),
+    )
     memo.clear()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param)

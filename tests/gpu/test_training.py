@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import dtype_of, forced_core
 
 import epinorm
+from epinorm.backends import memo
 from epinorm.backends.cuda.fp32 import kept_planes
 from epinorm.capture.backend import compile_graph
 from epinorm.tools.accuracy import allowed_error, relative_error
@@ -335,12 +336,15 @@ def test_without_room_for_planes_the_bits_are_the_same(precision, monkeypatch):
     model, (x, target) = epinorm.fuse(network(torch.float32)), batch(torch.float32)
     expected = gradients(model, x, target)
     same_bits(gradients(model, x, target), expected)
-    monkeypatch.setattr(kept_planes, "_limit", lambda: 0)
+    monkeypatch.setenv(kept_planes.VARIABLE, "0")
+    memo.clear()
     before = waiting(x.device)
     loss = loss_of(model, x, target)
     assert waiting(x.device) == before
     del loss
     same_bits(gradients(model, x, target), expected)
+    monkeypatch.undo()
+    memo.clear()
 
 
 def test_a_changed_weight_is_an_error_also_with_kept_planes(precision):

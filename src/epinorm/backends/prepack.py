@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from epinorm.backends import unpromised
+
 M = TypeVar("M", nn.Module, Tensor)
 
 
@@ -93,7 +95,7 @@ class Marked:
         state = _state(weight)
         if state is None:
             return None
-        stream = torch._C._cuda_getCurrentRawStream(weight.device.index)
+        stream = unpromised.current_stream(weight.device.index)
         capturing = torch.cuda.is_current_stream_capturing()
         if state != self._state or converter is not self._converter:
             if capturing:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from epinorm.backends import unpromised
 from epinorm.backends.prepack import marked
 from epinorm.operator import calls
 from epinorm.operator.undisturbed import has_plain_types
@@ -22,8 +23,6 @@ from epinorm.problem import Inputs
 
 MOST_KINDS = 16
 MOST_SIZES = 1024
-
-_tensor_guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 
 FIRST_OPERAND = Inputs._fields.index("operands")
 
@@ -52,7 +51,9 @@ class Kinds(Generic[T]):
         """Let ``find`` give what ``make`` makes, unless it makes None or no guard compares tensors
         like these; for calls that nothing but autograd, or autocast, may want. All but x and
         operands of the output's shape have one or two dimensions."""
-        if _tensor_guards is None or not (is_strided(tensors) and has_plain_types(tensors)):
+        if unpromised.TensorGuards is None or not (
+            is_strided(tensors) and has_plain_types(tensors)
+        ):
             return
         setting = _setting(tensors)
         made = make()
@@ -120,9 +121,8 @@ def _guard(tensors: Sequence[Any]) -> Callable[..., bool]:
     dense = [] if is_matrix else [i for i in places if i == 0 or i >= FIRST_OPERAND]
     for i in dense:  # contiguous, so that its strides follow from its sizes
         strides[places.index(i)] = [None] * len(strides[places.index(i)])
-    assert _tensor_guards is not None
     given = [tensors[i] for i in places]
-    guards = _tensor_guards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    guards = unpromised.TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Callable[..., bool] = guards.check
     if is_matrix and not absent and not twice:
         return check

@@ -1,4 +1,4 @@
-"""Verify a fused model, then time it against what PyTorch offers, as DESIGN.md says.
+"""Verify a fused model, then time it against what PyTorch offers (docs/measuring.md).
 
 Verification comes first, and again after timing: a row that fails has no times.
 """

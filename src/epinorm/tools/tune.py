@@ -150,7 +150,7 @@ def ways_of(problem: Problem, most: int = MOST_TILES) -> list[Way]:
 
 
 def _guarded(problem: Problem, tile: Tile) -> bool:
-    """fp32 in planes needs the range guard, which takes groups up to a size (plan.py)."""
+    """fp32 in planes needs the range guard, which takes groups up to a size (strategy.py)."""
     channels = problem.chain.channels_per_group(problem.n)
     return problem.dtype != torch.float32 or tile.tf32 or channels <= largest_guarded_group(problem)
 

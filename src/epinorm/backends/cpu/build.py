@@ -32,6 +32,7 @@ import torch
 from epinorm.backends import cache
 from epinorm.backends.cpu.abi import declare_kernel, declare_runner
 from epinorm.backends.cpu.proof import Disproved, prove_kernel, prove_runner
+from epinorm.backends.memo import memo
 from epinorm.problem import CannotCompile, Problem
 
 HERE = Path(__file__).parent
@@ -305,7 +306,7 @@ def _compiler() -> tuple[str, str]:
     return path, _version_of(path)
 
 
-@lru_cache(maxsize=1)
+@memo(1)
 def _cpu() -> str:
     """What -march=native looks at: a cache in a shared home folder serves several machines."""
     wanted = ("model name", "flags", "Features", "CPU part")

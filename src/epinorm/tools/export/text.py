@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from epinorm.backends.cuda.runtime.jit import KernelSource
-from epinorm.backends.cuda.text.source import KERNEL_FOLDER, read_kernel
+from epinorm.backends.cuda.text.source import KERNEL_FOLDER, read_file, read_kernel
 from epinorm.tools.export.dump import Tables
 
 TEMPLATE_FOLDER = Path(__file__).parent / "templates"
@@ -95,7 +95,7 @@ def _files(names: Iterable[str]) -> list[str]:
         name = left.pop()
         if name not in found:
             found[name] = None
-            left += _INCLUDE.findall((KERNEL_FOLDER / name).read_text(encoding="utf-8"))
+            left += _INCLUDE.findall(read_file(KERNEL_FOLDER / name))
     return sorted(found)
 
 
@@ -111,7 +111,7 @@ def _host() -> str:
 @cache
 def _file(name: str) -> str:
     """A kernel file without comments, which are in the library."""
-    text = (KERNEL_FOLDER / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
+    text = read_file(KERNEL_FOLDER / name)
     return _allowed(re.sub(r"\n\s*\n+", "\n", text)).lstrip("\n")
 
 

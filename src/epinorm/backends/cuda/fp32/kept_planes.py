@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from functools import cache
 
 import torch
 from torch import Tensor
+
+from epinorm.backends.memo import memo
 
 VARIABLE = "EPINORM_KEPT_PLANES_MB"
 
@@ -79,7 +80,7 @@ def nbytes_kept(device: torch.device) -> int:
         return sum(kept.nbytes for kept in _still_waiting(device))
 
 
-@cache
+@memo(1)
 def _limit() -> int | None:
     """Bytes that may wait on a GPU; None for those of one layer."""
     text = os.environ.get(VARIABLE, "").strip()

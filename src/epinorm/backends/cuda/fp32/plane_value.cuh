@@ -1,6 +1,7 @@
 // One fp32 value as fp16 planes: v = (hi + lo 2^-11) / factor. What split_rows.cuh does to x and W,
 // split_gradient.cu and norm_backward_planes.cu do to dz.
 #pragma once
+#include "fp32/planes_prelude.cuh"
 #include "common/storage.cuh"
 
 constexpr float kPlaneLowFactor = 2048.0f;  // 2^11

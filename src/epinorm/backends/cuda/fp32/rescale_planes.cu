@@ -18,6 +18,7 @@
 // (Where dX's sum is split the kernel before is add_splits.cu, which lets this one start as it ends.)
 //
 // The prelude defines kPlanes; kBesideDx; kSums, and SUM_PARAMETERS and SUM_STORES, where they go.
+#include "fp32/gradient_prelude.cuh"
 #include "common/dependent.cuh"
 #include "common/flags.cuh"
 #include "common/integers.cuh"

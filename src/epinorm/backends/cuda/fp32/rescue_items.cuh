@@ -4,6 +4,7 @@
 // those flagged, or all of them where a column of the strip is flagged. Gathering the flagged rows
 // of a chunk makes the work follow their number, not the number of tiles that they lie in.
 #pragma once
+#include "fp32/rescue_prelude.cuh"
 #include "common/chain.cuh"
 #include "common/flags.cuh"
 

@@ -1,8 +1,10 @@
 // A group that the blocks of a cluster share, from the tiles of the linear's output to y. A warp has a row of
 // its block's tile at a time; every row of an item is flagged, or its group has a flagged column.
 #pragma once
+#include "fp32/parts_prelude.cuh"
 #include "common/chain.cuh"
 #include "common/hopper_barrier.cuh"
+#include "common/numeric.cuh"
 #include "common/variance.cuh"
 #include "fp32/rescue_splits.cuh"
 

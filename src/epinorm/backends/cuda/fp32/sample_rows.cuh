@@ -5,6 +5,7 @@
 // the whole row's may be four to eight times as large before halves overflow. Of normal values, the largest
 // of 8192 is 1.4 times that of 256. A row whose sample is zero is read whole.
 #pragma once
+#include "fp32/planes_prelude.cuh"
 #include "common/flags.cuh"
 #include "fp32/plane_value.cuh"
 

@@ -9,6 +9,7 @@
 //
 // The prelude defines kPlanes, kTolerance, and which planes are wanted: kByRow for dX, kByColumn for
 // dW.
+#include "fp32/gradient_prelude.cuh"
 #include "common/dependent.cuh"
 #include "common/integers.cuh"
 #include "fp32/plane_value.cuh"

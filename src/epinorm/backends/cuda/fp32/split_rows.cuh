@@ -12,6 +12,7 @@
 // planes are written as said, and whether a single one goes, in the order of weight_fragments.cuh and in
 // rows of whole lines of L2, to where lo is.
 #pragma once
+#include "fp32/planes_prelude.cuh"
 #include "common/flags.cuh"
 #include "fp32/plane_value.cuh"
 #include "common/storage.cuh"

@@ -1,5 +1,6 @@
 // The second step of a product whose sum was split over blocks: splits (kSplitK, count) in fp32, one
 // after the other in a fixed order, into `out`. The prelude defines kSplitK and OutType.
+#include "gemm/product_prelude.cuh"
 #include "common/dependent.cuh"
 #include "common/storage.cuh"
 

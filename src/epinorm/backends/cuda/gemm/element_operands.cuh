@@ -4,6 +4,7 @@
 //
 // Included by epilogue_values.cuh, whose Epilogue and NormType it uses.
 #pragma once
+#include "gemm/element_prelude.cuh"
 #include "gemm/row_store.cuh"
 
 // 16 rows of kColumns columns, at most a line of each.

@@ -16,6 +16,7 @@
 //   kSpareRegisters                a thread's, besides its accumulators
 //   COMBINES_PARTS                 a macro, where group_sum.parts can combine the parts of a group
 #pragma once
+#include "gemm/epilogue_prelude.cuh"
 #include "common/group_stats.cuh"
 #include "gemm/row_store.cuh"
 #include "common/storage.cuh"

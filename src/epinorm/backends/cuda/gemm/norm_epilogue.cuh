@@ -1,6 +1,7 @@
 // From accumulators to y: statistics of groups, the chain, and what goes to memory, for the rows and
 // columns that a warp holds. What the prelude defines is said in epilogue_values.cuh.
 #pragma once
+#include "gemm/epilogue_prelude.cuh"
 #include "gemm/epilogue_values.cuh"
 
 // Means and rstds go to memory through the warp's buffer too, kBatchGroups groups of 16 rows at a time:

@@ -2,6 +2,7 @@
 // operands, Y of the output, S of the sum (what enters the norm) where forward writes it, and of what
 // backward reads: z, or the sum in its place. T is what all is computed in.
 #pragma once
+#include "norm/prelude.cuh"
 #include "common/numeric.cuh"
 
 using i64 = long long;

@@ -38,7 +38,7 @@ WIDEST = {1: 256, 2: 128}
 """Columns of a tile by planes."""
 SHORT_SUM = 128
 """Terms of an fp32 sum in which each product is folded. Training takes the single kernel for these
-(plan.py)."""
+(strategy.py)."""
 
 FEWEST_SHARED_CHANNELS = {2: 640, 4: 512}
 """Of such groups, by bytes of x: for 512 in 16 bit, two warpgroups that split 64 rows' columns were

@@ -14,7 +14,6 @@ import re
 import threading
 import time
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from epinorm.backends.cuda.runtime.compiled import Compiled
 from epinorm.backends.cuda.runtime.device import device_index, stand_in
 from epinorm.backends.cuda.runtime.driver import check, driver, make_primary_context_current
 from epinorm.backends.cuda.runtime.launch import Kernel
+from epinorm.backends.memo import memo
 
 SAY_SECONDS = 3.0
 """Of compiling, after which it is said again what a first call waits for."""
@@ -117,7 +117,7 @@ def load(
         kernel: Kernel = instead.kernel(source)
         return kernel
     index = device_index(device)
-    kernel = _kernels.get((source, index)) or _load(source, index)
+    kernel = _loaded.kernels.get((source, index)) or _load(source, index)
     if dynamic_shared_bytes:
         kernel.reserve(dynamic_shared_bytes)
     return kernel
@@ -125,9 +125,17 @@ def load(
 
 _FIGURES = ("log", "registers", "spill_bytes", "shared_bytes", "stack_bytes")
 
-_kernels: dict[tuple[KernelSource, int], Kernel] = {}
-_libraries: dict[KernelSource, tuple[int, Compiled]] = {}
-_locks: dict[KernelSource, threading.Lock] = {}
+
+class Loaded:
+    """Kernels by source and GPU, and what they are of: handles, which are never unloaded."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[tuple[KernelSource, int], Kernel] = {}
+        self.libraries: dict[KernelSource, tuple[int, Compiled]] = {}
+        self.locks: dict[KernelSource, threading.Lock] = {}
+
+
+_loaded = Loaded()
 
 
 def _load(source: KernelSource, index: int) -> Kernel:
@@ -136,12 +144,12 @@ def _load(source: KernelSource, index: int) -> Kernel:
             f"kernel {source.entry} is not loaded yet and nothing can be compiled or loaded while "
             "a CUDA graph is captured: make one call with these shapes before the capture"
         )
-    with _locks.setdefault(source, threading.Lock()):
-        kernel = _kernels.get((source, index))
+    with _loaded.locks.setdefault(source, threading.Lock()):
+        kernel = _loaded.kernels.get((source, index))
         if kernel is None:
-            handle, facts = _libraries.get(source) or _load_library(source)
+            handle, facts = _loaded.libraries.get(source) or _load_library(source)
             _load_eagerly(handle, index, source.entry)
-            kernel = _kernels[source, index] = Kernel(handle, source.entry, index, facts)
+            kernel = _loaded.kernels[source, index] = Kernel(handle, source.entry, index, facts)
     return kernel
 
 
@@ -160,7 +168,7 @@ def _load_library(source: KernelSource) -> tuple[int, Compiled]:
         f"finding {source.entry} in its cubin",
     )
     assert handle.value is not None
-    _libraries[source] = handle.value, result
+    _loaded.libraries[source] = handle.value, result
     return handle.value, result
 
 
@@ -216,7 +224,7 @@ def _compiler() -> tuple[Any, Any]:
     return Program, ProgramOptions
 
 
-@lru_cache(maxsize=1)
+@memo(1)
 def _versions() -> tuple[str, ...]:
     """Versions of the compiler and of what sets its default options.
 

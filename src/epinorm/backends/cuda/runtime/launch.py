@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from epinorm.backends import unpromised
 from epinorm.backends.cuda.runtime.arguments import FIELDS, Frame, Layout, layout_of
 from epinorm.backends.cuda.runtime.compiled import Compiled
 from epinorm.backends.cuda.runtime.driver import (
@@ -41,11 +42,6 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 SHARED_BYTES_FOR_ALL = 48 * 1024
 """Dynamic shared memory that a kernel has without asking."""
 LARGEST_PORTABLE_CLUSTER = 8
-
-# A PyTorch without CUDA has neither.
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None)  # type: ignore[assignment]
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
-
 
 recording: Any = None
 """A ``replay.Recording`` that is told of each launch."""
@@ -114,7 +110,8 @@ class Kernel:
         # launch meanwhile; as many frames are made as were ever in use at a time.
         frames: list[Frame] = []
         call, handle = driver().cuLaunchKernelEx, self._handle
-        device, current_device, current_stream = self.device, _current_device, _current_stream
+        device = self.device
+        current_device, current_stream = unpromised.current_device, unpromised.current_stream
         attributes, attribute_count = shape.attributes, shape.attribute_count
 
         def launch(*values: int | float | bytes, stream: Stream = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epinorm.backends import unpromised
 from epinorm.backends.cuda.runtime.device import capability
 
 
@@ -22,11 +23,6 @@ def starts_early(device: torch.device) -> bool:
     """
     return capability(device) >= (9, 0)
 
-
-# What torch.compile's own code allocates with: past the dispatcher, in a third of the time. PyTorch
-# promises neither function; torch.empty serves where one is missing.
-_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 recording: Any = None
 """A ``replay.Recording`` that is told of what dispatch does not see."""
@@ -47,7 +43,8 @@ def new_tensor(
 ) -> Callable[[], Tensor]:
     """A function that makes a contiguous tensor, not filled in, each time that it is called."""
     ordinary = partial(torch.empty, size, dtype=dtype, device=device)
-    empty, current_device, index = _empty_strided_cuda, _current_device, device.index
+    empty, current_device = unpromised.empty_strided, unpromised.current_device
+    index = device.index
     if empty is None or current_device is None or device.type != "cuda" or index is None:
         return ordinary
     strides = tuple(math.prod(max(n, 1) for n in size[i + 1 :]) for i in range(len(size)))

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from epinorm.backends import unpromised
 from epinorm.backends.cpu.build import BuildError, load_extension
 from epinorm.backends.cuda.runtime import launch as launching
 from epinorm.backends.cuda.runtime import prepared
@@ -355,8 +356,8 @@ def _built() -> Future[Any]:
         try:
             made = load_extension("calls without Python", Path(__file__).parent, _FILES)
             made.ask(
-                lambda: launching._current_device(),
-                lambda device: launching._current_stream(device),
+                lambda: unpromised.current_device(),
+                lambda device: unpromised.current_stream(device),
                 fp32_precision,
             )
             future.set_result(made)

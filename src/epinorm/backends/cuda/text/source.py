@@ -1,7 +1,11 @@
-"""From the files in `kernels/` to one self-contained CUDA text.
+"""From the kernels' files and their headers to one self-contained CUDA text.
 
 The text holds everything that NVRTC sees: no include path, no header outside it. So it is the whole
 content of the cache's key, and it can be written into an exported file as it stands.
+
+Each file also compiles alone, for an editor and for who reads it: what a kernel is specialised for
+stands as one example in a file named `prelude.cuh`, or with that ending, which the files include
+that use it. In a text the writers' own constants stand instead.
 """
 
 from __future__ import annotations
@@ -15,7 +19,10 @@ KERNEL_FOLDER = Path(__file__).parents[1]
 
 _OWN_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"(?P<name>[^"\n]+)"[^\n]*\n?', re.MULTILINE)
 _ANY_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[^\n]*", re.MULTILINE)
-_PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*\n?", re.MULTILINE)
+_ALONE = re.compile(
+    r'^[ \t]*#[ \t]*(pragma[ \t]+once|include[ \t]+"[\w/]*prelude\.cuh")[ \t]*\n?', re.MULTILINE
+)
+"""What a file needs that is compiled alone."""
 
 
 @cache
@@ -33,6 +40,11 @@ def read_kernel(name: str) -> str:
             f"but found '{left.group().strip()}'"
         )
     return text
+
+
+def read_file(path: Path) -> str:
+    """Text of a kernel's file or header as it stands in a kernel's text."""
+    return _ALONE.sub("", path.read_text(encoding="utf-8"))
 
 
 def kernel_text(name: str, prelude: str = "") -> str:
@@ -66,5 +78,5 @@ def _expanded(name: str, included_from: str | None, seen: set[str]) -> str:
         header = match["name"]
         return "" if header in seen else _expanded(header, included_from=name, seen=seen)
 
-    text = _OWN_INCLUDE.sub(replace, _PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8")))
+    text = _OWN_INCLUDE.sub(replace, read_file(path))
     return text if text.endswith("\n") else text + "\n"

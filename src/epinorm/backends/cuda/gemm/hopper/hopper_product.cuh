@@ -3,6 +3,7 @@
 //
 // The prelude defines, besides what hopper_pipeline.cuh needs, OutType, kScaled and kSplit.
 #pragma once
+#include "gemm/product_prelude.cuh"
 #include "common/dependent.cuh"
 #include "gemm/hopper/hopper_pipeline.cuh"
 #include "gemm/row_store.cuh"

@@ -17,6 +17,7 @@
 //   kWeightSteps                         0, or the steps of B, which is one column tile, that stay in
 //                                          shared memory from the first tile to the last
 #pragma once
+#include "gemm/hopper/prelude.cuh"
 #include "common/hopper_barrier.cuh"
 #include "common/hopper_tma.cuh"
 #include "common/hopper_wgmma.cuh"

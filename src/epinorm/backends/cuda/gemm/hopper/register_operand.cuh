@@ -10,6 +10,7 @@
 // The prelude defines kTolerance; what two_rings.cuh and weight_fragments.cuh need; the instruction
 // wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b).
 #pragma once
+#include "gemm/hopper/fp32_prelude.cuh"
 #include "fp32/plane_value.cuh"
 #include "fp32/sample_rows.cuh"
 #include "gemm/hopper/two_rings.cuh"

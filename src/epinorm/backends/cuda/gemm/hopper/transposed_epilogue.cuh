@@ -3,6 +3,7 @@
 //
 // The prelude defines kBlockN, kBlockM and what norm_epilogue.cuh takes from it too; all is fp32.
 #pragma once
+#include "gemm/hopper/fp32_prelude.cuh"
 #include "common/group_stats.cuh"
 #include "gemm/row_store.cuh"
 #include "common/shared_units.cuh"

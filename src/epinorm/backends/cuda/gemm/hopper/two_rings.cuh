@@ -5,6 +5,7 @@
 // The prelude defines kBlockN, the rows of W of a tile, and kBlockM, those of x; kStagesW, kStagesX; kLendsRing;
 // kTileGroup (TileOrder).
 #pragma once
+#include "gemm/hopper/fp32_prelude.cuh"
 #include "common/dependent.cuh"
 #include "common/hopper_barrier.cuh"
 #include "common/hopper_tma.cuh"

@@ -1,6 +1,7 @@
 // Tensor cores since sm_80: cp.async, ldmatrix and mma.sync, one PTX instruction a function.
 // PTX ISA, "Asynchronous copy" and "Warp Level Matrix Instructions".
 #pragma once
+#include "gemm/portable/prelude.cuh"
 #include "common/async_copy.cuh"
 #include "common/integers.cuh"
 

@@ -4,6 +4,7 @@
 //
 // The prelude defines what portable_pipeline.cuh needs, kScaled, kAlignedRows (rows of C start on 16
 // bytes), kBlocksPerMultiprocessor and OutType.
+#include "gemm/product_prelude.cuh"
 #include "common/dependent.cuh"
 #include "gemm/portable/portable_pipeline.cuh"
 #include "gemm/row_store.cuh"

@@ -1,0 +1,6 @@
+// What a product with nothing behind it is made for, as both cores' text.py write it; see text/source.py.
+#pragma once
+
+constexpr bool kScaled = true, kSplit = false;
+constexpr int kSplitK = 2;
+#define OutType Float32
