@@ -32,6 +32,7 @@ from epinorm.backends.cuda.norm import forward as norm_forward
 from epinorm.backends.cuda.norm.text import chain_signature
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
+from epinorm.backends.cuda.plan.hopper_tile import operand_slots
 from epinorm.backends.cuda.plan.norm_backward import backward_plans
 from epinorm.backends.cuda.runtime import device, driver, launch, replay, tensor_map
 from epinorm.chain import Chain, RMSNorm
@@ -180,12 +181,15 @@ class ImaginaryGPU:
 
     def signature_of_linear_norm(self, instance: Any) -> str:
         return (
-            linear_norm.SIGNATURE
+            "m" * (operand_slots(instance) > 0)
+            + linear_norm.SIGNATURE
             + "p" * len(instance.chain.operand_kinds)
             + constants(instance.chain, torch.float32)
         )
 
     def compute_linear_norm(self, instance: Any, *arguments: Any) -> None:
+        if operand_slots(instance):
+            arguments = arguments[1:]
         (x_map, _, w_map, _, y, z, bias, gamma, beta, *scales, mean, rstd, m, n, k), more = (
             arguments[:16],
             arguments[16:],

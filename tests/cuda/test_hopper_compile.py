@@ -20,7 +20,12 @@ import torch
 from epinorm.backends.cuda.fp32.planes import split_source
 from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
 from epinorm.backends.cuda.plan import hopper as hopper_plan
-from epinorm.backends.cuda.plan.hopper_tile import Tile, largest_stages, shared_bytes
+from epinorm.backends.cuda.plan.hopper_tile import (
+    Tile,
+    largest_stages,
+    operand_slots,
+    shared_bytes,
+)
 from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin, compiled
 from epinorm.problem import Problem
 
@@ -133,6 +138,24 @@ def test_absent_parameters(parameters):
 
 def test_autocast():
     check(source_of(problem_of(*(4096, 1024, 16, 64), BF16, True, HEAVY, torch.float32)))
+
+
+RESIDUAL = "add_residual|layer_norm"
+HELD = [
+    ((16384, 768, 768, 1), BF16, RESIDUAL, False),
+    ((16384, 768, 768, 1), HIGH, f"{RESIDUAL}|returns(sum)", True),
+    ((16384, 1024, 1024, 1), F16, RESIDUAL, True),
+    ((16384, 768, 32, 24), HIGHEST, "add_residual|group_norm({groups})", True),
+    ((16384, 768, 32, 24), HIGHEST, "group_norm({groups})|mul_element", False),
+]
+
+
+@pytest.mark.parametrize("shape, kind, chain, training", HELD)
+def test_an_element_operand_through_the_ring(shape, kind, chain, training):
+    problem = problem_of(*shape, kind, training, chain)
+    tile = hopper_plan.choose_tile(problem, SMS, converts=False)
+    assert operand_slots(hopper_plan.instance_for(problem, tile)) > 0
+    check(source_of(problem, tile))
 
 
 TILES = [

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import bits, forced_tile, make_product, matmul_precision
+from product_case import bits, fitted, forced_tile, make_product, matmul_precision
 
 import epinorm
 from epinorm.backends import memo
 from epinorm.backends.cuda.fp32.planes import split
 from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.plan import hopper as hopper_plan
-from epinorm.backends.cuda.plan.hopper_tile import Tile
+from epinorm.backends.cuda.plan.hopper_tile import Tile, operand_slots
 from epinorm.backends.engine import plan_for
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.tools.accuracy import allowed_error, relative_error
@@ -230,6 +230,55 @@ def test_element_operands(kind):
     for training in (False, True):
         chain = "add_residual|group_norm({groups})|silu|add_residual"
         make_product(300, 72, 16, 33, kind, chain, training=training).check()
+
+
+HELD = [
+    (Tile(64, 192, 0, cluster_n=4), "bfloat16", 768),
+    (Tile(64, 256, 0, cluster_n=3), "high", 768),
+    (Tile(128, 128, 0, ping_pong=False), "highest", 32),
+    (Tile(64, 128, 0, cluster_n=8), "float16", 1024),
+]
+
+
+@pytest.mark.parametrize("tile, kind, channels", HELD, ids=str)
+def test_an_element_operand_through_the_ring(tile, kind, channels):
+    """More tiles than blocks, sums of one step, rows that do not begin on 16 bytes."""
+    with forced_tile(tile):
+        for rows, k, chain, training in (
+            (20003, 264, "add_residual|group_norm({groups})", False),
+            (70, 72, "group_norm({groups})|silu|mul_element", True),
+            (4097, 64, "mul_element|group_norm({groups})|silu", True),
+        ):
+            groups = max(768 // channels, 1)
+            case = make_product(rows, k, channels, groups, kind, chain, training=training)
+            instance = hopper_plan.instance_for(case.problem, fitted(case.problem, tile))
+            assert operand_slots(instance) > 0
+            case.check()
+            (element,) = case.inputs.operands
+            room = torch.empty(element.numel() + 1, dtype=element.dtype, device="cuda")[1:]
+            case.inputs = case.inputs._replace(operands=(room.view_as(element).copy_(element),))
+            case.check()
+
+
+@pytest.mark.parametrize("tile, kind", [HELD[0][:2], HELD[1][:2]], ids=str)
+def test_a_sum_of_what_came_through_the_ring(tile, kind):
+    with forced_tile(tile):
+        case = make_product(4097, 264, 768, 1, kind, "add_residual|layer_norm|returns(sum)")
+        instance = hopper_plan.instance_for(case.problem, fitted(case.problem, tile))
+        assert operand_slots(instance) > 0
+        found, (residual,) = case.run(), case.inputs.operands
+        weight, bias = case.inputs[3:5]
+
+        def by_pytorch(dtype):
+            total = case.linear(dtype) + residual.to(dtype or residual.dtype)
+            given = (t.to(total.dtype) for t in (weight, bias))
+            return F.layer_norm(total, (768,), *given), total
+
+        for ours, eager, exact in zip(
+            (found.y, found.sum), by_pytorch(None), by_pytorch(torch.float64), strict=True
+        ):
+            theirs = allowed_error(relative_error(eager, exact), case.problem.dtype)
+            assert relative_error(ours, exact) <= theirs
 
 
 # ---- chains ----

@@ -7,6 +7,38 @@
 #include "gemm/element_prelude.cuh"
 #include "gemm/row_store.cuh"
 
+// Two columns of two rows of each chunk, as a lane's accumulators lie.
+template <class Type, int kChunks>
+struct ElementPairs {
+  static constexpr int kWords = sizeof(typename Type::Storage) / 2;
+  u32 words[kChunks][2][kWords];
+
+  // From shared memory; at(chunk, lower) says where.
+  template <class At>
+  __device__ __forceinline__ void read(At at) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        if constexpr (kWords == 2) {
+          const float2 pair = load_pair(at(chunk, lower));
+          words[chunk][lower][0] = __float_as_uint(pair.x);
+          words[chunk][lower][1] = __float_as_uint(pair.y);
+        } else {
+          words[chunk][lower][0] = __float_as_uint(load_shared(at(chunk, lower)));
+        }
+      }
+  }
+  __device__ __forceinline__ float value(int chunk, int lower, int i) const {
+    if constexpr (kWords == 2) {
+      return __uint_as_float(words[chunk][lower][i]);
+    } else {
+      const float2 pair = Type::load_pair(words[chunk][lower][0]);
+      return i == 0 ? pair.x : pair.y;
+    }
+  }
+};
+
 // 16 rows of kColumns columns, at most a line of each.
 template <class Type, int kColumns>
 struct ElementPart {
@@ -19,8 +51,8 @@ struct ElementPart {
   static constexpr int kPairWords = kSize / 2;  // of two columns' numbers
   static_assert(kWidth <= kStoreWidth, "a row of the buffer");
 
-  uint4 ahead[kPasses];               // on their way
-  u32 pairs[kChunks][2][kPairWords];  // this lane's
+  uint4 ahead[kPasses];  // on their way
+  ElementPairs<Type, kChunks> pairs;
 
   // One that does not begin on 16 bytes is read number by number.
   static __device__ __forceinline__ uint4 unit_of_numbers(const Storage* from) {
@@ -64,33 +96,23 @@ struct ElementPart {
         store_unit(buffer + swizzled<kWidth, kSize>(pass * kRowsAtOnce + lane / kUnits, lane % kUnits),
                    ahead[pass]);
     __syncwarp();
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
-#pragma unroll
-      for (int lower = 0; lower < 2; ++lower) {
-        const u32 unit = chunk * kPairWords + quad_lane * kPairWords / 4;
-        const u32 at = buffer + swizzled<kWidth, kSize>(row + lower * 8, unit) +
-                       quad_lane * kPairWords % 4 * 4;
-        if constexpr (kSize == 4) {
-          const float2 pair = load_pair(at);
-          pairs[chunk][lower][0] = __float_as_uint(pair.x);
-          pairs[chunk][lower][1] = __float_as_uint(pair.y);
-        } else {
-          pairs[chunk][lower][0] = __float_as_uint(load_shared(at));
-        }
-      }
+    pairs.read([&](int chunk, int lower) {
+      const u32 unit = chunk * kPairWords + quad_lane * kPairWords / 4;
+      return buffer + swizzled<kWidth, kSize>(row + lower * 8, unit) + quad_lane * kPairWords % 4 * 4;
+    });
     __syncwarp();
   }
 
   __device__ __forceinline__ float value(int chunk, int lower, int i) const {
-    if constexpr (kSize == 4) {
-      return __uint_as_float(pairs[chunk][lower][i]);
-    } else {
-      const float2 pair = Type::load_pair(pairs[chunk][lower][0]);
-      return i == 0 ? pair.x : pair.y;
-    }
+    return pairs.value(chunk, lower, i);
   }
 };
+
+#ifndef HOLDS_OPERAND
+struct HeldOperand {
+  __device__ __forceinline__ void release() const {}
+};
+#endif
 
 // None.
 struct NoParts {
@@ -112,7 +134,7 @@ struct OperandParts {
   static __device__ constexpr bool holds(int k) {
     return k >= kFirst && k < kEnd && chain::is_element(k);
   }
-  __device__ __forceinline__ OperandParts(const Epilogue& e, u32 buffer, int row, int column)
+  __device__ __forceinline__ OperandParts(const Epilogue& e, u32 buffer, int row, int column, const HeldOperand&)
       : e(e), buffer(buffer), row(row), column(column) {
     fetch(0);
   }
@@ -141,13 +163,37 @@ __device__ constexpr bool any_element(int first, int end) {
 template <bool kStaged, int kFirst, int kEnd, int kPartColumns>
 struct StagedParts {
   struct Type : NoParts {
-    __device__ __forceinline__ Type(const Epilogue&, u32, int, int) {}
+    __device__ __forceinline__ Type(const Epilogue&, u32, int, int, const HeldOperand&) {}
   };
 };
+#ifdef HOLDS_OPERAND
+// The same of one that the kernel holds in shared memory.
+template <int kFirst, int kEnd, int kPartColumns>
+struct HeldParts {
+  static constexpr bool kAny = true;
+  static constexpr int kChunks = kPartColumns / kChunkColumns;
+  const HeldOperand& held;
+  ElementPairs<NormType, kChunks> pairs;
+
+  static __device__ constexpr bool holds(int k) { return chain::is_element(k); }
+  __device__ __forceinline__ HeldParts(const Epilogue&, u32, int, int, const HeldOperand& held) : held(held) {}
+  __device__ __forceinline__ void take(int part, bool) {
+    pairs.read([&](int chunk, int lower) { return held.address(part * kChunks + chunk, lower); });
+  }
+  __device__ __forceinline__ float value(int, int chunk, int lower, int i) const {
+    return pairs.value(chunk, lower, i);
+  }
+};
+template <int kFirst, int kEnd, int kPartColumns>
+struct StagedParts<true, kFirst, kEnd, kPartColumns> {
+  using Type = HeldParts<kFirst, kEnd, kPartColumns>;
+};
+#else
 template <int kFirst, int kEnd, int kPartColumns>
 struct StagedParts<true, kFirst, kEnd, kPartColumns> {
   using Type = OperandParts<kFirst, kEnd, kPartColumns>;
 };
+#endif
 template <bool kStaged, int kFirst, int kEnd, int kPartColumns>
 using StagedOperands =
     typename StagedParts<kStaged && any_element(kFirst, kEnd), kFirst, kEnd, kPartColumns>::Type;

@@ -15,6 +15,7 @@
 //   kPacksAffine                   gamma and beta of 16 bits stay so in shared memory
 //   kSpareRegisters                a thread's, besides its accumulators
 //   COMBINES_PARTS                 a macro, where group_sum.parts can combine the parts of a group
+//   HOLDS_OPERAND                  a macro, where the chain's one element operand is a HeldOperand
 #pragma once
 #include "gemm/epilogue_prelude.cuh"
 #include "common/group_stats.cuh"
@@ -225,9 +226,13 @@ __device__ constexpr bool any_seed(int first) {
 
 // Element operands go through the warp's buffer where y's rows are whole units of them, and registers allow:
 // those of a dropout do not.
+#ifdef HOLDS_OPERAND
+constexpr bool kStagesOperands = true;
+#else
 constexpr bool kStagesOperands =
     kAlignedRows && sizeof(typename NormType::Storage) == sizeof(typename OutType::Storage) &&
     (!kSaveForBackward || kSpareRegisters >= 128) && !any_seed(0);
+#endif
 template <int kColumns>
 using OperandsBefore = StagedOperands<kStagesOperands, 0, chain::kPreOperands, kColumns>;
 template <int kColumns>  // of a chain without a norm all are read there
@@ -237,6 +242,7 @@ constexpr int kNormPartColumns =
     kWidthFor<kWarpColumns * sizeof(typename NormType::Storage)> / sizeof(typename NormType::Storage);
 constexpr bool kStagesBefore =
     OperandsBefore<kNormPartColumns>::kAny && chain::kNormalises && !kKeepsSum;
+constexpr bool kReadsBefore = chain::kNormalises && any_element(0, chain::kPreOperands);
 
 // The bias is added to what is kept, or, where its values need not be at hand so early, behind that.
 constexpr bool kBiasFirst = kHasBias && kSaveForBackward && kBiasInZ && !kKeepsSum;

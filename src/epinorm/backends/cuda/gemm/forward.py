@@ -21,7 +21,7 @@ from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
 from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting, readable
 from epinorm.backends.cuda.gemm.hopper.linear_norm import HopperLinearNorm
-from epinorm.backends.cuda.gemm.launch import KeptOperands, Launch, LinearNorm, Operands
+from epinorm.backends.cuda.gemm.launch import KeptOperands, Launch, LinearNorm, Operands, dense
 from epinorm.backends.cuda.gemm.portable.linear_norm import PortableLinearNorm
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan import hopper, portable
@@ -171,6 +171,7 @@ class _Direct(Launch):
         readable = self.kernel.readable
         keeps_matrix = problem.matrix_dtype is not None
         keeps_statistics = problem.keeps_statistics
+        held, y_matrix = self.kernel.held, sizes[:2]
 
         def run(
             x: Tensor,
@@ -183,13 +184,15 @@ class _Direct(Launch):
         ) -> Forward:
             out = outputs()
             y, matrix, mean, rstd = out.addresses
-            found = kept.get((x.data_ptr(), x_stride, weight.data_ptr(), w_stride))
+            if operands:
+                operands = dense(operands, held)
+            of_chain = 0 if held is None else operands[held].data_ptr()
+            found = kept.get((x.data_ptr(), x_stride, weight.data_ptr(), w_stride, of_chain))
             if found is None:
                 x, w = readable(x.view(-1, x.shape[-1])), readable(weight)
-                at = (x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0))
-                found = given(at, lambda: (x, x, w, w))
-            if operands:
-                operands = tuple([operand.contiguous() for operand in operands])
+                at = (x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0), of_chain)
+                more = () if held is None else (operands[held].view(y_matrix),)
+                found = given(at, lambda: (x, x, w, w, *more))
             launch, first = found
             launch(
                 *first,
@@ -242,6 +245,7 @@ class _Split(Launch):
             self.split, self.kernels, self.sizes, self.constants
         )  # fmt: skip
         m, n, _ = sizes
+        held = self.kernel.held
         length = self.kernel.length(split.padded)
         stride_bytes = (x_stride | w_stride) * 4
 
@@ -266,19 +270,22 @@ class _Split(Launch):
             convert(
                 *matrices, at, at + split.lo, scale, flags, at + split.spoilt, *split.numbers
             )  # fmt: skip
+            of_chain = dense(operands, held) if operands else ()
+            element = () if held is None else (of_chain[held],)
             if weight is None:
                 column_scale, column_flags = scale + 4 * split.second, flags + split.second
-                key: Any = at
+                key: Any = (at, *map(Tensor.data_ptr, element))
             else:
                 hi, column_scale, column_flags, _ = weight
-                key = at, hi
-            launch, first = kept.get(key) or given(key, lambda: self._operands(buffer, weight))
+                key = (at, hi, *map(Tensor.data_ptr, element))
+            launch, first = kept.get(key) or given(
+                key, lambda: (*self._operands(buffer, weight), *(t.view(m, n) for t in element))
+            )
             parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = out.addresses
-            dense = [operand.contiguous() for operand in operands] if operands else ()
             launch(
                 *first, y, z, *parameters, scale, column_scale, mean, rstd, m, n, length,
-                *[operand.data_ptr() for operand in dense], *numbers,
+                *[operand.data_ptr() for operand in of_chain], *numbers,
             )  # fmt: skip
             if guard is not None:
                 others = matrix_arguments(operands)[0] if operands else ()

@@ -24,6 +24,8 @@ class LinearNorm(Protocol):
 
     by_planes: bool
     """Whether it multiplies fp32 by planes; else x and W are its operands as they are."""
+    held: int | None
+    """The chain's operand, (m, n), that it takes behind the product's; None: it has no such."""
 
     def length(self, padded: int) -> int:
         """What it takes for the summed index of planes whose rows were padded to this."""
@@ -36,6 +38,14 @@ class LinearNorm(Protocol):
     def given(self, operands: Operands) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """The launch for these operands, and its arguments in front of all others."""
         ...
+
+
+def dense(operands: tuple[Tensor, ...], held: int | None) -> tuple[Tensor, ...]:
+    """The chain's operands as kernels take them; the copy engine reads the one that is held."""
+    found = [operand.contiguous() for operand in operands]
+    if held is not None and found[held].data_ptr() % 16:
+        found[held] = found[held].clone()
+    return tuple(found)
 
 
 class KeptOperands:

@@ -83,9 +83,9 @@ struct AppliedStatistics {
 // The same for all of a row block, where element operands are read part by part.
 __device__ __forceinline__ void begin_parts(float (&v)[kAccumulators], const Epilogue& e,
                                             const Vectors& vectors, u32 buffer, int warp_row,
-                                            int first_column) {
+                                            int first_column, const HeldOperand& held) {
   constexpr int kPartChunks = kNormPartColumns / kChunkColumns, kParts = kWarpColumns / kNormPartColumns;
-  OperandsBefore<kNormPartColumns> parts(e, buffer, warp_row, first_column);
+  OperandsBefore<kNormPartColumns> parts(e, buffer, warp_row, first_column, held);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     parts.take(part, part == kParts - 1);
@@ -166,18 +166,19 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
 template <class GroupSum>
 __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epilogue& e,
                                             const Vectors& vectors, GroupSum& group_sum, u32 buffer,
-                                            int warp_row, int first_column) {
+                                            int warp_row, int first_column, const HeldOperand& held) {
   using Store = RowStore<OutType, kWarpColumns, kAlignedRows>;
   constexpr int kSegments = kWarpColumns / kChunkColumns / Segment::kGroupChunks;
   constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
   const int row = warp_row + lane_here() / 4;
   if constexpr (chain::kNormalises) {
-    if constexpr (kStagesBefore) begin_parts(v, e, vectors, buffer, warp_row, first_column);
+    if constexpr (kStagesBefore) begin_parts(v, e, vectors, buffer, warp_row, first_column, held);
+    if constexpr (kReadsBefore) held.release();
 #pragma unroll
     for (int segment = 0; segment < kSegments; ++segment)
       normalise_segment(v, e, vectors, group_sum, buffer, warp_row, first_column, segment);
   }
-  OperandsAtStore<Store::kPartColumns> parts(e, buffer, warp_row, first_column);
+  OperandsAtStore<Store::kPartColumns> parts(e, buffer, warp_row, first_column, held);
   Store::store(e.y, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
     parts.take(part, part == Store::kParts - 1);
 #pragma unroll
@@ -187,13 +188,15 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
       else
         begin_chunk(v, e, vectors, parts, i, row, first_column, part * kPartChunks + i);
   });
+  if constexpr (!kReadsBefore) held.release();
 }
 
 // From the product of 16 rows to y, and to z or the sum, mean and rstd where they are kept.
 template <class GroupSum>
 __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], const Epilogue& e,
                                                  const Vectors& vectors, GroupSum& group_sum,
-                                                 u32 buffer, int warp_row, int first_column) {
+                                                 u32 buffer, int warp_row, int first_column,
+                                                 const HeldOperand& held) {
   const int lane = threadIdx.x % 32;
   if (kScaled) {
     const int row = warp_row + lane / 4;
@@ -206,8 +209,8 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
     constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
     constexpr bool kStagesSum =
         kKeepsSum && kStagesOperands && sizeof(typename KeptType::Storage) == sizeof(typename NormType::Storage);
-    StagedOperands<kStagesSum, 0, chain::kPreOperands, Store::kPartColumns> parts(e, buffer, warp_row,
-                                                                               first_column);
+    StagedOperands<kStagesSum, 0, chain::kPreOperands, Store::kPartColumns> parts(
+        e, buffer, warp_row, first_column, held);
     Store::store(e.z, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
       if constexpr (kBiasFirst) add_bias(v, vectors, part * kPartChunks, kPartChunks);
       parts.take(part, part == Store::kParts - 1);
@@ -218,5 +221,5 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
                       part * kPartChunks + i);
     });
   }
-  finish_rows(v, e, vectors, group_sum, buffer, warp_row, first_column);
+  finish_rows(v, e, vectors, group_sum, buffer, warp_row, first_column, held);
 }

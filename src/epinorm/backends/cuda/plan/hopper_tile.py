@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from epinorm.backends.cuda.runtime.tensor_map import LARGEST_BOX
@@ -131,6 +132,22 @@ def largest_stages(instance: Instance[Tile]) -> int:
     empty = dataclasses.replace(instance, tile=dataclasses.replace(instance.tile, stages=0))
     free = SHARED_LIMIT - shared_bytes(empty)
     return free // (stage_bytes(instance.tile, instance.planes) + 2 * 8)
+
+
+def operand_slots(instance: Instance[Tile]) -> int:
+    """Slots of the ring, behind a tile's last step, for the chain's one element operand; 0: the
+    epilogue reads such operands from memory. They pay in clusters and with two planes."""
+    tile, size = instance.tile, instance.norm_dtype.itemsize
+    pays = tile.cluster_n > 1 if tile.ping_pong else instance.planes == 2 and tile.cluster_n == 1
+    kinds = instance.chain.operand_kinds
+    serves = kinds.count("element") == 1 and "seed" not in kinds  # or registers spill
+    aligned = instance.aligned_rows and size == instance.out_dtype.itemsize
+    whole_lines = tile.consumer_n * size % STEP_BYTES == 0
+    if not (pays and serves and aligned and whole_lines) or tile.cluster > 1:
+        return 0
+    held = tile.block_m * tile.block_n * size
+    slots = 1 << (math.ceil(held / stage_bytes(tile, instance.planes)) - 1).bit_length()
+    return slots if tile.block_m // slots % 16 == 0 and tile.stages >= slots + 2 else 0
 
 
 BLOCK_N = 128

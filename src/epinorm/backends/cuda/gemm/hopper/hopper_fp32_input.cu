@@ -62,7 +62,7 @@ __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, c
     named_barrier_sync(2 + consumer, kWarpgroupThreads);  // the last tile's are no longer read
     store_vectors(fetched, vectors, thread, e.affine_scale);
     named_barrier_sync(2 + consumer, kWarpgroupThreads);
-    finish_row_block(v, e, {vectors, 0}, group_sum, buffer, place.n + warp_row_in_tile, place.m);
+    finish_row_block(v, e, {vectors, 0}, group_sum, buffer, place.n + warp_row_in_tile, place.m, HeldOperand{});
   }
 }
 

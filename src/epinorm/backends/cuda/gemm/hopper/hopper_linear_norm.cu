@@ -5,7 +5,7 @@
 // multiplies and the producer loads ahead.
 //
 // The prelude defines what hopper_pipeline.cuh and norm_epilogue.cuh need, kAlignedRows,
-// CHAIN_PARAMETERS, OPERAND_LIST, CONSTANT_LIST and AFFINE_SCALE.
+// HELD_PARAMETER, CHAIN_PARAMETERS, OPERAND_LIST, CONSTANT_LIST and AFFINE_SCALE.
 #include "common/dependent.cuh"
 #include "gemm/hopper/hopper_pipeline.cuh"
 
@@ -15,6 +15,7 @@ constexpr int kParts = kClusterN * kColumnParts;
 constexpr bool kPacksAffine = !kPingPong;  // all warps are in the epilogue at once
 constexpr int kSpareRegisters = kConsumerRegisters - kAccumulators;
 #define COMBINES_PARTS
+#include "gemm/hopper/held_operand.cuh"
 #include "gemm/norm_epilogue.cuh"
 
 constexpr int kStoreBytes = 4 * kStoreBufferBytes;  // of a warpgroup
@@ -146,7 +147,8 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
   const Share share(consumer);
   const int turn = kPingPong ? consumer : 0;
   Slot slot;
-  slot.skip(turn * k_steps);
+  const int tile_slots = k_steps + kOperandSlots;
+  slot.skip(turn * tile_slots);
   if (kWeightInSmem && kVectors > 0) {  // one column tile: its vectors stay
     Fetched fetched;
     fetch_vectors(fetched, e, share.first_column, thread);
@@ -157,29 +159,36 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
   int count = 0;
   Tile next = order.tile_at(first_index, rank);
   for (int index = first_index; index < order.count();
-       index += index_step, slot.skip((kTurns - 1) * k_steps), ++count) {
+       index += index_step, slot.skip((kTurns - 1) * tile_slots + kOperandSlots), ++count) {
     const Tile tile = next;
     const int first_column = tile.n + share.first_column;
     Fetched fetched;
     if (!kWeightInSmem) fetch_vectors(fetched, e, first_column, thread);
-    prefetch_operands<kRowBlocks * kProductM>(e, tile.m + share.first_block * kProductM,
-                                              first_column, thread);
+    if (kOperandSlots == 0)
+      prefetch_operands<kRowBlocks * kProductM>(e, tile.m + share.first_block * kProductM,
+                                                first_column, thread);
     Accumulators v;
     multiply_tile(v, ring, slot, share, k_steps, count, [&] {
       if (!kWeightInSmem && kVectors > 0)
         share_vectors(fetched, vectors, consumer, thread, e.affine_scale);
       next = order.tile_at(index + index_step, rank);
     });
+    if (!kPingPong) wait_for_operand(ring, slot);
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
-      const int warp_row = tile.m + (share.first_block + block) * kProductM + warp * 16;
-      finish_row_block(v[block], e, {vectors, 0}, group_sum, buffer, warp_row, first_column);
+      const int row = (share.first_block + block) * kProductM + warp * 16;
+#ifdef HOLDS_OPERAND
+      const HeldOperand held(ring, slot, row, share.first_column, block == kRowBlocks - 1);
+#else
+      const HeldOperand held{};
+#endif
+      finish_row_block(v[block], e, {vectors, 0}, group_sum, buffer, tile.m + row, first_column, held);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    linear_norm(const __grid_constant__ TensorMap x_hi, const __grid_constant__ TensorMap x_lo,
+    linear_norm(HELD_PARAMETER const __grid_constant__ TensorMap x_hi, const __grid_constant__ TensorMap x_lo,
                 const __grid_constant__ TensorMap w_hi, const __grid_constant__ TensorMap w_lo,
                 typename OutType::Storage* y, typename KeptType::Storage* z,
                 const typename LinearType::Storage* bias, const typename NormType::Storage* gamma,
@@ -211,6 +220,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       Tile tile = first;
       for (int index = first_tile; index < order.count();) {
         load_tile(ring, slot, operands, tile, k_steps, rank);
+#ifdef HOLDS_OPERAND
+        load_operand(ring, slot, &element, tile);
+#endif
         index += tile_step;
         tile = order.tile_at(index, rank);
       }

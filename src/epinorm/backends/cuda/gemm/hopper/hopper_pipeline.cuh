@@ -229,11 +229,18 @@ __device__ __forceinline__ void multiply_and_fold(Accumulators& result, Accumula
   }
 }
 
+// What comes behind a tile's last step.
+__device__ __forceinline__ void wait_for_operand(const Ring& ring, Slot slot) {
+#pragma unroll
+  for (int i = 0; i < kOperandSlots; ++i, slot.next())
+    barrier_wait(ring.full_barrier(slot.stage), slot.parity);
+}
+
 // One tile's product into `result`. Hopper's tensor cores cut sums toward zero at 25 bits (MMA-Sim,
 // arXiv 2511.10909): with two planes the running sum is added into full fp32 every kFoldSteps, or after
 // each product if that is 0.
 //
-// In ping-pong a consumer starts when the other has seen all steps of its tile arrive: a barrier's
+// In ping-pong a consumer starts when the other has seen all slots of its tile arrive: a barrier's
 // parity tells a phase from the next one, not from the one after that.
 //
 // meanwhile(): what the consumer has to do once a tile beside. It runs behind the last step's products;
@@ -249,10 +256,12 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
   };
   const auto issued = [&](int last) {
     if (last != k_steps - 1) return;
-    if (kPingPong)
+    if (kPingPong) {
+      wait_for_operand(ring, slot);
       pass_turn();
-    else
+    } else {
       meanwhile();
+    }
   };
   if constexpr (kElementBytes == 4 && kWeightInSmem && kWeightSteps <= kStages) {
     multiply_at_once(result, ring, slot, share, pass_turn);

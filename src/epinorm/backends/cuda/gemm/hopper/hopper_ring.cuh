@@ -14,6 +14,8 @@
 //   kCluster                               1, or 2: two blocks below each other share B's loads
 //   kClusterN                           1, or blocks side by side that share a group's statistics
 //   kTileGroup                             see TileOrder
+//   kOperandSlots                          slots behind a tile's last step for an operand of the chain
+//                                          (held_operand.cuh)
 //   kWeightSteps                         0, or the steps of B, which is one column tile, that stay in
 //                                          shared memory from the first tile to the last
 #pragma once
@@ -73,12 +75,13 @@ constexpr float kLowScale = 1.0f / 2048.0f;  // the lo plane is stored times 2^1
 struct Ring {
   u32 resident, data, full, empty, turn, resident_barrier;
 
+  __device__ __forceinline__ u32 slot(int stage) const { return data + stage * kStageBytes; }
   __device__ __forceinline__ u32 a(int stage, int plane) const {
-    return data + stage * kStageBytes + plane * kPlaneBytesA;
+    return slot(stage) + plane * kPlaneBytesA;
   }
   __device__ __forceinline__ u32 b(int stage, int step, int plane) const {
     if (kWeightInSmem) return resident + step * kPlaneBytesB;
-    return data + stage * kStageBytes + kPlanes * kPlaneBytesA + plane * kPlaneBytesB;
+    return slot(stage) + kPlanes * kPlaneBytesA + plane * kPlaneBytesB;
   }
   __device__ __forceinline__ Ring(u32 data, u32 barriers)
       : resident(data),

@@ -11,7 +11,7 @@ from torch import Tensor
 from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
 from epinorm.backends.cuda.gemm.launch import Operands, chain_signature
 from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
-from epinorm.backends.cuda.plan.hopper_tile import Tile, shared_bytes
+from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile, operand_slots, shared_bytes
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.tensor_map import tensor_map
@@ -19,7 +19,7 @@ from epinorm.problem import Problem
 
 SIGNATURE = "mmmm" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo; y, z or the sum, bias, gamma, beta, row and column scale, mean, rstd;
-m, n, k."""
+m, n, k. In front of them a map of the element operand that the kernel holds, if it holds one."""
 
 
 class HopperLinearNorm:
@@ -30,6 +30,8 @@ class HopperLinearNorm:
         self.by_planes = problem.dtype == torch.float32 and not tile.tf32
         instance = instance_for(problem, tile)
         dynamic = shared_bytes(instance)
+        self.slots = operand_slots(instance)
+        self.held = problem.chain.operand_kinds.index("element") if self.slots else None
         kernel = load(linear_norm_source(instance), problem.device, dynamic)
         rows = -(-problem.m // (tile.block_m * tile.cluster))
         tiles = rows * -(-problem.n // (tile.block_n * tile.cluster_n))
@@ -38,7 +40,7 @@ class HopperLinearNorm:
         if tile.cluster_n > 1:  # a GPC's multiprocessors need not be a multiple of a cluster's
             most = kernel.clusters_at_once(together, tile.threads, dynamic)
         self.launch = kernel.prepare(
-            SIGNATURE + chain_signature(problem),
+            "m" * (self.slots > 0) + SIGNATURE + chain_signature(problem),
             persistent_blocks(tiles, most) * together,
             tile.threads,
             shared_bytes=dynamic,
@@ -57,6 +59,9 @@ class HopperLinearNorm:
     def given(self, operands: Operands) -> tuple[Callable[..., None], tuple[Any, ...]]:
         tile = self.tile
         of_x, of_w = tile.load_m or tile.block_m, tile.box_n
-        boxes = zip(operands, (of_x, of_x, of_w, of_w), strict=True)
+        boxes = zip(operands[:4], (of_x, of_x, of_w, of_w), strict=True)
         maps = tuple(tensor_map(plane, rows, tile.block_k).data for plane, rows in boxes)
+        for element in operands[4:]:
+            columns = STEP_BYTES // element.element_size()
+            maps = (tensor_map(element, tile.block_m // self.slots, columns).data, *maps)
         return self.launch, maps

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from epinorm.backends.cuda.plan.hopper_tile import Tile
+from epinorm.backends.cuda.plan.hopper_tile import Tile, operand_slots
 from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.instance import (
     TYPES,
@@ -46,6 +46,7 @@ def product_prelude(
     dtype: torch.dtype,
     major_k_a: bool = True,
     major_k_b: bool = True,
+    held_slots: int = 0,
 ) -> str:
     """The constants that `hopper_ring.cuh` needs, and the product instruction."""
     return constants(
@@ -60,6 +61,7 @@ def product_prelude(
             "kCluster": tile.cluster,
             "kClusterN": tile.cluster_n,
             "kWeightSteps": tile.resident_steps,
+            "kOperandSlots": held_slots,
             "kTileGroup": max(tile.group // tile.cluster, 1),
             "kPingPong": tile.ping_pong,
             "kSplitColumns": tile.split_columns,
@@ -105,7 +107,10 @@ def _result_prelude(scaled: bool, split: bool, out_dtype: torch.dtype) -> str:
 
 def linear_norm_source(instance: Instance[Tile]) -> KernelSource:
     """The kernel's text for one instance; compiles without a GPU."""
-    prelude = product_prelude(instance.tile, instance.planes, instance.operand_dtype)
+    tile, planes, slots = instance.tile, instance.planes, operand_slots(instance)
+    prelude = product_prelude(tile, planes, instance.operand_dtype, held_slots=slots)
+    held = "const __grid_constant__ TensorMap element," if slots else ""
+    prelude += "#define HOLDS_OPERAND\n" * (slots > 0) + f"#define HELD_PARAMETER {held}\n"
     prelude += constants({"kAlignedRows": instance.aligned_rows})
     prelude += epilogue_prelude(instance)
     text = kernel_text("gemm/hopper/hopper_linear_norm.cu", prelude)

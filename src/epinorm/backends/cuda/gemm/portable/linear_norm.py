@@ -35,6 +35,7 @@ class PortableLinearNorm:
     def __init__(self, problem: Problem, tile: PortableTile) -> None:
         self.problem, self.tile = problem, tile
         self.by_planes = problem.dtype == torch.float32
+        self.held: int | None = None
         self.launches: dict[int, Callable[..., None]] = {}
         if problem.m:  # now: a CUDA graph may be captured when it is first needed
             row_bytes = problem.k * problem.dtype.itemsize

@@ -100,5 +100,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block)
     finish_row_block(sum[block], e, {vectors, static_cast<u32>(warp_column)}, group_sum, buffer,
-                     tile.row + warp / kWarpsN * kWarpM + block * 16, tile.column + warp_column);
+                     tile.row + warp / kWarpsN * kWarpM + block * 16, tile.column + warp_column, HeldOperand{});
 }
