@@ -47,7 +47,7 @@ KEPT_FOR_GOOD = {
     # its owner on a fork or a new file.
     *("epinorm.chain", "epinorm.capture.purity", "epinorm.operator.calls"),
     *("epinorm.operator.dispatch", "epinorm.operator.functional"),
-    *("epinorm.backends.cpu.build", "epinorm.backends.cuda.fp32.kept_planes"),
+    "epinorm.backends.cpu.build",
     *("epinorm.backends.cuda.runtime", "epinorm.backends.cuda.text"),
     "epinorm.backends.cuda.plan.planes",
 }

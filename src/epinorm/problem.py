@@ -265,7 +265,7 @@ class Forward(NamedTuple):
 class StepForward(Forward):
     """A ``Forward`` whose backend left something more for the backward pass of the same step.
 
-    ``left`` is handed to that backward once, by who keeps it; the gradients are as accurate
+    ``left`` is handed to that backward once, by what keeps it; the gradients are as accurate
     without it. It is no output of the operators.
     """
 
@@ -273,7 +273,7 @@ class StepForward(Forward):
 
 
 class StepLeftovers(Protocol):
-    """What ``StepForward`` holds: it frees its memory when nobody holds it any more."""
+    """What ``StepForward`` holds: it frees its memory when nothing holds it any more."""
 
     def restrict(self, x: bool, weight: bool) -> None:
         """Free what serves other gradients than those of x or of the weight."""

@@ -37,7 +37,7 @@ def register(
     device_type: str = "",
     plan: Planner | None = None,
 ) -> None:
-    """Let plans of these strategies be compiled so; plan: who decides on devices of this type."""
+    """Let plans of these strategies be compiled so; plan: what decides on devices of this type."""
     _compilers.update(dict.fromkeys(strategies, compile))
     if plan is not None:
         _planners[device_type] = strategies, plan

@@ -1,4 +1,4 @@
-"""What stands between a Linear and a norm that is not of its chain, for who asks why."""
+"""What stands between a Linear and a norm that is not of its chain, for ``explain``."""
 
 from __future__ import annotations
 

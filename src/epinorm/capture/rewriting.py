@@ -341,8 +341,8 @@ def _replace(
 
 
 def _first_reader(kept: fx.Node | None, last: fx.Node, inside: set[fx.Node]) -> fx.Node:
-    """Where what stands for a chain's results must be there: at its end, or before who reads what
-    enters its norm."""
+    """Where what stands for a chain's results must be there: at its end, or before what reads
+    the value that enters its norm."""
     if kept is None:
         return last
     node = kept.next

@@ -89,7 +89,7 @@ def _is_faster(found: Sequence[Found], problem_of: Callable[[Found], Problem]) -
 
 def _is_undisturbed(search: Search, found: Sequence[Found]) -> bool:
     """Whether nothing changes what they read between them, nor what they write at all: in place,
-    autograd lets nobody change one of several views."""
+    autograd lets no code change one of several views."""
     orders = [search.order[each.nodes[0]] for each in found]
     read = {storage_of(node) for each in found for node in each.reads}
     written = {storage_of(each.nodes[0]) for each in found}

@@ -113,7 +113,7 @@ class _LinearNorm(_SingleLevel):
         ctx.save_for_backward(z, kept.mean, kept.rstd, *tensors)
         ctx.facts, ctx.executable, ctx.left = facts, executable, None
         if _saving_hooks(False) is not None:
-            # Hooks may hand back other strides; and who decides by them what is kept, as
+            # Hooks may hand back other strides; and what decides by them what is kept, as
             # checkpointing does, would not see what is left besides: it is dropped.
             ctx.executable = None
         elif isinstance(kept, StepForward):
@@ -146,7 +146,7 @@ def _gradients(
     """The gradients of the inputs from what the forward pass saved, z, mean, rstd and the inputs,
     which is taken out of ``saved``; let_go: of what else holds it, where no graph is retained."""
     if dy is None and dsum is not None:
-        # The norm has no part in the sum: its parameters get None, and nobody its NaNs.
+        # The norm has no part in the sum: its parameters get None, and none its NaNs.
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             fresh = _fresh(saved[3:], wanted)

@@ -173,7 +173,7 @@ def _modes(facts: calls.Facts) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1024)
 def caller_of(chain: str, strategy: Strategy = "auto", strict: bool = False) -> Caller:
-    """The caller of everyone who has none of their own; those of a structure know the same."""
+    """The caller where no module has its own; those of a structure know the same."""
     return Caller(chain, strategy, strict, _known(calls.structure_of(chain), strategy, strict))
 
 

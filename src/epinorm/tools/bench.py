@@ -35,7 +35,7 @@ from epinorm.tools.verify import draw_dy, of_floats, verify
 
 @dataclass(frozen=True)
 class Competitors:
-    """Who is timed besides ours, eager and the linear alone."""
+    """What is timed besides ours, eager and the linear alone."""
 
     compile: bool = True
     autotune: bool = False

@@ -85,7 +85,7 @@ def sample_interleaved(
 
 def _rounds(names: list[str], index: int) -> list[str]:
     """The order of round ``index``, the same in every run of the program. Shuffled, not rotated:
-    who always follows a long run has his own host time hidden behind it."""
+    what always follows a long run has its own host time hidden behind it."""
     return random.Random(index).sample(names, len(names))
 
 

@@ -37,7 +37,7 @@ struct Problem {
   void* z;     // dense (M, N), with the bias; null where it need not be kept; backward: it, or the sum
   void* y;     // forward: y, dense; backward: dy
   int64_t y_stride;
-  // Backward only; a null pointer is a result that nobody wants.
+  // Backward only; a null pointer is a result that is not wanted.
   void* dz;             // dense (M, N); null where a block's dz need not outlive it
   void* dx;             // dense (M, K)
   void* dweight;        // dense (N, K)

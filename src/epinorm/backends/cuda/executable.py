@@ -212,7 +212,7 @@ def _zeros(n: int, device: torch.device) -> Tensor:
 
 
 class _Products:
-    """Who computes dX and dW: planes, or a function each; None for what is not wanted."""
+    """What computes dX and dW: planes, or a function each; None for what is not wanted."""
 
     def __init__(
         self, problem: Problem, choice: BackwardChoice, want: Wanted, norm: NormBackward

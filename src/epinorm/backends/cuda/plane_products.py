@@ -1,4 +1,4 @@
-"""dX and dW of an fp32 chain by fp16 planes: who takes them, and how they are computed.
+"""dX and dW of an fp32 chain by fp16 planes: whose planes, and how they are computed.
 
 The planes of W and x are those of the forward pass where it kept them (fp32/kept_planes.py). The
 norm kernel writes dz as planes (fp32/norm_planes.py); or, where no cluster holds whole rows or just

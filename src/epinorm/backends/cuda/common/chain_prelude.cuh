@@ -1,4 +1,4 @@
-// One chain as text/chain_text.py writes it, for who reads a header that uses it; see text/source.py.
+// One chain as text/chain_text.py writes it, for a header that uses it, read alone; see text/source.py.
 #pragma once
 #include "common/chain.cuh"
 

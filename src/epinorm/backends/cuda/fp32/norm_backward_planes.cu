@@ -262,8 +262,8 @@ struct Rows {
     Unsplit before;
     before.row = 0;
     {
-      ColumnSums nobody;
-      begin(before, blockIdx.y, nobody, false);
+      ColumnSums unused;
+      begin(before, blockIdx.y, unused, false);
     }
     int preferred = kNoPower;
     for (int row = blockIdx.y; row < rows; row += step) {

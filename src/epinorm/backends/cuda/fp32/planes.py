@@ -60,7 +60,7 @@ class Planes:
 
 @dataclass(frozen=True)
 class SplitShape:
-    """Who splits a row: a team of ``threads``, each of which keeps ``vectors`` float4."""
+    """What splits a row: a team of ``threads``, each of which keeps ``vectors`` float4."""
 
     threads: int
     vectors: int
@@ -138,7 +138,7 @@ class Splitter(PlaneLayout):
             event.synchronize()
 
     def launch(self, aligned: bool) -> Callable[..., None]:
-        """What a call launches, for who keeps it: a function of the arguments of ``SIGNATURE``.
+        """What a call launches, to be kept: a function of the arguments of ``SIGNATURE``.
 
         aligned: all rows of the matrices begin at multiples of 16 bytes. Loads the kernel, which is
         not possible while a CUDA graph is captured.
@@ -175,7 +175,7 @@ class Splitter(PlaneLayout):
 
 
 splitter = memo()(Splitter)
-"""The splitter of these sizes, made once; to be kept by who calls it often."""
+"""The splitter of these sizes, made once; to be kept where it is called often."""
 
 
 def split(values: Tensor, planes: int) -> Planes:

@@ -9,12 +9,12 @@
 //   - writes dW's scales, and flags its rows for which that could matter (internals/precision.md);
 //   - joins the flags of dz's rows. Those of x's hold for X' too: a row that spoilt some columns of
 //     dW spoils the same ones;
-//   - sets `any` where anything is flagged, for who must then compute dz in fp32;
+//   - sets `any` where anything is flagged, for the kernel that must then compute dz in fp32;
 //   - adds up the sums over rows (as norm_column_sums.cu does, without a launch of its own).
 //
 // kBesideDx: launched behind dX, which waits for the norm kernel before it lets this one start. So this
 // one reads what that wrote, and touches nothing of dX's, without waiting, on multiprocessors that have
-// no more of dX's tiles. One block waits for dX, so that who waits for this kernel has waited for both.
+// no more of dX's tiles. One block waits for dX, so that what waits for this kernel has waited for both.
 // (Where dX's sum is split the kernel before is add_splits.cu, which lets this one start as it ends.)
 //
 // The prelude defines kPlanes; kBesideDx; kSums, and SUM_PARAMETERS and SUM_STORES, where they go.

@@ -1,6 +1,6 @@
 // The rows that a block is about to work on, on their way into shared memory: kStages of them,
 // which keeps enough bytes in flight without registers. A thread copies what it will read itself,
-// so nobody waits for another.
+// so none waits for another.
 //
 // The prelude gives kStages; kStreams, z, dy and the element operands; element_stream(i), the place
 // of operand i among them, 0 for one that is not.
@@ -9,7 +9,7 @@
 #include "norm/norm_rows.cuh"
 #include "common/shared_units.cuh"
 
-// cp.async; only 16 bytes can pass L1 by, where nobody reads them again.
+// cp.async; only 16 bytes can pass L1 by, where nothing reads them again.
 template <int kBytes>
 EPINORM_FUNCTION void copy_async(u32 to, const void* from) {
   if constexpr (kBytes == 16)

@@ -27,7 +27,7 @@ struct alignas(8) HalfVector {
   u32 pairs[2];
 };
 
-// The largest over a row's threads, who then see what any of them wrote to shared memory before.
+// The largest over a row's threads, which then see what any of them wrote to shared memory before.
 // `shared` holds a number a warp, and is used once.
 __device__ __forceinline__ u32 row_max(u32 value, u32* shared) {
 #pragma unroll

@@ -55,7 +55,7 @@ class Largest(NamedTuple):
 
     rows: (M, row_parts), the largest magnitudes of dz[i, n] * columns[n] of `Factors`, as bits;
     columns: (N,), of dz[i, n] * rows[i]. row_flags (M,) and column_flags (N,) uint8:
-    zeros, for who finds that planes do not hold a row or a column.
+    zeros, for what finds that planes do not hold a row or a column.
     """
 
     storage: Tensor

@@ -122,7 +122,7 @@ class BackwardChoice:
 @memo()
 def backward_choice(problem: Problem, plan: Plan, want: Wanted) -> BackwardChoice:
     """The choice for a set of gradients."""
-    # A core that nobody named is Hopper's.
+    # A core that was not named is Hopper's.
     core = plan.core or "hopper" if plan.strategy in ("single", "planes") else None
     x = weight = writes_planes = False
     dx = dw = None

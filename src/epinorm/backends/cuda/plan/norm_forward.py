@@ -47,7 +47,7 @@ class ForwardPlan:
 
     @property
     def reason(self) -> str:
-        """Why this kernel, for who reads the plan."""
+        """Why this kernel, in the words of the plan."""
         return _KERNELS[self.kind][1]
 
     def shared_bytes(self, problem: Problem) -> int:

@@ -29,7 +29,7 @@ recording: Any = None
 
 
 def may_be_over(made: Tensor, old: Tensor) -> None:
-    """Say that ``made`` may be written over ``old`` where nobody else holds that.
+    """Say that ``made`` may be written over ``old`` where nothing else holds that.
 
     The kernel that fills it is the last to read ``old``, each value before it writes the one there.
     """

@@ -3,7 +3,7 @@
 The text holds everything that NVRTC sees: no include path, no header outside it. So it is the whole
 content of the cache's key, and it can be written into an exported file as it stands.
 
-Each file also compiles alone, for an editor and for who reads it: what a kernel is specialised for
+Each file also compiles alone, for an editor and its reader: what a kernel is specialised for
 stands as one example in a file named `prelude.cuh`, or with that ending, which the files include
 that use it. In a text the writers' own constants stand instead.
 """
