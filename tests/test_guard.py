@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +55,37 @@ def test_neither_judge_nor_guard_is_dumpable() -> None:
         pytest.skip("this kernel lets no process reach its parent at all")
     dumpable = without_landlock.replace("set_process(DUMPABLE, 0)", "set_process(DUMPABLE, 1)")
     assert reached(dumpable) == ["guard", "judge"]
+
+
+LEAVES = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_control_group_alone_leaves_nothing() -> None:
+    """By a guard that sends no signals itself, and waits for what it guards as long as always."""
+    text = (
+        Path(guard.__file__).read_text().replace("os.kill(pid, signal.SIGKILL)", "os.kill(pid, 0)")
+    )
+    assert "SIGKILL" not in text
+    (life, end), (said, status) = os.pipe(), os.pipe()
+    command = [*PYTHON, text, str(life), str(status), *PYTHON, LEAVES]
+    guarding = subprocess.Popen(command, pass_fds=(life, status), stdout=subprocess.PIPE)
+    assert guarding.stdout is not None
+    left = int(guarding.stdout.readline())
+    for number in (life, end, status):
+        os.close(number)
+    guarding.wait(20)
+    guarding.stdout.close()
+    with os.fdopen(said) as file:
+        first, last = map(json.loads, file)
+    if last["left"]:
+        for pid in (left, first["worker"]):
+            os.kill(pid, signal.SIGKILL)
+    if "a control group" not in first["held"]:
+        pytest.skip("no control group of version 2 can be made here")
+    assert not last["left"]
