@@ -1,5 +1,6 @@
 """The judge passes what is right and catches each of the zoo's wrong solutions, with its reason."""
 
+import ctypes
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -320,7 +322,13 @@ def test_the_solution_reaches_no_other_process(tmp_path: Path) -> None:
         "        pid = int(file.read().rpartition(')')[2].split()[1])\n"
         "raise RuntimeError(f'reached {reached}')\n"
     )
-    verdict = judge(PROBLEM, solution, JudgeOptions(time_limit=60.0, timing=False))
+    options, dumpable = JudgeOptions(time_limit=60.0, timing=False), set()
+
+    def look(*_: Any) -> None:
+        dumpable.add(ctypes.CDLL(None).prctl(guard.GET[guard.DUMPABLE], 0, 0, 0, 0))
+
+    verdict = judge(PROBLEM, solution, options, look)
+    assert dumpable == {0}
     if any("signals" in said or "other processes" in said for said in verdict.not_held):
         pytest.skip("this kernel does not hold it, and the verdict says so")
     assert verdict.failures[0].reason.endswith("reached []")
