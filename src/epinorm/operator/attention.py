@@ -1,7 +1,7 @@
 """Attention in fp32 by products in TF32, as PyTorch's library holds it.
 
 ``attention`` is softmax(q kᵀ · scale) v of query (B, H, M, D), key and value (B, H, N, D), and the
-logarithm (base 2) of each query's sum (B, H, M), but for a number that is the backend's own;
+logarithm (base 2) of each query's sum (B, H, M), less a number that the backend may choose;
 ``attention_backward`` reads both. Neither keeps anything of size M N. On a GPU they are
 epinorm.backends.cuda.attention, elsewhere these formulas as they stand.
 """
