@@ -81,6 +81,29 @@ def test_what_all_rows_have_in_common_cancels():
         assert error(our, true) <= LIMIT * error(their, true)
 
 
+@pytest.mark.parametrize("large", ["key", "value"])
+def test_one_large_row_is_no_common_part(large):
+    """Of a token that is far from all others, and whose key is avoided: of the rows that the
+    common part is taken from."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(4, 8, 512, 64, device="cuda") for _ in range(3))
+    row = (k if large == "key" else v)[:, :, 24:25].mul_(300)
+    if large == "key":
+        q -= (100 + (q * row).sum(-1, keepdim=True)) * row / row.square().sum(-1, keepdim=True)
+    given = [t.requires_grad_() for t in (q, k, v)]
+    wide = [t.detach().double().requires_grad_() for t in given]
+    dy = torch.randn_like(q)
+    with matmul_precision("high"):
+        ours, theirs = attention(*given, 0.125)[0], products(*given, 0.125)
+        exact = products(*wide, 0.125)
+        results = [
+            (y, *torch.autograd.grad(y, x, dy.to(y.dtype)))
+            for y, x in ((ours, given), (theirs, given), (exact, wide))
+        ]
+    for our, their, true in zip(*results, strict=True):
+        assert error(our, true) <= LIMIT * error(their, true)
+
+
 def test_what_is_not_finite_comes_out_where_pytorch_puts_it():
     torch.manual_seed(0)
     q, k, v = (heads(2, 2, 100, 64).detach() for _ in range(3))
