@@ -327,9 +327,11 @@ def step(
 def attention_kernels() -> None:
     for queries, keys, width in ATTENTION:
         sizes = [(2, 3, rows, width) for rows in (queries, keys, keys)]
-        mixed, _ = attention(*(torch.randn(size, device="cuda") for size in sizes), 0.1)
+        given = [torch.randn(size, device="cuda", requires_grad=True) for size in sizes]
+        mixed, _ = attention(*given, 0.1)
+        gradients = torch.autograd.grad(mixed, given, torch.randn_like(mixed))
         torch.cuda.synchronize()
-        assert bool(mixed.isfinite().all()), (queries, keys, width)
+        assert all(bool(t.isfinite().all()) for t in (mixed, *gradients)), (queries, keys, width)
         print(f"attention of {queries} and {keys} rows of {width}: done", flush=True)
 
 

@@ -75,8 +75,6 @@ def is_taken(node: fx.Node, without_mask: bool = False) -> bool:
         return False
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
         return False  # whose place is taken
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return False  # in a deep model its gradients are not exact enough (decision 28)
     return all(map(_is_taken, tensors)) and _fit_together(node, *tensors)
 
 

@@ -1,9 +1,10 @@
-"""The launch of attention's kernel, and the tiles that it takes."""
+"""Launches of attention's kernels, and the tiles that they take."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,26 +24,38 @@ class _Tile(NamedTuple):
 
 
 # By the width of a head: measured on an H200 (docs/decisions/0028-attention_in_tf32.md).
-_TILES = {64: _Tile(128, 32, 4, 3), 128: _Tile(128, 64, 8, 2)}
+_FORWARD = {64: _Tile(128, 32, 4, 3), 128: _Tile(128, 64, 8, 2)}
+_KEYS = {64: _Tile(64, 128, 8, 1), 128: _Tile(32, 128, 8, 1)}
+_QUERIES = {64: _Tile(128, 64, 8, 1), 128: _Tile(128, 64, 8, 1)}
 
 
 def run_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """``epinorm::attention`` on a GPU: a program for each block of queries of each head."""
-    strided = (*map(_in_rows, (query, key, value)), rows_first(query))
-    lse = query.new_empty(query.shape[:3])
-    (batch, heads, queries, width), keys = query.shape, key.shape[2]
-    tile = _TILES[width]
-    with torch.cuda.device(query.device):
-        kernels.attention_forward[(-(-queries // tile.block_m) * batch * heads,)](
-            *(*strided, lse),
-            *(stride for tensor in strided for stride in tensor.stride()[:3]),
-            *(heads, queries, keys, scale * _LOG2_E),
-            *(width, tile.block_m, tile.block_n),
-            *(queries % tile.block_m == 0, keys % tile.block_n == 0),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-    return strided[-1], lse
+    """``epinorm::attention`` on a GPU."""
+    read = tuple(map(_in_rows, (query, key, value)))
+    mixed, lse = rows_first(query), query.new_empty(query.shape[:3])
+    strided = (*read, mixed)
+    _launch(kernels.attention_forward, _FORWARD, strided, (lse,), (scale * _LOG2_E,))
+    return mixed, lse
+
+
+def run_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mixed: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``epinorm::attention_backward`` on a GPU."""
+    read = tuple(map(_in_rows, (query, key, value, grad)))
+    lse, delta = lse.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)
+    dq, dk, dv = map(rows_first, (query, key, value))
+    rows, scales = (lse, delta), (scale * _LOG2_E, scale)
+    strided = (*read, _in_rows(mixed), dq)
+    _launch(kernels.attention_backward_queries, _QUERIES, strided, rows, scales)
+    _launch(kernels.attention_backward_keys, _KEYS, (*read, dk, dv), rows, scales, of_keys=True)
+    return dq, dk, dv
 
 
 def rows_first(like: Tensor) -> Tensor:
@@ -54,3 +67,31 @@ def rows_first(like: Tensor) -> Tensor:
 
 def _in_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _launch(
+    kernel: Any,
+    tiles: Mapping[int, _Tile],
+    strided: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    scales: tuple[float, ...],
+    of_keys: bool = False,
+) -> None:
+    """A program for each block of queries, or of keys, of each head.
+
+    strided: the kernel's first arguments, of which it asks strides, query and key first; rows:
+    those of one number a query.
+    """
+    (batch, heads, queries, width), keys = strided[0].shape, strided[1].shape[2]
+    tile = tiles[width]
+    count, block = (keys, tile.block_n) if of_keys else (queries, tile.block_m)
+    whole = (queries % tile.block_m == 0, keys % tile.block_n == 0)
+    with torch.cuda.device(strided[0].device):
+        kernel[(-(-count // block) * batch * heads,)](
+            *(*strided, *rows),
+            *(stride for tensor in strided for stride in tensor.stride()[:3]),
+            *(heads, queries, keys, *scales),
+            *(width, tile.block_m, tile.block_n, *whole),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
