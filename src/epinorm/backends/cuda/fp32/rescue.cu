@@ -15,7 +15,8 @@
 // share the sum over k of each item; kGroupParts, those that share a group wider than a tile, each with
 // kColumns of it; kAligned (every row of x and w begins at a multiple of 16 bytes);
 // kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kSaveForBackward (z or, with kKeepsSum, what enters
-// the norm is written), kKeepStatistics (mean and rstd are); kProduct, where the product is: kNowhere, kInZ or kInY; kFlagsLate (the previous kernel writes flags); CHAIN_PARAMETERS, OPERAND_LIST,
+// the norm is written), kKeepStatistics (mean and rstd are); kProduct, where the product is: kNowhere, kInZ
+// or kInY; kFlagsLate (the previous kernel writes flags); CHAIN_PARAMETERS, OPERAND_LIST,
 // STRIDE_LIST, CONSTANT_LIST.
 #include "common/dependent.cuh"
 #include "common/numeric.cuh"
@@ -216,7 +217,8 @@ constexpr int kLooks = 4;        // items that a warp looks at in a round
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rescue(const float* x, i64 x_stride, const float* w, i64 w_stride, const float* bias,
            const float* gamma, const float* beta, const Flag* row_flags, const Flag* column_flags,
-           const float* x_scale, const float* w_scale, float* y, float* z, float* mean, float* rstd, int m, int n, int k CHAIN_PARAMETERS) {
+           const float* x_scale, const float* w_scale, float* y, float* z, float* mean, float* rstd,
+           int m, int n, int k CHAIN_PARAMETERS) {
   extern __shared__ __align__(16) float shared[];
   __shared__ GroupSelection selection;
   __shared__ Flag near[kLooks * kWarps];
