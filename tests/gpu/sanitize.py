@@ -271,7 +271,7 @@ def adding_products() -> None:
         for flagged in (0, 1):
             sum_flags[3] = flagged
             add(0, lambda planes=planes: planes, scale.data_ptr(), result, *flags)
-            prepare_rescue(result, a, b, not major_k_a, *flags, 0, adds=True)()
+            prepare_rescue(result, a, b, not major_k_a, *flags, 0, scale.data_ptr(), adds=True)()
         assert bool(result.isfinite().all())
         print(f"added product {size} x {tuple(b.shape)}: done", flush=True)
 

@@ -257,6 +257,18 @@ def test_a_value_that_vanishes_beside_its_row(kind):
 
 
 @KINDS
+@pytest.mark.parametrize("others", ["equal", "zero"])
+def test_a_group_whose_channels_differ_by_an_element_that_is_not_held(others, kind):
+    """y is made of what that element brings; beside zeros z is as well."""
+    case = case_of(kind)
+    weight = case.inputs.weight.view(GROUPS, CHANNELS, K)
+    weight[:] = weight[:, :1].clone() if others == "equal" else 0.0
+    weight[:, :, 17] = torch.randn(GROUPS, CHANNELS, device="cuda")
+    case.inputs.x[:, 17] = 1e-12
+    check_promise(case)
+
+
+@KINDS
 def test_nothing_else_changes_where_one_row_is_hard(kind):
     """The guard's own path touches the flagged row alone: the others keep their bits."""
     case = case_of(kind)

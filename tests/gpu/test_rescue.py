@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import pytest
 import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.fp32 import rescue as guard
-from epinorm.backends.cuda.fp32.rescue import rescue, rescue_launch, rescue_tile, splits_of
+from epinorm.backends.cuda.fp32.rescue import SURELY, rescue, rescue_launch, rescue_tile, splits_of
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.chain import Chain
@@ -68,9 +69,18 @@ class Case:
         mean = nans(0) if "rms_norm" in str(p.chain) else nans(p.m, p.groups)
         return Forward(nans(p.m, p.n), nans(p.m, p.n), mean, nans(p.m, p.groups))
 
+    @cached_property
+    def scales(self) -> list[Tensor]:
+        """Of planes that nothing was multiplied by."""
+        return [torch.ones(count, device="cuda") for count in (self.problem.m, self.problem.n)]
+
+    def guard(self, forward: Forward) -> None:
+        flags = self.row_flags, self.column_flags
+        rescue(self.problem, self.inputs, *flags, *self.scales, forward)
+
     def compute(self) -> Forward:
         forward = self.empty()
-        rescue(self.problem, self.inputs, self.row_flags, self.column_flags, forward)
+        self.guard(forward)
         return forward
 
     def product(self, dtype: torch.dtype) -> Tensor:
@@ -331,6 +341,7 @@ def test_flags_that_the_kernel_before_writes(splits):
     flags = [t.clone() for t in (case.row_flags, case.column_flags)]
     x, w, bias, gamma, beta = case.inputs[:5]
     addresses = [t.data_ptr() for t in (bias, gamma, beta, case.row_flags, case.column_flags)]
+    scales = [t.data_ptr() for t in case.scales]
     launch = rescue_launch(case.problem, (x.stride(0) | w.stride(0)) % 4 == 0, flags_late=True)
     for _ in range(20):
         for t in (*forward.outputs, case.row_flags):
@@ -340,6 +351,7 @@ def test_flags_that_the_kernel_before_writes(splits):
         launch(
             *(x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0)),
             *addresses,
+            *scales,
             *forward.addresses,
             *(600, 640, 1100, *case.problem.chain.arguments),
         )
@@ -463,15 +475,64 @@ def test_an_outlier_against_zero_weights():
     case.check()
 
 
+def powers_of_two(count: int) -> Tensor:
+    return 2.0 ** torch.randint(-9, 9, (count,), device="cuda").float()
+
+
+@pytest.mark.parametrize("group", [16, 72])
+def test_single_elements_count_only_where_the_product_is_small(group, splits):
+    """Flags of 1; products of SURELY times both scales are right as they are, whatever the sign."""
+    case = make_case(group, 9, 1100, 700, rows=0.1, columns=0.02)
+    case.scales = [powers_of_two(1100), powers_of_two(9 * group)]
+    surely = SURELY * case.scales[0][:, None] * case.scales[1]
+    surely *= torch.where(torch.rand_like(surely) < 0.5, -1.0, 1.0)
+    everything = case.compute()
+
+    def check(z: Tensor, cells: Tensor) -> None:
+        forward = case.empty()
+        forward.z.copy_(z)
+        case.guard(forward)
+        wide = cells.repeat_interleave(group, 1)
+        assert torch.equal(forward.y.isnan(), ~wide)
+        assert torch.equal(bits(forward.z), bits(torch.where(wide, everything.z, z)))
+        assert torch.equal(bits(forward.y)[wide], bits(everything.y)[wide])
+
+    none = torch.zeros_like(case.flagged)
+    check(surely, none)
+    row, column = (int(flags.nonzero()[-1]) for flags in (case.row_flags, case.column_flags))
+    case.column_flags.zero_()
+    case.column_flags[column] = 1
+    tile = rescue_tile(group).columns // group
+    rows_alone = int((case.row_flags == 0).nonzero()[-1])
+    for value in (0.999 * surely, torch.zeros_like(surely), surely * NAN, surely / 0.0):
+        z, cells = surely.clone(), none.clone()
+        z[row, -1] = value[row, -1]  # its groups as far as a tile holds them
+        cells[row, 9 - (9 % tile or tile) :] = True
+        z[rows_alone, column] = value[rows_alone, column]
+        cells[rows_alone, column // group] = True
+        z[rows_alone, column - 1 if column else 1] = 0  # of no flag
+        check(z, cells)
+    case.row_flags[row] = 2
+    cells = none.clone()
+    cells[row] = True
+    check(surely, cells)
+    case.column_flags[column] = 3
+    cells[:, column // group] = True
+    cells[case.row_flags.bool()] |= (
+        torch.arange(9, device="cuda") // tile == column // group // tile
+    )
+    check(surely, cells)
+
+
 def test_a_graph_replays_with_other_flags():
     case = make_case(16, 40, 600)
     forward = case.empty()
-    rescue(case.problem, case.inputs, case.row_flags, case.column_flags, forward)
+    case.guard(forward)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for found in forward.outputs:
             found.fill_(NAN)
-        rescue(case.problem, case.inputs, case.row_flags, case.column_flags, forward)
+        case.guard(forward)
     for row, column in ((None, None), (5, None), (599, 17), (None, None)):
         case.row_flags.zero_()
         case.column_flags.zero_()
@@ -515,7 +576,7 @@ def test_costs_next_to_nothing_where_nothing_is_flagged(m, k, groups):
 
     def guarded() -> None:
         other.add_(1)
-        rescue(case.problem, case.inputs, case.row_flags, case.column_flags, forward)
+        case.guard(forward)
 
     alone = microseconds(lambda: other.add_(1), 100)
     cost = microseconds(guarded, 100) - alone
@@ -533,7 +594,7 @@ def test_one_flag_keeps_much_of_the_gpu_at_work(m, k, groups):
 
     def cost() -> float:
         return microseconds(
-            lambda: rescue(case.problem, case.inputs, case.row_flags, case.column_flags, forward),
+            lambda: case.guard(forward),
             1,
             5,
         )
@@ -562,7 +623,7 @@ def test_costs_about_what_eager_does_where_all_is_flagged():
         case.row_flags.zero_()
         case.row_flags[torch.randperm(1024, device="cuda")[:rows]] = 1
         ours = microseconds(
-            lambda: rescue(case.problem, case.inputs, case.row_flags, case.column_flags, forward),
+            lambda: case.guard(forward),
             1,
             5,
         )

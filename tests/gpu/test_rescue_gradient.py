@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import pytest
 import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.fp32.planes import LISTED
+from epinorm.backends.cuda.fp32.rescue import SURELY
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.tools.accuracy import allowed_error, relative_error
 
@@ -62,8 +64,14 @@ class Case:
     def guard(self, result: Tensor) -> None:
         prepare_rescue(result, self.a, self.b, self.transposed, *self.flags())()
 
-    def flags(self) -> tuple[int, int, int]:
-        return self.row_flags.data_ptr(), self.summed_flags.data_ptr(), self.spoilt.data_ptr()
+    @cached_property
+    def scale(self) -> Tensor:
+        """Of planes that nothing was multiplied by."""
+        return torch.ones(self.row_flags.numel(), device="cuda")
+
+    def flags(self) -> tuple[int, int, int, int]:
+        given = self.row_flags, self.summed_flags, self.spoilt, self.scale
+        return tuple(t.data_ptr() for t in given)  # type: ignore[return-value]
 
     def spoil(self, index: int, *columns: int) -> None:
         """Flag an index of the sum by the columns that it spoils."""
@@ -233,6 +241,39 @@ def test_indices_spoil_several_columns_beside_flagged_rows(transposed, flagged, 
     case.spoil(17, 0, 1, 2, last)
     case.spoil(18, 5)
     case.check_columns(0, 1, 2, 5, 131, last)
+
+
+@ORDERS
+@pytest.mark.parametrize("sizes", [(1300, 650, 1500), (1024, 512, 8192)], ids=str)
+@pytest.mark.parametrize("flagged", [0.0, 0.03])
+def test_listed_columns_are_kept_where_they_are_large(transposed, flagged, sizes):
+    """SURELY times the row's scale, whatever the sign; numbers, one by one."""
+    case = make_case(*sizes, transposed, flagged=flagged)
+    rows = sizes[0]
+    case.scale = 2.0 ** torch.randint(-9, 9, (rows,), device="cuda").float()
+    case.spoil(3, 5, 131)
+    case.spoil(sizes[2] - 1, 5)
+    expected = case.whole().compute()
+    surely = SURELY * case.scale[:, None].expand_as(expected)
+    surely = torch.where(torch.rand_like(expected) < 0.5, -surely, surely)
+
+    def check(before: Tensor, written: Tensor) -> None:
+        result = before.clone()
+        case.guard(result)
+        written = written | case.row_flags.bool()[:, None]
+        assert torch.equal(bits(result), bits(torch.where(written, expected, before)))
+
+    none = torch.zeros_like(expected, dtype=torch.bool)
+    check(surely, none)
+    for value in (0.999 * surely, torch.zeros_like(surely), surely * NAN, surely / 0.0):
+        before, written = surely.clone(), none.clone()
+        for row, column in ((0, 5), (127, 131), (128, 5), (rows - 1, 131)):
+            before[row, column] = value[row, column]
+            written[row, column] = True
+        before[77, 6] = 0  # of no list
+        check(before, written)
+    case.summed_flags[7] = 2
+    check(surely, ~none)
 
 
 @ORDERS

@@ -181,7 +181,7 @@ class PlaneProducts:
         if self.dx is None or weight is None or by_row is None:
             return None
         dx = self.dx(*self._given(by_row, weight, self.split_weight))
-        flags = by_row.flags, *_flags_in(weight, self.split_weight)
+        flags = by_row.flags, *_flags_in(weight, self.split_weight), by_row.scale
         prepare_rescue(dx, dz(), inputs.weight, False, *flags)()
         return dx
 
@@ -194,7 +194,7 @@ class PlaneProducts:
             return None
         in_fp32 = dz()  # with it come the scales of its planes
         given = self._given(by_column, x, self.split_x)
-        flags = by_column.flags, *_flags_in(x, self.split_x)
+        flags = by_column.flags, *_flags_in(x, self.split_x), by_column.scale
         adding = None if into is None else self._adding()
         if into is None or adding is None:
             dw = self.dw(*given)

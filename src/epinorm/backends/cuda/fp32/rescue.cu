@@ -4,6 +4,9 @@
 // Each (row, group) with a flagged row, or a flagged column among its channels, is overwritten here;
 // no other is touched, so that a result never depends on its neighbours' flags.
 //
+// Where the product is in memory (kProduct), single elements that are not held cost only rows of it with
+// a number so small that they may count.
+//
 // Nothing flagged is the ordinary case: every block then reads the flags, or its share of them where
 // there are many, and ends.
 //
@@ -12,7 +15,8 @@
 // share the sum over k of each item; kGroupParts, those that share a group wider than a tile, each with
 // kColumns of it; kAligned (every row of x and w begins at a multiple of 16 bytes);
 // kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kSaveForBackward (z or, with kKeepsSum, what enters
-// the norm is written), kKeepStatistics (mean and rstd are); kFlagsLate (the previous kernel writes flags); CHAIN_PARAMETERS, OPERAND_LIST,
+// the norm is written), kKeepStatistics (mean and rstd are); kProduct, where the product is: kNowhere, kInZ
+// or kInY; kFlagsLate (the previous kernel writes flags); CHAIN_PARAMETERS, OPERAND_LIST,
 // STRIDE_LIST, CONSTANT_LIST.
 #include "common/dependent.cuh"
 #include "common/numeric.cuh"
@@ -24,7 +28,8 @@ struct Epilogue {
   const float* operands[chain::kSlots];
   i64 strides[chain::kSlots];
   chain::Constants<float> constants;
-  const Flag* row_flags;
+  const Flag *row_flags, *column_flags;
+  const float *x_scale, *w_scale;
   float *y, *z, *mean, *rstd;
   int n;
   chain::Drops<float> drops;
@@ -34,7 +39,53 @@ struct Epilogue {
 constexpr int kGroups = kGroupParts > 1 ? 1 : kColumns / kGroup;  // of a tile
 struct GroupSelection : Selection {
   Flag groups[kGroups];
+  bool kept[kRows];  // by `keep_rows`
 };
+
+// Leaves of the item's rows those that any lane of a warp wants, in order; by the whole block. Returns how
+// many there are; every thread gets the same number.
+template <class Wanted>
+EPINORM_FUNCTION int keep_rows(GroupSelection& selection, int rows, Wanted wanted) {
+  const int thread = threadIdx.x;
+  for (int i = thread / 32; i < rows; i += kWarps) {
+    const bool keep = __any_sync(kAllLanes, wanted(selection.rows[i])) != 0;
+    if (thread % 32 == 0) selection.kept[i] = keep;
+  }
+  __syncthreads();
+  const bool keep = thread < rows && selection.kept[thread];
+  const int row = keep ? selection.rows[thread] : 0;
+  int place = 0;
+  for (int before = 0; before < thread && keep; ++before) place += selection.kept[before];
+  const int count = __syncthreads_count(keep);
+  if (keep) selection.rows[place] = row;
+  __syncthreads();
+  return count;
+}
+
+constexpr int kNowhere = 0, kInZ = 1, kInY = 2;
+static_assert(kProduct == kNowhere || kGroupParts == 1, "a cluster's blocks write before all have looked");
+
+// What is left of the item's rows: but for flagged ones of which nothing is said of single elements, those
+// with a product that flagged elements of its row of x or of W may count in.
+EPINORM_FUNCTION int rows_that_count(GroupSelection& selection, const Item& item, int rows,
+                                     const Epilogue& e) {
+  if constexpr (kProduct == kNowhere) return rows;
+  const float* const product = kProduct == kInZ ? e.z : e.y;
+  return keep_rows(selection, rows, [&](int row) {
+    const Flag of_row = e.row_flags[row];
+    bool wanted = of_row > kSomeColumns;
+    for (int at = threadIdx.x % 32; at < kStrip; at += 32) {
+      const int column = item.first_column + at;
+      if (column >= e.n) break;
+      const Flag of_column = e.column_flags[column];
+      if (of_row == 0 && of_column == 0) continue;
+      wanted |= of_column > kSomeColumns ||
+                may_count(__ldcg(product + static_cast<i64>(row) * e.n + column),
+                          e.x_scale[row] * e.w_scale[column]);
+    }
+    return wanted;
+  });
+}
 
 // Fills `selection` as `select_rows` does: a flagged column needs every row.
 EPINORM_FUNCTION int select(GroupSelection& selection, const Item& item, const Flag* row_flags,
@@ -160,12 +211,14 @@ constexpr int kFewFlags = 8192;  // of a kind: up to here a block reads them all
 constexpr int kLooks = 4;        // items that a warp looks at in a round
 
 // x: (m, k), rows x_stride apart. w: (n, k), w_stride. row_flags: (m,), column_flags: (n,), both at
-// multiples of 4 bytes and, but for kFlagsLate, written before the previous kernel began. y, z: (m, n).
+// multiples of 4 bytes and, but for kFlagsLate, written before the previous kernel began. x_scale: (m,),
+// w_scale: (n,), powers of two, of their planes; read with kProduct alone. y, z: (m, n).
 // mean, rstd: (m, groups).
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rescue(const float* x, i64 x_stride, const float* w, i64 w_stride, const float* bias,
            const float* gamma, const float* beta, const Flag* row_flags, const Flag* column_flags,
-           float* y, float* z, float* mean, float* rstd, int m, int n, int k CHAIN_PARAMETERS) {
+           const float* x_scale, const float* w_scale, float* y, float* z, float* mean, float* rstd,
+           int m, int n, int k CHAIN_PARAMETERS) {
   extern __shared__ __align__(16) float shared[];
   __shared__ GroupSelection selection;
   __shared__ Flag near[kLooks * kWarps];
@@ -197,12 +250,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (!waited) wait_for_previous_kernel();
     waited = true;
     if (!work) continue;
-    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, STRIDE_LIST, CONSTANT_LIST, row_flags,
-                        y, z, mean, rstd, n, chain::drops_of<float>(CONSTANT_LIST, OPERAND_LIST)};
+    const Epilogue e = {bias, gamma, beta, OPERAND_LIST, STRIDE_LIST, CONSTANT_LIST, row_flags, column_flags,
+                        x_scale, w_scale, y, z, mean, rstd, n,
+                        chain::drops_of<float>(CONSTANT_LIST, OPERAND_LIST)};
     for (int look = 0; look < kLooks * kWarps; ++look) {
       if (!near[look]) continue;
       const Item item = order.at(first + look * step);
-      const int rows = select(selection, item, row_flags, column_flags, m, n);
+      int rows = select(selection, item, row_flags, column_flags, m, n);
+      if (rows > 0) rows = rows_that_count(selection, item, rows, e);
       if (rows <= 0) continue;
       const int column = item.first_column + (kGroupParts > 1 ? rank_in_cluster() * kColumns : 0);
       const Range own = own_k(k);

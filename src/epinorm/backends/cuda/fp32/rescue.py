@@ -26,9 +26,9 @@ from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 from epinorm.problem import Forward, Inputs, Problem
 
-SIGNATURE = "plpl" + "ppp" + "pp" + "pppp" + "iii"
-"""x, w and their row strides; bias, gamma, beta; the flags; y, z or the sum, mean, rstd; m,
-n, k."""
+SIGNATURE = "plpl" + "ppp" + "pppp" + "pppp" + "iii"
+"""x, w and their row strides; bias, gamma, beta; flags and scales of x's and w's rows; y, z or the
+sum, mean, rstd; m, n, k."""
 
 THREADS = 256
 VECTOR_BYTES = 16
@@ -40,6 +40,9 @@ MOST_SPLITS = 8
 """Blocks of a cluster of any GPU that has clusters."""
 SHORTEST_SPLIT = 512
 """Values of the summed index that are worth a block of their own."""
+
+SURELY = 2.0**10
+"""Times their scales products are surely large enough: kSurely there."""
 
 _VALUES = 128 * 128  # of a tile: 64 a thread
 _PAD = 4  # values between rows in shared memory
@@ -133,6 +136,15 @@ def _group_of(problem: Problem) -> int:
     return 1 if problem.chain.norm is None else problem.n // problem.groups
 
 
+def _product_in(problem: Problem) -> int:
+    """Where the kernel finds the linear's output without bias: kNowhere, kInZ or kInY there."""
+    chain = problem.chain
+    if problem.matrix_dtype is not None and not chain.returns_sum:
+        return 1
+    bare = chain.norm is None and not chain.pre and not chain.post and not problem.has_bias
+    return 2 if bare else 0
+
+
 def splits_of(tile: RescueTile, rows: int, columns: int, length: int, multiprocessors: int) -> int:
     """How many blocks, 1, 2, 4 or 8, share each sum of ``length`` products of a (rows, columns)
     result: until one flag, of a row or of a column, keeps more than a quarter of the GPU at
@@ -190,6 +202,7 @@ def rescue_source(
         "kSaveForBackward": problem.matrix_dtype is not None,
         "kKeepsSum": problem.chain.returns_sum,
         "kKeepStatistics": problem.keeps_statistics,
+        "kProduct": _product_in(problem) if tile.parts == 1 else 0,
         "kFlagsLate": flags_late,
     }
     count = len(problem.chain.operand_kinds)
@@ -237,13 +250,20 @@ def prepare_guard(
 
 
 def rescue(
-    problem: Problem, inputs: Inputs, row_flags: Tensor, column_flags: Tensor, forward: Forward
+    problem: Problem,
+    inputs: Inputs,
+    row_flags: Tensor,
+    column_flags: Tensor,
+    row_scale: Tensor,
+    column_scale: Tensor,
+    forward: Forward,
 ) -> None:
     """Overwrite y and, in training, z, mean and rstd wherever a flagged row or column takes part.
 
     row_flags (M,) and column_flags (N,), uint8, nonzero where a row of x or of weight is flagged;
     contiguous, at addresses that are multiples of 4, and complete before the last kernel of the
-    stream begins. inputs: fp32, rows may have a stride. forward: contiguous; (row, group)s without
+    stream begins. row_scale (M,) and column_scale (N,), fp32: those of the planes that were
+    multiplied. inputs: fp32, rows may have a stride. forward: contiguous; (row, group)s without
     a flag keep their bits. Every launch of the same values gives the same bits. Raises `ValueError`
     as `rescue_source` does.
     """
@@ -256,6 +276,7 @@ def rescue(
         *at,
         *parameter_addresses(inputs),
         *(row_flags.data_ptr(), column_flags.data_ptr()),
+        *(row_scale.data_ptr(), column_scale.data_ptr()),
         *forward.addresses,
         *(problem.m, problem.n, problem.k, *matrix_arguments(inputs.operands)[0]),
         *ChainArguments(problem.chain, torch.float32)(inputs.constants),

@@ -3,7 +3,8 @@
 //
 // The kernel before this one multiplied planes of fp16 that cannot hold what is flagged. A flagged row
 // of A spoils just that row of the result; an index of the sum, flagged by kSomeColumns, just the
-// columns in its list, and flagged by kWhole, everything. Nothing else is written. Nothing flagged is
+// columns in its list, and flagged by kWhole, everything. Of a column in a list just the numbers are computed
+// that are so small that what planes lost may count in them. Nothing else is written. Nothing flagged is
 // the ordinary case: every block then reads the flags and ends.
 //
 // With kAdds that kernel added to a result that was there, but for flagged rows, and they are added
@@ -49,10 +50,11 @@ EPINORM_FUNCTION bool any_row_flag(const ItemOrder& order, int first, int step,
   return any != 0;
 }
 
-// From the first `rows` rows and `columns` columns of the tile to the result, where at(row, column) says;
-// with several blocks a sum, each adds their tiles in the order of k for its share of the rows.
-template <class At>
-EPINORM_FUNCTION void store(const float* tile, int rows, int columns, float* result, At at) {
+// From the first `rows` rows and `columns` columns of the tile to the result, where at(row, column) says,
+// and where the result is not kept; with several blocks a sum, each adds their tiles in the order of k for
+// its share of the rows.
+template <class At, class Keeps>
+EPINORM_FUNCTION void store(const float* tile, int rows, int columns, float* result, At at, Keeps keeps) {
   if constexpr (kSplitK > 1) cluster_sync();  // all tiles are there
   const Range own = own_rows(rows);
   for (int i = own.first * kColumns + threadIdx.x; i < own.end * kColumns; i += kThreads) {
@@ -60,16 +62,19 @@ EPINORM_FUNCTION void store(const float* tile, int rows, int columns, float* res
     if (column >= columns) continue;
     const float value = sum_of_blocks(tile + row * kTileStride + column);
     float& target = result[at(row, column)];
+    if (keeps(row, column, target)) continue;
     target = kAdds ? target + value : value;
   }
   if constexpr (kSplitK > 1) cluster_sync();  // no tile is read any more
 }
 
 // Spoilt columns of the result, all rows of them: rows of the transposed product bᵀ · Aᵀ, since whole
-// strips of it would be computed for a few columns each. `first` and `step` share its tiles out.
+// strips of it would be computed for a few columns each. `first` and `step` share its tiles out. row_scale:
+// (m,), of A's planes, null where all of a column is to be computed.
 EPINORM_FUNCTION void compute_columns(float* shared, const SpoiltColumns& spoilt, int first, int step,
                                       const float* a, i64 a_stride, const float* b, i64 b_stride,
-                                      float* result, int m, int n, int k) {
+                                      const float* row_scale, const Flag* row_flags, float* result,
+                                      int m, int n, int k) {
   constexpr int kHeight = Place<kThinRows>::kHeight;
   const int strips = (m + kColumns - 1) / kColumns;
   const int tiles = strips * ((spoilt.count + kHeight - 1) / kHeight);
@@ -77,23 +82,34 @@ EPINORM_FUNCTION void compute_columns(float* shared, const SpoiltColumns& spoilt
     const int first_row = tile % strips * kColumns, begin = tile / strips * kHeight;
     const int* const columns = spoilt.columns + begin;
     const int count = min(spoilt.count - begin, kHeight);
-    __syncthreads();  // no more reads of the last tile
+    const auto at = [&](int column, int row) {
+      return static_cast<i64>(first_row + row) * n + columns[column];
+    };
+    const auto keeps = [&](int, int row, float product) {
+      return row_scale != nullptr && !may_count(product, __ldcg(row_scale + first_row + row));
+    };
+    bool any = false;
+    for (int i = threadIdx.x; i < count * kColumns; i += kThreads) {
+      const int column = i / kColumns, row = i % kColumns;
+      // A flagged row's number may be written by another cluster at this moment, and blocks of one agree.
+      if (first_row + row < m && __ldcg(row_flags + first_row + row) == 0)
+        any |= !keeps(column, row, __ldcg(result + at(column, row)));
+    }
+    if (!__syncthreads_or(any)) continue;  // and no more reads of the last tile
     multiply<kThinRows, true, kTransposedA>(shared, columns, count, b, b_stride, a, a_stride,
                                             first_row, m, k);
-    store(shared, count, m - first_row, result, [&](int column, int row) {
-      return static_cast<i64>(first_row + row) * n + columns[column];
-    });
+    store(shared, count, m - first_row, result, at, keeps);
   }
 }
 
 // a: (m, k), or (k, m) with kTransposedA, rows a_stride apart. b: (k, n), b_stride. row_flags: (m,),
 // sum_flags: (k,), both at multiples of 4 bytes, sum_columns: (k,), all written before the previous
-// kernel began; with kAdds sum_columns is not read.
+// kernel began; with kAdds sum_columns is not read. row_scale: (m,), powers of two, of A's planes.
 // result: (m, n), of which the previous kernel wrote the rows that are not flagged.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rescue_gradient(const float* a, i64 a_stride, const float* b, i64 b_stride,
                     const Flag* row_flags, const Flag* sum_flags, const ColumnList* sum_columns,
-                    float* result, int m, int n, int k) {
+                    const float* row_scale, float* result, int m, int n, int k) {
   extern __shared__ __align__(16) float shared[];
   __shared__ Selection selection;
   __shared__ SpoiltColumns spoilt;
@@ -128,11 +144,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     else
       multiply<kFullRows, kTransposedA, true>(shared, selection.rows, rows, own_a, a_stride, own_b,
                                               b_stride, column, n, length);
-    store(shared, rows, n - column, result, [&](int row, int j) {
+    const auto at = [&](int row, int j) {
       return static_cast<i64>(selection.rows[row]) * n + column + j;
-    });
+    };
+    store(shared, rows, n - column, result, at, [](int, int, float) { return false; });
   }
-  if (!kAdds && any_index && !everything)
-    compute_columns(shared, spoilt, first, step, own_a, a_stride, own_b, b_stride, result, m, n,
-                    length);
+  if (kAdds || !any_index || everything) return;
+  // Of more columns than a tile has, tiles may share one: two clusters would write and look at a number.
+  if (spoilt.count > Place<kThinRows>::kHeight) row_scale = nullptr;
+  compute_columns(shared, spoilt, first, step, own_a, a_stride, own_b, b_stride, row_scale, row_flags,
+                  result, m, n, length);
 }

@@ -20,9 +20,9 @@ from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 
-SIGNATURE = "plpl" + "ppp" + "p" + "iii"
-"""a, b and their row strides; the flags of rows and of the sum's indices, the latter's columns;
-result; m, n, k."""
+SIGNATURE = "plpl" + "pppp" + "p" + "iii"
+"""a, b and their row strides; the flags of rows and of the sum's indices, the latter's columns, the
+scales of rows; result; m, n, k."""
 
 TILE = RescueTile(128, 128, 128)
 FLAG_BYTES = 4
@@ -73,6 +73,7 @@ def prepare_rescue(
     row_flags: int,
     summed_flags: int,
     summed_spoilt: int,
+    row_scale: int,
     *,
     adds: bool = False,
 ) -> Callable[[], None]:
@@ -84,9 +85,11 @@ def prepare_rescue(
     (L, R) if ``transposed_a``; b: (L, S); both fp32 with contiguous rows, at any stride. row_flags
     and summed_flags: the addresses, multiples of 4, of (R,) and (L,) uint8; summed_spoilt: the
     address, a multiple of 16, of (L, 4) int32, columns or -1, as in `planes.Planes`, not read with
-    ``adds``; all complete before the last kernel of the stream begins. What is not spoilt keeps its
-    bits, and every launch of the same values gives the same bits. What can fail fails here, before
-    anything is written: raises `ValueError` for shapes or addresses that do not fit.
+    ``adds``; all complete before the last kernel of the stream begins. row_scale: the address of
+    (R,) fp32, of the planes that were multiplied: what listed columns hold that is far above it is
+    right as it is. What is not spoilt keeps its bits, and every launch of the same values gives the
+    same bits. What can fail fails here, before anything is written: raises `ValueError` for shapes
+    or addresses that do not fit.
     """
     rows, columns = result.shape
     length = b.shape[0]
@@ -113,7 +116,7 @@ def prepare_rescue(
     return partial(
         launch,
         *(a_at, a_stride, b.data_ptr(), b.stride(0)),
-        *(row_flags, summed_flags, summed_spoilt, result.data_ptr()),
+        *(row_flags, summed_flags, summed_spoilt, row_scale, result.data_ptr()),
         *(rows, columns, length),
     )
 

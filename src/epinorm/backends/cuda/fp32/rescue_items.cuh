@@ -89,3 +89,14 @@ EPINORM_FUNCTION int select_rows(Selection& selection, const Item& item, bool ev
   __syncthreads();
   return rows;
 }
+
+// Of a product by planes, and of the power of two that its operands' scales give it: whether what planes lost
+// of elements that they do not hold can count in it. These are at most 32 (8 forward, one tile's columns
+// backward) and below 2^-35 (two planes) or 2^-24 (one) of the scale, their factors below 2^16: so
+// beyond kSurely they are less than 2^-24 (2^-13) of the product. internals/precision.md.
+constexpr float kSurely = 0x1p10f;
+
+EPINORM_FUNCTION bool may_count(float product, float scale) {
+  const float size = fabsf(product);
+  return !(size >= kSurely * scale && size < static_cast<float>(EPINORM_INFINITY));
+}

@@ -290,8 +290,9 @@ class _Split(Launch):
             if guard is not None:
                 others = matrix_arguments(operands)[0] if operands else ()
                 guard(
-                    *matrices, *parameters, flags, column_flags, *targets, *sizes, *others, *numbers
-                )
+                    *matrices, *parameters, flags, column_flags, scale, column_scale,
+                    *targets, *sizes, *others, *numbers,
+                )  # fmt: skip
             if left is None:
                 return out
             more = StepForward._make(out)

@@ -159,6 +159,7 @@ class Converting(Launch):
             guard(
                 x.data_ptr(), x_stride, w.data_ptr(), w_stride, *parameters,
                 x_plane + of_x.flags, w_plane + of_weight.flags,
+                x_plane + of_x.scale, w_plane + of_weight.scale,
                 *targets, *sizes, *given, *numbers_of_chain,
             )  # fmt: skip
             if not leaves:
