@@ -11,6 +11,7 @@ into OUT/models/<gpu>.json. The exit code is 0 only if every row was verified an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import subprocess
@@ -37,7 +38,7 @@ VERIFYING = 0.6
 
 def main() -> int:
     chosen = parser().parse_args()
-    if chosen.child:
+    if chosen.child is not None:
         return measure(chosen.rows[0], chosen)
     rows = [row for text in chosen.rows or NAMED for row in rows_of(text)]
     chosen.out.mkdir(parents=True, exist_ok=True)
@@ -54,13 +55,23 @@ def rows_of(text: str) -> Iterable[str]:
 
 
 def run_beside(rows: list[str], chosen: argparse.Namespace) -> int:
-    """Run a process for each row; how many of them failed."""
+    """Run a process for each row; how many of them failed.
+
+    Each starts with its share of the lock: none is timed before the last has come to verifying.
+    """
     began = time.monotonic()
     env = dict(os.environ, OMP_NUM_THREADS=str(COMPILERS))
     env["TORCHINDUCTOR_COMPILE_THREADS"] = str(COMPILERS)
-    command = [sys.executable, "-W", "ignore", *sys.argv, "--child"]
+    command = [sys.executable, "-W", "ignore", *sys.argv]
     own = [argument for argument in command if argument not in chosen.rows]
-    children = {row: subprocess.Popen([*own, row], env=env) for row in rows}
+    children = {}
+    with contextlib.ExitStack() as opened:
+        locks = [opened.enter_context((chosen.out / ".lock").open("w")).fileno() for _ in rows]
+        for lock in locks:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        for row, lock in zip(rows, locks, strict=True):
+            arguments = [*own, "--child", str(lock), row]
+            children[row] = subprocess.Popen(arguments, env=env, pass_fds=[lock])
     try:
         if chosen.seconds:
             wait(children.values(), began + VERIFYING * chosen.seconds)
@@ -94,8 +105,7 @@ def measure(text: str, chosen: argparse.Namespace) -> int:
     began = time.monotonic()
     model, setting, pass_ = text.split(":")
     device = torch.device(chosen.device)
-    with (chosen.out / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+    with open(chosen.child, "w") as lock:
         row = bench_model(
             load_subject(model, chosen.small),
             SETTINGS[setting],
@@ -132,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, help="end after so many")
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--small", action="store_true", help="models for a CPU")
-    made.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--child", type=int, help=argparse.SUPPRESS)  # its lock
     return made
 
 

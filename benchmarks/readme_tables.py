@@ -149,17 +149,18 @@ def sums_table(folder: Path) -> str:
     return measured_table(heads, lines, measured)
 
 
-def liger_table(folder: Path) -> str:
-    """A line for each row of ``benchmarks/liger.py``, with Liger-Kernel's version below."""
+def others_table(folder: Path) -> str:
+    """A line for each row of ``benchmarks/others.py``, with the libraries' versions below."""
     measured = [
         row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())
     ]
-    heads = ("what", "setting", "pass", "eager", "Liger-Kernel's norms", "epinorm")
+    heads = ("beside", "what", "setting", "eager", "with its norms", "epinorm")
     lines = []
     for row in measured:
         eager = row.get("eager_us")
-        cells = [row["case"], row["setting"], row["pass"], microseconds(eager)]
-        for name in ("liger", "fused"):
+        setting = f"{row['setting']}, {row['pass']}"
+        cells = [row["library"], row["case"], setting, microseconds(eager)]
+        for name in ("other", "fused"):
             us = row.get(f"{name}_us")
             low, high = row.get("spreads", {}).get(name, (0.0, 0.0))
             ratio = "noise" if low <= 1 <= high else times(over(eager, us))
@@ -167,8 +168,8 @@ def liger_table(folder: Path) -> str:
             more = f", error {error:.1f}× eager's" if error > 1.1 else ""
             cells.append(f"{microseconds(us, eager)} ({ratio}{more})" if us else "not verified")
         lines.append(cells)
-    versions = " and ".join(sorted({row["liger"] for row in measured}))
-    below = f" Liger-Kernel {versions}." if measured else ""
+    versions = ", ".join(sorted({f"{row['library']} {row['version']}" for row in measured}))
+    below = f" {versions}." if measured else ""
     return measured_table(heads, lines, measured) + below
 
 

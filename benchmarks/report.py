@@ -11,8 +11,8 @@ and ``nvidia-h200-forward-short`` a few of them in six columns.
 them; ``kernelbench-nvidia-h200`` is ``benchmarks/results/kernelbench``.
 ``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``;
 ``exported`` the rows of ``benchmarks/exported.py``,
-``accumulation`` those of ``benchmarks/accumulation.py``, ``liger`` those of
-``benchmarks/liger.py``, ``host`` of ``benchmarks/host.py``, ``matrix`` those of ``make matrix``.
+``accumulation`` those of ``benchmarks/accumulation.py``, ``others`` those of
+``benchmarks/others.py``, ``host`` of ``benchmarks/host.py``, ``matrix`` those of ``make matrix``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from readme_tables import (
     exported_table,
     host_table,
     judged_table,
-    liger_table,
     markdown_table,
     matrix_table,
     models_section,
     models_table,
+    others_table,
     short_table,
     suite_table,
     sums_table,
@@ -53,7 +53,7 @@ PICTURED_RESULTS = "nvidia-h200"
 FOLDERS = {
     "judged": judged_table,
     "exported": exported_table,
-    "liger": liger_table,
+    "others": others_table,
     "accumulation": accumulation_table,
     "matrix": matrix_table,
     "sums": sums_table,

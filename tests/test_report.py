@@ -239,18 +239,19 @@ def test_sums_table(tmp_path: Path) -> None:
     assert lines[2] == "| bert_out | high | 90 µs | 101 µs | 146 µs | 109 µs |"
 
 
-def test_liger_table(tmp_path: Path) -> None:
-    assert readme_tables.liger_table(tmp_path) == "Not measured yet."
-    row = {"case": "mid", "setting": "high", "pass": "forward", "eager_us": 300.0, "liger": "0.8"}
-    row |= {"gpu": "G", "torch": "2", "commit": "abc", "date": "2026-01-01", "fused_us": 100.0}
-    off = {**row, "liger_us": 200.0, "liger_error": 3e-3, "eager_error": 2e-3}
-    near = {**off, "spreads": {"liger": [0.9, 1.2]}, "liger_error": 2e-3}
+def test_others_table(tmp_path: Path) -> None:
+    assert readme_tables.others_table(tmp_path) == "Not measured yet."
+    row = {"library": "quack", "version": "0.6", "case": "mid", "setting": "high"}
+    row |= {"pass": "forward", "eager_us": 300.0, "fused_us": 100.0}
+    row |= {"gpu": "G", "torch": "2", "commit": "abc", "date": "2026-01-01"}
+    off = {**row, "other_us": 200.0, "other_error": 3e-3, "eager_error": 2e-3}
+    near = {**off, "spreads": {"other": [0.9, 1.2]}, "other_error": 2e-3}
     (tmp_path / "g.json").write_text(json.dumps([row, off, near]))
-    lines = readme_tables.liger_table(tmp_path).splitlines()
-    assert lines[2] == "| mid | high | forward | 300 µs | not verified | 100 µs (3.00×) |"
+    lines = readme_tables.others_table(tmp_path).splitlines()
+    assert lines[2] == "| quack | mid | high, forward | 300 µs | not verified | 100 µs (3.00×) |"
     assert "| 200 µs (1.50×, error 1.5× eager's) |" in lines[3]
     assert "| 200 µs (noise) |" in lines[4]
-    assert lines[-1].endswith("Medians of interleaved runs. Liger-Kernel 0.8.")
+    assert lines[-1].endswith("Medians of interleaved runs. quack 0.6.")
 
 
 def test_host_table(tmp_path: Path) -> None:

@@ -30,6 +30,21 @@ __device__ __forceinline__ void keep_after_wait(Accumulators& values) {
   for (int block = 0; block < kRowBlocks; ++block) keep_after_wait(values[block]);
 }
 
+__device__ __forceinline__ void set_to_zero(Accumulators& values) {
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block)
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) values[block][i] = 0.0f;
+}
+
+// The first product reads no sum. The ptxas of CUDA 12 defines the registers all the same, behind the
+// fence, and so makes each product wait for the one before it (its C7515); not if they have a value here.
+__device__ __forceinline__ void define(Accumulators& values) {
+#if __CUDACC_VER_MAJOR__ < 13
+  set_to_zero(values);
+#endif
+}
+
 constexpr int kStepProducts = kBlockK / kProductK;
 
 // The i-th product of a step. With two planes, v = hi + lo 2^-11: the products lo hi and hi lo go into
@@ -264,15 +279,16 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
     }
   };
   if constexpr (kElementBytes == 4 && kWeightInSmem && kWeightSteps <= kStages) {
+    define(result);
     multiply_at_once(result, ring, slot, share, pass_turn);
   } else if constexpr (kPlanes == 1) {
+    define(result);
     multiply_steps(result, nullptr, ring, slot, share, 0, k_steps - 1, issued);
   } else {
     Accumulators part, cross;
-#pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block)
-#pragma unroll
-      for (int i = 0; i < kAccumulators; ++i) result[block][i] = 0.0f;
+    set_to_zero(result);
+    define(part);
+    define(cross);
     if constexpr (kFoldSteps == 0) {
       multiply_and_fold(result, part, cross, ring, slot, share, k_steps, issued);
     } else {
