@@ -38,8 +38,6 @@ NAMED = [
     for file, symbol in re.findall(r"`([\w/]+\.(?:py|cuh?))`(?:: `(\w+)`)?", answer)
 ]
 TEXTS = {".py", ".cu", ".cuh", ".cpp", ".h", ".in"}
-SOURCES = {p: p.read_text("utf-8") for p in (ROOT / "src").rglob("*") if p.suffix in TEXTS}
-WORDS = set(re.findall(r"\w+", "\n".join(SOURCES.values())))
 SETTERS = ("setattr", "delattr", "set_", "patch", "object")
 MAY_PATCH = re.compile(r"setattr|delattr|patch|\._\w+(, [\w.]+)* = ")
 KEPT_FOR_GOOD = {
@@ -134,7 +132,7 @@ def test_one_function_clears_every_cache_that_can_go_stale() -> None:
 
 
 def test_files_are_short_and_the_top_is_small() -> None:
-    long = {p.name: n for p, text in SOURCES.items() if (n := len(text.splitlines())) > 400}
+    long = {p.name: n for p, text in _sources().items() if (n := len(text.splitlines())) > 400}
     assert not long
     top = {p.name for p in (ROOT / "src" / "epinorm").iterdir()} - {"__pycache__"}
     assert len(top) <= 14
@@ -178,7 +176,17 @@ def _patched(tree: ast.AST) -> list[str]:
             found += [each.value for each in node.args if isinstance(each, ast.Constant)]
     named = [name for name in found if isinstance(name, str) and not name.startswith("torch.")]
     last = [name.rpartition(".")[2] for name in named]
-    return [name for name in last if re.match("_[A-Za-z]", name) and name in WORDS]
+    return [name for name in last if re.match("_[A-Za-z]", name) and name in _words()]
+
+
+@functools.cache
+def _words() -> set[str]:
+    return set(re.findall(r"\w+", "\n".join(_sources().values())))
+
+
+@functools.cache
+def _sources() -> dict[Path, str]:
+    return {p: p.read_text("utf-8") for p in (ROOT / "src").rglob("*") if p.suffix in TEXTS}
 
 
 def _name(function: ast.expr) -> str:

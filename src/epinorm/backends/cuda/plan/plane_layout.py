@@ -18,7 +18,7 @@ class PlaneLayout:
 
     Each for the rows of both matrices: hi, lo (where there are two planes), spoilt, scale, flags.
     The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``, ``spoilt``,
-    ``scale`` and ``flags`` are offsets in bytes, as is ``second_plane`` from a plane's beginning.
+    ``scale`` and ``flags`` are offsets in bytes.
     """
 
     def __init__(self, planes: int, columns: int, rows: int, more_rows: int) -> None:
@@ -30,7 +30,6 @@ class PlaneLayout:
         self.all_rows = self.second + more_rows
         plane_bytes = self.all_rows * self.padded * 2
         self.hi, self.lo = 0, (planes - 1) * plane_bytes
-        self.second_plane = self.second * self.padded * 2
         self.spoilt = planes * plane_bytes
         self.scale = self.spoilt + 4 * LISTED * self.all_rows
         self.flags = self.scale + 4 * self.all_rows
