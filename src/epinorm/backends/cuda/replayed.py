@@ -65,6 +65,8 @@ class _Recorder:
         run: Callable[[], Any],
         given: list[Tensor],
         results: Callable[[Any], list[Tensor]],
+        *,
+        holds: bool = False,
     ) -> tuple[Any, Any]:
         """What ``run`` makes, and how to repeat it; None where that cannot be. ``given`` is
         emptied, so that it may be freed within the run."""
@@ -72,7 +74,7 @@ class _Recorder:
             given.clear()
             made = run()
         try:
-            program = replay(noted, results(made))
+            program = replay(noted, results(made), holds=holds)
         except CannotReplay as reason:
             log.debug("a pass is not repeated by native code: %s", reason)
             return made, None
@@ -174,7 +176,10 @@ class ReplayedForward:
         whole = _apart(whole)
         given = [t for t in (*whole[:5], *whole.operands) if t is not None]
         out, program = self._recorder.record(
-            lambda: self._run(*whole), given, lambda made: _there((*made, *_planes(made)))
+            lambda: self._run(*whole),
+            given,
+            lambda made: _there((*made, *_planes(made))),
+            holds=True,
         )
         if program is not None:
             self._device = x.device

@@ -139,6 +139,14 @@ PyObject* new_program(PyTypeObject* type, PyObject* args, PyObject*) {
     const Sizes addresses = numbers(functions);
     made->launch = reinterpret_cast<LaunchKernelEx>(addresses.at(0));
     made->encode = reinterpret_cast<EncodeTiled>(addresses.at(1));
+#ifndef EPINORM_PROGRAM_ALONE
+    if (addresses.size() > 2) {
+      GraphFunctions cuda;
+      TORCH_CHECK(addresses.size() == 2 + sizeof cuda / sizeof(void*), "not all functions of graphs");
+      std::memcpy(&cuda, &addresses[2], sizeof cuda);
+      made->graphs = std::make_unique<Graphs>(cuda);
+    }
+#endif
     const at::Tensor like = tensor(device_like);
     made->device = like.device();
     made->allocator = like.storage().allocator();
