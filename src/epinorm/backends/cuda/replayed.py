@@ -86,10 +86,10 @@ def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None and t.numel()]
 
 
-def _apart(inputs: Inputs) -> Inputs:
+def _apart(inputs: Inputs, *others: Tensor) -> Inputs:
     """The inputs, of those that begin where another does copies: a recording knows tensors by their
     addresses. What it makes of them serves both, a residual that is x and one that is not."""
-    known: set[int] = set()
+    known = {t.data_ptr() for t in others}
 
     def own(t: Tensor | None) -> Tensor | None:
         if t is None or not t.numel():
@@ -274,7 +274,7 @@ class ReplayedBackward:
         if found or not recorder.wants(dy.device):
             del planes
             return self._run(inputs, kept, dy, want, left)
-        inputs = _apart(inputs)
+        inputs = _apart(inputs, kept[0].z)
         given = _given(inputs, kept[0], dy, planes)
         del planes
         gradients, program = recorder.record(

@@ -253,16 +253,16 @@ std::shared_ptr<const Backward> backward(PyObject* object) {
 }
 
 // (tensors, casts, setting, y's size, program, kept, sum, planes, has_room, leave, two backwards,
-// in_python, accumulating)
+// in_python, accumulating, residual)
 PyObject* add_call(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
     PyObject *given, *casts, *setting, *size, *program, *kept, *has_room, *leave, *first, *second;
     PyObject* in_python;
-    int sum, planes;
+    int sum, planes, residual;
     unsigned long long accumulating;
-    if (!PyArg_ParseTuple(args, "OOOOO!OiiOOOOOK", &given, &casts, &setting, &size, program_type,
+    if (!PyArg_ParseTuple(args, "OOOOO!OiiOOOOOKi", &given, &casts, &setting, &size, program_type,
                           &program, &kept, &sum, &planes, &has_room, &leave, &first, &second,
-                          &in_python, &accumulating))
+                          &in_python, &accumulating, &residual))
       return nullptr;
     const Tensors like = tensors(given);
     Calls& calls = *value_of<Calls>(self);
@@ -284,6 +284,7 @@ PyObject* add_call(PyObject* self, PyObject* args) {
     made->y_sizes = numbers(size);
     made->forward = value_of<Program>(program);
     made->sum = sum;
+    made->residual = residual;
     made->training = first != Py_None;
     if (made->training) {
       for_each(kept, [&](PyObject* each) {
