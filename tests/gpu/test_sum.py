@@ -124,7 +124,8 @@ def test_under_autocast(text: str) -> None:
         assert relative_error(ours, true) <= limit
 
 
-def test_under_autocast_the_sum_is_kept_and_no_residual() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_the_sum_is_kept_and_no_residual(dtype: torch.dtype) -> None:
     """As eager keeps what its norm reads; z and a residual in fp32 would be half as much again."""
     m, k, n = 4096, 768, 768
     text = RESIDUAL.removesuffix("|returns(sum)")
@@ -141,7 +142,7 @@ def test_under_autocast_the_sum_is_kept_and_no_residual() -> None:
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             with torch.autocast("cuda", torch.bfloat16):
-                y = way(*tensors[:5], tensors[5] * 1)  # a result that nothing else holds
+                y = way(*tensors[:5], tensors[5].to(dtype) * 1)  # a result that nothing else holds
             held[name] = torch.cuda.memory_allocated() - before
             found[name] = [y.detach(), *torch.autograd.grad(y, tensors, dy)]
             del y

@@ -134,12 +134,12 @@ class Caller:
         if isinstance(found.executable, calls.Eager):
             return found.executable.results(self._constants, *tensors)
         self._uses.count += 1
-        self._native.keep(found.executable, tensors, facts, found.training)
+        self._native.keep(found.executable, tensors, facts, found.training, self._returns_sum)
         if facts[3] is None:
             return self._run(found, tensors, facts)
         with torch._C._ExcludeDispatchKeyGuard(transforms.CUDA_AUTOCAST):
             results = self._run(found, transforms.cast(tensors), facts)
-        if isinstance(results, Tensor):
+        if isinstance(results, Tensor) or not self._returns_sum:
             return results
         y, total = results
         return y, total.to(transforms.sum_dtype_under_autocast(tensors, Chain.parse(facts[0])))

@@ -40,10 +40,16 @@ class NativeCalls:
         return None if calls is None or marked else calls(*tensors)
 
     def keep(
-        self, executable: Executable, tensors: Sequence[Any], facts: Facts, training: bool
+        self,
+        executable: Executable,
+        tensors: Sequence[Any],
+        facts: Facts,
+        training: bool,
+        returns_sum: bool = False,
     ) -> None:
         """Let ``find`` compute calls like this one, if ``executable``, which computed it, recorded
-        its pass. facts[3]: the norm's dtype under autocast."""
+        its pass. facts[3]: the norm's dtype under autocast; returns_sum: the caller wants the sum,
+        in PyTorch's dtype."""
         passes: NativePasses | None = getattr(executable, "native", lambda _: None)(
             constants_of(facts)
         )
@@ -51,7 +57,7 @@ class NativeCalls:
             return
         chain = executable.problem.chain
         place = residual_place(chain)
-        if passes.sum >= 0 and facts[3] is not None:
+        if returns_sum and facts[3] is not None:
             as_pytorch = transforms.sum_dtype_under_autocast(tensors, chain)
             if as_pytorch != executable.problem.sum_dtype:
                 return
