@@ -47,6 +47,8 @@ import figures
 _WORDS = ctypes.POINTER(ctypes.c_uint64)
 SMS = 132
 SHARED_BYTES = 232448
+CAPTURE_STREAM = 77
+_GRAPHS = dict(zip(driver.GRAPHS, (2, 1, 1, 2, 2, 2, 3, 2, 1, 1), strict=True))  # their arguments
 
 _DTYPES = {6: torch.float16, 7: torch.float32, 9: torch.bfloat16}  # CUtensorMapDataType
 _CTYPES = {
@@ -99,6 +101,17 @@ class ImaginaryGPU:
 
     replayed: int = 0
     """Launches by native code, of those that there were."""
+
+    captured: list[Callable[[int], int]] | None = None
+    """What the stream that is captured was given so far."""
+
+    capturing: bool = False
+    """Whether streams are captured by somebody else."""
+
+    refuses_graphs: bool = False
+
+    graphs: dict[int, list[Callable[[int], int]]] = field(default_factory=dict)
+    graph_launches: int = 0
 
     def kinds(self) -> list[str]:
         """The kernels launched since this was last asked."""
@@ -153,10 +166,54 @@ class ImaginaryGPU:
                 arguments.append((_DTYPES[dtype], *words))
             else:
                 arguments.append(_CTYPES[letter].from_address(at).value)
-        self.launches.append(Launch(kind, source, stream, arguments))
-        with _disable_current_modes():  # what is computed here is no part of the caller's run
-            getattr(self, f"compute_{kind}")(source, *arguments)
+
+        def compute(stream: int) -> int:
+            self.launches.append(Launch(kind, source, stream, arguments))
+            with _disable_current_modes():  # what is computed here is no part of the caller's run
+                getattr(self, f"compute_{kind}")(source, *arguments)
+            return 0
+
+        if stream == CAPTURE_STREAM and self.captured is not None:
+            self.captured.append(compute)
+            return 0
+        return compute(stream)
+
+    # ---- CUDA graphs ----
+
+    def cuStreamCreate(self, stream: int, _flags: int) -> int:
+        ctypes.c_uint64.from_address(stream).value = CAPTURE_STREAM
         return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, _mode: int) -> int:
+        return 0
+
+    def cuStreamBeginCapture_v2(self, stream: int, _mode: int) -> int:
+        assert stream == CAPTURE_STREAM
+        self.captured = []
+        return 0
+
+    def cuStreamEndCapture(self, _stream: int, graph: int) -> int:
+        assert self.captured is not None
+        ctypes.c_uint64.from_address(graph).value = made = len(self.graphs) + 1
+        self.graphs[made], self.captured = self.captured, None
+        return 0
+
+    def cuStreamIsCapturing(self, _stream: int, status: int) -> int:
+        ctypes.c_int.from_address(status).value = int(self.capturing)
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, made: int, graph: int, _flags: int) -> int:
+        ctypes.c_uint64.from_address(made).value = graph
+        return int(self.refuses_graphs)
+
+    def cuGraphLaunch(self, graph: int, stream: int) -> int:
+        self.graph_launches += 1
+        return max(compute(stream) for compute in self.graphs[graph])
+
+    def cuGraphDestroy(self, _graph: int) -> int:
+        return 0
+
+    cuGraphExecDestroy = cuStreamDestroy_v2 = cuGraphDestroy
 
     def native(self) -> SimpleNamespace:
         """The driver's functions as native code calls them."""
@@ -172,7 +229,12 @@ class ImaginaryGPU:
 
         pointer, number = ctypes.c_void_p, ctypes.c_int
         maps = (pointer, number, number, *[pointer] * 5, *[number] * 4)
+        graphs = {
+            name: ctypes.CFUNCTYPE(number, *[pointer] * _GRAPHS[name])(getattr(self, name))
+            for name in driver.GRAPHS
+        }
         return SimpleNamespace(
+            **graphs,
             cuLaunchKernelEx=ctypes.CFUNCTYPE(number, *[pointer] * 4)(launch_kernel),
             cuTensorMapEncodeTiled=ctypes.CFUNCTYPE(number, *maps)(encode),
         )

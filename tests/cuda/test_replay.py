@@ -277,3 +277,59 @@ def test_without_a_compiler_python_launches(gpu, monkeypatch, caplog):
         check(caller, tensors())
     assert gpu.replayed == 0
     assert caplog.text.count("no C++ compiler") == 1
+
+
+def until_a_graph(gpu, caller, given):
+    """Calls with the same tensors: what they make lies where it lay before, sooner or later."""
+    before = gpu.graph_launches
+    for _ in range(50):
+        check(caller, given)
+        if gpu.graph_launches > before:
+            return
+    pytest.fail("no graph was launched")
+
+
+def test_addresses_that_come_back_are_a_graph(gpu, caller):
+    given = tensors()
+    until_a_graph(gpu, caller, given)
+    for t in given:
+        t.normal_()
+    gpu.stream = 9
+    until_a_graph(gpu, caller, given)
+    assert {launch.stream for launch in gpu.launches[-4:]} == {9}
+    kept = [check(caller, tensors()) for _ in range(3)]  # other addresses
+    expected = [y.clone() for y in kept]
+    until_a_graph(gpu, caller, given)
+    assert all(map(torch.equal, kept, expected))
+
+
+def test_no_graph_while_a_stream_is_captured(gpu, caller):
+    given = tensors()
+    until_a_graph(gpu, caller, given)
+    before, gpu.capturing = gpu.graph_launches, True
+    for _ in range(5):
+        check(caller, given)
+    assert gpu.graph_launches == before
+
+
+def test_what_cannot_be_a_graph_is_launched_or_raises(gpu, caller):
+    given = tensors()
+    gpu.refuses_graphs = True
+    for _ in range(5):
+        check(caller, given)
+    assert not gpu.graph_launches
+    gpu.refuses_graphs, gpu.refused = False, "norm_forward"
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="launch 4 of 4 failed"):
+            check(caller, given)
+    gpu.refused = ""
+    until_a_graph(gpu, caller, given)
+
+
+def test_large_and_short_passes_are_no_graphs(gpu, monkeypatch):
+    monkeypatch.setattr("epinorm.backends.cuda.runtime.replay.MOST_MADE", 1000)
+    caller, given = Caller(CHAIN, "planes"), tensors()
+    for _ in range(8):
+        check(caller, given)
+    assert gpu.replayed
+    assert not gpu.graph_launches

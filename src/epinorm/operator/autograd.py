@@ -33,10 +33,17 @@ from epinorm.operator.undisturbed import (
 )
 from epinorm.problem import Executable, Forward, Inputs, StepForward, StepLeftovers
 
-WEIGHT = Inputs._fields.index("weight")
+WEIGHT, OPERANDS = map(Inputs._fields.index, ("weight", "operands"))
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def residual_place(chain: Chain) -> int:
+    """The operand, by its place, that is added last to a sum that is kept, which stands in its
+    place among what is kept; -1: none."""
+    last = chain.saves_sum and chain.pre and chain.pre[-1].name == "add_residual"
+    return sum(op.operand is not None for op in chain.pre) - 1 if last else -1
 
 
 def _has_tangent(tensors: Sequence[Tensor | None]) -> bool:
@@ -109,8 +116,10 @@ class _LinearNorm(_SingleLevel):
         ctx.returns_sum = kept.sum is not None
         if ctx.returns_sum:
             ctx.set_materialize_grads(False)  # often one of the results has none
-        z = kept.saved(Chain.parse(facts[0]))
-        ctx.save_for_backward(z, kept.mean, kept.rstd, *tensors)
+        chain, saved = Chain.parse(facts[0]), list(tensors)
+        if (place := residual_place(chain)) >= 0:
+            saved[OPERANDS + place] = kept.sum
+        ctx.save_for_backward(kept.saved(chain), kept.mean, kept.rstd, *saved)
         ctx.facts, ctx.executable, ctx.left = facts, executable, None
         if _saving_hooks(False) is not None:
             # Hooks may hand back other strides; and what decides by them what is kept, as
@@ -166,10 +175,13 @@ def _gradients(
         kept[0] = kept[0] if kept[0].shape == (0,) else fold(kept[0])
         dsum = None if dsum is None else fold(dsum)
         tensors = (fold(given[0]), *given[1:5], *operands)
-    inputs = (*tensors[:5], tensors[5:])
     create_graph = torch.is_grad_enabled()
-    batched = torch._C._functorch.is_legacy_batchedtensor
-    if batched(dy) or (dsum is not None and batched(dsum)):
+    of_batch = torch._C._functorch.is_legacy_batchedtensor
+    batched = of_batch(dy) or (dsum is not None and of_batch(dsum))
+    if create_graph or batched or not plain:
+        tensors = _restored(tensors, facts)
+    inputs = (*tensors[:5], tensors[5:])
+    if batched:
         # is_grads_batched vectorises over dy by an older vmap, which knows no rule of ours.
         with torch.enable_grad():
             fresh = _fresh(tensors, wanted)
@@ -193,6 +205,19 @@ def _gradients(
             if (gradient := gradients[i]) is not None:
                 gradients[i] = gradient.reshape(given[i].shape)
     return gradients
+
+
+def _restored(tensors: tuple[Any, ...], facts: Facts) -> tuple[Any, ...]:
+    """What was saved with the residual in its place, where the sum stands there. As all of it is
+    part of the graph, so are the residual's gradients."""
+    chain = Chain.parse(facts[0])
+    place = residual_place(chain)
+    if place < 0:
+        return tensors
+    before = str(Chain(None, chain.pre[:-1])), *facts[1:]
+    at = OPERANDS + place
+    rest = _in_reference((*tensors[:3], None, None, *tensors[OPERANDS:at]), before)
+    return (*tensors[:at], tensors[at] - rest, *tensors[at + 1 :])
 
 
 def gradients_in_python(executable: Executable, facts: Facts) -> Callable[..., Any]:

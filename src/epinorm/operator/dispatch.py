@@ -7,6 +7,7 @@ all that this depends on (``kinds.py``), PyTorch's modes aside, which are looked
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from epinorm.chain import Chain, reference
 from epinorm.chain.dropout import draw_seeds
 from epinorm.chain.reference import Results
 from epinorm.operator import calls, ops, transforms
-from epinorm.operator.autograd import differentiable
+from epinorm.operator.autograd import differentiable, residual_place
 from epinorm.operator.checks import check_leading_dimensions, check_types
 from epinorm.operator.kinds import Kinds, is_strided
 from epinorm.operator.native_calls import NativeCalls
@@ -63,11 +64,14 @@ class Caller:
         self._kinds_of_operands = Chain.parse(chain).operand_kinds
         self._drops = "seed" in self._kinds_of_operands
         self._kinds: Kinds[_Found] = Kinds() if like is None else like
+        parsed = Chain.parse(chain)
         self._autocast_facts: calls.Facts = (chain, strategy, strict, torch.float32)
+        self._autocast_training = (str(_keeping_its_sum(parsed)), *self._autocast_facts[1:])
+        self._returns_sum = parsed.returns_sum
         self._layers = calls.layers_of(self.facts)
         self._native = NativeCalls()
         self._has_layers = strategy in ("auto", "reference") and not strict
-        self._casts = transforms.norm_is_fp32_under_autocast(Chain.parse(chain))
+        self._casts = transforms.norm_is_fp32_under_autocast(parsed)
 
     def __call__(
         self,
@@ -88,7 +92,7 @@ class Caller:
         y = self._native.find(tensors)
         if y is not None:
             self._uses.count += 1
-            return y
+            return self._asked(y)
         if not is_undisturbed():
             return self._disturbed(tensors)
         results = self.again(tensors, self.facts)
@@ -108,14 +112,19 @@ class Caller:
                 # These mix dtypes as no kernel of ours does.
                 return self._layers.results(self._constants, *tensors)
             prepared = kind == "cuda" and self._casts and x.dtype != torch.float64
+        facts = self._autocast_training if _is_grad_enabled() else self._autocast_facts
         if prepared:
-            results = self.again(tensors, self._autocast_facts)
+            results = self.again(tensors, facts)
         if results is None:
             self._uses.count += 1
             results = call(*(*tensors[:5], tensors[5:], *self.facts[:3]))
             if prepared:
-                self._keep(tensors, self._autocast_facts)
-        return results
+                self._keep(tensors, facts)
+        return self._asked(results)
+
+    def _asked(self, results: Results) -> Results:
+        """Without a sum that was computed to be kept alone."""
+        return results if self._returns_sum or isinstance(results, Tensor) else results[0]
 
     def again(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results | None:
         """What the call gives if it is like an earlier one, else None; tensors: operands last."""
@@ -125,12 +134,12 @@ class Caller:
         if isinstance(found.executable, calls.Eager):
             return found.executable.results(self._constants, *tensors)
         self._uses.count += 1
-        self._native.keep(found.executable, tensors, facts, found.training)
+        self._native.keep(found.executable, tensors, facts, found.training, self._returns_sum)
         if facts[3] is None:
             return self._run(found, tensors, facts)
         with torch._C._ExcludeDispatchKeyGuard(transforms.CUDA_AUTOCAST):
             results = self._run(found, transforms.cast(tensors), facts)
-        if isinstance(results, Tensor):
+        if isinstance(results, Tensor) or not self._returns_sum:
             return results
         y, total = results
         return y, total.to(transforms.sum_dtype_under_autocast(tensors, Chain.parse(facts[0])))
@@ -163,6 +172,15 @@ class Caller:
         given = (matrix, weight, *vectors, operands)
         made = calls.executable_for_call(given, facts, training, training, y_size)
         return _Found(calls.eager_for(made) or made, training, matrix is not x and bool(operands))
+
+
+def _keeping_its_sum(chain: Chain) -> Chain:
+    """The chain with what enters the norm as a result, if that stands in a residual's place: under
+    autocast nothing else keeps the residual in fp32, and z besides would take more memory."""
+    if chain.norm is None or chain.returns_sum:
+        return chain
+    with_sum = replace(chain, returns_sum=True)
+    return with_sum if residual_place(with_sum) >= 0 else chain
 
 
 def _modes(facts: calls.Facts) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from epinorm.backends.prepack import marked
 from epinorm.chain.reference import Results
 from epinorm.operator import transforms
 from epinorm.operator.accumulation import entered
-from epinorm.operator.autograd import gradients_in_python
+from epinorm.operator.autograd import OPERANDS, gradients_in_python, residual_place
 from epinorm.operator.calls import Facts, constants_of, remembering
 from epinorm.precision import fp32_precision
 from epinorm.problem import Executable, NativePasses
@@ -40,17 +40,27 @@ class NativeCalls:
         return None if calls is None or marked else calls(*tensors)
 
     def keep(
-        self, executable: Executable, tensors: Sequence[Any], facts: Facts, training: bool
+        self,
+        executable: Executable,
+        tensors: Sequence[Any],
+        facts: Facts,
+        training: bool,
+        returns_sum: bool = False,
     ) -> None:
         """Let ``find`` compute calls like this one, if ``executable``, which computed it, recorded
-        its pass. facts[3]: the norm's dtype under autocast."""
+        its pass. facts[3]: the norm's dtype under autocast; returns_sum: the caller wants the sum,
+        in PyTorch's dtype."""
         passes: NativePasses | None = getattr(executable, "native", lambda _: None)(
             constants_of(facts)
         )
         if passes is None or not all([t is None or t.is_contiguous() for t in tensors]):
             return
-        if passes.sum >= 0 and facts[3] is not None:
-            return  # its sum has yet another dtype
+        chain = executable.problem.chain
+        place = residual_place(chain)
+        if returns_sum and facts[3] is not None:
+            as_pytorch = transforms.sum_dtype_under_autocast(tensors, chain)
+            if as_pytorch != executable.problem.sum_dtype:
+                return
         from epinorm.backends.cuda.runtime.replay import native
 
         x, weight = tensors[:2]
@@ -68,4 +78,5 @@ class NativeCalls:
             *(passes.program, passes.kept, passes.sum, passes.planes, passes.has_room, leave),
             *(backward if training and backward is not None else (None, None)),
             *(in_python, ctypes.addressof(entered)),
+            OPERANDS + place if place >= 0 else -1,
         )

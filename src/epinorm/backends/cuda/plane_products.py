@@ -25,7 +25,7 @@ from epinorm.backends.cuda.gemm.hopper.product import AddingProduct, prepare_add
 from epinorm.backends.cuda.gemm.launch import Operands
 from epinorm.backends.cuda.gemm.product import Product, prepare_product
 from epinorm.backends.cuda.norm.backward import Factors, Largest, NormBackward, NormGradients
-from epinorm.backends.cuda.plan.gradients import BackwardChoice
+from epinorm.backends.cuda.plan.gradients import BackwardChoice, residual_has_dz
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape, choose
 from epinorm.backends.cuda.plan.portable_product import choose_tile
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
@@ -97,6 +97,10 @@ class PlaneProducts:
 
         def dz() -> Tensor:
             written.finish()
+            gradient = norm.operands[0] if residual_has_dz(self.problem, want) else None
+            if gradient is not None:
+                kept.clear()
+                return gradient
             assert self.dz_planes is not None
             in_fp32 = self.dz_planes.in_fp32(inputs, kept[0], dy, want, written)
             kept.clear()

@@ -65,6 +65,8 @@ class _Recorder:
         run: Callable[[], Any],
         given: list[Tensor],
         results: Callable[[Any], list[Tensor]],
+        *,
+        holds: bool = False,
     ) -> tuple[Any, Any]:
         """What ``run`` makes, and how to repeat it; None where that cannot be. ``given`` is
         emptied, so that it may be freed within the run."""
@@ -72,7 +74,7 @@ class _Recorder:
             given.clear()
             made = run()
         try:
-            program = replay(noted, results(made))
+            program = replay(noted, results(made), holds=holds)
         except CannotReplay as reason:
             log.debug("a pass is not repeated by native code: %s", reason)
             return made, None
@@ -84,10 +86,10 @@ def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None and t.numel()]
 
 
-def _apart(inputs: Inputs) -> Inputs:
+def _apart(inputs: Inputs, *others: Tensor) -> Inputs:
     """The inputs, of those that begin where another does copies: a recording knows tensors by their
     addresses. What it makes of them serves both, a residual that is x and one that is not."""
-    known: set[int] = set()
+    known = {t.data_ptr() for t in others}
 
     def own(t: Tensor | None) -> Tensor | None:
         if t is None or not t.numel():
@@ -174,7 +176,10 @@ class ReplayedForward:
         whole = _apart(whole)
         given = [t for t in (*whole[:5], *whole.operands) if t is not None]
         out, program = self._recorder.record(
-            lambda: self._run(*whole), given, lambda made: _there((*made, *_planes(made)))
+            lambda: self._run(*whole),
+            given,
+            lambda made: _there((*made, *_planes(made))),
+            holds=True,
         )
         if program is not None:
             self._device = x.device
@@ -269,7 +274,7 @@ class ReplayedBackward:
         if found or not recorder.wants(dy.device):
             del planes
             return self._run(inputs, kept, dy, want, left)
-        inputs = _apart(inputs)
+        inputs = _apart(inputs, kept[0].z)
         given = _given(inputs, kept[0], dy, planes)
         del planes
         gradients, program = recorder.record(

@@ -155,13 +155,15 @@ def _bench(
     row, wrong = _judged(row, model, fused, inputs)
     if reason := reason or wrong:
         return replace(row, reason=reason)
-    notify("timing", 0.6)
     runners = {
         name: model_runner(m, inputs, False) for name, m in (("ours", fused), ("eager", model))
     }
     if compile:
+        notify("compiling", 0.5)
         compiled = torch.compile(model, dynamic=False)
+        compiled(*inputs)
         runners["compile"] = model_runner(model, inputs, False, call=compiled)
+    notify("timing", 0.6)
     samples = sample_interleaved(runners, device, timing)
     times: dict[str, Any] = {f"{n}_us": statistics.median(of) for n, of in samples.items()}
     return replace(row, right=True, **times)

@@ -119,6 +119,12 @@ class BackwardChoice:
     dw: tuple[ProductShape, Choice] | None
 
 
+def residual_has_dz(problem: Problem, want: Wanted) -> bool:
+    """Whether the first operand's gradient is dz: it is added to the linear's own result."""
+    pre = problem.chain.pre
+    return bool(pre) and pre[0].name == "add_residual" and want.operands[0]
+
+
 @memo()
 def backward_choice(problem: Problem, plan: Plan, want: Wanted) -> BackwardChoice:
     """The choice for a set of gradients."""

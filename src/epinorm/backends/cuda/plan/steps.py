@@ -10,7 +10,11 @@ import dataclasses
 import torch
 
 from epinorm.backends.cuda.plan import hopper, hopper_product, portable, portable_product, tuned
-from epinorm.backends.cuda.plan.gradients import backward_choice, planes_taken
+from epinorm.backends.cuda.plan.gradients import (
+    backward_choice,
+    planes_taken,
+    residual_has_dz,
+)
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.plan.norm_backward import Outputs, backward_plans
@@ -306,7 +310,8 @@ class _Backward:
         otherwise = "before dX, where dW is added to a gradient" if beside else ""
         makes = "scales of x for dW, sums over rows"
         self.steps.append(Step("rescale_planes", makes, reason, otherwise=otherwise))
-        self._norm(dz, if_wanted=True)
+        if not residual_has_dz(problem, self.want):
+            self._norm(dz, if_wanted=True)
         if self.choice.weight_first:
             self._guarded("dW", n, m)
         if not beside:

@@ -161,6 +161,7 @@ struct Call {
   std::shared_ptr<const Held> in_python;  // (saved, dy, wanted, dsum, left) -> gradients
   const int* accumulating = nullptr;      // gradients may be added to what is there: Python's
   std::vector<Kind> saved;                // the inputs as the backward pass finds them
+  int residual = -1;                      // the input in whose place the sum is saved
 };
 
 inline bool has_setting(const Call& call) {
@@ -365,7 +366,10 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
   for (const auto& [result, constant] : call->kept)
     node->saved.emplace_back(result < 0 ? constant : made[result],
                              result == 0 || (result > 0 && result == call->sum));
-  for (const at::Tensor& t : tensors) node->saved.emplace_back(t, false);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const bool is_sum = static_cast<int>(i) == call->residual;
+    node->saved.emplace_back(is_sum ? made[call->sum] : tensors[i], is_sum);
+  }
   return results;
 }
 

@@ -59,6 +59,13 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
     "cuOccupancyMaxActiveClusters": (POINTER(c_int), c_void_p, c_void_p),
 }
+GRAPHS = (
+    *("cuStreamCreate", "cuStreamDestroy_v2", "cuThreadExchangeStreamCaptureMode"),
+    *("cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuStreamIsCapturing"),
+    *("cuGraphInstantiateWithFlags", "cuGraphLaunch", "cuGraphDestroy", "cuGraphExecDestroy"),
+)
+"""What native code calls, as ``GraphFunctions`` of graphs.h has them."""
+_SIGNATURES = {**dict.fromkeys(GRAPHS, ()), **_SIGNATURES}
 _OPTIONAL: dict[str, tuple[object, ...]] = {
     "cuKernelGetParamInfo": (c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)),  # 12.4
 }

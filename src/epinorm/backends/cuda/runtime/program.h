@@ -10,8 +10,13 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
+
+#ifndef EPINORM_PROGRAM_ALONE
+#include "graphs.h"
+#endif
 
 namespace epinorm {
 
@@ -97,6 +102,9 @@ struct Program {
   std::vector<Map> maps;
   std::vector<Step> steps;
   Trouble trouble;
+#ifndef EPINORM_PROGRAM_ALONE
+  std::unique_ptr<Graphs> graphs;  // where the host would take longer than the launches
+#endif
 
   // Whether these tensors begin where kernels were chosen for.
   bool fits(const Tensors& tensors) const {
@@ -110,15 +118,10 @@ struct Program {
   Tensors run(Tensors buffers, void* stream) const {
     buffers.resize(given + made.size());
     buffers.insert(buffers.end(), constants.begin(), constants.end());
-    int launches = 0;
-    for (const Step& step : steps) {
-      for (int64_t i : step.made) buffers[i] = make(made[i - given], buffers);
-      if (step.kernel == 0)
-        multiply(step, buffers);
-      else
-        start(step, buffers, stream, launches++);
-      for (int64_t i : step.done) buffers[i].reset();
-    }
+#ifndef EPINORM_PROGRAM_ALONE
+    if (graphs == nullptr || !run_as_graph(buffers, stream))
+#endif
+      run_steps(buffers, stream);
     Tensors found;
     found.reserve(results.size());
     for (int64_t i : results) found.push_back(std::move(buffers[i]));
@@ -126,6 +129,37 @@ struct Program {
   }
 
  private:
+#ifndef EPINORM_PROGRAM_ALONE
+  // All memory is held to the end: what is freed before its launches could be another thread's.
+  bool run_as_graph(Tensors& buffers, void* stream) const {
+    for (const Step& step : steps)
+      for (int64_t i : step.made) buffers[i] = make(made[i - given], buffers);
+    Addresses addresses;
+    addresses.reserve(buffers.size());
+    for (const at::Tensor& t : buffers)
+      addresses.push_back(reinterpret_cast<uint64_t>(t.const_data_ptr()));
+    return graphs->launch(addresses, stream, [&](void* to) {
+      int status = 0;
+      for (const Step& step : steps)
+        if (status == 0) status = launch_once(step, buffers, to);
+      return status;
+    });
+  }
+#endif
+
+  void run_steps(Tensors& buffers, void* stream) const {
+    int launches = 0;
+    for (const Step& step : steps) {
+      for (int64_t i : step.made)
+        if (!buffers[i].defined()) buffers[i] = make(made[i - given], buffers);
+      if (step.kernel == 0)
+        multiply(step, buffers);
+      else
+        start(step, buffers, stream, launches++);
+      for (int64_t i : step.done) buffers[i].reset();
+    }
+  }
+
   at::Tensor make(const Made& one, const Tensors& buffers) const {
     if (one.over >= 0) {
       const at::Tensor& old = buffers[one.over];
@@ -145,6 +179,14 @@ struct Program {
   }
 
   void start(const Step& step, const Tensors& buffers, void* stream, int launches) const {
+    if (int status = launch_once(step, buffers, stream)) {
+      trouble(status, launches);
+      if (int again = launch_once(step, buffers, stream)) trouble(again, launches + 1);
+    }
+  }
+
+  // To a CUresult.
+  int launch_once(const Step& step, const Tensors& buffers, void* stream) const {
     alignas(64) char frame[4096];
     std::memcpy(frame, step.frame.data(), step.frame.size());
     std::memcpy(frame + kStreamInConfig, &stream, sizeof stream);
@@ -158,11 +200,7 @@ struct Program {
     }
     void* arguments[kMostArguments];
     for (size_t i = 0; i < step.offsets.size(); ++i) arguments[i] = frame + step.offsets[i];
-    void* const kernel = reinterpret_cast<void*>(step.kernel);
-    if (int status = launch(frame, kernel, arguments, nullptr)) {
-      trouble(status, launches);
-      if (int again = launch(frame, kernel, arguments, nullptr)) trouble(again, launches + 1);
-    }
+    return launch(frame, reinterpret_cast<void*>(step.kernel), arguments, nullptr);
   }
 
   void write_map(const Map& map, uint64_t address, char* at) const {

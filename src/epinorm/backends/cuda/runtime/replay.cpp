@@ -139,6 +139,14 @@ PyObject* new_program(PyTypeObject* type, PyObject* args, PyObject*) {
     const Sizes addresses = numbers(functions);
     made->launch = reinterpret_cast<LaunchKernelEx>(addresses.at(0));
     made->encode = reinterpret_cast<EncodeTiled>(addresses.at(1));
+#ifndef EPINORM_PROGRAM_ALONE
+    if (addresses.size() > 2) {
+      GraphFunctions cuda;
+      TORCH_CHECK(addresses.size() == 2 + sizeof cuda / sizeof(void*), "not all functions of graphs");
+      std::memcpy(&cuda, &addresses[2], sizeof cuda);
+      made->graphs = std::make_unique<Graphs>(cuda);
+    }
+#endif
     const at::Tensor like = tensor(device_like);
     made->device = like.device();
     made->allocator = like.storage().allocator();
@@ -245,16 +253,16 @@ std::shared_ptr<const Backward> backward(PyObject* object) {
 }
 
 // (tensors, casts, setting, y's size, program, kept, sum, planes, has_room, leave, two backwards,
-// in_python, accumulating)
+// in_python, accumulating, residual)
 PyObject* add_call(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
     PyObject *given, *casts, *setting, *size, *program, *kept, *has_room, *leave, *first, *second;
     PyObject* in_python;
-    int sum, planes;
+    int sum, planes, residual;
     unsigned long long accumulating;
-    if (!PyArg_ParseTuple(args, "OOOOO!OiiOOOOOK", &given, &casts, &setting, &size, program_type,
+    if (!PyArg_ParseTuple(args, "OOOOO!OiiOOOOOKi", &given, &casts, &setting, &size, program_type,
                           &program, &kept, &sum, &planes, &has_room, &leave, &first, &second,
-                          &in_python, &accumulating))
+                          &in_python, &accumulating, &residual))
       return nullptr;
     const Tensors like = tensors(given);
     Calls& calls = *value_of<Calls>(self);
@@ -276,6 +284,7 @@ PyObject* add_call(PyObject* self, PyObject* args) {
     made->y_sizes = numbers(size);
     made->forward = value_of<Program>(program);
     made->sum = sum;
+    made->residual = residual;
     made->training = first != Py_None;
     if (made->training) {
       for_each(kept, [&](PyObject* each) {

@@ -32,6 +32,7 @@ from epinorm.backends.cuda.runtime import launch as launching
 from epinorm.backends.cuda.runtime import prepared
 from epinorm.backends.cuda.runtime.arguments import SHAPE, Layout
 from epinorm.backends.cuda.runtime.driver import (
+    GRAPHS,
     INVALID_CONTEXT,
     driver,
     make_primary_context_current,
@@ -44,6 +45,9 @@ VECTOR_BYTES = 16
 """Tensors begin at multiples of it, when recorded and when repeated (``kVectorBytes``)."""
 MOST_BYTES, MOST_ARGUMENTS = 4096, 128
 """Of a launch's arguments (program.h)."""
+FEWEST_LAUNCHES, MOST_MADE = 3, 32 << 20
+"""Of a pass that may be a CUDA graph: fewer launches take the host as long, and while more bytes
+than these are written the GPU takes longer than the host."""
 
 _ALLOCATES = frozenset(("empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided"))
 _VIEWS = frozenset(
@@ -273,15 +277,17 @@ def recorded(noted: Recording, results: Sequence[Tensor]) -> Recorded:
     return Recorded(given, large, made, noted.constants, kept, noted.maps, steps)
 
 
-def replay(noted: Recording, results: Sequence[Tensor]) -> Any:
+def replay(noted: Recording, results: Sequence[Tensor], *, holds: bool = False) -> Any:
     """A recorded run as a function of a list of tensors like those given to it, which it empties,
     to new tensors like its results; ``fits`` of it says whether they are as many, on the current
-    device and begin as those did.
+    device and begin as those did. holds: it may hold all its memory to its end, as a CUDA graph
+    does.
 
     Raises as ``recorded``. Only once ``native`` has answered.
     """
     facts, count, device = recorded(noted, results), noted.launches, results[0].device
-    functions = [pointer_to(getattr(driver(), name)) for name in _FUNCTIONS]
+    graphs = GRAPHS if holds and _is_short(facts) else ()
+    functions = [pointer_to(getattr(driver(), name)) for name in (*_FUNCTIONS, *graphs)]
 
     def trouble(status: int, launches: int) -> None:
         if status != INVALID_CONTEXT or launches:
@@ -291,6 +297,12 @@ def replay(noted: Recording, results: Sequence[Tensor]) -> Any:
 
     facts = facts._replace(maps=b"".join(map(bytes, facts.maps)))  # type: ignore[arg-type]
     return native().Program(functions, results[0].new_empty(0), *facts, trouble)
+
+
+def _is_short(facts: Recorded) -> bool:
+    nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in facts.made)
+    launches = [step for step in facts.steps if step[0]]  # the others are PyTorch's products
+    return FEWEST_LAUNCHES <= len(launches) == len(facts.steps) and nbytes <= MOST_MADE
 
 
 def _with_lifetimes(
@@ -330,7 +342,7 @@ def _map(facts: MapFacts) -> _Map:
     return _Map(next(_map_ids), facts.sizes, facts.stride, facts.box, *facts.kinds, 0)
 
 
-_FILES = ("program.h", "chain_node.h", "replay.cpp")
+_FILES = ("graphs.h", "program.h", "chain_node.h", "replay.cpp")
 
 
 def native(wait: bool = False) -> Any:
