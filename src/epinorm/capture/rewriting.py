@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -75,13 +74,13 @@ class Recorder:
         self._prefix = f"{name}." if name else ""
         self.graphs: list[Captured] = []
         self.watched: list[tuple[type, str, Any]] = []
-        self._model = weakref.ref(model)
+        self._model = model
         self._callers: dict[tuple[str, str], Caller] = {}
         self.uses = Uses()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        model = self._model()
-        names = {} if model is None else self._names(model)
+        model = self._model
+        names = self._names(model)
 
         def caller(place: Place, chain: str) -> Apply:
             return self._caller(layer_of(place.linear, names), chain, place.has_norm)
