@@ -21,9 +21,10 @@ from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Search
 from epinorm.capture.distributed import as_in_eager, layout_of_found
 from epinorm.capture.found import Found, Place
+from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
 from epinorm.capture.purity import changed_argument, value_of
-from epinorm.capture.seeds import draw_at_once, make_apart
+from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import name_of
 from epinorm.capture.together import groups_of, put_together
