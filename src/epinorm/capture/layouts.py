@@ -36,18 +36,14 @@ def is_unseen(results: Mapping[fx.Node, Tensor], inside: Collection[fx.Node] = (
         node: value for node, value in results.items() if not _lies_alike(value, value_of(node))
     }
     waiting = {user for node in values for user in node.users}.difference(inside)
-    node = next(iter(values), None)
-    while waiting:
-        assert node is not None
-        node = node.next
+    for node in next(iter(results)).graph.nodes if waiting else ():
         if node not in waiting:
             continue
-        waiting.discard(node)
         made = None if node.op == "output" or not is_pure(node) else _run(node, values)
         if made is None:
             return False
-        if node.target is F.scaled_dot_product_attention and (query := node.args[0]) in values:
-            made = _laid_as(values[query], made)  # type: ignore[index]  # as some kernels do
+        if node.target is F.scaled_dot_product_attention and node.args[0] in values:
+            made = _laid_as(values[node.args[0]], made)  # as some kernels do
         expected = node.meta.get("example_value")
         if not isinstance(made, Tensor) or not _lies_alike(made, expected):
             values[node] = made
