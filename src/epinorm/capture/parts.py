@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epinorm.backends.cuda.plan import costs
 from epinorm.backends.engine import plan_for
@@ -71,7 +72,9 @@ def open_parts(graph: fx.Graph, rounding: Rounding, always: bool) -> None:
     always: also where that is estimated to take longer.
     """
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is F.linear and node.args:
+        if node.op != "call_function" or node.target is not F.linear or not node.args:
+            continue
+        if not any(is_traceable_wrapper_subclass(value_of(n)) for n in node.all_input_nodes):
             views, ends = _divisions(node)
             if parts := _parts(node, ends):
                 _open(graph, node, views, parts, rounding, always)
