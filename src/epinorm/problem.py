@@ -161,8 +161,8 @@ class Plan:
     core: what multiplies where the strategy is ``single`` or ``planes``. backward: of all
     gradients; fewer have fewer steps. saved: what waits for the backward pass. chosen: something
     else would have served too, so the reference is no makeshift. gain: how many times as fast as
-    PyTorch's own layers it is estimated to be; None where nothing was estimated. ``print`` shows it
-    on a screen.
+    PyTorch's own layers it is estimated to be; None where nothing was estimated. microseconds: what
+    it is estimated to take, a call or, in training, a step. ``print`` shows it on a screen.
     """
 
     strategy: Strategy
@@ -174,6 +174,7 @@ class Plan:
     scratch: tuple[Buffer, ...] = ()
     chosen: bool = False
     gain: float | None = None
+    microseconds: float | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.strategy}: {self.reason}"]

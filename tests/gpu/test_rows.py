@@ -97,17 +97,21 @@ def test_a_row_that_planes_cannot_hold_has_its_number():
 
 
 class Block(nn.Module):
-    """Qwen 3's q, and a projection behind stochastic depth."""
+    """q and k of one Linear with norms, before and after they are turned, and a projection behind
+    stochastic depth."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.proj = nn.Linear(256, 512, bias=False), nn.Linear(512, 256)
-        self.q_norm, self.norm = nn.RMSNorm(64, 1e-6), nn.LayerNorm(256)
+        self.qkv, self.proj = nn.Linear(256, 3 * 512), nn.Linear(512, 256)
+        self.q_norm, self.k_norm = nn.RMSNorm(64, 1e-6), nn.RMSNorm(64, 1e-6)
+        self.norm = nn.LayerNorm(256)
         self.register_buffer("mask", torch.tensor([0, 2, 2, 0, 0, 2, 2, 2.0]).view(8, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.q_norm(self.q(x).view(*x.shape[:-1], -1, 64)).transpose(1, 2)
-        y = self.proj(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+        q, k, v = self.qkv(x).view(*x.shape[:-1], 3, -1, 64).unbind(2)
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k.transpose(1, 2))
+        y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2))
+        y = self.proj(y.transpose(1, 2).flatten(2))
         x = x + y * self.mask.to(y.dtype)
         return x + F.gelu(self.norm(x))
 

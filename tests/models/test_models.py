@@ -92,6 +92,7 @@ NAMED = [
     *("clip vision", "timm vit", "timm mixer", "timm swinv2", "timm convnext", "torchvision swin"),
     *("encoder layer, norm first", "encoder layer, norm last", "decoder layer, norm first"),
     *("decoder layer, norm last", "diffusers block", "td-mpc2", "group norms"),
+    *("timm vit, qk norm", "stablelm, qk norm", "persimmon, qk norm"),
 ]
 BREAKS: tuple[str, ...] = ()
 """Whose graph breaks in `torch.compile(backend="eager")` too."""

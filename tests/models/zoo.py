@@ -261,6 +261,8 @@ CASES: dict[str, Case] = {
     "qwen3": (hugging("Qwen3", **LLAMA, head_dim=8), TEXT),
     "gemma2": (hugging("Gemma2", **LLAMA, head_dim=8), TEXT),
     "olmo2": (hugging("Olmo2", **LLAMA), TEXT),
+    "stablelm, qk norm": (hugging("StableLm", **LLAMA, qk_layernorm=True), TEXT),
+    "persimmon, qk norm": (hugging("Persimmon", **SMALL, use_cache=False), TEXT),
     "phi3": (hugging("Phi3", **LLAMA), TEXT),
     "cohere": (hugging("Cohere", **LLAMA), TEXT),
     "t5": (hugging("T5", **T5), TEXT | {"decoder_input_ids": IDS}),

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import arguments
-from epinorm.capture.trace import StaysWhole, Trace
+from epinorm.capture.trace import StaysWhole, Trace, erase
 
 SWAPPED = "epinorm_swapped"
 """In the meta of a Linear whose rows (T B, E) are read in the order of (B, T, E): what turns them,
@@ -182,7 +182,7 @@ class Opened:
                     item.meta = {**result.meta}
                 result.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
                 made[result] = item
-        _erase(graph, self.nodes)
+        erase(graph, self.nodes)
         return made
 
 
@@ -235,12 +235,12 @@ def _open(graph: fx.Graph, node: fx.Node, whole: _Whole, always: bool) -> Opened
             _check_alike(value, old.meta.get("example_value"))
             results[index] = trace.node_of(value)
     except StaysWhole:
-        _erase(graph, trace.nodes)
+        erase(graph, trace.nodes)
         raise
     nodes = trace.nodes
     for index, old in readers or [(None, node)]:
         old.replace_all_uses_with(results[index])
-    _erase(graph, [node, *(old for _, old in readers)])
+    erase(graph, [node, *(old for _, old in readers)])
     nodes += _offer_swapped(graph, results.get(0))
     return Opened(node.target, node.args, node.kwargs, dict(node.meta), nodes, results)
 
@@ -273,11 +273,6 @@ def _offer_swapped(graph: fx.Graph, result: fx.Node | None) -> list[fx.Node]:
     made[-1].meta["example_value"] = x.view(*y.shape[:-1], x.shape[-1])
     linear.meta[SWAPPED] = turn, made[-1]
     return made[1:]
-
-
-def _erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    for node in reversed(nodes):
-        graph.erase_node(node)
 
 
 def _check_alike(value: Any, expected: Any) -> None:

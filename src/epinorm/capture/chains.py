@@ -3,7 +3,7 @@ Linear → pointwise* where there is no norm, or none that can be reached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from epinorm.capture.attention import SWAPPED
 from epinorm.capture.found import Found, Place, Step, gather, unfit
 from epinorm.capture.moves import can_move, moves_rows, turns_rows
 from epinorm.capture.norms import NormRead, read_norm_function
-from epinorm.capture.obstacles import paths_to_norms, takes_apart, watched, why_no_step
+from epinorm.capture.obstacles import WHY_WHOLE, paths_to_norms, takes_apart, watched, why_no_step
 from epinorm.capture.purity import changed_argument, changes, is_pure, storage_of, value_of
 from epinorm.capture.regions import exits, read_activation, read_norm
 from epinorm.capture.spelling import (
@@ -55,17 +55,19 @@ class Search:
         self.effects = [(n, changed) for n, changed in touched if changed or not is_pure(n)]
         self.taken: set[fx.Node] = set()
 
-    def places(self) -> list[Place]:
-        """Every place where a Linear's result reaches a norm, in order."""
-        return self._all(lambda walk: walk.places())
+    def places(self, of: Collection[fx.Node] | None = None) -> list[Place]:
+        """Every place where a Linear's result reaches a norm, in order; ``of``: of these alone."""
+        return self._all(lambda walk: walk.places(), of)
 
     def linears(self) -> list[Place]:
         """Every Linear that ``places``, which is asked first, left; in order."""
         return self._all(lambda walk: [walk.without_norm()])
 
-    def _all(self, places_of: Callable[[_Walk], list[Place]]) -> list[Place]:
+    def _all(
+        self, places_of: Callable[[_Walk], list[Place]], of: Collection[fx.Node] | None = None
+    ) -> list[Place]:
         places: list[Place] = []
-        for node in self.graph.nodes:
+        for node in self.graph.nodes if of is None else of:
             linear = None if node in self.taken else read_linear(node)
             for place in [] if linear is None else places_of(_Walk(self, node, linear)):
                 self.taken.update(place.found.nodes if place.found else ())
@@ -103,7 +105,7 @@ class _Walk:
                 self.norm_at = len(self.steps) - 1
             current = steps[-1].end
         if self.norm_at < 0:
-            return self._beyond(current, self.stopped)
+            return self._beyond(current, self.start.meta.get(WHY_WHOLE) or self.stopped)
         found, why = self._found(len(self.steps))
         norm, path = self.steps[self.norm_at].end, tuple(step.end for step in self.steps)
         return [Place(self.start, norm, path, found, "" if found else why, why if found else "")]

@@ -12,9 +12,10 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epinorm.capture import distributed
+from epinorm.capture.layouts import is_unseen, replayed
 from epinorm.capture.norms import NormRead
-from epinorm.capture.purity import is_contiguous_or_unseen, value_of
-from epinorm.capture.spelling import Linear, same_shape
+from epinorm.capture.purity import value_of
+from epinorm.capture.spelling import Linear
 from epinorm.chain import Chain, GroupNorm, Rounding
 from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.pointwise import Pointwise
@@ -170,12 +171,12 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     linear, end = value_of(found.linear.nodes[-1]), value_of(found.nodes[-1])
     assert linear is not None
     assert end is not None
-    if any(step.kind in ("swap", "move") for step in steps):
-        results = (found.nodes[-1], *([] if found.kept is None else [found.kept]))
-        if not all(is_contiguous_or_unseen(node) for node in results):
-            return "its rows are turned to another order, which its result shows in memory"
-    if any(step.kind == "turn" for step in steps) and not _lies_as_views(found, steps):
-        return "its heads are turned to another order before the norm; behind the norm it is served"
+    kinds = {step.kind for step in steps}
+    if kinds & {"swap", "move", "turn"} and not _lies_unseen(found, linear):
+        what, way_out = "rows are", ""
+        if "turn" in kinds:
+            what, way_out = "heads are", "; turned behind the norm they are served"
+        return f"its {what} turned to another order, which its result shows in memory{way_out}"
     if found.linear.turned and linear.dtype.itemsize == 2:
         return (
             "its weight is kept as (in, out), as Conv1D does: in 16 bit turning it at each call "
@@ -188,17 +189,19 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     return _unfit_dtypes(found, steps, linear, end)
 
 
-def _lies_as_views(found: Found, steps: Sequence[Step]) -> bool:
-    """Whether all but views hand on the layout of what they read, so that views of rows have it."""
-    before = value_of(found.linear.nodes[-1])
-    for step in steps:
-        value = value_of(step.end)
-        assert before is not None
-        assert value is not None
-        if step.kind not in ("view", "turn") and not same_shape(before.stride(), value.stride()):
+def _lies_unseen(found: Found, linear: Tensor) -> bool:
+    """Whether nobody sees that the chain's results are views of rows, one behind another."""
+    rows = linear.new_empty((*found.leading, linear.shape[-1]))
+    counts = {found.nodes[-1]: len(found.views)}
+    if found.kept is not None:
+        counts = {found.kept: found.kept_views} | counts
+    laid = {}
+    for node, count in counts.items():
+        made = replayed(found.views[:count], rows.to(value_of(node).dtype))  # type: ignore[union-attr]
+        if made is None:
             return False
-        before = value
-    return True
+        laid[node] = made
+    return is_unseen(laid, found.nodes)
 
 
 def _dtype_of_sum(found: Found, dtype: torch.dtype) -> torch.dtype:

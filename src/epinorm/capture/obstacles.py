@@ -21,6 +21,9 @@ from epinorm.capture.spelling import (
     same_shape,
 )
 
+WHY_WHOLE = "epinorm_why_one_linear"
+"""In the meta of a Linear whose parts reach norms: why they are no Linears of their own."""
+
 
 def why_no_step(node: fx.Node, x: fx.Node, n: Any, dropout: bool | None = None) -> str:
     """Why a chain of rows of n does not go on from x to the node. dropout: see ``is_dropout``."""
@@ -62,7 +65,7 @@ def takes_apart(node: fx.Node, x: fx.Node, n: Any) -> bool:
     whole = given is not None and made is not None and same_shape(given.shape[-1:], (n,))
     if whole and same_shape(made.shape[-1:], (n,)):  # type: ignore[union-attr]
         return False
-    return name_of(node) in _PARTING and node.args[:1] == (x,)
+    return name_of(node) in PARTING and node.args[:1] == (x,)
 
 
 def paths_to_norms(start: fx.Node, taken: set[fx.Node], depth: int) -> list[list[fx.Node]]:
@@ -80,14 +83,14 @@ def paths_to_norms(start: fx.Node, taken: set[fx.Node], depth: int) -> list[list
     for user in start.users:
         if user in taken or not _may_pass(user, start):
             continue
-        if found and name_of(user) not in _PARTING:
+        if found and name_of(user) not in PARTING:
             continue
         for rest in paths_to_norms(user, taken, depth - 1):
             found.setdefault(rest[-1], [user, *rest])
     return [*found.values()]
 
 
-_PARTING = frozenset(
+PARTING = frozenset(
     ("chunk", "split", "tensor_split", "split_with_sizes", "unbind", "narrow", "select", "getitem")
 )
 _PASSING = frozenset(
@@ -96,7 +99,7 @@ _PASSING = frozenset(
         *("roll", "squeeze", "unsqueeze", "movedim", "swapaxes"),
         *("mul", "imul", "add", "iadd", "sub"),
         *("t", "T", "dropout", "to", "float", "expand"),
-        *_PARTING,
+        *PARTING,
     )
 )
 

@@ -151,23 +151,3 @@ def storage_of(node: fx.Node) -> int | None:
     if value is None or value.layout is not torch.strided:
         return None
     return value.untyped_storage()._cdata
-
-
-_INHERITING = frozenset(("add", "iadd", "mul", "imul", "dropout"))
-"""What lays its result out as its first tensor is."""
-
-
-def is_contiguous_or_unseen(node: fx.Node) -> bool:
-    """Whether a result is contiguous, or read only where it makes no difference whether it is: by
-    what makes a new contiguous tensor of it in any case, or hands its layout on to such readers."""
-    value = value_of(node)
-    if value is None or value.is_contiguous():
-        return value is not None
-    for user in node.users:
-        name = getattr(user.target, "__name__", str(user.target))
-        made = value_of(user)
-        if made is None or storage_of(user) == storage_of(node) or name in ("reshape", "flatten"):
-            return False
-        if not made.is_contiguous() and not (name in _INHERITING and is_contiguous_or_unseen(user)):
-            return False
-    return True

@@ -21,9 +21,12 @@ from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Search
 from epinorm.capture.distributed import as_in_eager, layout_of_found
 from epinorm.capture.found import Found, Place
+from epinorm.capture.heads import open_heads
+from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
+from epinorm.capture.parts import open_parts
 from epinorm.capture.purity import changed_argument, value_of
-from epinorm.capture.seeds import draw_at_once, make_apart
+from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import name_of
 from epinorm.capture.together import groups_of, put_together
@@ -175,6 +178,10 @@ def rewrite(
     make_apart(gm.graph)
     _follow_changes(gm.graph)
     opened = open_functions(gm.graph, always=settings.strategy != "auto")
+    by_name = settings.strategy != "auto" or settings.strict
+    open_parts(gm.graph, settings.rounding, always=by_name)
+    if settings.rounding == "once":
+        open_heads(gm.graph, always=by_name)
     batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
     search = Search(gm.graph, settings.rounding)
     places = [_with_paying_dropout(p, settings) for p in search.places()]

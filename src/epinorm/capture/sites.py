@@ -97,8 +97,16 @@ def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Si
     return Site(str(found.chain), where, "", place.ends, shape, problem, known, place.taken, split)
 
 
+CHANNELS = "epinorm_channels"
+"""In the meta of a Linear that is a part of one in the model: the channels of that."""
+
+
 def layer_of(node: fx.Node, names: dict[str, str]) -> str:
     """The path of the module that a node comes from; a function's name with that of its module."""
+    return _path_of(node, names) + node.meta.get(CHANNELS, "")
+
+
+def _path_of(node: fx.Node, names: dict[str, str]) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     key = next(reversed(stack), None)
     part = node.meta.get(PART, "")

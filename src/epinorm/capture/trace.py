@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -25,15 +26,24 @@ class StaysWhole(Exception):
 
 
 class Trace(TorchFunctionMode):
-    """Notes, before a node of a graph, each operation that makes a tensor."""
+    """Notes, before a node of a graph, each operation that makes a tensor.
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, parts: Mapping[Any, str]) -> None:
+    parts: names of modules by the node's arguments; reads: what it may read besides those.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        node: fx.Node,
+        parts: Mapping[Any, str],
+        reads: Sequence[fx.Node] = (),
+    ) -> None:
         super().__init__()
         self.graph, self.of, self.before = graph, node, node.prev
         self._known: dict[int, fx.Node] = {}
         self._alive: list[Any] = []  # so that no other value gets a known one's id
         self._sizes: dict[Any, tuple[fx.Node, int]] = {}
-        for given in node.all_input_nodes:
+        for given in (*node.all_input_nodes, *reads):
             self._know(given.meta.get("example_value"), given)
         named: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
         self._parts: dict[Any, str] = {
@@ -55,10 +65,10 @@ class Trace(TorchFunctionMode):
             (self.of.args, self.of.kwargs),
             lambda a: a.meta.get("example_value") if isinstance(a, fx.Node) else a,
         )
-        query: Any = args[0]
+        mode = next(value.fake_mode for value in self._alive if isinstance(value, FakeTensor))
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            with query.fake_mode, enable_python_dispatcher(), self:
+            with mode, enable_python_dispatcher(), self:
                 result = body(*args, **kwargs)
         if warned:
             raise StaysWhole(f"it warns ({warned[0].message})")
@@ -116,10 +126,19 @@ class Trace(TorchFunctionMode):
         known: dict[Any, Any] = {
             part: fx.Proxy(self.graph.call_method("size", self._sizes[part])) for part in parts
         }
-        if expression in known:
-            return known[expression].node
-        made = sympy_interp(PythonReferenceAnalysis, known, expression)
-        return made.node if isinstance(made, fx.Proxy) else int(made)
+        made = known.get(expression)
+        if made is None:
+            made = sympy_interp(PythonReferenceAnalysis, known, expression)
+        if not isinstance(made, fx.Proxy):
+            return int(made)
+        made.node.meta["example_value"] = size
+        return made.node
+
+
+def erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Take nodes that nothing else reads out of a graph; they come in its order."""
+    for node in reversed(nodes):
+        graph.erase_node(node)
 
 
 def _spelt(func: Any) -> tuple[str, Any]:

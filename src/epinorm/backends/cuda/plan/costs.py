@@ -147,3 +147,14 @@ def eager_host(problem: Problem) -> float:
     if problem.training:
         total += HOST_LINEAR_BACKWARD + layers * HOST_LAYER_BACKWARD + normed * HOST_NORM_BACKWARD
     return total
+
+
+def parts_of_weight(problem: Problem, copies: bool) -> float:
+    """Taking a weight apart, and putting the gradients of its parts together.
+
+    copies: the parts lie between others, and are copied.
+    """
+    one = LAUNCH + 2 * problem.n * problem.k * problem.dtype.itemsize / _bytes(
+        gpu_of(problem.device)
+    )
+    return HOST_LAYER + one * (copies + problem.training * (1 + copies))

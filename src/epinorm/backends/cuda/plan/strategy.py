@@ -78,7 +78,9 @@ def _decided(problem: Problem, strategy: Strategy) -> Plan:
 def _auto(problem: Problem) -> Plan:
     """The fastest of what serves the problem."""
     if problem.chain.is_linear and problem.dtype != torch.float32:
-        return Plan("reference", f"{_EAGER}: cuBLAS multiplies it as fast as it is", chosen=True)
+        reason = f"{_EAGER}: cuBLAS multiplies it as fast as it is"
+        cost = Cost(costs.eager(problem), costs.eager_host(problem))
+        return Plan("reference", reason, chosen=True, microseconds=cost.microseconds)
     if problem.precision == "highest" and problem.k < _FEW_TERMS:
         plain = f"fp32 sums of fewer than {_FEW_TERMS} terms lose least as they are"
         if problem.chain.norm is None:
@@ -140,7 +142,7 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
     if why_not_single:
         reason += f"; {why_not_single}"
     gain = eager.microseconds / time if eager is not None and time else None
-    return Plan(strategy, reason, core, chosen=True, gain=gain)
+    return Plan(strategy, reason, core, chosen=True, gain=gain, microseconds=time)
 
 
 def _planes_core(problem: Problem) -> tuple[Core | None, str]:
