@@ -71,6 +71,21 @@ def test_any_leading_dimensions(strategy, norm, lead):
     assert y.shape == (*lead, 24)
 
 
+@pytest.mark.parametrize("lead", [(4,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("norm", NORMS[1:], ids=str)
+def test_gradients_of_several_losses_at_once(norm, lead):
+    t = tensors(*lead)
+    r = torch.randn(*lead, 24)
+    leaves = [t[0].requires_grad_(), r.requires_grad_()]
+    for _ in range(2):  # a call like an earlier one folds x's dimensions in its own node
+        y = ours(t, norm, "cpu", pre="add_residual", operands=[r])
+    dy = torch.randn(3, *y.shape)
+    found = torch.autograd.grad(y, leaves, dy, retain_graph=True, is_grads_batched=True)
+    each = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in dy]
+    for batch, gradients in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(batch, torch.stack(gradients), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_empty_batch(strategy, norm):

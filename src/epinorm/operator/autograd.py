@@ -170,19 +170,19 @@ def _gradients(
     kept, tensors = saved[:3], tuple(saved[3:])
     saved.clear()
     given = tensors
-    if given[0].dim() != 2:
+    # is_grads_batched vectorises over dy by an older vmap, which knows no rule of ours.
+    of_batch = torch._C._functorch.is_legacy_batchedtensor
+    batched = of_batch(dy) or (dsum is not None and of_batch(dsum))
+    if given[0].dim() != 2 and not batched:
         dy, operands = fold(dy), fold_operands(given[5:], facts)
         kept[0] = kept[0] if kept[0].shape == (0,) else fold(kept[0])
         dsum = None if dsum is None else fold(dsum)
         tensors = (fold(given[0]), *given[1:5], *operands)
     create_graph = torch.is_grad_enabled()
-    of_batch = torch._C._functorch.is_legacy_batchedtensor
-    batched = of_batch(dy) or (dsum is not None and of_batch(dsum))
     if create_graph or batched or not plain:
         tensors = _restored(tensors, facts)
     inputs = (*tensors[:5], tensors[5:])
     if batched:
-        # is_grads_batched vectorises over dy by an older vmap, which knows no rule of ours.
         with torch.enable_grad():
             fresh = _fresh(tensors, wanted)
             found = _first_order(dy, dsum, fresh, facts, wanted, create_graph)
