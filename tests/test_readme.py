@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import epinorm
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TEXT = README.read_text("utf-8")
@@ -16,6 +18,8 @@ def test_readme_example_runs(example: str) -> None:
     names: dict[str, object] = {}
     exec(compile(example, str(README), "exec"), names)
     assert names["y"].isfinite().all()
+    # What a newcomer sees first, on a CPU too.
+    assert str(epinorm.explain(names["model"])).startswith("Sequential: 1 of 1 chains fused")
 
 
 def test_readme_opens_with_a_sentence_a_picture_and_six_lines_of_code() -> None:

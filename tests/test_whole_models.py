@@ -21,6 +21,7 @@ from epinorm.tools.models.families import family
 from epinorm.tools.models.rows import ModelRow
 from epinorm.tools.models.subject import dropout_off, most_dropout
 from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
+from epinorm.tools.page import html_page
 from epinorm.tools.results import merge_rows, read_rows_of
 from epinorm.tools.timing import Settings
 from epinorm_cli.commands import app
@@ -65,7 +66,8 @@ def test_torch_compile_is_run_once_and_ours_at_every_draw(monkeypatch: pytest.Mo
     told: list[str] = []
     ways, setting = ("compile", "backend"), SETTINGS["highest"]
     subject = load_subject(f"{__name__}:net")
-    bench_model(subject, setting, True, CPU, ways, FAST, lambda stage, _: told.append(stage))
+    row = bench_model(subject, setting, True, CPU, ways, FAST, lambda stage, _: told.append(stage))
+    assert {"fused", "backend", "fused over compile", "backend over compile"} < set(row.spreads)
     assert told.count("verifying compile") == 1
     assert told.count("verifying fused") == told.count("verifying backend") == DRAWS
 
@@ -88,6 +90,18 @@ def test_each_row_says_what_was_measured(rows: list[ModelRow]) -> None:
         assert row.reasons is None
     assert 1e-9 < forward.ours_error <= 1.1 * forward.eager_error < 1e-5
     assert 1e-4 < training.ours_gradient_error <= 1.1 * training.eager_gradient_error < 1e-1
+
+
+def test_a_page_refuses_what_is_noise_against_compile_too(rows: list[ModelRow]) -> None:
+    row = replace(rows[0], eager_ms=10.0, compile_ms=8.0, fused_ms=4.0, runs=9)
+    for spread, said in (
+        ([0.4, 0.625], "2.00× torch.compile (1.60 to 2.50)."),
+        ([0.4, 1.25], "not distinguishable from torch.compile (0.80 to 2.50)."),
+    ):
+        shown = replace(row, spreads={"fused": [0.25, 0.5], "fused over compile": spread}).as_row()
+        page = html_page("net", [shown])
+        assert f"Forward: 2.50× eager (2.00 to 4.00 over 9 runs); {said}" in page
+        assert "<p>–</p>" not in page
 
 
 HIGHEST = SETTINGS["highest"]

@@ -138,7 +138,7 @@ def _facts(row: Row) -> str:
         if head not in ("shape", "dtype", "m, k → n")
     )
     numbers = f"<details><summary>Numbers</summary><table>{lines}</table></details>"
-    return f"<p>{html.escape(size(row))}</p>{numbers}"
+    return (f"<p>{html.escape(size(row))}</p>" if row.m is not None else "") + numbers
 
 
 def _same(one: Row, other: Row) -> bool:

@@ -1,11 +1,11 @@
 """Compile the CPU kernels on first use and keep them in epinorm's cache.
 
 The runner (PyTorch's headers; about three seconds) is compiled once, a chain's kernel (no headers;
-under a second) once for each chain and dtypes. PyTorch's ``cpp_extension`` names the folders, but
-its ``load`` does not run: a build of its that was killed leaves a lock for which the next one waits
-forever. Here every build has a folder of its own and a time limit, and the result is renamed into
-the cache, so no lock can be left behind. Nothing is kept, or used, before it was loaded and has
-computed something right (proof.py).
+under a second) once for each chain and dtypes. PyTorch's ``cpp_extension.load`` is not used: a
+build of its that was killed leaves a lock for which the next one waits forever. Here every build
+has a folder of its own and a time limit, and the result is renamed into the cache, so no lock can
+be left behind. Nothing is kept, or used, before it was loaded and has computed something right
+(proof.py).
 """
 
 from __future__ import annotations
@@ -129,12 +129,11 @@ def _runner_parts() -> tuple[dict[str, str], str, list[str]]:
 
 def _torch_flags() -> list[str]:
     """What a file with PyTorch's headers is compiled and linked with."""
-    from torch.utils import cpp_extension
-
-    folders = [f"-isystem{path}" for path in cpp_extension.include_paths()]
-    libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
+    # As its cpp_extension names them, which warns where there is a toolkit and no GPU.
+    root = Path(torch.__file__).parent
+    folders = [root / "include", root / "include/torch/csrc/api/include"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return [abi, *folders, *libraries, "-ltorch_cpu", "-lc10"]
+    return [abi, *(f"-isystem{f}" for f in folders), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
 
 
 def _kernel_parts(source: str) -> tuple[dict[str, str], str, list[str]]:

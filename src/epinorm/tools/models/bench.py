@@ -17,7 +17,7 @@ import epinorm
 from epinorm.capture.backend import compile_graph
 from epinorm.tools.bench import fp32_precision_set, model_runner
 from epinorm.tools.models.families import families_of
-from epinorm.tools.models.rows import OURS, ModelRow
+from epinorm.tools.models.rows import AGAINST, OURS, ModelRow
 from epinorm.tools.models.subject import Setting, Subject, dropout_off, most_dropout
 from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
 from epinorm.tools.progress import Notify, in_a_line, silent
@@ -189,7 +189,11 @@ def _measure(
     )
     medians = {name: statistics.median(times) / 1000 for name, times in samples.items()}
     values: dict[str, Any] = {f"{name}_ms": time for name, time in medians.items()}
-    values |= {"runs": len(samples["eager"]), "spreads": spreads(samples, "eager") or None}
+    found = spreads(samples, "eager")
+    if "compile" in samples:
+        over = spreads(samples, "compile")
+        found |= {AGAINST.format(way, "compile"): over[way] for way in OURS if way in over}
+    values |= {"runs": len(samples["eager"]), "spreads": found or None}
     notify("measuring the host's time and memory", 0.85)
     if max(medians.values()) < LONGEST_WALL_MS:
         for name, wall in wall_times(runners, device, timing).items():

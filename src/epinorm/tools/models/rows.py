@@ -11,6 +11,8 @@ from epinorm.tools.results import JsonRow, Row
 COMPETITORS = ("eager", "compile", "fused", "backend")
 """Eager, torch.compile, ``epinorm.fuse`` and ``torch.compile(backend="epinorm")``."""
 OURS = ("fused", "backend")
+AGAINST = "{} over {}"
+"""Among a ModelRow's ``spreads``, those that are not against eager."""
 COMPILED = "compile against eager"
 """Among the spreads of ``as_row``, the one that is not against ours."""
 _SETTINGS = ("highest", "high", "bf16", "bf16-autocast")
@@ -74,12 +76,10 @@ class ModelRow(JsonRow):
         ours, theirs = getattr(self, f"{name}_ms"), getattr(self, f"{other}_ms")
         return theirs / ours if ours and theirs else None
 
-    def between(self, name: str) -> tuple[float, float] | None:
-        """Between what eager's time over that of ``name`` lies in eight of ten rounds."""
-        if name not in (self.spreads or {}):
-            return None
-        low, high = (self.spreads or {})[name]
-        return 1 / high, 1 / low
+    def between(self, name: str, other: str = "eager") -> tuple[float, float] | None:
+        """Between what the time of ``other`` over that of ``name`` lies in eight of ten rounds."""
+        found = (self.spreads or {}).get(name if other == "eager" else AGAINST.format(name, other))
+        return (1 / found[1], 1 / found[0]) if found else None
 
     def is_noise(self, name: str) -> bool:
         """Whether the rounds differ by more than ``name`` and eager do."""
@@ -90,7 +90,8 @@ class ModelRow(JsonRow):
         """The faster of our ways as a row of one problem, for pages and pictures."""
         times = {way: ms for way in OURS if (ms := getattr(self, f"{way}_ms"))}
         best = min(times, key=times.__getitem__, default="")
-        against = {"eager": self.between(best), COMPILED: self.between("compile")}
+        against = {other: self.between(best, other) for other in ("eager", "compile")}
+        against[COMPILED] = self.between("compile")
         reasons = self.reasons or {}
         return Row(
             *(self.model, None, None, None, None, None, self.dtype),
