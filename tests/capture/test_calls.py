@@ -116,7 +116,7 @@ def test_past_the_limit_the_models_own_code_runs_and_says_so(
     with caplog.at_level(logging.WARNING, logger="epinorm"):
         for step in range(40):
             assert_same(fused(x, str(step)), model(x, str(step)))
-    assert "captured too often" in caplog.text
+    assert caplog.text.count("captured too often") == 1
 
 
 def test_the_users_settings_of_dynamo_do_not_matter(pair: Any, x: Any) -> None:
@@ -489,7 +489,8 @@ def test_the_graph_breaks_and_each_part_is_fused(x: Any) -> None:
         def forward(self, x):
             h = F.relu(self.na(self.a(x)))
             torch._dynamo.graph_break()
-            return self.nb(self.b(h))
+            h = self.nb(self.b(h))
+            return h if h.sum() < 1e9 else -h
 
     model = randomised(Two())
     fused = fused_copy(model)
@@ -497,9 +498,10 @@ def test_the_graph_breaks_and_each_part_is_fused(x: Any) -> None:
     explained = epinorm.explain(fused)
     assert [row.where for row in explained.rows] == ["a → na", "b → nb"]
     assert explained.fused == 2
-    (note,) = explained.notes
-    assert "breaks" in note
-    assert "test_calls.py:" in note
+    for note, why in zip(explained.notes, ("", "branches on the value of a tensor"), strict=True):
+        assert "breaks" in note
+        assert "test_calls.py:" in note
+        assert why in note
 
 
 def test_classes_are_freed(x: Any) -> None:

@@ -6,7 +6,9 @@ import copy
 import json
 import random
 import re
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import epinorm
+from epinorm.backends.cuda.plan.strategy import plan_cuda
+from imaginary import imaginary_h200
 from processes import Process
 
 K, N, ROWS = 12, 16, 5
@@ -328,6 +332,27 @@ def test_text_html_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.loads(explained.to_json())
     assert data["model"] == "Probe"
     assert data["rows"][0]["fused"] is False
+
+
+def test_the_gain_is_that_of_the_plans_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an H200; on a CPU nothing is estimated."""
+
+    def on_a_gpu(problem: Any, strategy: Any) -> Any:
+        return plan_cuda(
+            replace(problem, device=torch.device("cuda"), precision="native"), strategy
+        )
+
+    layers = nn.Sequential(nn.Linear(512, 512), nn.GroupNorm(32, 512)).bfloat16()
+    x = torch.empty(1024, 512).bfloat16()
+    assert epinorm.explain(layers, x).rows[0].gain is None
+    monkeypatch.setattr(sys.modules["epinorm.capture.explain"], "plan_for", on_a_gpu)
+    with imaginary_h200():
+        told = epinorm.explain(layers, x)
+    (row,) = told.rows
+    times = re.search(r"estimated (\d+) us;.*PyTorch's own layers: (\d+)", row.reason)
+    assert times is not None, row.reason
+    assert row.gain == pytest.approx(int(times[2]) / int(times[1]), rel=0.05)
+    assert f"{row.gain:.1f}×" in str(told)
 
 
 def test_a_place_is_one_row_at_every_size() -> None:

@@ -68,8 +68,9 @@ def made(*args: Any, **kwargs: Any) -> tuple[Attention, Tensor]:
     return Attention(*args, **kwargs).double(), torch.randn(2, 5, K).double()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("divide", [timms, chunks, slices, persimmons])
+@pytest.mark.parametrize(
+    ("divide", "bias"), [(timms, True), (chunks, False), (slices, True), (persimmons, False)]
+)
 def test_parts_that_reach_norms_are_chains(divide, bias):
     check(*made(divide, bias), NORMS)
 

@@ -84,6 +84,7 @@ SPELLINGS |= {
     "addmm scaled": lambda s, x: s.gn(torch.addmm(s.fc.bias, x, s.fc.weight.t(), beta=2)),
     "silu by hand": lambda s, x: (lambda h: h * torch.sigmoid(h))(s.gn(s.fc(x))),
     "swish of two": lambda s, x: (lambda h: h * torch.sigmoid(2 * h))(s.gn(s.fc(x))),
+    "quick gelu": lambda s, x: (lambda h: h * torch.sigmoid(1.702 * h))(s.gn(s.fc(x))),
     "gelu by hand": lambda s, x: (lambda h: h * 0.5 * (1 + torch.erf(h / math.sqrt(2))))(
         s.ln(s.fc(x))
     ),
@@ -150,6 +151,7 @@ FUSED_WHOLE = {
     "conv1d": "layer_norm(1e-05)",
     "addmm method": "group_norm(4,1e-05)|relu",
     "silu by hand": "group_norm(4,1e-05)|silu",
+    "quick gelu": "group_norm(4,1e-05)|quick_gelu",
     "gelu by hand": "layer_norm(1e-05)|gelu",
     "gelu_tanh by hand": "layer_norm(1e-05)|gelu_tanh",
     "mish by hand": "mish|group_norm(4,1e-05)",

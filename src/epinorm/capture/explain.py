@@ -231,6 +231,8 @@ def _explanation(name: str, recorders: list[Recorder], notes: tuple[str, ...]) -
 
 def _break(graph: Captured) -> str:
     reason = graph.broken_by.splitlines()[0]
+    if reason.startswith("generic_jump"):
+        reason = "Python branches on the value of a tensor"
     return f"The graph breaks at {graph.broken_at}: {reason}" if graph.broken_at else reason
 
 

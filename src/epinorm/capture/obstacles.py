@@ -35,7 +35,10 @@ def why_no_step(node: fx.Node, x: fx.Node, n: Any, dropout: bool | None = None) 
             "where the Linear has no more inputs than outputs"
         )
     if name_of(node) in ("t", "transpose", "permute", "swapaxes"):
-        return f"{name_of(node)} makes columns of its rows, and the norm is over those"
+        return (
+            f"{name_of(node)} makes columns of its rows, and a chain's norm is over rows as the "
+            "Linear makes them"
+        )
     if takes_apart(node, x, n):
         return (
             f"{name_of(node)} takes its rows apart, and a chain's norm is over all of a row: "

@@ -197,6 +197,16 @@ ACTIVATIONS = (
         functions=(F.silu, _aten.silu),
         **_SMOOTH,
     ),
+    Definition(  # CLIP's, in classes and functions of other libraries: read by what it computes
+        "quick_gelu",
+        lambda x: x * torch.sigmoid(1.702 * x),
+        "return x / (T(1) + exp(T(-1.702) * x));",
+        "const T s = T(1) / (T(1) + exp(T(-1.702) * x)); "
+        "return g * s * (T(1) + T(1.702) * x * (T(1) - s));",
+        modules={},
+        functions=(),
+        **_SMOOTH,
+    ),
     Definition(
         "gelu",
         F.gelu,
