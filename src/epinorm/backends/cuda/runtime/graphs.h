@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -44,7 +44,16 @@ class Graphs {
   // Whether a graph was launched. One is made where the addresses are seen for the second time.
   bool launch(const Addresses& addresses, void* stream, const Launches& launches) {
     const uint64_t hash = hash_of(addresses);
-    std::lock_guard<std::mutex> lock(mutex_);  // a graph is one thread's at a time
+    // A graph is one thread's at a time; a call meanwhile, or in the middle of this one, needs none.
+    if (busy_.test_and_set(std::memory_order_acquire)) return false;
+    const bool launched = launch_alone(hash, addresses, stream, launches);
+    busy_.clear(std::memory_order_release);
+    return launched;
+  }
+
+ private:
+  bool launch_alone(uint64_t hash, const Addresses& addresses, void* stream,
+                    const Launches& launches) {
     ++calls_;
     Made* found = find(hash, addresses);
     if (found == nullptr && !(seen_before(hash) && failures_ < kMostFailures && has_room()))
@@ -59,7 +68,6 @@ class Graphs {
     return cuda_.launch(found->exec, stream) == 0;
   }
 
- private:
   static constexpr size_t kMost = 64;
   static constexpr uint64_t kLongUnused = 16 * kMost;  // calls
   static constexpr int kMostFailures = 16;             // then launches stay as they are
@@ -131,7 +139,7 @@ class Graphs {
   }
 
   const GraphFunctions cuda_;
-  std::mutex mutex_;
+  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
   std::vector<Made> made_;
   std::array<uint64_t, kMost> seen_{};
   uint64_t calls_ = 0;
