@@ -204,8 +204,6 @@ def _why_whole(
     if always or any(plan.microseconds is None for plan in plans):
         pays = any(plan.strategy != "reference" for plan in plans)
         return None if always or pays else plans[0].reason
-    if chains[0].dtype.itemsize == 2 and not always:  # by a tenth and more: internals/capture.md
-        return "in 16 bit a Linear for each of its parts was measured to take longer"
     whole = _without_norm(chains[0], n)
     rest = [value_of(linear).shape[-1] for linear in linears if linear not in found]  # type: ignore[union-attr]
     norms = sum(_eager(each) - _eager(_without_norm(each, each.n)) for each in chains)
