@@ -279,3 +279,21 @@ def test_heads_round_as_in_eager_where_that_is_asked_for():
     model, x = StableLm(PerHead(*[1e-5] * HEADS)).bfloat16(), torch.randn(2, 5, K).bfloat16()
     fused = epinorm.fuse(copy.deepcopy(model), strategy="reference", rounding="eager")
     assert torch.equal(fused(x), model(x))
+
+
+def test_a_mode_that_the_model_sets_itself_keeps_it_one():
+    """What its parts would be there is not known while it is captured."""
+
+    class Narrow(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                q, k, v = self.divide(self.qkv(x))
+                return self.q_norm(q) * self.q_norm(k) + self.q_norm(v)
+
+    torch.manual_seed(0)
+    model, x = Narrow(), torch.randn(2, 5, K)
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="cpu")
+    y = fused(x)
+    assert y.dtype == model(x).dtype
+    assert torch.equal(y, model(x))
+    assert "modes that are changed" in epinorm.explain(fused).rows[0].reason

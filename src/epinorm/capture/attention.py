@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import arguments
-from epinorm.capture.trace import StaysWhole, Trace, erase
+from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
 
 SWAPPED = "epinorm_swapped"
 """In the meta of a Linear whose rows (T B, E) are read in the order of (B, T, E): what turns them,
@@ -232,7 +232,7 @@ def _open(graph: fx.Graph, node: fx.Node, whole: _Whole, always: bool) -> Opened
         results: dict[Any, fx.Node] = {}
         for index, old in readers or [(None, node)]:
             value = made if index is None else made[index]
-            _check_alike(value, old.meta.get("example_value"))
+            check_alike(value, old.meta.get("example_value"))
             results[index] = trace.node_of(value)
     except StaysWhole:
         erase(graph, trace.nodes)
@@ -273,16 +273,6 @@ def _offer_swapped(graph: fx.Graph, result: fx.Node | None) -> list[fx.Node]:
     made[-1].meta["example_value"] = x.view(*y.shape[:-1], x.shape[-1])
     linear.meta[SWAPPED] = turn, made[-1]
     return made[1:]
-
-
-def _check_alike(value: Any, expected: Any) -> None:
-    """Raise unless two example values agree in all that a reader could see; they do not where a
-    mode was changed before, such as autocast within the model."""
-    if not isinstance(value, Tensor) or not isinstance(expected, Tensor):
-        raise StaysWhole("its results are not those of its operations")
-    facts = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in (value, expected)]
-    if facts[0] != facts[1]:
-        raise StaysWhole("modes that are changed within the model, or a layout, decide its result")
 
 
 def _now(made: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

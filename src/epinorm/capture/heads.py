@@ -19,7 +19,7 @@ from epinorm.capture.obstacles import WHY_WHOLE
 from epinorm.capture.purity import value_of
 from epinorm.capture.sites import problem_of
 from epinorm.capture.spelling import arguments, is_view, name_of, read_linear, same_shape
-from epinorm.capture.trace import StaysWhole, Trace, erase
+from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
 from epinorm.chain import GroupNorm, RMSNorm
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
@@ -105,6 +105,7 @@ def _open(graph: fx.Graph, join: fx.Node, heads: _Heads, linear: fx.Node, always
         with graph.inserting_before(join):
             made = trace.run(lambda *_, **__: heads.of(*given))
             result = trace.node_of(made)
+            check_alike(made, value_of(join), layout=False)
     except StaysWhole:
         erase(graph, trace.nodes)
         return

@@ -26,7 +26,7 @@ from epinorm.capture.obstacles import PARTING, WHY_WHOLE
 from epinorm.capture.purity import storage_of, value_of
 from epinorm.capture.sites import CHANNELS, problem_of
 from epinorm.capture.spelling import name_of, same_shape, sizes_of
-from epinorm.capture.trace import StaysWhole, Trace, erase
+from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
 from epinorm.chain import Chain, Rounding
 from epinorm.problem import Problem
 
@@ -168,9 +168,13 @@ def _open(
     trace = Trace(graph, node, {})
     try:
         with graph.inserting_before(node):
-            results = [trace.node_of(value) for value in trace.run(body)]
-    except StaysWhole:
+            made = trace.run(body)
+        for value, part in zip(made, parts, strict=True):
+            check_alike(value, value_of(part.node), layout=False)
+        results = [trace.node_of(value) for value in made]
+    except StaysWhole as why_not:
         erase(graph, trace.nodes)
+        node.meta[WHY_WHOLE] = str(why_not)
         return
     new = trace.nodes
     linears = [each for each in new if each.target is F.linear]

@@ -135,6 +135,16 @@ class Trace(TorchFunctionMode):
         return made.node
 
 
+def check_alike(value: Any, expected: Any, layout: bool = True) -> None:
+    """Raise unless two example values agree in all that a reader could see, layout: in that too;
+    they do not where a mode was changed before, such as autocast within the model."""
+    if not isinstance(value, Tensor) or not isinstance(expected, Tensor):
+        raise StaysWhole("its results are not those of its operations")
+    facts = [(t.shape, t.dtype, t.device, t.requires_grad) for t in (value, expected)]
+    if facts[0] != facts[1] or (layout and value.stride() != expected.stride()):
+        raise StaysWhole("modes that are changed within the model, or a layout, decide its result")
+
+
 def erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Take nodes that nothing else reads out of a graph; they come in its order."""
     for node in reversed(nodes):
