@@ -204,12 +204,21 @@ def test_a_linear_stays_one_where_that_is_seen(case):
         assert reason in row.reason
 
 
-@pytest.mark.parametrize(("rows", "is_opened"), [(32 * 197, True), (197, False)])
-def test_auto_takes_what_is_estimated_to_be_faster(rows, is_opened, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "dtype", "why_not"),
+    [
+        (32 * 197, torch.float32, ""),
+        (197, torch.float32, "a Linear for each of its parts would take longer"),
+        (32 * 197, torch.bfloat16, "in 16 bit"),
+    ],
+)
+def test_auto_takes_what_is_faster(rows, dtype, why_not, monkeypatch):
     """A ViT-B's block on an H200: three products and two norms in them, or one and two norms."""
+    precision = "native" if dtype == torch.bfloat16 else "highest"
 
     def on_a_gpu(found: Any) -> Any:
-        return replace(sites.problem_of(found), device=torch.device("cuda", 0), precision="native")
+        there = {"device": torch.device("cuda", 0), "precision": precision}
+        return replace(sites.problem_of(found), **there)
 
     monkeypatch.setattr(parts, "problem_of", on_a_gpu)
 
@@ -224,10 +233,9 @@ def test_auto_takes_what_is_estimated_to_be_faster(rows, is_opened, monkeypatch)
             return self.q_norm(q) * self.k_norm(k) + v
 
     with imaginary_h200(), torch.no_grad():
-        told = epinorm.explain(Block().bfloat16(), torch.empty(1, rows, 768).bfloat16()).rows
-    assert told[0].where == ("qkv[0:768] → q_norm" if is_opened else "qkv → q_norm")
-    if not is_opened:
-        assert "a Linear for each of its parts would take longer" in told[0].reason
+        told = epinorm.explain(Block().to(dtype), torch.empty(1, rows, 768, dtype=dtype)).rows
+    assert told[0].where == ("qkv → q_norm" if why_not else "qkv[0:768] → q_norm")
+    assert why_not in told[0].reason
 
 
 class PerHead(nn.Module):

@@ -2,7 +2,8 @@
 
 So a norm of one part is the norm of a chain. A part's weight is a view of the whole one where its
 channels lie side by side; autograd puts the gradients of all parts together in one operation, that
-of ``split``. Done where the chains are estimated to gain more than several products lose.
+of ``split``. Done in fp32, where the chains are estimated to gain more than several products lose
+(decisions/0033-parts.md).
 """
 
 from __future__ import annotations
@@ -209,6 +210,8 @@ def _why_whole(
         pays = any(plan.strategy != "reference" for plan in plans)
         return None if always or pays else plans[0].reason
     whole = _without_norm(chains[0], n)
+    if whole.out_dtype.itemsize == 2 or whole.out_dtype != whole.dtype:
+        return "in 16 bit a Linear for each of its parts was measured to take longer"
     rest = [value_of(linear).shape[-1] for linear in linears if linear not in found]  # type: ignore[union-attr]
     norms = sum(_eager(each) - _eager(_without_norm(each, each.n)) for each in chains)
     as_one = _time(whole) + norms
