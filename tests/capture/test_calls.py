@@ -280,6 +280,17 @@ def test_checkpointing_around_the_model(pair: Any, x: Any, reentrant: bool) -> N
         assert_same(a, b)
 
 
+def test_checkpointing_from_the_first_call_on() -> None:
+    """x of three dimensions, which a later call folds in its own node."""
+    model = randomised(nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)))
+    fused, results = epinorm.fuse(copy.deepcopy(model), strategy="cpu"), []
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    for one in (model.double(), fused.double()):
+        y = checkpoint(one, x, use_reentrant=False)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *one.parameters()])])
+    torch.testing.assert_close(*results)
+
+
 def test_functional_call_and_grad(pair: Any, x: Any, caplog: pytest.LogCaptureFixture) -> None:
     model, fused = pair
     parameters = {k: v.detach() * 2 for k, v in model.named_parameters()}

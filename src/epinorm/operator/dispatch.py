@@ -26,6 +26,7 @@ from epinorm.operator.undisturbed import is_distributed, is_under_autocast_alone
 from epinorm.problem import Strategy, check_strategy
 
 _is_grad_enabled = torch.is_grad_enabled
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class _Found(NamedTuple):
@@ -96,11 +97,22 @@ class Caller:
         if not is_undisturbed():
             return self._disturbed(tensors)
         results = self.again(tensors, self.facts)
-        if results is None:
-            self._uses.count += 1
-            results = call(*(*tensors[:5], operands, *self.facts[:3]))
-            self._keep(tensors, self.facts)
-        return results
+        return self._first(tensors, self.facts) if results is None else results
+
+    def _first(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results:
+        """As a call that is like no earlier one."""
+        self._uses.count += 1
+        asked = (*tensors[:5], tensors[5:], *self.facts[:3])
+        if _saving_hooks(False) is None:
+            results = call(*asked)
+            self._keep(tensors, facts)
+            return results
+        # Checkpointing compares what two runs of a call save, and the second will be like this one.
+        with torch.no_grad():
+            call(*asked)
+        self._keep(tensors, facts)
+        found = self.again(tensors, facts)
+        return call(*asked) if found is None else found
 
     def _disturbed(self, tensors: tuple[Any, ...]) -> Results:
         """As a call, where a mode, a transform or autocast may want it."""
@@ -115,11 +127,11 @@ class Caller:
         facts = self._autocast_training if _is_grad_enabled() else self._autocast_facts
         if prepared:
             results = self.again(tensors, facts)
+        if results is None and prepared:
+            results = self._first(tensors, facts)
         if results is None:
             self._uses.count += 1
             results = call(*(*tensors[:5], tensors[5:], *self.facts[:3]))
-            if prepared:
-                self._keep(tensors, facts)
         return self._asked(results)
 
     def _asked(self, results: Results) -> Results:
