@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -23,7 +22,8 @@ import torch
 from epinorm.chain.pointwise import DEFINITIONS, Pointwise, define
 from epinorm.operator.functional import apply_chain
 from epinorm.tools.results import commit, device_name, write_atomic
-from epinorm.tools.timing import Runner, Settings, gpu_times
+from epinorm.tools.timing import Settings
+from sides import rows_of_passes
 
 LEAKY = ("leaky_relu(0.01)", "scale(1.7)")
 CASES: dict[str, tuple[int, int, int, int, tuple[str, ...]]] = {
@@ -76,28 +76,8 @@ def rows_of(name: str, kind: str, settings: Settings) -> list[dict[str, Any]]:
     def forward(chain: str) -> Any:
         return apply_chain(*leaves, (), chain)
 
-    def inference(chain: str) -> None:
-        with torch.no_grad():
-            forward(chain)
-
-    def step(chain: str) -> None:
-        torch.autograd.grad(forward(chain), leaves, dy)
-
-    passes: dict[str, Callable[[str], None]] = {"forward": inference, "training": step}
-    rows = []
-    for pass_, run in passes.items():
-        runners = {
-            side: Runner(lambda run=run, chain=chain: run(chain))  # type: ignore[misc]
-            for side, chain in chains.items()
-        }
-        for runner in runners.values():
-            for _ in range(settings.warmup):
-                runner.run()
-        times = gpu_times(runners, torch.device("cuda"), settings)
-        facts = {"shape": name, "m": m, "k": k, "n": n, "groups": groups, "kind": kind}
-        rounded = {f"{side}_us": value and round(value, 2) for side, value in times.items()}
-        rows.append({**facts, "pass": pass_, **rounded})
-    return rows
+    facts = {"shape": name, "m": m, "k": k, "n": n, "groups": groups, "kind": kind}
+    return [facts | row for row in rows_of_passes(forward, chains, leaves, dy, settings)]
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ import torch
 
 import epinorm
 from epinorm.tools.results import commit, device_name, write_atomic
-from epinorm.tools.timing import Runner, Settings, gpu_times
+from epinorm.tools.timing import Settings
+from sides import rows_of_passes
 
 KB62 = {"post": "leaky_relu(0.01)|scale(2)"}
 CASES: dict[str, tuple[int, int, int, int, Any]] = {
@@ -51,25 +51,9 @@ def rows_of(name: str, dtype: str, settings: Settings) -> list[dict[str, Any]]:
             norm_bias=leaves[4], operands=leaves[5:], rounding=rounding, **sides,
         )  # fmt: skip
 
-    def inference(rounding: str) -> None:
-        with torch.no_grad():
-            forward(rounding)
-
-    def step(rounding: str) -> None:
-        torch.autograd.grad(forward(rounding), leaves, dy)
-
-    passes: dict[str, Callable[[str], None]] = {"forward": inference, "training": step}
-    rows = []
-    for pass_, run in passes.items():
-        runners = {r: Runner(lambda run=run, r=r: run(r)) for r in ("once", "eager")}  # type: ignore[misc]
-        for runner in runners.values():
-            for _ in range(settings.warmup):
-                runner.run()
-        times = gpu_times(runners, torch.device("cuda"), settings)
-        facts = {"shape": name, "m": m, "k": k, "n": n, "groups": groups, "dtype": dtype}
-        rounded = {f"{key}_us": value and round(value, 2) for key, value in times.items()}
-        rows.append({**facts, "pass": pass_, **rounded})
-    return rows
+    facts = {"shape": name, "m": m, "k": k, "n": n, "groups": groups, "dtype": dtype}
+    sides_of = {"once": "once", "eager": "eager"}
+    return [facts | row for row in rows_of_passes(forward, sides_of, leaves, dy, settings)]
 
 
 def main() -> None:

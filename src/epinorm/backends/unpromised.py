@@ -18,3 +18,6 @@ TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 empty_strided: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] | None = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", None
 )
+
+# (False) -> the hooks for saved tensors that hold now, as checkpointing's, or None.
+saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from epinorm.backends.prepack import marked
+from epinorm.backends.unpromised import saving_hooks
 from epinorm.capture.dynamo import Callback, capture
 from epinorm.capture.rewriting import Recorder, Settings
 from epinorm.chain import Rounding
@@ -61,7 +62,6 @@ def _innermost_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _CALLS_AS_WRITTEN = 256
 _MOST_KINDS = 1024
 _PLAIN = (int, float, bool, str, type(None))
@@ -132,7 +132,7 @@ class Fused:
         which then costs nothing but this look. Now and then what was captured runs all the same,
         as there may be more to gain in a model that has changed. Under hooks for saved tensors it
         always does: checkpointing compares what two runs of a call save, which is not the same."""
-        has_hooks = _saving_hooks(False) is not None
+        has_hooks = saving_hooks(False) is not None
         key = _likeness(model, args, kwargs) if self.as_written and not has_hooks else None
         if key is not None and (left := self.as_written.get(key, 0)) > 0:
             self.as_written[key] = left - 1

@@ -14,6 +14,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from epinorm.backends.unpromised import saving_hooks
 from epinorm.chain import Chain, returns_sum
 from epinorm.chain.reference import Results, epilogue
 from epinorm.operator.accumulation import added, existing_gradient
@@ -36,7 +37,6 @@ from epinorm.problem import Executable, Forward, Inputs, StepForward, StepLeftov
 WEIGHT, OPERANDS = map(Inputs._fields.index, ("weight", "operands"))
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
-_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def residual_place(chain: Chain) -> int:
@@ -121,7 +121,7 @@ class _LinearNorm(_SingleLevel):
             saved[OPERANDS + place] = kept.sum
         ctx.save_for_backward(kept.saved(chain), kept.mean, kept.rstd, *saved)
         ctx.facts, ctx.executable, ctx.left = facts, executable, None
-        if _saving_hooks(False) is not None:
+        if saving_hooks(False) is not None:
             # Hooks may hand back other strides; and what decides by them what is kept, as
             # checkpointing does, would not see what is left besides: it is dropped.
             ctx.executable = None

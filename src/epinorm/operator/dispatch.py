@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from epinorm.backends.unpromised import saving_hooks
 from epinorm.chain import Chain, reference
 from epinorm.chain.dropout import draw_seeds
 from epinorm.chain.reference import Results
@@ -26,7 +27,6 @@ from epinorm.operator.undisturbed import is_distributed, is_under_autocast_alone
 from epinorm.problem import Strategy, check_strategy
 
 _is_grad_enabled = torch.is_grad_enabled
-_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class _Found(NamedTuple):
@@ -101,18 +101,20 @@ class Caller:
 
     def _first(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results:
         """As a call that is like no earlier one."""
-        self._uses.count += 1
         asked = (*tensors[:5], tensors[5:], *self.facts[:3])
-        if _saving_hooks(False) is None:
-            results = call(*asked)
+        hooked = saving_hooks(False) is not None
+        if hooked:
+            # Checkpointing compares what two runs of a call save, and the second will be like this.
+            with torch.no_grad():
+                call(*asked)
             self._keep(tensors, facts)
-            return results
-        # Checkpointing compares what two runs of a call save, and the second will be like this one.
-        with torch.no_grad():
-            call(*asked)
-        self._keep(tensors, facts)
-        found = self.again(tensors, facts)
-        return call(*asked) if found is None else found
+            if (found := self.again(tensors, facts)) is not None:
+                return found
+        self._uses.count += 1
+        results = call(*asked)
+        if not hooked:
+            self._keep(tensors, facts)
+        return results
 
     def _disturbed(self, tensors: tuple[Any, ...]) -> Results:
         """As a call, where a mode, a transform or autocast may want it."""
