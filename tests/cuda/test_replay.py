@@ -6,6 +6,7 @@ The GPU is conftest.py's: it computes each launch from the bytes that the driver
 import ctypes
 import sys
 import weakref
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from epinorm.backends.cuda.runtime import launch, prepared
 from epinorm.backends.cuda.runtime.replay import CannotReplay, recording, replay
 from epinorm.chain import Chain
 from epinorm.chain.reference import linear_norm
+from epinorm.operator import calls
 from epinorm.operator.dispatch import Caller
 from epinorm.problem import Forward, Gradients, Inputs, Wanted
 
@@ -301,6 +303,25 @@ def test_addresses_that_come_back_are_a_graph(gpu, caller):
     expected = [y.clone() for y in kept]
     until_a_graph(gpu, caller, given)
     assert all(map(torch.equal, kept, expected))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_where_memory_peaks_no_graph_holds_it(gpu, training):
+    """In training the planes of x and W are given back before y is made: 4 MB of Dreamer's peak."""
+    x, weight, bias, gamma, beta, operand = tensors()
+    facts = (CHAIN, "planes", False, None)
+    inputs = Inputs(x, weight, bias, gamma, beta, (operand,), calls.constants_of(facts))
+    executable = calls.executable_of(inputs, facts, training)
+    for _ in range(3):
+        executable.forward(*inputs)
+    assert gpu.replayed
+    for kind in gpu.kinds():
+        setattr(gpu, f"compute_{kind}", lambda *_: None)  # which would take memory of its own
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        made = executable.forward(*inputs)
+    held = list(accumulate(event.cpu_memory_usage for event in profile.function_events))
+    planes, of_matrix = 2 * 2 * K * (M + N), made.y.nbytes
+    assert (max(held) > planes + 2 * of_matrix) == (not training)
 
 
 def test_no_graph_while_a_stream_is_captured(gpu, caller):

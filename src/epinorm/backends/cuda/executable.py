@@ -54,7 +54,9 @@ class CudaExecutable:
                 f"{', '.join(map(repr, CUDA_STRATEGIES))}"
             )
         self.problem, self.plan = problem, plan
-        self.forward = ReplayedForward(_forward(problem, plan, layout))
+        run = _forward(problem, plan, layout)
+        # In training the activations of all layers lie beside what a graph would hold.
+        self.forward = ReplayedForward(run, holds=not problem.training)
         self._backward: dict[bool, _Backward] = {}  # by whether the sum has a gradient
 
     def backward(

@@ -145,10 +145,10 @@ def _known(program: Any, constants: tuple[float, ...], out: Forward) -> _Known:
 
 
 class ReplayedForward:
-    """A forward pass that is repeated once it was recorded."""
+    """A forward pass that is repeated once it was recorded; holds: as ``replay`` takes it."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._recorder = run, _Recorder()
+    def __init__(self, run: Run, *, holds: bool) -> None:
+        self._run, self._recorder, self._holds = run, _Recorder(), holds
         self._known: _Known | None = None
 
     def __call__(
@@ -179,7 +179,7 @@ class ReplayedForward:
             lambda: self._run(*whole),
             given,
             lambda made: _there((*made, *_planes(made))),
-            holds=True,
+            holds=self._holds,
         )
         if program is not None:
             self._device = x.device
