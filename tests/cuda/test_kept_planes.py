@@ -1,10 +1,17 @@
 """Planes that wait for their backward pass: whose, how many, and that they are given back."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import epinorm
 from epinorm.backends import memo
 from epinorm.backends.cuda.fp32.kept_planes import VARIABLE, KeptPlanes, make_room, nbytes_kept
+from imaginary import imaginary_h200
 
 CPU = torch.device("cpu")
 
@@ -84,3 +91,22 @@ def test_the_limit_is_what_the_variable_says(monkeypatch):
         let_wait(monkeypatch, wrong)
         with pytest.raises(ValueError, match=f"{VARIABLE} is a number of megabytes"):
             make_room(1, CPU)
+
+
+def test_a_step_splits_again_what_waited_for_no_layer(monkeypatch):
+    """Of three layers the last one's planes wait; under a profiler, which sends calls by way of
+    the operators, nobody's."""
+    let_wait(monkeypatch, "")
+    layers = [epinorm.LinearNorm(1024, 1024, norm=epinorm.GroupNorm(64)) for _ in range(3)]
+    x = torch.empty(8192, 1024)
+
+    def splits(api):
+        y = torch.nn.Sequential(*layers)(x)
+        api.launches.clear()
+        y.backward(y.detach())
+        return sum(launch["kernel"] == "split" for launch in api.launches)
+
+    with imaginary_h200() as api:
+        assert splits(api) == 3  # of the first layer x alone, as no gradient of x is wanted
+        with torch.autograd.profiler.profile():
+            assert splits(api) == 5
