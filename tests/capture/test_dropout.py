@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import epinorm
+from epinorm.backends import cpu, memo
+from epinorm.problem import Strategy
 from own_masks import own_masks
 
 K, N, ROWS = 12, 16, 9
@@ -162,6 +164,39 @@ def test_checkpointing_replays_the_mask(reentrant: bool, within: bool) -> None:
     )
     for a, b in zip(step(fused), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_replays_the_mask_whichever_graph_runs(
+    reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows are PyTorch's own layers' in a step, and none are without gradients; the second
+    size's graph serves the first size as well."""
+    rows = 64
+    monkeypatch.setattr(cpu, "LEAST_VALUES_TRAINING", rows * N)
+    memo.clear()
+    cases: tuple[tuple[Strategy, Callable[..., Any]], ...] = (
+        ("auto", lambda s, x, r: s.norm(s.drop(s.fc(x)) + r)),
+        ("auto", lambda s, x, r: (lambda h: (s.norm(h), h))(s.drop(s.fc(x)) + r)),
+        ("reference", lambda s, x, r: s.norm(s.drop(s.fc(x)) + r)),
+    )
+    for strategy, part in cases:
+        model = epinorm.fuse(Model(part), strategy=strategy)
+        for sizes in ((rows // 2,) * 4, (rows // 2, 2 * rows)):
+            seen: list[list[Tensor]] = [[] for _ in sizes]
+            losses = []
+
+            def run(x: Tensor, r: Tensor, runs: list[Tensor], model: nn.Module = model) -> Tensor:
+                runs.append(torch.stack([*model(x, r)]))
+                return runs[-1]
+
+            for m, runs in zip(sizes, seen, strict=True):
+                x, r = (torch.randn(m, n, dtype=torch.float64, requires_grad=True) for n in (K, N))
+                with set_checkpoint_early_stop(False):
+                    losses.append(checkpoint(run, x, r, runs, use_reentrant=reentrant).sum())
+            torch.stack(losses).sum().backward()
+            for first, again in seen:
+                torch.testing.assert_close(again, first, rtol=1e-11, atol=1e-11)
 
 
 def test_the_compiler_backend_takes_it() -> None:

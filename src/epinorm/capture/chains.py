@@ -325,7 +325,7 @@ class _Walk:
                 continue
             why_not = self._disturbed(found) or unfit(found, self.steps[:end])
             if why_not is None and found.kept is not None:
-                why_not = self._late(found, found.kept) or watched(found.kept)
+                why_not = self._late(found, found.kept) or watched(found.kept, found.drops)
             if why_not is None:
                 return found, why
             why = why_not

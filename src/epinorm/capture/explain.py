@@ -18,7 +18,8 @@ from epinorm.backends.engine import plan_for
 from epinorm.backends.prepack import keeps
 from epinorm.capture.dynamo import run_without_values
 from epinorm.capture.fuse import checked_settings, fused_of, without_forward
-from epinorm.capture.rewriting import Recorder, Settings
+from epinorm.capture.paying import Settings
+from epinorm.capture.rewriting import Recorder
 from epinorm.capture.sites import Captured, Site
 
 _NOT_CALLED = (

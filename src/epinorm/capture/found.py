@@ -74,6 +74,10 @@ class Found:
         return Chain(self.norm.norm, *sides, self.rounding, self.kept is not None)
 
     @property
+    def drops(self) -> bool:
+        return "seed" in self.chain.operand_kinds
+
+    @property
     def leading(self) -> Sequence[Any]:
         """The dimensions of x as it is multiplied, but for its last."""
         value = value_of(self.moves[-1] if self.moves else self.linear.x)

@@ -19,7 +19,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from epinorm.backends.prepack import marked
 from epinorm.backends.unpromised import saving_hooks
 from epinorm.capture.dynamo import Callback, capture
-from epinorm.capture.rewriting import Recorder, Settings
+from epinorm.capture.paying import Settings
+from epinorm.capture.rewriting import Recorder
 from epinorm.chain import Rounding
 from epinorm.chain.chain import check_rounding
 from epinorm.operator import calls

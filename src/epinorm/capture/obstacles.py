@@ -48,11 +48,12 @@ def why_no_step(node: fx.Node, x: fx.Node, n: Any, dropout: bool | None = None) 
     return f"{name_of(node)} is not a pointwise operation of a chain"
 
 
-def watched(kept: fx.Node) -> str | None:
+def watched(kept: fx.Node, always: bool) -> str | None:
     """What may ask for all of the gradient of what enters a norm: as a result it has but that of
-    its other readers."""
+    its other readers. always: also where it has none."""
     value = value_of(kept)
-    if not torch.is_grad_enabled() or (value is not None and not value.requires_grad):
+    has_none = not torch.is_grad_enabled() or (value is not None and not value.requires_grad)
+    if has_none and not always:
         return None
     for user in kept.users:
         if user.op == "output":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -15,25 +15,23 @@ from torch._guards import TracingContext
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-from epinorm.backends.engine import plan_for
 from epinorm.capture.attention import close_unused, open_functions, tidy
 from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Search
-from epinorm.capture.distributed import as_in_eager, layout_of_found
+from epinorm.capture.distributed import as_in_eager
 from epinorm.capture.found import Found, Place
 from epinorm.capture.heads import open_heads
 from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
 from epinorm.capture.parts import open_parts
+from epinorm.capture.paying import Settings, may_pay, pays, with_paying_dropout
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import name_of
 from epinorm.capture.together import groups_of, put_together
-from epinorm.chain import GroupNorm, Rounding
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller, Uses
-from epinorm.problem import Strategy
 
 _log = logging.getLogger("epinorm")
 _GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
@@ -43,23 +41,6 @@ Apply = Callable[..., Results]
 """(x, weight, bias, norm_weight, norm_bias, operands) → y, or y and the sum, for one chain."""
 
 ApplyFor = Callable[[Place, str], Apply]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How fused chains are to be computed; see ``epinorm.linear_norm``."""
-
-    strategy: Strategy = "auto"
-    strict: bool = False
-    rounding: Rounding = "once"
-
-    def of(self, normed: bool) -> tuple[Strategy, bool]:
-        """The strategy and strictness of a chain. Those without a norm follow their plans where a
-        strategy is asked for by name, as what serves a norm need not serve them, and are not what
-        ``strict`` is about; but for "reference", which serves everything."""
-        if normed or self.strategy == "reference":
-            return self.strategy, self.strict
-        return "auto", False
 
 
 class Recorder:
@@ -184,14 +165,14 @@ def rewrite(
         open_heads(gm.graph, always=by_name)
     batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
     search = Search(gm.graph, settings.rounding)
-    places = [_with_paying_dropout(p, settings) for p in search.places()]
+    places = [with_paying_dropout(p, settings) for p in search.places()]
     linears = [
-        replace(p, taken=_pays(p, settings), norm=batch_norm_of(p.found.nodes if p.found else ()))
+        replace(p, taken=pays(p, settings), norm=batch_norm_of(p.found.nodes if p.found else ()))
         for p in search.linears()
     ]
     taken = [
         (p, p.found)
-        for p in (*(p for p in places if _may_pay(p, settings)), *linears)
+        for p in (*(p for p in places if may_pay(p, settings)), *linears)
         if p.found is not None and p.taken
     ]
     fused = close_unused(gm.graph, opened, {node for _, f in taken for node in f.nodes})
@@ -214,51 +195,6 @@ def rewrite(
         gm.graph.lint()
     gm.recompile()
     return Rewritten(inner.places + places, inner.linears + linears)
-
-
-_MANY_ROWS = 8192
-"""For which a number of rows that changes from call to call is looked at too."""
-
-
-def _with_paying_dropout(place: Place, settings: Settings) -> Place:
-    """A place with a norm as it is, but not taken where PyTorch's layers would compute dropout:
-    they make the mask of our kernels in dozens of operations, and their own in one."""
-    found = place.found
-    if found is None or "seed" not in found.chain.operand_kinds or settings.strategy != "auto":
-        return place
-    if _pays(place, settings):
-        return place
-    reason = plan_for(problem_of(found)).reason
-    return replace(place, found=None, obstacle=f"its dropout is PyTorch's own here: {reason}")
-
-
-def _may_pay(place: Place, settings: Settings) -> bool:
-    """Whether a place with a norm is replaced: a chain that is PyTorch's own at the captured size,
-    prepacked or not, stays as it is written, which costs nothing."""
-    if settings.strategy != "auto" or settings.strict or place.found is None:
-        return True
-    if isinstance(place.found.norm.norm, GroupNorm) and layout_of_found(place.found) is not None:
-        return True  # PyTorch's own fails in the backward pass where channels are split
-    return _pays(place, settings) or _pays(place, settings, prepacked=True)
-
-
-def _pays(place: Place, settings: Settings, prepacked: bool = False) -> bool:
-    """Whether a chain is faster in our operation than as it is, as its plan has it.
-
-    Dynamo captures again where a device, a dtype or PyTorch's setting for fp32 products changes.
-    """
-    if place.found is None:
-        return False
-    (strategy, _), problem = settings.of(False), problem_of(place.found)
-    if strategy == "reference":
-        return True
-    prepacked = prepacked and not problem.training
-    problem = replace(problem, prepacked=prepacked, whole_step=problem.training)
-    x = value_of(place.found.linear.x)
-    assert x is not None
-    changing = not all(isinstance(size, int) for size in x.shape[:-1])
-    sizes = (problem, replace(problem, m=_MANY_ROWS)) if changing else (problem,)
-    return any(plan_for(each).strategy != "reference" for each in sizes)
 
 
 def _follow_changes(graph: fx.Graph) -> None:

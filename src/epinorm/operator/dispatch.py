@@ -89,6 +89,7 @@ class Caller:
         """
         if self._drops:
             operands = _with_seeds(operands, self._kinds_of_operands, x.device)
+            self._uses.count += 1  # the model's own code, if it ran next, would drop others
         tensors: tuple[Any, ...] = (x, weight, bias, norm_weight, norm_bias, *operands)
         y = self._native.find(tensors)
         if y is not None:

@@ -70,7 +70,9 @@ def supports(problem: Problem) -> str | None:
 def _gains_nothing(problem: Problem) -> str | None:
     """Why PyTorch's own layers are as fast or faster, by decisions/0014-cpu_blocks.md."""
     values, chain = problem.m * problem.n, problem.chain
-    if values < (LEAST_VALUES_TRAINING if problem.training else LEAST_VALUES):
+    # Dropout is of training steps: checkpointing runs their forward pass without gradients first.
+    training = problem.training or "seed" in chain.operand_kinds
+    if values < (LEAST_VALUES_TRAINING if training else LEAST_VALUES):
         return (
             f"PyTorch's own layers: {problem.m} × {problem.n} values are so few that calling the "
             "fused kernel costs more than it saves"
@@ -79,7 +81,7 @@ def _gains_nothing(problem: Problem) -> str | None:
     fp32 = problem.dtype == problem.out_dtype == torch.float32
     if not (one and fp32 and values >= PLAIN_VALUES) or isinstance(chain.norm, GroupNorm):
         return None
-    if isinstance(chain.norm, RMSNorm) and problem.training and values >= PLAIN_VALUES_RMS_TRAINING:
+    if isinstance(chain.norm, RMSNorm) and training and values >= PLAIN_VALUES_RMS_TRAINING:
         return None
     return "PyTorch's own layers: its norm of whole rows is as fast as one fused"
 
