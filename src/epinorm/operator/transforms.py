@@ -12,14 +12,7 @@ from torch import Tensor
 from epinorm.chain import Chain
 from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.reference import Results, epilogue
-from epinorm.operator.schema import (
-    library,
-    linear_norm,
-    linear_norm_backward,
-    linear_norm_forward,
-    linear_norm_sum,
-    linear_norm_sum_forward,
-)
+from epinorm.operator.schema import OPERATORS, library, linear_norm, linear_norm_sum
 
 CUDA_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
@@ -121,8 +114,5 @@ def _take(argument: Any, dim: Any, index: int) -> Any:
     return argument
 
 
-for _operator in (
-    *(linear_norm, linear_norm_forward, linear_norm_backward),
-    *(linear_norm_sum, linear_norm_sum_forward),
-):
+for _operator in OPERATORS:
     _register_vmap(_operator)
