@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from epinorm.capture.purity import changes, is_pure, storage_of, value_of
-from epinorm.capture.spelling import arguments, name_of
+from epinorm.capture.spelling import arguments, computed, name_of
 from epinorm.capture.tf32_attention import is_taken
 from epinorm.precision import product_precision
 
@@ -97,14 +97,9 @@ class _Constants:
             return None
         if any(self.of(given) is None for given in node.all_input_nodes):
             return None
-        args: Any = fx.node.map_aggregate(node.args, self._concrete)
-        kwargs: Any = fx.node.map_aggregate(node.kwargs, self._concrete)
-        function: Any = node.target
-        if node.op == "call_method":
-            function, args = getattr(args[0], function), args[1:]
         with torch.no_grad(), torch.device("cpu"):
             try:
-                return function(*args, **kwargs)
+                return computed(node, self._concrete)
             except (RuntimeError, TypeError, ValueError, IndexError):
                 return None
 

@@ -86,6 +86,13 @@ def value_of(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def tensor_of(node: Any) -> Tensor:
+    """``value_of`` a node that is a tensor."""
+    value = value_of(node)
+    assert value is not None
+    return value
+
+
 def is_pure(node: fx.Node) -> bool:
     """Whether running the node leaves all tensors, modes and settings as they were."""
     if node.op in ("placeholder", "get_attr", "output"):

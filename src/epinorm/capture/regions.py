@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from epinorm.capture.purity import value_of
+from epinorm.capture.spelling import computed
 from epinorm.chain import LayerNorm, Norm, RMSNorm
 from epinorm.chain.pointwise import DEFINITIONS, Pointwise
 
@@ -103,29 +104,20 @@ def _constants(nodes: Sequence[fx.Node]) -> list[float]:
 
 def _run(nodes: Sequence[fx.Node], entrance: fx.Node, x: Tensor) -> Tensor | None:
     """The region's result for x in float64, its casts left out; None where it fails."""
-    values: dict[fx.Node, Any] = {entrance: x}
+    values: dict[Any, Any] = {entrance: x}
+
+    def of(given: Any) -> Any:
+        """A tensor as a copy, which an operation in place may change."""
+        value = values.get(given, given)
+        return value.clone() if isinstance(value, Tensor) else value
+
     try:
         for node in nodes:
-            if _name(node) in _CASTS:
-                values[node] = values[node.args[0]]  # type: ignore[index]
-                continue
-            args = fx.node.map_arg(node.args, values.__getitem__)
-            kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
-            if node.op == "call_method":
-                name = str(node.target)
-                name = name if name.startswith("__") else name.rstrip("_")
-                values[node] = getattr(args[0], name)(*args[1:], **kwargs)
-            else:
-                values[node] = node.target(*_apart(args), **kwargs)  # type: ignore[operator]
+            values[node] = of(node.args[0]) if _name(node) in _CASTS else computed(node, of)
     except (RuntimeError, TypeError, AttributeError, KeyError):
         return None
     result = values[nodes[-1]]
     return result if isinstance(result, Tensor) and result.dtype == torch.float64 else None
-
-
-def _apart(args: Any) -> Any:
-    """Arguments whose tensors an operation in place may change."""
-    return tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
 
 
 def read_activation(nodes: Sequence[fx.Node], entrance: fx.Node) -> Pointwise | None:

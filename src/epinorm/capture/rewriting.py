@@ -25,7 +25,7 @@ from epinorm.capture.heads import open_heads
 from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
 from epinorm.capture.parts import open_parts
-from epinorm.capture.purity import changed_argument, value_of
+from epinorm.capture.purity import changed_argument, tensor_of, value_of
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import name_of
@@ -254,8 +254,7 @@ def _pays(place: Place, settings: Settings, prepacked: bool = False) -> bool:
         return True
     prepacked = prepacked and not problem.training
     problem = replace(problem, prepacked=prepacked, whole_step=problem.training)
-    x = value_of(place.found.linear.x)
-    assert x is not None
+    x = tensor_of(place.found.linear.x)
     changing = not all(isinstance(size, int) for size in x.shape[:-1])
     sizes = (problem, replace(problem, m=_MANY_ROWS)) if changing else (problem,)
     return any(plan_for(each).strategy != "reference" for each in sizes)
@@ -287,7 +286,7 @@ def _replace(
     def now(node: fx.Node | None) -> fx.Node | None:
         return None if node is None else fused.get(node, node)
 
-    n = value_of(found.linear.nodes[-1]).shape[-1]  # type: ignore[union-attr]
+    n = tensor_of(found.linear.nodes[-1]).shape[-1]
 
     def channels(node: fx.Node | None) -> fx.Node | None:
         """A tensor of one value a channel as a vector, repeated where parts of a row share it."""
@@ -303,7 +302,7 @@ def _replace(
     with graph.inserting_before(_first_reader(kept, last, inside)):
         operands: list[Any] = []
         x = found.linear.x
-        x = moved(graph, fused.get(x, x), found.moves, value_of(x).shape[-1])  # type: ignore[union-attr]
+        x = moved(graph, fused.get(x, x), found.moves, tensor_of(x).shape[-1])
         drawn, given_nodes = iter(seeds), iter(found.operands)
         for kind in found.chain.operand_kinds:
             if kind == "seed":

@@ -20,7 +20,7 @@ from epinorm.backends.engine import plan_for
 from epinorm.backends.prepack import keeps, marked
 from epinorm.capture.chains import Search
 from epinorm.capture.found import Found, Place
-from epinorm.capture.purity import storage_of, value_of
+from epinorm.capture.purity import storage_of, tensor_of, value_of
 from epinorm.operator.undisturbed import has_plain_types, is_under_autocast_alone
 from epinorm.problem import CUDA_STRATEGIES, Problem
 
@@ -161,7 +161,7 @@ def put_together(
 ) -> dict[fx.Node, fx.Node]:
     """Put one call in the place of a group; returns what stands for its results now."""
     first = found[0].linear
-    sizes = tuple(value_of(each.linear.weight).shape[0] for each in found)  # type: ignore[union-attr]
+    sizes = tuple(tensor_of(each.linear.weight).shape[0] for each in found)
     weights = tuple(each.linear.weight for each in found)
     biases = tuple(each.bias for each in found if each.bias is not None)
     results = {}
