@@ -325,6 +325,19 @@ class Chain:
         """What enters the norm has PyTorch's dtype, between those of the linear and the norm."""
         return norm_dtype if any(self.pre_results_in_norm_dtype) else dtype
 
+    def sum_dtype_in_eager(
+        self, dtype: torch.dtype, operands: Iterable[torch.dtype]
+    ) -> torch.dtype:
+        """What PyTorch's own operations, under autocast too, make of the linear layer's dtype and
+        those of ``pre``'s operands, seeds left out."""
+        remaining = iter(operands)
+        for operation in self.pre:
+            if operation.operand not in (None, "seed"):
+                dtype = torch.promote_types(dtype, next(remaining))
+            elif operation.name in AUTOCAST_TO_FP32:
+                dtype = torch.promote_types(dtype, torch.float32)
+        return dtype
+
     def groups(self, out_features: int) -> int:
         """Groups per row of ``out_features`` channels; raises ValueError if they do not divide.
 
