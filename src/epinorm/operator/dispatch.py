@@ -67,11 +67,10 @@ class Caller:
         check_strategy(strategy)
         self.facts: calls.Facts = (chain, strategy, strict, None)
         self._uses = Uses() if uses is None else uses
-        self._constants = calls.constants_of(self.facts)
-        self._kinds_of_operands = Chain.parse(chain).operand_kinds
+        self._constants, parsed = calls.constants_of(self.facts), Chain.parse(chain)
+        self._kinds_of_operands = parsed.operand_kinds
         self._drops = "seed" in self._kinds_of_operands
         self._kinds: Kinds[_Found] = Kinds() if like is None else like
-        parsed = Chain.parse(chain)
         self._autocast_facts: calls.Facts = (chain, strategy, strict, torch.float32)
         self._autocast_training = (str(_keeping_its_sum(parsed)), *self._autocast_facts[1:])
         self._returns_sum = parsed.returns_sum
