@@ -9,7 +9,6 @@ none of them is epinorm's.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 import types
@@ -193,13 +192,11 @@ def open_functions(graph: fx.Graph, always: bool) -> list[Opened]:
     """
     opened = []
     for node in list(graph.nodes):
-        whole = _WHOLE.get(node.target) if node.op == "call_function" else None
-        if whole is None:
-            continue
-        try:
-            opened.append(_open(graph, node, whole, always))
-        except StaysWhole as why:
-            node.meta[_WHY] = str(why)
+        if node.op == "call_function" and node.target in _WHOLE:
+            try:
+                opened.append(_open(graph, node, _WHOLE[node.target], always))
+            except StaysWhole as why:
+                node.meta[_WHY] = str(why)
     return opened
 
 
@@ -269,10 +266,6 @@ def _offer_swapped(graph: fx.Graph, result: fx.Node | None) -> list[fx.Node]:
     return made[1:]
 
 
-def _now(made: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    return made.get(node, node)
-
-
 def close_unused(
     graph: fx.Graph, opened: Sequence[Opened], taken: Collection[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
@@ -281,8 +274,8 @@ def close_unused(
     made: dict[fx.Node, fx.Node] = {}
     for each in opened:
         if _WHOLE[each.target].native and not set(taken).intersection(each.nodes):
-            each.args = fx.node.map_arg(each.args, functools.partial(_now, made))
-            made |= each.close(graph)
+            each.args = fx.node.map_arg(each.args, lambda node: made.get(node, node))
+            made.update(each.close(graph))
     return made
 
 

@@ -232,13 +232,11 @@ class _Walk:
             and k <= n == self.n
             and can_move([step.end for step in self.steps if step.kind == "view"])
             and not any(
-                step.kind in ("swap", "turn") or self._is_of_rows(step) for step in self.steps
+                step.kind in ("swap", "turn")
+                or (step.operation is not None and step.operation.operand in ("element", "row"))
+                for step in self.steps
             )
         )
-
-    @staticmethod
-    def _is_of_rows(step: Step) -> bool:
-        return step.operation is not None and step.operation.operand in ("element", "row")
 
     def _norm(self, nodes: Sequence[fx.Node], read: NormRead, x: fx.Node) -> Step | None:
         """The step of a norm over the last dimension of x: a row, or each of its parts."""
@@ -265,7 +263,7 @@ class _Walk:
         if all(takes_apart(user, x, self.n) for user in users):
             self.stopped = why_no_step(users[0], x, self.n)
             return None
-        names = list(dict.fromkeys(_user_name(user) for user in users))
+        names = list(dict.fromkeys("the output" if u.op == "output" else name_of(u) for u in users))
         self.stopped = (
             f"the result of {name_of(x)} is used more than once, by {', '.join(names)}: a chain's "
             "results are its last value and what enters its norm"
@@ -373,10 +371,6 @@ class _Walk:
             Place(self.start, path[-1], (*nodes, *path), None, obstacle)
             for path in paths_to_norms(current, self.taken, _DEPTH_OF_SEARCH)
         ]
-
-
-def _user_name(node: fx.Node) -> str:
-    return "the output" if node.op == "output" else name_of(node)
 
 
 def _is_row(given: Tensor, value: Tensor) -> bool:

@@ -35,10 +35,9 @@ _BEFORE_CAUSAL = ("query", "key", "value", "attn_mask", "dropout_p")
 def leave_out_masks(graph: fx.Graph) -> None:
     """Take away the masks of attentions that say nothing, or what ``is_causal`` says as well."""
     values = _Constants(graph)
-    for node in graph.nodes:
-        if node.target is not F.scaled_dot_product_attention or len(node.args) > len(
-            _BEFORE_CAUSAL
-        ):
+    attentions = graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    for node in attentions:
+        if len(node.args) > len(_BEFORE_CAUSAL):
             continue
         given = arguments(node, *_BEFORE_CAUSAL)
         mask = values.of(given.get("attn_mask"))

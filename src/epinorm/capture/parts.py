@@ -71,16 +71,16 @@ def open_parts(graph: fx.Graph, rounding: Rounding, always: bool) -> None:
 
     always: also where that is estimated to take longer.
     """
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not F.linear or not node.args:
+    for node in graph.find_nodes(op="call_function", target=F.linear):
+        given = node.all_input_nodes if node.args else ()
+        if not given or any(is_traceable_wrapper_subclass(value_of(n)) for n in given):
             continue
-        if not any(is_traceable_wrapper_subclass(value_of(n)) for n in node.all_input_nodes):
-            views, ends = _divisions(node)
-            if parts := _parts(node, ends):
-                try:
-                    _open(graph, node, views, parts, rounding, always)
-                except StaysWhole as why_not:
-                    node.meta[WHY_WHOLE] = str(why_not)
+        views, ends = _divisions(node)
+        if parts := _parts(node, ends):
+            try:
+                _open(graph, node, views, parts, rounding, always)
+            except StaysWhole as why_not:
+                node.meta[WHY_WHOLE] = str(why_not)
 
 
 def _divisions(linear: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

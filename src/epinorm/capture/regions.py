@@ -95,11 +95,8 @@ def exits(entrance: fx.Node, has_readers: bool = False) -> Iterator[list[fx.Node
 
 
 def _constants(nodes: Sequence[fx.Node]) -> list[float]:
-    found: list[float] = []
-    for node in nodes:
-        given = (*node.args, *node.kwargs.values())
-        found += [float(c) for c in given if isinstance(c, (int, float)) and c == c]
-    return sorted(set(found))
+    given = (c for node in nodes for c in (*node.args, *node.kwargs.values()))
+    return sorted({float(c) for c in given if isinstance(c, (int, float)) and c == c})
 
 
 def _run(nodes: Sequence[fx.Node], entrance: fx.Node, x: Tensor) -> Tensor | None:
@@ -156,15 +153,14 @@ def read_norm(nodes: Sequence[fx.Node], entrance: fx.Node) -> Norm | None:
     if y is None:
         return None
     for eps, (norm, expected) in itertools.product(
-        [c for c in _constants(nodes) if 0 < c < 1] or [0.0], _norms().items()
+        [c for c in _constants(nodes) if 0 < c < 1] or [0.0], _NORMS.items()
     ):
         if _same_norm(y, expected(x, (n,), eps=eps)):
             return norm(eps=eps)
     return None
 
 
-def _norms() -> Mapping[Any, Any]:
-    return {RMSNorm: F.rms_norm, LayerNorm: F.layer_norm}
+_NORMS: Mapping[Any, Any] = {RMSNorm: F.rms_norm, LayerNorm: F.layer_norm}
 
 
 def _rows(n: int) -> Tensor:

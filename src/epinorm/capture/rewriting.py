@@ -28,7 +28,7 @@ from epinorm.capture.parts import open_parts
 from epinorm.capture.purity import changed_argument, tensor_of, value_of
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
-from epinorm.capture.spelling import name_of
+from epinorm.capture.spelling import checkpoints
 from epinorm.capture.together import groups_of, put_together
 from epinorm.chain import GroupNorm, Rounding
 from epinorm.chain.reference import Results
@@ -224,9 +224,8 @@ def _with_paying_dropout(place: Place, settings: Settings) -> Place:
     """A place with a norm as it is, but not taken where PyTorch's layers would compute dropout:
     they make the mask of our kernels in dozens of operations, and their own in one."""
     found = place.found
-    if found is None or "seed" not in found.chain.operand_kinds or settings.strategy != "auto":
-        return place
-    if _pays(place, settings):
+    drops = found is not None and "seed" in found.chain.operand_kinds
+    if found is None or not drops or settings.strategy != "auto" or _pays(place, settings):
         return place
     reason = plan_for(problem_of(found)).reason
     return replace(place, found=None, obstacle=f"its dropout is PyTorch's own here: {reason}")
@@ -371,10 +370,7 @@ def _enter_checkpoints(
 ) -> Rewritten:
     """Fuse what the model checkpoints; Dynamo's own operator leaves checkpointing to a compiler."""
     found = Rewritten([], [])
-    for node in gm.graph.nodes:
-        if name_of(node) != "tag_activation_checkpoint" or node.op != "call_function":
-            continue
-        inner = getattr(gm, str(node.args[0].target))
+    for node, inner in checkpoints(gm):
         places, linears = rewrite(inner, apply, settings, runs_eagerly)
         found.places.extend(places)
         found.linears.extend(linears)

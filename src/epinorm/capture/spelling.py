@@ -69,6 +69,13 @@ def name_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def checkpoints(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.GraphModule]]:
+    """The nodes that checkpoint a captured function, each with that."""
+    functions = (node for node in gm.graph.nodes if node.op == "call_function")
+    found = [node for node in functions if name_of(node) == "tag_activation_checkpoint"]
+    return [(node, getattr(gm, str(node.args[0].target))) for node in found]
+
+
 def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
     """The node's positional and keyword arguments by name; positional ones beyond are left out."""
     given: dict[str, Any] = dict(zip(names, node.args, strict=False))

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epinorm.capture.purity import tensor_of, value_of
-from epinorm.capture.spelling import arguments, name_of
+from epinorm.capture.spelling import arguments, checkpoints, name_of
 from epinorm.operator.attention import attention
 from epinorm.precision import product_precision
 
@@ -31,10 +31,7 @@ _MOST_NUMBERS = 1 << 31
 def take_attention(gm: fx.GraphModule) -> int:
     """Put ``epinorm::attention`` where ``is_taken`` says, in checkpointed parts too; returns how
     often."""
-    graph, count = gm.graph, 0
-    for node in graph.nodes:
-        if name_of(node) == "tag_activation_checkpoint" and node.op == "call_function":
-            count += take_attention(getattr(gm, str(node.args[0].target)))
+    graph, count = gm.graph, sum(take_attention(inner) for _, inner in checkpoints(gm))
     if any(name_of(node) == "_sdpa_kernel" for node in graph.nodes):
         return count  # the model chooses itself
     for node in filter(is_taken, list(graph.nodes)):

@@ -27,11 +27,7 @@ from epinorm.operator.schema import (
     linear_norm_sum,
     linear_norm_sum_forward,
 )
-from epinorm.operator.undisturbed import (
-    has_plain_types,
-    is_under_autocast_alone,
-    is_undisturbed,
-)
+from epinorm.operator.undisturbed import has_plain_types, is_under_autocast_alone, is_undisturbed
 from epinorm.problem import Executable, Forward, Inputs, StepForward, StepLeftovers
 
 WEIGHT, OPERANDS = map(Inputs._fields.index, ("weight", "operands"))
