@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import epinorm
 from epinorm import Chain, GroupNorm, LinearNorm
 from epinorm.chain import reference
-from epinorm.operator import ops, schema, transforms
+from epinorm.operator import dispatch, schema, transforms
 from epinorm.operator.calls import run_inference
 
 NORMS = ["group_norm(2,1e-05)", "layer_norm(1e-05)", "rms_norm"]
@@ -31,7 +31,7 @@ def arguments(t, chain, strategy="auto"):
 
 
 def ours(chain, strategy="auto"):
-    return lambda *t: ops.call(*t[:5], t[5:], chain, strategy)
+    return lambda *t: dispatch.call(*t[:5], t[5:], chain, strategy)
 
 
 def eager(chain):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epinorm
 from epinorm.chain import Chain, reference
-from epinorm.operator import ops, schema
+from epinorm.operator import dispatch, schema
 from epinorm.tools.accuracy import allowed_error, relative_error
 
 M, K, N = 37, 40, 48
@@ -38,7 +38,7 @@ def tensors(text: str, dtype: torch.dtype, m: int = M) -> list[Tensor]:
 
 
 def fused(text: str, strategy: str = "auto") -> Any:
-    return lambda *t: ops.call(*t[:5], t[5:], text, strategy)
+    return lambda *t: dispatch.call(*t[:5], t[5:], text, strategy)
 
 
 def layers(text: str) -> Any:

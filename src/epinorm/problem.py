@@ -316,24 +316,16 @@ class CannotCompile(RuntimeError):
     """A plan cannot be compiled on this machine; the text says why."""
 
 
-class Run(Protocol):
-    """The forward pass of one problem, given the fields of ``Inputs``.
+Tensors = tuple[Tensor, ...]
+Numbers = tuple[float, ...]
+Run = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensors, Numbers], Forward
+]
+"""The forward pass of one problem, given the fields of ``Inputs``.
 
-    The tensors have the sizes, dtypes, device and strides that it was made for; nothing is checked.
-    It may have been made for an x of any leading dimensions, which is contiguous then; so has y.
-    """
-
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        operands: tuple[Tensor, ...],
-        constants: tuple[float, ...],
-        /,
-    ) -> Forward: ...
+The tensors have the sizes, dtypes, device and strides that it was made for; nothing is checked.
+It may have been made for an x of any leading dimensions, which is contiguous then; so has y.
+"""
 
 
 class NativePasses(NamedTuple):

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import epinorm
 from epinorm.backends import cpu, memo
+from epinorm.capture.chains import Search
 from epinorm.problem import Strategy
 from own_masks import own_masks
 
@@ -244,3 +246,27 @@ def test_the_seeds_of_a_graph_are_drawn_at_once() -> None:
     names = [event.name for event in profile.events()]
     assert names.count("aten::randint") == 1
     assert names.count("epinorm::linear_norm") == 3
+
+
+def test_under_autocast_dropout_in_front_of_a_kept_sum_is_fused():
+    """A pre-norm block in training: no dtype comes from the seed of its dropout."""
+    graph = fx.Graph()
+
+    def on_gpu(node: fx.Node, dtype: torch.dtype, *shape: int) -> fx.Node:
+        with FakeTensorMode():
+            node.meta["example_value"] = torch.empty(shape, dtype=dtype, device="cuda")
+        return node
+
+    x, weight, r = (
+        on_gpu(graph.placeholder(name), torch.float32, *shape)
+        for name, shape in (("x", (ROWS, K)), ("weight", (N, K)), ("r", (ROWS, N)))
+    )
+    z = on_gpu(graph.call_function(F.linear, (x, weight)), torch.bfloat16, ROWS, N)
+    dropped = on_gpu(graph.call_function(F.dropout, (z, 0.1, True)), torch.bfloat16, ROWS, N)
+    total = on_gpu(graph.call_function(torch.add, (dropped, r)), torch.float32, ROWS, N)
+    y = on_gpu(graph.call_function(F.layer_norm, (total, (N,))), torch.float32, ROWS, N)
+    graph.output((y, on_gpu(graph.call_function(torch.neg, (total,)), torch.float32, ROWS, N)))
+    with torch.no_grad():
+        (place,) = Search(graph).places()
+    assert place.found is not None, place.obstacle
+    assert str(place.found.chain) == "dropout(0.1)|add_residual|layer_norm(1e-05)|returns(sum)"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import textwrap
 import time
@@ -17,7 +19,7 @@ import pytest
 import torch
 
 from epinorm.backends import cache, memo
-from epinorm.backends.cpu import build, supports
+from epinorm.backends.cpu import abi, build, supports
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import Process
@@ -348,6 +350,34 @@ def test_key_covers_what_the_code_depends_on(monkeypatch):
     assert len(set(keys)) == 7
     monkeypatch.undo()
     memo.clear()
+
+
+STRUCTS = {
+    "EpinormCall": abi.Call,
+    "EpinormKernel": abi.Kernel,
+    "EpinormBlocks": abi.Blocks,
+    "epinorm::Problem": abi.Problem,
+}
+
+
+@needs_compiler
+def test_structs_lie_in_memory_as_the_compiler_has_them(tmp_path):
+    """Fields are read from the C++ by their text: size and place of each, and of the whole."""
+    asserted = []
+    for name, struct in STRUCTS.items():
+        asserted.append(f"sizeof({name}) == {ctypes.sizeof(struct)}")
+        for field, _ in struct._fields_:
+            place = getattr(struct, field)
+            asserted.append(f"offsetof({name}, {field}) == {place.offset}")
+            asserted.append(f"sizeof({name}::{field}) == {place.size}")
+    assert len(asserted) == 4 + 2 * (15 + 6 + 7 + 22)
+    files, main, flags = build._runner_parts()
+    files[main] += "".join(f"static_assert({one});\n" for one in asserted)
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    command = [os.environ.get("CXX", "g++"), *build.COMMON_FLAGS, *flags, "-fsyntax-only", main]
+    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert made.returncode == 0, made.stderr
 
 
 def test_what_is_not_supported(make_case):

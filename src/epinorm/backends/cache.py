@@ -14,9 +14,9 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -291,15 +291,13 @@ def _parse(data: bytes, key: str, path: Path) -> Record:
 
 
 def _write_and_rename(folder: Path, name: str, data: bytes) -> None:
-    temporary = folder / f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY
-    descriptor = os.open(temporary, flags, 0o600)
+    descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=folder)  # which we alone read
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
         os.replace(temporary, folder / name)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 

@@ -40,8 +40,8 @@ class Converter(Protocol):
 
 _State = tuple[int, int, int, int]
 NEVER = -1
-OLDEST = (8, 0)  # compute capability of Ampere
 """A version that no tensor has."""
+OLDEST = (8, 0)  # compute capability of Ampere
 
 
 def _state(weight: Tensor) -> _State | None:
@@ -52,26 +52,16 @@ def _state(weight: Tensor) -> _State | None:
     """
     if weight.is_inference():
         return None
-    return (
-        weight._version,
-        weight.data_ptr(),
-        weight.stride(0),
-        weight.untyped_storage()._cdata,
-    )
+    storage = weight.untyped_storage()._cdata
+    return weight._version, weight.data_ptr(), weight.stride(0), storage
 
 
 class Marked:
     """A weight that is to be kept converted, and its converted form where there is one."""
 
     __slots__ = (
-        "_captured",
-        "_converter",
-        "_ready",
-        "_state",
-        "_storage",
-        "_streams",
-        "buffer",
-        "weight",
+        *("_captured", "_converter", "_ready", "_state", "_storage", "_streams"),
+        *("buffer", "weight"),
     )
 
     def __init__(self, weight: Tensor, forget: Callable[[Any], None]) -> None:
@@ -112,11 +102,8 @@ class Marked:
     def _convert(self, weight: Tensor, converter: Converter, state: _State, stream: int) -> None:
         # In place only where the weight itself was changed in place: whoever did that has waited
         # for the readers of the old values. It makes graphs see the new ones, too.
-        in_place = (
-            self._state is not None
-            and converter is self._converter
-            and self._state[1:] == state[1:]
-        )
+        known = self._state is not None and converter is self._converter
+        in_place = known and self._state[1:] == state[1:]  # type: ignore[index]
         self._state = None
         if not in_place:
             self.release()

@@ -9,7 +9,6 @@ none of them is epinorm's.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 import types
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from epinorm.capture.purity import value_of
+from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import arguments
 from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
 
@@ -193,13 +192,11 @@ def open_functions(graph: fx.Graph, always: bool) -> list[Opened]:
     """
     opened = []
     for node in list(graph.nodes):
-        whole = _WHOLE.get(node.target) if node.op == "call_function" else None
-        if whole is None:
-            continue
-        try:
-            opened.append(_open(graph, node, whole, always))
-        except StaysWhole as why:
-            node.meta[_WHY] = str(why)
+        if node.op == "call_function" and node.target in _WHOLE:
+            try:
+                opened.append(_open(graph, node, _WHOLE[node.target], always))
+            except StaysWhole as why:
+                node.meta[_WHY] = str(why)
     return opened
 
 
@@ -226,17 +223,13 @@ def _open(graph: fx.Graph, node: fx.Node, whole: _Whole, always: bool) -> Opened
         raise StaysWhole("in 16 bit its operations gain less than they cost the host")
     readers = [(user.args[1], user) for user in node.users if user.target is operator.getitem]
     trace = Trace(graph, node, whole.parts)
-    try:
-        with graph.inserting_before(node):
-            made = trace.run(whole.body)
-        results: dict[Any, fx.Node] = {}
+    results: dict[Any, fx.Node] = {}
+    with trace.opening():
+        made = trace.run(whole.body)
         for index, old in readers or [(None, node)]:
             value = made if index is None else made[index]
             check_alike(value, old.meta.get("example_value"))
             results[index] = trace.node_of(value)
-    except StaysWhole:
-        erase(graph, trace.nodes)
-        raise
     nodes = trace.nodes
     for index, old in readers or [(None, node)]:
         old.replace_all_uses_with(results[index])
@@ -267,16 +260,10 @@ def _offer_swapped(graph: fx.Graph, result: fx.Node | None) -> list[fx.Node]:
     with graph.inserting_before(linear):
         for name, arguments_ in steps:
             made.append(graph.call_method(name, (made[-1], *arguments_)))
-    x, y = value_of(linear.args[0]), value_of(turn)
-    assert x is not None
-    assert y is not None
+    x, y = tensor_of(linear.args[0]), tensor_of(turn)
     made[-1].meta["example_value"] = x.view(*y.shape[:-1], x.shape[-1])
     linear.meta[SWAPPED] = turn, made[-1]
     return made[1:]
-
-
-def _now(made: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    return made.get(node, node)
 
 
 def close_unused(
@@ -287,8 +274,8 @@ def close_unused(
     made: dict[fx.Node, fx.Node] = {}
     for each in opened:
         if _WHOLE[each.target].native and not set(taken).intersection(each.nodes):
-            each.args = fx.node.map_arg(each.args, functools.partial(_now, made))
-            made |= each.close(graph)
+            each.args = fx.node.map_arg(each.args, lambda node: made.get(node, node))
+            made.update(each.close(graph))
     return made
 
 

@@ -6,10 +6,9 @@ Registered by the entry point ``torch_dynamo_backends``, so nothing needs to be 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from epinorm.capture.found import Place
 from epinorm.capture.fuse import checked_settings
@@ -18,31 +17,8 @@ from epinorm.capture.rewriting import rewrite
 from epinorm.capture.tf32_attention import take_attention
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import call
-from epinorm.problem import Strategy
 
 _OPTIONS: dict[str, Any] = {"strategy": "auto", "strict": False, "rounding": "once"}
-
-
-@dataclass(frozen=True)
-class _Operator:
-    """One chain as a call of the operator, which Inductor takes as it is."""
-
-    chain: str
-    strategy: Strategy
-    strict: bool
-    __name__ = "linear_norm"
-
-    def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        operands: tuple[Tensor, ...],
-    ) -> Results:
-        tensors = (x, weight, bias, norm_weight, norm_bias, operands)
-        return call(*tensors, self.chain, self.strategy, self.strict)
 
 
 def compile_graph(
@@ -68,8 +44,11 @@ def compile_graph(
         *(patches.pop(name, default) for name, default in _OPTIONS.items())  # ours, in their order
     )
 
-    def operator(place: Place, chain: str) -> _Operator:
-        return _Operator(chain, *settings.of(place.has_norm))
+    def operator(place: Place, chain: str) -> Callable[..., Results]:
+        def linear_norm(*tensors: Any) -> Results:  # which Inductor takes as it is
+            return call(*(*tensors, chain, *settings.of(place.has_norm)))
+
+        return linear_norm
 
     leave_out_masks(gm.graph)
     found = rewrite(gm, operator, settings, runs_eagerly=False)

@@ -43,12 +43,10 @@ class Lowered:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self._all = [found for node in list(graph.nodes) if (found := self._lower(node))]
+        nodes = graph.find_nodes(op="call_function", target=F.batch_norm)
+        self._all = [found for node in nodes if (found := self._lower(node))]
 
     def _lower(self, node: fx.Node) -> _Affine | None:
-        target = node.target
-        if node.op != "call_function" or target is not F.batch_norm:
-            return None
         given = arguments(node, *_NAMES)
         x, mean, var, eps = (given.get(n) for n in ("input", "running_mean", "running_var", "eps"))
         value, statistics = value_of(x), value_of(mean)

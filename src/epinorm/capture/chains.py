@@ -14,7 +14,14 @@ from epinorm.capture.found import Found, Place, Step, gather, unfit
 from epinorm.capture.moves import can_move, moves_rows, turns_rows
 from epinorm.capture.norms import NormRead, read_norm_function
 from epinorm.capture.obstacles import WHY_WHOLE, paths_to_norms, takes_apart, watched, why_no_step
-from epinorm.capture.purity import changed_argument, changes, is_pure, storage_of, value_of
+from epinorm.capture.purity import (
+    changed_argument,
+    changes,
+    is_pure,
+    storage_of,
+    tensor_of,
+    value_of,
+)
 from epinorm.capture.regions import exits, read_activation, read_norm
 from epinorm.capture.spelling import (
     Linear,
@@ -211,15 +218,12 @@ class _Walk:
     def _turns_parts(self, x: fx.Node) -> bool:
         """Whether parts of rows, or what leaves the norm, may come in another order: nothing of
         the chain but operands of one value an element depends on it."""
-        value = value_of(x)
-        assert value is not None
+        value = tensor_of(x)
         return self.has_parts and (self.norm_at >= 0 or not same_shape(value.shape[-1:], (self.n,)))
 
     def _moves_whole_rows(self, x: fx.Node) -> bool:
         """Whether x's rows can be moved in the place of the result's, for no more than that."""
-        value, given = value_of(x), value_of(self.linear.x)
-        assert value is not None
-        assert given is not None
+        value, given = tensor_of(x), tensor_of(self.linear.x)
         k, n = given.shape[-1], value.shape[-1]
         return (
             self.has_parts
@@ -228,18 +232,15 @@ class _Walk:
             and k <= n == self.n
             and can_move([step.end for step in self.steps if step.kind == "view"])
             and not any(
-                step.kind in ("swap", "turn") or self._is_of_rows(step) for step in self.steps
+                step.kind in ("swap", "turn")
+                or (step.operation is not None and step.operation.operand in ("element", "row"))
+                for step in self.steps
             )
         )
 
-    @staticmethod
-    def _is_of_rows(step: Step) -> bool:
-        return step.operation is not None and step.operation.operand in ("element", "row")
-
     def _norm(self, nodes: Sequence[fx.Node], read: NormRead, x: fx.Node) -> Step | None:
         """The step of a norm over the last dimension of x: a row, or each of its parts."""
-        value, norm = value_of(x), read.norm
-        assert value is not None
+        value, norm = tensor_of(x), read.norm
         assert norm is not None
         width = value.shape[-1]
         if not same_shape((width,), (self.n,)):
@@ -262,7 +263,7 @@ class _Walk:
         if all(takes_apart(user, x, self.n) for user in users):
             self.stopped = why_no_step(users[0], x, self.n)
             return None
-        names = list(dict.fromkeys(_user_name(user) for user in users))
+        names = list(dict.fromkeys("the output" if u.op == "output" else name_of(u) for u in users))
         self.stopped = (
             f"the result of {name_of(x)} is used more than once, by {', '.join(names)}: a chain's "
             "results are its last value and what enters its norm"
@@ -270,9 +271,7 @@ class _Walk:
         return None
 
     def _with_operand(self, node: fx.Node, x: fx.Node, kind: str, other: fx.Node) -> Step | None:
-        value, given = value_of(x), value_of(other)
-        assert value is not None
-        assert given is not None
+        value, given = tensor_of(x), tensor_of(other)
         shape = sizes_of(given.shape)
         is_row = _is_row(given, value) or (
             not self._is_turned and _is_rows_parts(given, value, self.n)
@@ -301,8 +300,7 @@ class _Walk:
         """Whether ``given`` holds a number for each row, or for each sample, and no gradient is
         asked of it: stochastic depth's."""
         placed = [step.end for step in self.steps if step.kind in ("move", "swap")]
-        rows = value_of(placed[-1] if placed else self.start)
-        assert rows is not None
+        rows = tensor_of(placed[-1] if placed else self.start)
         return (
             given.dim() == value.dim() > 1
             and given.shape[-1] == 1
@@ -373,10 +371,6 @@ class _Walk:
             Place(self.start, path[-1], (*nodes, *path), None, obstacle)
             for path in paths_to_norms(current, self.taken, _DEPTH_OF_SEARCH)
         ]
-
-
-def _user_name(node: fx.Node) -> str:
-    return "the output" if node.op == "output" else name_of(node)
 
 
 def _is_row(given: Tensor, value: Tensor) -> bool:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
@@ -47,26 +46,19 @@ def unfit(found: Any, values: Sequence[Tensor | None]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """A DTensor with these placements, which a graph's text could not name."""
-
-    placements: tuple[Any, ...]
-    __name__ = "placed"
-
-    def __call__(self, tensor: Any) -> Any:
-        if tensor.placements == self.placements:
-            return tensor
-        return tensor.redistribute(placements=self.placements)
-
-
 def as_in_eager(graph: fx.Graph, made: fx.Node, of: fx.Node) -> fx.Node:
     """A chain's result as its readers were captured with, where these read its placements: not
     where all of them place it anew."""
     value: Any = value_of(of)
     if not is_distributed((value,)) or all(map(_places, of.users)):
         return made
-    return graph.call_function(_Placed(tuple(value.placements)), (made,))
+    placements = tuple(value.placements)  # which a graph's text could not name
+
+    def placed(tensor: Any) -> Any:
+        same = tensor.placements == placements
+        return tensor if same else tensor.redistribute(placements=placements)
+
+    return graph.call_function(placed, (made,))
 
 
 def _places(node: fx.Node) -> bool:

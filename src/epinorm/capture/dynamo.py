@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,16 +30,8 @@ from torch.utils import _pytree as pytree
 from epinorm.said import log_once
 
 Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
-"""From a captured graph and its example inputs to what runs in its place."""
-
-
-@runtime_checkable
-class Sees(Protocol):
-    """A backend that is told of each frame that is captured, whether it has a graph or not."""
-
-    def see(self, frame: Any) -> None:
-        """frame: as Dynamo has it, with ``f_code`` and ``f_globals``."""
-        ...
+"""From a captured graph and its example inputs to what runs in its place. One that has a method
+``see`` is told of each frame (``f_code``, ``f_globals``) that is captured, also without a graph."""
 
 
 # Dynamo's settings while it captures a fused model, whatever the user has set for others. First
@@ -152,10 +144,6 @@ def _zeros_with_signs(has_zero: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-def _known_settings() -> dict[str, Any]:
-    return {key: value for key, value in _DYNAMO.items() if hasattr(dynamo.config, key)}
-
-
 class Callback:
     """What Dynamo calls for a frame that it has not captured yet, under settings of our own.
 
@@ -172,8 +160,9 @@ class Callback:
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         code = frame.f_code
         signs = _zeros_with_signs(lambda: self.has_zero)
+        settings = {key: v for key, v in _DYNAMO.items() if hasattr(dynamo.config, key)}
         try:
-            with dynamo.config.patch(_known_settings()), _answers_as_in_eager(), signs:
+            with dynamo.config.patch(settings), _answers_as_in_eager(), signs:
                 self.has_zero = False
                 result = self._inner(frame, *arguments)
         except Exception as error:
@@ -233,8 +222,8 @@ def capture(
             return gm.forward if alive is None else alive(gm, example_inputs)
 
     def see(frame: Any) -> None:
-        if isinstance(alive := known(), Sees):
-            alive.see(frame)
+        if (told := getattr(known(), "see", None)) is not None:
+            told(frame)
 
     context: Any = dynamo.optimize(backend=call_backend)
     inner = getattr(context, "callback", None)  # TORCHDYNAMO_DISABLE leaves none

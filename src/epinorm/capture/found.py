@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from epinorm.capture import distributed
 from epinorm.capture.layouts import is_unseen, replayed
 from epinorm.capture.norms import NormRead
-from epinorm.capture.purity import value_of
+from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import Linear
 from epinorm.chain import Chain, GroupNorm, Rounding
-from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.pointwise import Pointwise
 from epinorm.operator.undisturbed import is_distributed
 
@@ -80,8 +79,7 @@ class Found:
     @property
     def leading(self) -> Sequence[Any]:
         """The dimensions of x as it is multiplied, but for its last."""
-        value = value_of(self.moves[-1] if self.moves else self.linear.x)
-        assert value is not None
+        value = tensor_of(self.moves[-1] if self.moves else self.linear.x)
         return value.shape[:-1]
 
     @property
@@ -139,24 +137,20 @@ def gather(linear: Linear, steps: Iterable[Step], rounding: Rounding, kept_at: i
 def _absorb(found: Found, step: Step, seen_norm: bool) -> bool:
     """Take a multiplication or sum per channel for the weight or bias that is not there."""
     norm, operand = found.norm, step.operand
-    value = value_of(operand)
-    if found.rounding == "eager" or value is None or step.operation is None:
+    if found.rounding == "eager" or value_of(operand) is None or step.operation is None:
         return False
     name = step.operation.name
-    if not seen_norm:
-        if name == "add_channel" and found.bias is None and not found.pre:
-            found.bias = operand
-            return True
+    if not seen_norm and name == "add_channel" and found.bias is None and not found.pre:
+        found.bias = operand
+    elif not seen_norm or found.post:
         return False
-    if found.post:
+    elif name == "mul_channel" and norm.weight is None and norm.bias is None:
+        found.norm = replace(norm, weight=operand)
+    elif name == "add_channel" and norm.bias is None:
+        found.norm = replace(norm, bias=operand)
+    else:
         return False
-    if name == "mul_channel" and norm.weight is None and norm.bias is None:
-        found.norm = NormRead(norm.norm, operand, None)
-        return True
-    if name == "add_channel" and norm.bias is None:
-        found.norm = NormRead(norm.norm, norm.weight, operand)
-        return True
-    return False
+    return True
 
 
 def unfit(found: Found, steps: Sequence[Step]) -> str | None:
@@ -172,9 +166,7 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
             return f"a {type(value).__name__} of layout {value.layout} takes part in it"
     if (obstacle := distributed.unfit(found, values)) is not None:
         return obstacle
-    linear, end = value_of(found.linear.nodes[-1]), value_of(found.nodes[-1])
-    assert linear is not None
-    assert end is not None
+    linear, end = tensor_of(found.linear.nodes[-1]), tensor_of(found.nodes[-1])
     kinds = {step.kind for step in steps}
     if kinds & {"swap", "move", "turn"} and not _lies_unseen(found, linear):
         what, way_out = "rows are", ""
@@ -201,22 +193,11 @@ def _lies_unseen(found: Found, linear: Tensor) -> bool:
         counts = {found.kept: found.kept_views} | counts
     laid = {}
     for node, count in counts.items():
-        made = replayed(found.views[:count], rows.to(value_of(node).dtype))  # type: ignore[union-attr]
+        made = replayed(found.views[:count], rows.to(tensor_of(node).dtype))
         if made is None:
             return False
         laid[node] = made
     return is_unseen(laid, found.nodes)
-
-
-def _dtype_of_sum(found: Found, dtype: torch.dtype) -> torch.dtype:
-    """What PyTorch makes of the linear's dtype on the way to the norm (operator/transforms.py)."""
-    operands = iter(found.operands)
-    for operation in found.pre:
-        if operation.operand is not None:
-            dtype = torch.promote_types(dtype, value_of(next(operands)).dtype)  # type: ignore[union-attr]
-        elif operation.name in AUTOCAST_TO_FP32:
-            dtype = torch.promote_types(dtype, torch.float32)
-    return dtype
 
 
 def _unfit_dtypes(found: Found, steps: Sequence[Step], linear: Tensor, end: Tensor) -> str | None:
@@ -226,14 +207,16 @@ def _unfit_dtypes(found: Found, steps: Sequence[Step], linear: Tensor, end: Tens
     )
     changes_dtype = [
         s for s in steps if s.kind == "norm" and len(s.nodes) == 1
-        and value_of(s.end).dtype != value_of(s.end.args[0]).dtype  # type: ignore[union-attr]
+        and tensor_of(s.end).dtype != tensor_of(s.end.args[0]).dtype
     ]  # fmt: skip
     inputs = {v.dtype for v in values[:2]}
     if inputs != {linear.dtype} or changes_dtype:  # autocast
         if linear.device.type != "cuda":
             return f"under autocast PyTorch's layers mix dtypes on {linear.device.type}"
-        kept = value_of(found.kept)
-        if kept is not None and kept.dtype != _dtype_of_sum(found, linear.dtype):
+        kept, operands = value_of(found.kept), (tensor_of(node).dtype for node in found.operands)
+        if kept is not None and kept.dtype != found.chain.sum_dtype_in_eager(
+            linear.dtype, operands
+        ):
             return "autocast gives what enters the norm another dtype"
         return None if end.dtype == torch.float32 else "autocast gives it another dtype"
     if any(v.dtype != linear.dtype for v in values):
@@ -245,12 +228,11 @@ def _unfit_dtypes(found: Found, steps: Sequence[Step], linear: Tensor, end: Tens
         return f"its result is {end.dtype}, the linear layer's is {linear.dtype}"
     wide = linear.dtype.itemsize
     for step in steps:
-        value = value_of(step.end)
-        assert value is not None
+        value = tensor_of(step.end)
         if value.dtype != linear.dtype and (
             value.dtype.itemsize <= wide or found.rounding == "eager"
         ):
             return f"it rounds to {value.dtype} on its way"
-    if isinstance(found.norm.norm, GroupNorm) and value_of(found.linear.x).dim() != 2:  # type: ignore[union-attr]
+    if isinstance(found.norm.norm, GroupNorm) and tensor_of(found.linear.x).dim() != 2:
         return "GroupNorm after a reshape to rows is not served"
     return None

@@ -53,14 +53,11 @@ def _innermost_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
-    units = [(n, m) for n, m in model.named_modules() if isinstance(m, fsdp.FSDPModule)]
-    return [
-        (name, unit)
-        for name, unit in units
-        if not any(
-            other is not unit and isinstance(other, fsdp.FSDPModule) for other in unit.modules()
-        )
-    ]
+
+    def units(within: nn.Module) -> list[tuple[str, nn.Module]]:
+        return [(n, m) for n, m in within.named_modules() if isinstance(m, fsdp.FSDPModule)]
+
+    return [(name, unit) for name, unit in units(model) if len(units(unit)) == 1]
 
 
 _CALLS_AS_WRITTEN = 256
@@ -268,11 +265,7 @@ def without_forward(model: nn.Module) -> str:
 
 
 def fuse(
-    model: M,
-    *,
-    rounding: Rounding = "once",
-    strategy: Strategy = "auto",
-    strict: bool = False,
+    model: M, *, rounding: Rounding = "once", strategy: Strategy = "auto", strict: bool = False
 ) -> M:
     """Compute every Linear → pointwise* → norm → pointwise* of the model as one operation.
 

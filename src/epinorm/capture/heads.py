@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +15,16 @@ from torch import Tensor, fx
 from epinorm.backends.engine import plan_for
 from epinorm.capture.chains import Search
 from epinorm.capture.layouts import is_unseen
+from epinorm.capture.moves import TRANSPOSITIONS
 from epinorm.capture.norms import NormRead, read_norm_function
 from epinorm.capture.obstacles import WHY_WHOLE
-from epinorm.capture.purity import value_of
+from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.sites import problem_of
 from epinorm.capture.spelling import arguments, is_view, name_of, read_linear, same_shape
 from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
 from epinorm.chain import GroupNorm, RMSNorm
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
-_TRANSPOSITIONS = ("transpose", "swapaxes", torch.transpose, torch.swapaxes)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def open_heads(graph: fx.Graph, always: bool) -> None:
         while linear is not None and is_view(linear):
             linear = linear.args[0]
         if heads is not None and read_linear(linear) is not None:
-            _open(graph, node, heads, linear, always)
+            with suppress(StaysWhole):
+                _open(graph, node, heads, linear, always)
 
 
 def _heads(join: fx.Node) -> _Heads | None:
@@ -82,10 +84,10 @@ def _heads(join: fx.Node) -> _Heads | None:
         return None
     turned: Any = split.args[0]
     count, dim, heads = value.dim(), given.get("dim", 0) % value.dim(), value_of(turned)
-    one_each = all(value_of(part).shape[dim] == 1 for part in parts)  # type: ignore[union-attr]
+    one_each = all(tensor_of(part).shape[dim] == 1 for part in parts)
     if not one_each or heads is None or not same_shape(heads.shape, value.shape):
         return None
-    if turned.target not in _TRANSPOSITIONS or len(turned.users) > 1 or turned.kwargs:
+    if turned.target not in TRANSPOSITIONS or len(turned.users) > 1 or turned.kwargs:
         return None
     if {place % count for place in turned.args[1:]} != {dim, count - 2}:
         return None
@@ -101,14 +103,10 @@ def _open(graph: fx.Graph, join: fx.Node, heads: _Heads, linear: fx.Node, always
     """Open one; where that is not to be, leave all as it was, and a note why."""
     trace = Trace(graph, join, {}, heads.given)
     given: Any = [value_of(node) for node in heads.given]
-    try:
-        with graph.inserting_before(join):
-            made = trace.run(lambda *_, **__: heads.of(*given))
-            result = trace.node_of(made)
-            check_alike(made, value_of(join), layout=False)
-    except StaysWhole:
-        erase(graph, trace.nodes)
-        return
+    with trace.opening():
+        made = trace.run(lambda *_, **__: heads.of(*given))
+        result = trace.node_of(made)
+        check_alike(made, value_of(join), layout=False)
     new, why = trace.nodes, ""
     if is_unseen({join: made}):
         join.replace_all_uses_with(result)

@@ -12,7 +12,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 
 from epinorm.capture.purity import changes, is_pure, storage_of, value_of
-from epinorm.capture.spelling import same_shape, sizes_of
+from epinorm.capture.spelling import computed, same_shape, sizes_of
 
 
 def replayed(nodes: Sequence[fx.Node], value: Tensor) -> Tensor | None:
@@ -56,17 +56,18 @@ def is_unseen(results: Mapping[fx.Node, Tensor], inside: Collection[fx.Node] = (
 def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """The node's result on example values; None where it raises or is unknown."""
 
-    def of(given: fx.Node) -> Any:
+    def of(given: Any) -> Any:
+        if not isinstance(given, fx.Node):
+            return given
         return values.get(given, given.meta.get("example_value"))
 
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), of)
+    if node.op not in ("call_function", "call_method"):
+        return None
     modes = (value.fake_mode for value in values.values() if isinstance(value, FakeTensor))
     mode: Any = next(modes, nullcontext())
     try:
         with mode, enable_python_dispatcher():
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs) if node.op == "call_function" else None  # type: ignore[operator]
+            return computed(node, of)
     except Exception:  # as the model would at its first call
         return None
 

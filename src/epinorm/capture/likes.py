@@ -16,9 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from epinorm.capture.purity import value_of
 
 _FACTORIES: Mapping[Any, Any] = {
-    "new_empty": torch.empty,
-    "new_zeros": torch.zeros,
-    "new_ones": torch.ones,
+    f"new_{function.__name__}": function for function in (torch.empty, torch.zeros, torch.ones)
 }
 
 
@@ -29,12 +27,7 @@ def make_apart(graph: fx.Graph) -> None:
             continue
         made, casts = _FACTORIES.get(node.target), node.target == "type_as"
         like, given = value_of(node.args[-1 if casts else 0]), value_of(node.args[0])
-        if (
-            (made is None and not casts)
-            or like is None
-            or given is None
-            or given.device != like.device
-        ):
+        if not (made or casts) or like is None or given is None or given.device != like.device:
             continue
         plain = type(like) in (Tensor, nn.Parameter, FakeTensor) and not like.is_nested
         if not plain or like.layout is not torch.strided:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from epinorm.capture.purity import changes, is_pure, storage_of, value_of
-from epinorm.capture.spelling import arguments, name_of
+from epinorm.capture.spelling import arguments, computed, name_of
 from epinorm.capture.tf32_attention import is_taken
 from epinorm.precision import product_precision
 
@@ -35,10 +35,9 @@ _BEFORE_CAUSAL = ("query", "key", "value", "attn_mask", "dropout_p")
 def leave_out_masks(graph: fx.Graph) -> None:
     """Take away the masks of attentions that say nothing, or what ``is_causal`` says as well."""
     values = _Constants(graph)
-    for node in graph.nodes:
-        if node.target is not F.scaled_dot_product_attention or len(node.args) > len(
-            _BEFORE_CAUSAL
-        ):
+    attentions = graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    for node in attentions:
+        if len(node.args) > len(_BEFORE_CAUSAL):
             continue
         given = arguments(node, *_BEFORE_CAUSAL)
         mask = values.of(given.get("attn_mask"))
@@ -97,14 +96,9 @@ class _Constants:
             return None
         if any(self.of(given) is None for given in node.all_input_nodes):
             return None
-        args: Any = fx.node.map_aggregate(node.args, self._concrete)
-        kwargs: Any = fx.node.map_aggregate(node.kwargs, self._concrete)
-        function: Any = node.target
-        if node.op == "call_method":
-            function, args = getattr(args[0], function), args[1:]
         with torch.no_grad(), torch.device("cpu"):
             try:
-                return function(*args, **kwargs)
+                return computed(node, self._concrete)
             except (RuntimeError, TypeError, ValueError, IndexError):
                 return None
 

@@ -16,7 +16,7 @@ from torch import fx
 from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import is_view, same_shape
 
-_TRANSPOSITIONS = ("transpose", "swapaxes", "swapdims", torch.transpose, torch.swapaxes)
+TRANSPOSITIONS = ("transpose", "swapaxes", "swapdims", torch.transpose, torch.swapaxes)
 _SIZED = ("view", "reshape", torch.reshape)
 """Views that name the size of each dimension."""
 
@@ -29,7 +29,7 @@ def turns_rows(node: fx.Node, x: fx.Node) -> bool:
     if node.target in ("permute", torch.permute):
         order: Any = given[0] if isinstance(given[0], (tuple, list)) else given
         return order[-1] in (-1, value.dim() - 1)
-    return node.target in _TRANSPOSITIONS and not _names_last(given, value.dim())
+    return node.target in TRANSPOSITIONS and not _names_last(given, value.dim())
 
 
 def moves_rows(node: fx.Node, x: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from epinorm.capture.chains import Search
 from epinorm.capture.found import Place
 from epinorm.capture.layouts import is_unseen
 from epinorm.capture.obstacles import PARTING, WHY_WHOLE
-from epinorm.capture.purity import storage_of, value_of
+from epinorm.capture.purity import storage_of, tensor_of, value_of
 from epinorm.capture.sites import CHANNELS, problem_of
 from epinorm.capture.spelling import name_of, same_shape, sizes_of
 from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
@@ -60,8 +60,7 @@ class _Part:
 
     def of(self, y: Tensor) -> Tensor:
         """The node's value of its channels alone, y (..., count * size)."""
-        value = value_of(self.node)
-        assert value is not None
+        value = tensor_of(self.node)
         y = y.view([value.shape[dim] for dim in self.dims])
         back = sorted(range(len(self.dims)), key=self.dims.__getitem__)
         return y if back == sorted(back) else y.permute(back)
@@ -72,13 +71,16 @@ def open_parts(graph: fx.Graph, rounding: Rounding, always: bool) -> None:
 
     always: also where that is estimated to take longer.
     """
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not F.linear or not node.args:
+    for node in graph.find_nodes(op="call_function", target=F.linear):
+        given = node.all_input_nodes if node.args else ()
+        if not given or any(is_traceable_wrapper_subclass(value_of(n)) for n in given):
             continue
-        if not any(is_traceable_wrapper_subclass(value_of(n)) for n in node.all_input_nodes):
-            views, ends = _divisions(node)
-            if parts := _parts(node, ends):
+        views, ends = _divisions(node)
+        if parts := _parts(node, ends):
+            try:
                 _open(graph, node, views, parts, rounding, always)
+            except StaysWhole as why_not:
+                node.meta[WHY_WHOLE] = str(why_not)
 
 
 def _divisions(linear: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -148,7 +150,7 @@ def _open(
     always: bool,
 ) -> None:
     """Open one Linear; where that is not to be, leave all as it was, and a note why."""
-    n, count, ranges = value_of(node).shape[-1], parts[0].count, {part.range for part in parts}  # type: ignore[union-attr]
+    n, count, ranges = tensor_of(node).shape[-1], parts[0].count, {part.range for part in parts}
     edges = sorted({0, n // count}.union(*ranges))
 
     def split(whole: Tensor | None) -> Sequence[Tensor | None]:
@@ -167,16 +169,11 @@ def _open(
         return [part.of(made[part.first]) for part in parts]
 
     trace = Trace(graph, node, {})
-    try:
-        with graph.inserting_before(node):
-            made = trace.run(body)
+    with trace.opening():
+        made = trace.run(body)
         for value, part in zip(made, parts, strict=True):
             check_alike(value, value_of(part.node), layout=False)
         results = [trace.node_of(value) for value in made]
-    except StaysWhole as why_not:
-        erase(graph, trace.nodes)
-        node.meta[WHY_WHOLE] = str(why_not)
-        return
     new = trace.nodes
     linears = [each for each in new if each.target is F.linear]
     for linear, (first, end) in zip(linears, sorted(ranges), strict=True):
@@ -212,7 +209,7 @@ def _why_whole(
     whole = _without_norm(chains[0], n)
     if whole.out_dtype.itemsize == 2 or whole.out_dtype != whole.dtype:
         return "in 16 bit a Linear for each of its parts was measured to take longer"
-    rest = [value_of(linear).shape[-1] for linear in linears if linear not in found]  # type: ignore[union-attr]
+    rest = [tensor_of(linear).shape[-1] for linear in linears if linear not in found]
     norms = sum(_eager(each) - _eager(_without_norm(each, each.n)) for each in chains)
     as_one = _time(whole) + norms
     apart = sum(map(_time, [*chains, *(_without_norm(whole, each) for each in rest)]))

@@ -25,11 +25,8 @@ _KEYWORDS = frozenset((operator.and_, operator.or_, operator.not_))
 _EFFECTS = ("set_", "manual_seed", "seed", "batch_norm", "instance_norm", "embedding")
 _METHODS_WITH_EFFECTS = frozenset(
     (
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "retain_grad",
-        "backward",
-        "__setitem__",
+        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+        *("backward", "__setitem__"),
     )
 )
 
@@ -41,8 +38,7 @@ def _public(namespace: Any) -> set[Any]:
         for name, value in named
         if callable(value)
         and not isinstance(value, type)
-        and not name.startswith("_")
-        and not name.startswith(_EFFECTS)
+        and not name.startswith(("_", *_EFFECTS))
         and not name.endswith("_")
     }
 
@@ -86,17 +82,24 @@ def value_of(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def tensor_of(node: Any) -> Tensor:
+    """``value_of`` a node that is a tensor."""
+    value = value_of(node)
+    assert value is not None
+    return value
+
+
+def _is_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.endswith("__")
+
+
 def is_pure(node: fx.Node) -> bool:
     """Whether running the node leaves all tensors, modes and settings as they were."""
     if node.op in ("placeholder", "get_attr", "output"):
         return True
     name = str(node.target)
     if node.op == "call_method":
-        return not (
-            name in _METHODS_WITH_EFFECTS
-            or (name.endswith("_") and not name.endswith("__"))
-            or _asks_in_place(node)
-        )
+        return not (name in _METHODS_WITH_EFFECTS or _is_in_place(name) or _asks_in_place(node))
     if node.op != "call_function":
         return False
     target: Any = node.target
@@ -112,22 +115,18 @@ def is_pure(node: fx.Node) -> bool:
 
 def changed_argument(node: fx.Node) -> fx.Node | None:
     """The tensor that the node changes in place and returns; None where there is none such."""
-    first = node.args[0] if node.args else node.kwargs.get("input")
+    first: Any = node.args[0] if node.args else node.kwargs.get("input")
     if value_of(first) is None or value_of(node) is None or node.kwargs.get("out") is not None:
         return None
-    assert isinstance(first, fx.Node)
-    name = str(node.target)
     if node.op == "call_method":
-        in_place = name.endswith("_") and not name.endswith("__")
-    elif node.op == "call_function":
+        in_place = _is_in_place(str(node.target))
+    else:
         name = getattr(node.target, "__name__", "")
-        in_place = (
+        in_place = node.op == "call_function" and (
             node.target in _IN_PLACE_OPERATORS
             or _asks_in_place(node)
             or (name.endswith("_") and not name.startswith("_") and node.target not in _KEYWORDS)
         )
-    else:
-        return None
     return first if in_place else None
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from epinorm.capture.purity import value_of
+from epinorm.capture.spelling import computed
 from epinorm.chain import LayerNorm, Norm, RMSNorm
 from epinorm.chain.pointwise import DEFINITIONS, Pointwise
 
@@ -94,38 +95,26 @@ def exits(entrance: fx.Node, has_readers: bool = False) -> Iterator[list[fx.Node
 
 
 def _constants(nodes: Sequence[fx.Node]) -> list[float]:
-    found: list[float] = []
-    for node in nodes:
-        given = (*node.args, *node.kwargs.values())
-        found += [float(c) for c in given if isinstance(c, (int, float)) and c == c]
-    return sorted(set(found))
+    given = (c for node in nodes for c in (*node.args, *node.kwargs.values()))
+    return sorted({float(c) for c in given if isinstance(c, (int, float)) and c == c})
 
 
 def _run(nodes: Sequence[fx.Node], entrance: fx.Node, x: Tensor) -> Tensor | None:
     """The region's result for x in float64, its casts left out; None where it fails."""
-    values: dict[fx.Node, Any] = {entrance: x}
+    values: dict[Any, Any] = {entrance: x}
+
+    def of(given: Any) -> Any:
+        """A tensor as a copy, which an operation in place may change."""
+        value = values.get(given, given)
+        return value.clone() if isinstance(value, Tensor) else value
+
     try:
         for node in nodes:
-            if _name(node) in _CASTS:
-                values[node] = values[node.args[0]]  # type: ignore[index]
-                continue
-            args = fx.node.map_arg(node.args, values.__getitem__)
-            kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
-            if node.op == "call_method":
-                name = str(node.target)
-                name = name if name.startswith("__") else name.rstrip("_")
-                values[node] = getattr(args[0], name)(*args[1:], **kwargs)
-            else:
-                values[node] = node.target(*_apart(args), **kwargs)  # type: ignore[operator]
+            values[node] = of(node.args[0]) if _name(node) in _CASTS else computed(node, of)
     except (RuntimeError, TypeError, AttributeError, KeyError):
         return None
     result = values[nodes[-1]]
     return result if isinstance(result, Tensor) and result.dtype == torch.float64 else None
-
-
-def _apart(args: Any) -> Any:
-    """Arguments whose tensors an operation in place may change."""
-    return tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
 
 
 def read_activation(nodes: Sequence[fx.Node], entrance: fx.Node) -> Pointwise | None:
@@ -164,15 +153,14 @@ def read_norm(nodes: Sequence[fx.Node], entrance: fx.Node) -> Norm | None:
     if y is None:
         return None
     for eps, (norm, expected) in itertools.product(
-        [c for c in _constants(nodes) if 0 < c < 1] or [0.0], _norms().items()
+        [c for c in _constants(nodes) if 0 < c < 1] or [0.0], _NORMS.items()
     ):
         if _same_norm(y, expected(x, (n,), eps=eps)):
             return norm(eps=eps)
     return None
 
 
-def _norms() -> Mapping[Any, Any]:
-    return {RMSNorm: F.rms_norm, LayerNorm: F.layer_norm}
+_NORMS: Mapping[Any, Any] = {RMSNorm: F.rms_norm, LayerNorm: F.layer_norm}
 
 
 def _rows(n: int) -> Tensor:

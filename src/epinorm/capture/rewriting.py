@@ -25,10 +25,10 @@ from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
 from epinorm.capture.parts import open_parts
 from epinorm.capture.paying import Settings, may_pay, pays, with_paying_dropout
-from epinorm.capture.purity import changed_argument, value_of
+from epinorm.capture.purity import changed_argument, tensor_of, value_of
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
-from epinorm.capture.spelling import name_of
+from epinorm.capture.spelling import checkpoints
 from epinorm.capture.together import groups_of, put_together
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller, Uses
@@ -223,7 +223,7 @@ def _replace(
     def now(node: fx.Node | None) -> fx.Node | None:
         return None if node is None else fused.get(node, node)
 
-    n = value_of(found.linear.nodes[-1]).shape[-1]  # type: ignore[union-attr]
+    n = tensor_of(found.linear.nodes[-1]).shape[-1]
 
     def channels(node: fx.Node | None) -> fx.Node | None:
         """A tensor of one value a channel as a vector, repeated where parts of a row share it."""
@@ -239,7 +239,7 @@ def _replace(
     with graph.inserting_before(_first_reader(kept, last, inside)):
         operands: list[Any] = []
         x = found.linear.x
-        x = moved(graph, fused.get(x, x), found.moves, value_of(x).shape[-1])  # type: ignore[union-attr]
+        x = moved(graph, fused.get(x, x), found.moves, tensor_of(x).shape[-1])
         drawn, given_nodes = iter(seeds), iter(found.operands)
         for kind in found.chain.operand_kinds:
             if kind == "seed":
@@ -308,10 +308,7 @@ def _enter_checkpoints(
 ) -> Rewritten:
     """Fuse what the model checkpoints; Dynamo's own operator leaves checkpointing to a compiler."""
     found = Rewritten([], [])
-    for node in gm.graph.nodes:
-        if name_of(node) != "tag_activation_checkpoint" or node.op != "call_function":
-            continue
-        inner = getattr(gm, str(node.args[0].target))
+    for node, inner in checkpoints(gm):
         places, linears = rewrite(inner, apply, settings, runs_eagerly)
         found.places.extend(places)
         found.linears.extend(linears)

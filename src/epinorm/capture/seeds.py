@@ -11,7 +11,7 @@ from torch import fx
 
 from epinorm.capture.chains import Search
 from epinorm.capture.found import Found
-from epinorm.capture.purity import value_of
+from epinorm.capture.purity import tensor_of
 from epinorm.chain.dropout import draw_seeds
 
 
@@ -22,8 +22,7 @@ def draw_at_once(search: Search, chains: Sequence[Found]) -> dict[fx.Node, list[
     together: dict[Any, list[tuple[int, Found]]] = {}
     for found in chains:
         if count := found.chain.operand_kinds.count("seed"):
-            value = value_of(found.linear.x)
-            assert value is not None
+            value = tensor_of(found.linear.x)
             between = bisect.bisect(modes, search.order[found.linear.nodes[0]])
             together.setdefault((between, value.device), []).append((count, found))
     seeds: dict[fx.Node, list[fx.Node]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, fx, nn
 from epinorm.capture.attention import unseen
 from epinorm.capture.distributed import layout_of_found
 from epinorm.capture.found import Found, Place
-from epinorm.capture.purity import value_of
+from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import name_of, sizes_of
 from epinorm.capture.trace import PART
 from epinorm.precision import product_precision
@@ -137,21 +138,14 @@ def problem_of(found: Found) -> Problem:
 
 
 def _problem(found: Found) -> tuple[Problem, str]:
-    x, weight, layout = (
-        *(value_of(found.linear.x), value_of(found.linear.weight)),
-        layout_of_found(found),
-    )
-    assert x is not None
-    assert weight is not None
-    z = value_of(found.linear.nodes[-1])
-    m, leading = 1, sizes_of(found.leading)
-    for size in leading:
-        m *= size
+    x, weight = tensor_of(found.linear.x), tensor_of(found.linear.weight)
+    layout, dtype = layout_of_found(found), tensor_of(found.linear.nodes[-1]).dtype
+    leading = sizes_of(found.leading)
+    m = math.prod(leading)
     n, k = sizes_of(weight.shape[::-1] if found.linear.turned else weight.shape)
     shape, chain = f"{[*leading, k]} → {[*leading, n]}", found.chain
     if layout is not None:
         chain, m, n, k = layout.of_part(chain, m, n, k)
-    dtype = z.dtype if z is not None else x.dtype
     mixed = x.dtype != dtype or weight.dtype != dtype
     wide = torch.float32 if mixed else dtype
     reads = [value_of(node) for node in found.reads]

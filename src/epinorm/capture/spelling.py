@@ -7,7 +7,7 @@ operators and methods of tensors, in each of their spellings.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ _BINARY: Mapping[Any, str] = {
     if target is not None
 }
 _DROPOUTS = (F.dropout, torch.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d)
-_VIEWS: Mapping[Any, Any] = dict.fromkeys(
+_VIEWS: frozenset[Any] = frozenset(
     (
         *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"),
         *("view_as", "reshape_as"),
@@ -69,6 +69,13 @@ def name_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def checkpoints(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.GraphModule]]:
+    """The nodes that checkpoint a captured function, each with that."""
+    functions = (node for node in gm.graph.nodes if node.op == "call_function")
+    found = [node for node in functions if name_of(node) == "tag_activation_checkpoint"]
+    return [(node, getattr(gm, str(node.args[0].target))) for node in found]
+
+
 def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
     """The node's positional and keyword arguments by name; positional ones beyond are left out."""
     given: dict[str, Any] = dict(zip(names, node.args, strict=False))
@@ -80,6 +87,15 @@ def same_shape(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(
         i is j or (statically_known_true(i == j)) for i, j in zip(a, b, strict=True)
     )
+
+
+def computed(node: fx.Node, of: Callable[[Any], Any]) -> Any:
+    """What the operation of a node makes of other arguments, each what ``of`` gives for its own."""
+    args: Any = fx.node.map_aggregate(node.args, of)
+    kwargs: Any = fx.node.map_aggregate(dict(node.kwargs), of)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def sizes_of(shape: Sequence[Any]) -> list[int]:
@@ -119,11 +135,14 @@ def read_linear(node: fx.Node) -> Linear | None:
 
 
 def _linear(x: Any, weight: Any, bias: Any, nodes: tuple[fx.Node, ...]) -> Linear | None:
-    if value_of(x) is None or value_of(weight) is None or value_of(weight).dim() != 2:  # type: ignore[union-attr]
-        return None
-    if bias is not None and value_of(bias) is None:
-        return None
-    return Linear(x, weight, bias, nodes)
+    there = value_of(x) is not None and (bias is None or value_of(bias) is not None)
+    return Linear(x, weight, bias, nodes) if there and _dims(weight) == 2 else None
+
+
+def _dims(node: Any) -> int | None:
+    """How many dimensions its tensor has; None where it is none."""
+    value = value_of(node)
+    return None if value is None else value.dim()
 
 
 def _transposed(node: Any) -> fx.Node | None:
@@ -139,8 +158,7 @@ def _transposed(node: Any) -> fx.Node | None:
         or (node.target in ("transpose", torch.transpose, "swapaxes", "permute") and swapped)
     )
     inner = node.args[0]
-    is_matrix = value_of(inner) is not None and value_of(inner).dim() == 2  # type: ignore[union-attr]
-    return inner if turned and is_matrix and isinstance(inner, fx.Node) else None
+    return inner if turned and _dims(inner) == 2 and isinstance(inner, fx.Node) else None
 
 
 def _product(x: Any, right: Any, bias: Any, node: fx.Node) -> Linear | None:
@@ -161,9 +179,7 @@ def _addmm(node: fx.Node) -> Linear | None:
     bias, x, right = given.get("input"), given.get("mat1"), given.get("mat2")
     if any(given.get(scale, 1) != 1 for scale in ("beta", "alpha")) or "out" in given:
         return None
-    if value_of(bias) is None or value_of(bias).dim() != 1:  # type: ignore[union-attr]
-        return None
-    return _product(x, right, bias, node)
+    return _product(x, right, bias, node) if _dims(bias) == 1 else None
 
 
 def _einsum(node: fx.Node) -> Linear | None:
@@ -192,25 +208,24 @@ def is_view(node: fx.Node) -> bool:
 
 def is_view_of_rows(node: fx.Node, x: fx.Node) -> bool:
     """Whether the node is x with other leading dimensions, in the same order, and whole rows."""
-    if _base_name(node) not in _VIEWS or not node.args or node.args[0] is not x:
-        return False
-    before, after = value_of(x), value_of(node)
-    if before is None or after is None or x in node.all_input_nodes[1:]:
-        return False
-    if not before.dim() or not after.dim() or before.dtype != after.dtype:
-        return False
-    return same_shape(before.shape[-1:], after.shape[-1:])
+    last = [t.shape[-1:] for t in _before_and_after(node, x)]
+    return bool(last) and last[0] != () and same_shape(*last)
 
 
 def is_view_of_parts(node: fx.Node, x: fx.Node, n: Any) -> bool:
     """Whether the node is x, of rows of n in its last dimensions, with these divided or put
     together anew, as into heads."""
-    if _base_name(node) not in _VIEWS or not node.args or node.args[0] is not x:
-        return False
+    tensors = _before_and_after(node, x)
+    return bool(tensors) and all(_rows_in(t.shape, n) for t in tensors)
+
+
+def _before_and_after(node: fx.Node, x: fx.Node) -> tuple[Tensor, ...]:
+    """x's tensor and the node's, where that is a view of x alone, of its dtype."""
+    if _base_name(node) not in _VIEWS or node.args[:1] != (x,) or x in node.all_input_nodes[1:]:
+        return ()
     before, after = value_of(x), value_of(node)
-    if before is None or after is None or x in node.all_input_nodes[1:]:
-        return False
-    return before.dtype == after.dtype and all(_rows_in(t.shape, n) for t in (before, after))
+    alike = before is not None and after is not None and before.dtype == after.dtype
+    return (before, after) if alike else ()  # type: ignore[return-value]
 
 
 def _rows_in(shape: Sequence[Any], n: Any) -> bool:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from epinorm.capture.purity import value_of
-from epinorm.capture.spelling import arguments, name_of
+from epinorm.capture.purity import tensor_of, value_of
+from epinorm.capture.spelling import arguments, checkpoints, name_of
 from epinorm.operator.attention import attention
 from epinorm.precision import product_precision
 
@@ -31,10 +31,7 @@ _MOST_NUMBERS = 1 << 31
 def take_attention(gm: fx.GraphModule) -> int:
     """Put ``epinorm::attention`` where ``is_taken`` says, in checkpointed parts too; returns how
     often."""
-    graph, count = gm.graph, 0
-    for node in graph.nodes:
-        if name_of(node) == "tag_activation_checkpoint" and node.op == "call_function":
-            count += take_attention(getattr(gm, str(node.args[0].target)))
+    graph, count = gm.graph, sum(take_attention(inner) for _, inner in checkpoints(gm))
     if any(name_of(node) == "_sdpa_kernel" for node in graph.nodes):
         return count  # the model chooses itself
     for node in filter(is_taken, list(graph.nodes)):
@@ -49,7 +46,7 @@ def _take(graph: fx.Graph, node: fx.Node) -> None:
     tensors = tuple(given[name] for name in _ARGUMENTS[:3])
     scale = given.get("scale")
     if scale is None:
-        scale = value_of(tensors[0]).shape[-1] ** -0.5  # type: ignore[union-attr]
+        scale = tensor_of(tensors[0]).shape[-1] ** -0.5
     with graph.inserting_before(node):
         made = graph.call_function(attention, (*tensors, float(scale)))
         mixed = graph.call_function(operator.getitem, (made, 0))
@@ -64,18 +61,15 @@ def is_taken(node: fx.Node, without_mask: bool = False) -> bool:
         return False
     given = arguments(node, *_ARGUMENTS)
     tensors = [value_of(given.get(name)) for name in _ARGUMENTS[:3]]
-    scale = given.get("scale")
-    if given.get("attn_mask") is not None and not without_mask:
-        return False
-    if given.get("dropout_p", 0.0) != 0.0:
-        return False
-    if given.get("is_causal") or given.get("enable_gqa"):
-        return False
-    if not (scale is None or isinstance(scale, (int, float))):
-        return False
-    if not torch.backends.cuda.mem_efficient_sdp_enabled():
-        return False  # whose place is taken
-    return all(map(_is_taken, tensors)) and _fit_together(node, *tensors)
+    return (
+        (without_mask or given.get("attn_mask") is None)
+        and given.get("dropout_p", 0.0) == 0.0
+        and not (given.get("is_causal") or given.get("enable_gqa"))
+        and isinstance(given.get("scale"), (int, float, type(None)))
+        and torch.backends.cuda.mem_efficient_sdp_enabled()  # whose place is taken
+        and all(map(_is_taken, tensors))
+        and _fit_together(node, *tensors)
+    )
 
 
 def _is_taken(tensor: Tensor | None) -> bool:

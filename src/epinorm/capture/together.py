@@ -20,7 +20,7 @@ from epinorm.backends.engine import plan_for
 from epinorm.backends.prepack import keeps, marked
 from epinorm.capture.chains import Search
 from epinorm.capture.found import Found, Place
-from epinorm.capture.purity import storage_of, value_of
+from epinorm.capture.purity import storage_of, tensor_of, value_of
 from epinorm.operator.undisturbed import has_plain_types, is_under_autocast_alone
 from epinorm.problem import CUDA_STRATEGIES, Problem
 
@@ -103,27 +103,25 @@ def _is_undisturbed(search: Search, found: Sequence[Found]) -> bool:
     return True
 
 
-class _Together:
+def _together(apply: Callable[..., Any], sizes: tuple[int, ...]) -> Callable[..., Any]:
     """The linear layers of one x, by one call or, where a weight is prepacked, one by one."""
 
-    def __init__(self, apply: Callable[..., Any], sizes: tuple[int, ...]) -> None:
-        self.apply, self.sizes = apply, sizes
-        self.__name__ = "linears"
-
-    def __call__(
-        self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]
+    def linears(
+        x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]
     ) -> Sequence[Tensor]:
         """biases: none or one for each."""
         if marked and any(keeps(weight) for weight in weights):
             each = biases or (None,) * len(weights)
             pairs = zip(weights, each, strict=True)
-            return [self.apply(x, weight, bias, None, None, ()) for weight, bias in pairs]
+            return [apply(x, weight, bias, None, None, ()) for weight, bias in pairs]
         bias = torch.cat(biases) if biases else None
         weight = torch.cat(weights)
-        y: Tensor = self.apply(x, weight, bias, None, None, ())
+        y: Tensor = apply(x, weight, bias, None, None, ())
         if y.requires_grad and _is_kept_by_autograd_alone(weights):
             _let_go(weight, weights, y)
-        return y.split(self.sizes, -1)
+        return y.split(sizes, -1)
+
+    return linears
 
 
 def _is_kept_by_autograd_alone(weights: tuple[Tensor, ...]) -> bool:
@@ -161,13 +159,13 @@ def put_together(
 ) -> dict[fx.Node, fx.Node]:
     """Put one call in the place of a group; returns what stands for its results now."""
     first = found[0].linear
-    sizes = tuple(value_of(each.linear.weight).shape[0] for each in found)  # type: ignore[union-attr]
+    sizes = tuple(tensor_of(each.linear.weight).shape[0] for each in found)
     weights = tuple(each.linear.weight for each in found)
     biases = tuple(each.bias for each in found if each.bias is not None)
     results = {}
     with graph.inserting_before(found[0].nodes[0]):
         given = (fused.get(first.x, first.x), weights, biases)
-        made = graph.call_function(_Together(apply, sizes), given)
+        made = graph.call_function(_together(apply, sizes), given)
         made.meta = dict(found[0].nodes[0].meta) | {"example_value": None}
         for index, each in enumerate(found):
             (old,) = each.nodes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +59,17 @@ class Trace(TorchFunctionMode):
             nodes.append(node)
             node = node.next
         return nodes
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Within, the graph is written before the node; where the node is to stay whole, what was
+        noted is taken out again."""
+        try:
+            with self.graph.inserting_before(self.of):
+                yield
+        except StaysWhole:
+            erase(self.graph, self.nodes)
+            raise
 
     def run(self, body: Callable[..., Any]) -> Any:
         """What the body makes of the node's example values."""

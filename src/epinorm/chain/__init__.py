@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from epinorm.chain.chain import (
-    Chain,
-    GroupNorm,
-    LayerNorm,
-    Norm,
-    RMSNorm,
-    Rounding,
-    returns_sum,
-)
+from epinorm.chain.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm, Rounding, returns_sum
 
 __all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "Rounding", "returns_sum"]

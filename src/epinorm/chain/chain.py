@@ -41,18 +41,29 @@ def _number(eps: object) -> float:
     return value
 
 
-def _check_groups(num_groups: object) -> None:
-    if isinstance(num_groups, bool) or not isinstance(num_groups, int):
-        raise TypeError(f"num_groups must be an int, got {type(num_groups).__name__}")
-    if num_groups < 1:
-        raise ValueError(f"num_groups must be at least 1, got {num_groups}")
+class _Norm:
+    """What norms have in common."""
 
+    num_groups: int
+    eps: float | None
+    operator: ClassVar[str]
+    centred: ClassVar[bool] = True
 
-def _of_rows(name: str, norm: LayerNorm | RMSNorm) -> str:
-    """``name(eps)``, or ``name(groups,eps)``; eps left out where it is PyTorch's default."""
-    eps = "" if norm.eps is None else format_number(norm.eps)
-    given = f"{norm.num_groups},{eps}" if norm.num_groups > 1 else eps
-    return f"{name}({given})" if given else name
+    def __post_init__(self) -> None:
+        groups = self.num_groups
+        if isinstance(groups, bool) or not isinstance(groups, int):
+            raise TypeError(f"num_groups must be an int, got {type(groups).__name__}")
+        if groups < 1:
+            raise ValueError(f"num_groups must be at least 1, got {groups}")
+        if self.eps is not None or type(self).eps is not None:
+            object.__setattr__(self, "eps", _number(self.eps))
+
+    def __str__(self) -> str:
+        """``name(eps)``, or ``name(groups,eps)``; eps left out where it is PyTorch's default."""
+        eps = "" if self.eps is None else format_number(self.eps)
+        in_groups = self.num_groups > 1 or isinstance(self, GroupNorm)
+        given = f"{self.num_groups},{eps}" if in_groups else eps
+        return f"{self.operator}({given})" if given else self.operator
 
 
 C = TypeVar("C")
@@ -81,44 +92,28 @@ def _by_name(most: int, call: str) -> Callable[[type[C]], type[C]]:
 
 @_by_name(1, "GroupNorm(num_groups, eps=...)")
 @dataclass(frozen=True)
-class GroupNorm:
+class GroupNorm(_Norm):
     """Group normalisation over each sample's channels in num_groups groups (Wu and He, 2018)."""
 
     num_groups: int
     eps: float = field(default=1e-5, kw_only=True)
     operator: ClassVar[str] = "group_norm"
-    centred: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _check_groups(self.num_groups)
-        object.__setattr__(self, "eps", _number(self.eps))
-
-    def __str__(self) -> str:
-        return f"group_norm({self.num_groups},{format_number(self.eps)})"
 
 
 @_by_name(0, "LayerNorm(eps=...)")
 @dataclass(frozen=True, kw_only=True)
-class LayerNorm:
+class LayerNorm(_Norm):
     """Layer normalisation over the output features (Ba, Kiros and Hinton, 2016); num_groups: of as
     many equal parts of a row, each by itself, as the heads of q and k are normalised."""
 
     eps: float = 1e-5
     num_groups: int = 1
     operator: ClassVar[str] = "layer_norm"
-    centred: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _check_groups(self.num_groups)
-        object.__setattr__(self, "eps", _number(self.eps))
-
-    def __str__(self) -> str:
-        return _of_rows(self.operator, self)
 
 
 @_by_name(0, "RMSNorm(eps=...)")
 @dataclass(frozen=True, kw_only=True)
-class RMSNorm:
+class RMSNorm(_Norm):
     """Root-mean-square normalisation over the output features (Zhang and Sennrich, 2019).
 
     ``eps=None`` is PyTorch's default: the machine epsilon of the type that it computes in.
@@ -130,20 +125,12 @@ class RMSNorm:
     operator: ClassVar[str] = "rms_norm"
     centred: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        _check_groups(self.num_groups)
-        if self.eps is not None:
-            object.__setattr__(self, "eps", _number(self.eps))
-
-    def __str__(self) -> str:
-        return _of_rows(self.operator, self)
-
 
 Norm = GroupNorm | LayerNorm | RMSNorm
 _NORM_TYPES = get_args(Norm)  # Dynamo of PyTorch 2.9 knows no union in isinstance
 
 AUTOCAST_TO_FP32 = ("softplus",)
-_NORM_NAMES = ("group_norm", "layer_norm", "rms_norm")
+_NORM_NAMES = tuple(norm.operator for norm in _NORM_TYPES)
 _RETURNS_SUM = "returns(sum)"
 
 
@@ -324,6 +311,19 @@ class Chain:
     def sum_dtype(self, dtype: torch.dtype, norm_dtype: torch.dtype) -> torch.dtype:
         """What enters the norm has PyTorch's dtype, between those of the linear and the norm."""
         return norm_dtype if any(self.pre_results_in_norm_dtype) else dtype
+
+    def sum_dtype_in_eager(
+        self, dtype: torch.dtype, operands: Iterable[torch.dtype]
+    ) -> torch.dtype:
+        """What PyTorch's own operations, under autocast too, make of the linear layer's dtype and
+        those of ``pre``'s operands, seeds left out."""
+        remaining = iter(operands)
+        for operation in self.pre:
+            if operation.operand not in (None, "seed"):
+                dtype = torch.promote_types(dtype, next(remaining))
+            elif operation.name in AUTOCAST_TO_FP32:
+                dtype = torch.promote_types(dtype, torch.float32)
+        return dtype
 
     def groups(self, out_features: int) -> int:
         """Groups per row of ``out_features`` channels; raises ValueError if they do not divide.

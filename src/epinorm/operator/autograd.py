@@ -27,11 +27,7 @@ from epinorm.operator.schema import (
     linear_norm_sum,
     linear_norm_sum_forward,
 )
-from epinorm.operator.undisturbed import (
-    has_plain_types,
-    is_under_autocast_alone,
-    is_undisturbed,
-)
+from epinorm.operator.undisturbed import has_plain_types, is_under_autocast_alone, is_undisturbed
 from epinorm.problem import Executable, Forward, Inputs, StepForward, StepLeftovers
 
 WEIGHT, OPERANDS = map(Inputs._fields.index, ("weight", "operands"))
@@ -135,25 +131,25 @@ class _LinearNorm(_SingleLevel):
         left, ctx.left = ctx.left, None
         saved = list(ctx.saved_tensors)
         dsum = more[-1] if ctx.returns_sum else None
-        found = _gradients(
-            *(ctx.executable, ctx.facts, left, saved, dy, ctx.needs_input_grad[2:], dsum),
-            ctx.maybe_clear_saved_tensors,
-        )
+        wanted, let_go = ctx.needs_input_grad[2:], ctx.maybe_clear_saved_tensors
+        found = gradients(ctx.executable, ctx.facts, saved, dy, wanted, dsum, left, let_go)
         return None, None, *found
 
 
-def _gradients(
+def gradients(
     executable: Executable | None,
     facts: Facts,
-    left: StepLeftovers | None,
     saved: list[Any],
     dy: Tensor | None,
     wanted: Sequence[bool],
-    dsum: Tensor | None = None,
+    dsum: Tensor | None,
+    left: StepLeftovers | None,
     let_go: Callable[[], None] = lambda: None,
 ) -> list[Tensor | None]:
     """The gradients of the inputs from what the forward pass saved, z, mean, rstd and the inputs,
-    which is taken out of ``saved``; let_go: of what else holds it, where no graph is retained."""
+    which is taken out of ``saved``, and from what it left besides; let_go: of what else holds it,
+    where no graph is retained. Native code's backward pass calls it where none like it was
+    recorded, or autograd asks for more."""
     if dy is None and dsum is not None:
         # The norm has no part in the sum: its parameters get None, and none its NaNs.
         create_graph = torch.is_grad_enabled()
@@ -199,12 +195,12 @@ def _gradients(
             found = [None if gradient is into else gradient for gradient in found]
     else:
         found = linear_norm_backward(dy, *inputs, *kept, *facts, wanted, dsum)
-    gradients = _scatter(found, wanted)
+    scattered = _scatter(found, wanted)
     if given is not tensors:
         for i in (0, *range(5, len(given))):
-            if (gradient := gradients[i]) is not None:
-                gradients[i] = gradient.reshape(given[i].shape)
-    return gradients
+            if (gradient := scattered[i]) is not None:
+                scattered[i] = gradient.reshape(given[i].shape)
+    return scattered
 
 
 def _restored(tensors: tuple[Any, ...], facts: Facts) -> tuple[Any, ...]:
@@ -218,23 +214,6 @@ def _restored(tensors: tuple[Any, ...], facts: Facts) -> tuple[Any, ...]:
     at = OPERANDS + place
     rest = _in_reference((*tensors[:3], None, None, *tensors[OPERANDS:at]), before)
     return (*tensors[:at], tensors[at] - rest, *tensors[at + 1 :])
-
-
-def gradients_in_python(executable: Executable, facts: Facts) -> Callable[..., Any]:
-    """What native code's backward pass calls where none like it was recorded, or autograd asks for
-    more: a function of what it saved, dy, which gradients are wanted, the sum's gradient and what
-    the forward pass left."""
-
-    def gradients(
-        saved: list[Any],
-        dy: Tensor | None,
-        wanted: Sequence[bool],
-        dsum: Tensor | None,
-        left: StepLeftovers | None,
-    ) -> list[Tensor | None]:
-        return _gradients(executable, facts, left, saved, dy, wanted, dsum)
-
-    return gradients
 
 
 class _LinearNormForward(_LinearNorm):

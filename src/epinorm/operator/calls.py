@@ -148,7 +148,7 @@ def _problem(
 ) -> Problem:
     x = inputs.x
     out_dtype = facts[3] or x.dtype
-    check_call(*inputs[:6], chain, out_dtype)
+    check_call(inputs, chain, out_dtype)
     return Problem(
         chain=chain.rounded_for(x.dtype, out_dtype, x.device.type),
         m=x.shape[0],
@@ -182,15 +182,9 @@ def _vector(t: Tensor | None) -> Tensor | None:
     return None if t is None else as_dense(t).contiguous()
 
 
-def _inputs(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    operands: Sequence[Tensor],
-    constants: tuple[float, ...],
-) -> Inputs:
+def _inputs(tensors: Sequence[Any], constants: tuple[float, ...]) -> Inputs:
+    """Dense ones; tensors in the order of ``Inputs``."""
+    x, weight, bias, norm_weight, norm_bias, operands = tensors
     return Inputs(
         *(as_dense(x), as_dense(weight), _vector(bias), _vector(norm_weight), _vector(norm_bias)),
         tuple(as_dense(t) for t in operands) if operands else (),
@@ -241,10 +235,10 @@ class _Copying:
         self.executable, self.problem, self.plan = executable, executable.problem, executable.plan
 
     def forward(self, *tensors: Any) -> Forward:
-        return self.executable.forward(*_inputs(*tensors))
+        return self.executable.forward(*_inputs(tensors[:6], tensors[6]))
 
     def backward(self, inputs: Inputs, *rest: Any) -> Gradients:
-        return self.executable.backward(_inputs(*inputs), *rest)
+        return self.executable.backward(_inputs(inputs[:6], inputs.constants), *rest)
 
 
 def eager_for(executable: Executable) -> Eager | None:
@@ -262,7 +256,7 @@ def executable_for_call(
     """What computes tensors in the order of ``Inputs``, dense or not; y_size: see
     ``executable_of``."""
     given = Inputs(*(*tensors, constants_of(facts)))
-    dense = _inputs(*given)
+    dense = _inputs(tensors, given.constants)
     copied = facts[1] == "auto" and dense.weight is not given.weight
     if copied and dense.x.device.type == "cpu" and len(dense.x) < _ROWS_WORTH_A_COPY:
         facts = (facts[0], "reference", *facts[2:])
@@ -272,13 +266,13 @@ def executable_for_call(
 
 def run_inference(tensors: Sequence[Any], facts: Facts) -> Results:
     """Compute y (M, N) for ``tensors`` in the order of ``Inputs``; keep nothing."""
-    inputs = _inputs(*(*tensors, constants_of(facts)))
+    inputs = _inputs(tensors, constants_of(facts))
     return executable_of(inputs, facts, False).forward(*inputs).results
 
 
 def run_forward(tensors: Sequence[Any], facts: Facts) -> Forward:
     """Compute y (M, N) and what backward needs."""
-    inputs = _inputs(*(*tensors, constants_of(facts)))
+    inputs = _inputs(tensors, constants_of(facts))
     return executable_of(inputs, facts, True).forward(*inputs)
 
 
@@ -303,7 +297,7 @@ def run_backward(
     if executable is not None and _has_the_set_precision(executable.problem):
         inputs, dense = Inputs._make((*tensors, constants_of(facts))), kept
     else:
-        inputs = _inputs(*(*tensors, constants_of(facts)))
+        inputs = _inputs(tensors, constants_of(facts))
         executable, left = executable_of(inputs, facts, True), None
         problem = executable.problem
         check_backward(dy, inputs, kept, problem.chain, problem.out_dtype, wanted, dsum)

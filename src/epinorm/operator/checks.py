@@ -12,17 +12,21 @@ import torch
 from torch import Tensor
 
 from epinorm.chain import Chain, GroupNorm
+from epinorm.problem import Inputs
+
+_OPTIONAL = ("bias", "norm_weight", "norm_bias")
 
 
-def check_types(
-    x: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias: Any, operands: Sequence[Any]
-) -> None:
+def named(inputs: Inputs) -> list[tuple[str, Any]]:
+    """The tensors with the names that messages have for them."""
+    operands = [(f"operand {i}", t) for i, t in enumerate(inputs.operands)]
+    return [*zip(("x", "weight", *_OPTIONAL), inputs[:5], strict=True), *operands]
+
+
+def check_types(inputs: Inputs) -> None:
     """Raise TypeError for whatever is no Tensor, but for what may be None."""
-    optional = (("bias", bias), ("norm_weight", norm_weight), ("norm_bias", norm_bias))
-    given = [(name, t) for name, t in optional if t is not None]
-    given += [(f"operand {i}", t) for i, t in enumerate(operands)]
-    for name, t in (("x", x), ("weight", weight), *given):
-        if not isinstance(t, Tensor):
+    for name, t in named(inputs):
+        if not isinstance(t, Tensor) and not (t is None and name in _OPTIONAL):
             raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}")
 
 
@@ -45,24 +49,14 @@ def check_leading_dimensions(x: Tensor, operands: Sequence[Tensor], chain: Chain
             )
 
 
-def check_call(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    operands: Sequence[Tensor],
-    chain: Chain,
-    norm_dtype: torch.dtype,
-) -> None:
+def check_call(inputs: Inputs, chain: Chain, norm_dtype: torch.dtype) -> None:
     """Raise if x (M, K), weight (N, K) and the rest do not fit each other or the chain.
 
     Works on symbolic shapes too, where each comparison becomes a guard.
     """
-    _check_same_device((x, weight, bias, norm_weight, norm_bias, *operands))
-    kinds = chain.operand_kinds
-    values = [None if kinds[i : i + 1] == ("seed",) else t for i, t in enumerate(operands)]
-    _check_dtypes(x, weight, bias, norm_weight, norm_bias, values, norm_dtype)
+    _check_same_device([t for _, t in named(inputs)])
+    _check_dtypes(inputs, chain, norm_dtype)
+    x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     if x.dim() != 2:
         raise RuntimeError(f"x must be 2D (M, K) here, got shape {list(x.shape)}")
     if weight.dim() != 2:
@@ -84,7 +78,7 @@ def check_call(
 
 def check_backward(
     dy: Tensor,
-    inputs: Sequence[Any],
+    inputs: Inputs,
     kept: Sequence[Tensor],
     chain: Chain,
     out_dtype: torch.dtype,
@@ -93,31 +87,20 @@ def check_backward(
 ) -> None:
     """Raise if dy, dsum or what forward kept (z or a result, mean, rstd) does not fit these inputs:
     kernels read memory as they expect it, and hooks on saved tensors can hand back anything."""
-    x, weight, *rest, operands = inputs[:6]
-    y_shape = [x.shape[0], weight.shape[0]]
+    x, tensors = inputs.x, [t for _, t in named(inputs)]
+    y_shape = [x.shape[0], inputs.weight.shape[0]]
     sum_dtype = chain.sum_dtype(x.dtype, out_dtype)
     z_dtype = out_dtype if chain.saves_y else sum_dtype if chain.saves_sum else x.dtype
-    stats, stats_dtype = [x.shape[0], chain.groups(weight.shape[0])], torch.float32
-    if x.dtype == torch.float64:
-        stats_dtype = torch.float64
-    kinds = [
-        (y_shape, z_dtype),
-        (stats, stats_dtype),
-        (stats, stats_dtype),
-    ]
-    missing = (
-        not (chain.keeps_z or chain.saves_sum or chain.saves_y),
-        not chain.centred,
-        chain.norm is None,
-    )
-    for i, there_is_none in enumerate(missing):
-        if there_is_none:
-            kinds[i] = ([0], kept[i].dtype)
+    stats_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    stats = [x.shape[0], chain.groups(y_shape[1])], stats_dtype
     expected = (
-        ("dy", y_shape, out_dtype),
-        *((name, *kind) for name, kind in zip(("z", "mean", "rstd"), kinds, strict=True)),
+        ("z", chain.keeps_z or chain.saves_sum or chain.saves_y, (y_shape, z_dtype)),
+        ("mean", chain.centred, stats),
+        ("rstd", chain.norm is not None, stats),
     )
-    given = [(*one, t) for one, t in zip(expected, (dy, *kept), strict=True)]
+    given = [("dy", y_shape, out_dtype, dy)]
+    for (name, is_there, kind), t in zip(expected, kept, strict=True):
+        given.append((name, *(kind if is_there else ([0], t.dtype)), t))
     if dsum is not None:
         given.append(("dsum", y_shape, sum_dtype, dsum))
     for name, shape, dtype, t in given:
@@ -127,7 +110,6 @@ def check_backward(
                 f"is of shape {list(t.shape)}, {t.dtype} and on {t.device} (hooks on saved tensors "
                 "must give back what was saved)"
             )
-    tensors = (x, weight, *rest, *operands)
     if len(wanted) != len(tensors) or any(
         want and t is None for want, t in zip(wanted, tensors, strict=True)
     ):
@@ -154,28 +136,22 @@ def _check_same_device(tensors: Sequence[Tensor | None]) -> None:
         )
 
 
-def _check_dtypes(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    operands: Sequence[Tensor | None],
-    norm_dtype: torch.dtype,
-) -> None:
+def _check_dtypes(inputs: Inputs, chain: Chain, norm_dtype: torch.dtype) -> None:
+    x = inputs.x
     if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
         raise NotImplementedError(
             f"a norm is not implemented for {x.dtype}: x must be float32, float64, bfloat16 or "
             "float16"
         )
-    for name, tensor in (("weight", weight), ("bias", bias)):
+    seeds = [f"operand {i}" for i, kind in enumerate(chain.operand_kinds) if kind == "seed"]
+    of_linear, rest = named(inputs)[1:3], named(inputs)[3:]
+    for name, tensor in of_linear:
         if tensor is not None and tensor.dtype != x.dtype:
             raise RuntimeError(
                 f"x and {name} must have the same dtype, but got {x.dtype} and {tensor.dtype}"
             )
-    numbered = ((f"operand {i}", t) for i, t in enumerate(operands))
-    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias), *numbered):
-        if tensor is not None and tensor.dtype != norm_dtype:
+    for name, tensor in rest:
+        if tensor is not None and tensor.dtype != norm_dtype and name not in seeds:
             raise RuntimeError(f"{name} must have dtype {norm_dtype}, but got {tensor.dtype}")
 
 

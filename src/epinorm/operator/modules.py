@@ -44,7 +44,7 @@ class LinearNorm(nn.Module):
         chain.groups(out_features)
         self.chain, self.eval_chain = str(chain), str(chain.without_dropout)
         self.linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self.norm = _layer(norm, out_features, affine, device, dtype)
+        self.norm = _layer(norm, out_features, affine, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, *operands: Tensor) -> Results:
         """x (..., in_features) → (..., out_features); operands as ``linear_norm`` takes them."""
@@ -70,20 +70,14 @@ def parameter_of(layer: nn.Module | None, name: str) -> Any:
     return parameters[name] if name in parameters else getattr(layer, name, None)
 
 
-def _layer(
-    norm: Norm,
-    features: int,
-    affine: bool,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> nn.GroupNorm | nn.LayerNorm | nn.RMSNorm:
-    if norm.num_groups > 1 and not isinstance(norm, GroupNorm):
+_LAYERS: dict[Any, Any] = {GroupNorm: nn.GroupNorm, LayerNorm: nn.LayerNorm, RMSNorm: nn.RMSNorm}
+
+
+def _layer(norm: Norm, features: int, affine: bool, **placed: Any) -> nn.Module:
+    grouped = isinstance(norm, GroupNorm)
+    if norm.num_groups > 1 and not grouped:
         raise ValueError(
             f"torch.nn has no layer that is {norm} over {features} channels: use linear_norm"
         )
-    if isinstance(norm, GroupNorm):
-        return nn.GroupNorm(norm.num_groups, features, norm.eps, affine, device=device, dtype=dtype)
-    if isinstance(norm, LayerNorm):
-        return nn.LayerNorm(features, norm.eps, affine, device=device, dtype=dtype)
-    assert isinstance(norm, RMSNorm)
-    return nn.RMSNorm(features, norm.eps, affine, device=device, dtype=dtype)
+    sizes = (norm.num_groups, features) if grouped else (features,)
+    return _LAYERS[type(norm)](*sizes, norm.eps, affine, **placed)

@@ -13,7 +13,7 @@ from epinorm.backends.prepack import marked
 from epinorm.chain.reference import Results
 from epinorm.operator import transforms
 from epinorm.operator.accumulation import entered
-from epinorm.operator.autograd import OPERANDS, gradients_in_python, residual_place
+from epinorm.operator.autograd import OPERANDS, gradients, residual_place
 from epinorm.operator.calls import Facts, constants_of, remembering
 from epinorm.precision import fp32_precision
 from epinorm.problem import Executable, NativePasses
@@ -66,17 +66,16 @@ class NativeCalls:
         x, weight = tensors[:2]
         casts = None if facts[3] is None else transforms.casts(tensors)
         setting = fp32_precision() if executable.problem.dtype == torch.float32 else None
-        leave, backward, in_python = passes.leave, passes.backward, None
+        leave, backward = passes.leave, passes.backward
         if leave is not None:
             leave = partial(leave, x.requires_grad, weight.requires_grad)
-        if training:
-            in_python = gradients_in_python(executable, facts)
         if self._calls is None:
             self._calls = native().Calls()
         self._calls.add(
             *(tensors, casts, setting, (*x.shape[:-1], weight.shape[0])),
             *(passes.program, passes.kept, passes.sum, passes.planes, passes.has_room, leave),
             *(backward if training and backward is not None else (None, None)),
-            *(in_python, ctypes.addressof(entered)),
+            partial(gradients, executable, facts) if training else None,
+            ctypes.addressof(entered),
             OPERANDS + place if place >= 0 else -1,
         )

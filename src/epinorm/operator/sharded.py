@@ -22,6 +22,9 @@ from torch.nn import functional
 
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm, reference
 from epinorm.chain.reference import Results
+from epinorm.operator.calls import Facts
+from epinorm.operator.checks import named
+from epinorm.problem import Inputs
 
 # The first is PyTorch 2.13's name for the second.
 _all_gather: Any = getattr(distributed, "all_gather_single", None)
@@ -184,106 +187,93 @@ def _local(tensor: Any, placements: Placements, gradient: Placements) -> Any:
 
 
 @torch.compiler.disable
-def call(caller_of: Callable[..., Any], *arguments: Any) -> Results:
+def call(caller_of: Callable[..., Any], inputs: Inputs, facts: Facts) -> Results:
     """A call of dispatch.py with DTensors, which ``caller_of`` computes in each process."""
-    x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict = arguments
+    text, strategy, strict, _ = facts
 
     def local(part: str, *given: Any) -> Results:
         of_norm = Chain.parse(part).norm is not None
-        facts = (strategy, strict) if of_norm or strategy == "reference" else ("auto", False)
-        return caller_of(part, *facts)(*given)
+        how = (strategy, strict) if of_norm or strategy == "reference" else ("auto", False)
+        return caller_of(part, *how)(*given)
 
-    chain, norm = Chain.parse(text), (norm_weight, norm_bias)
-    results = linear_norm(x, weight, bias, *norm, operands, chain, local)
+    chain, weight = Chain.parse(text), inputs.weight
+    results = linear_norm(inputs, chain, local)
     if results is not None:
         return results
     if strict or strategy not in ("auto", "reference"):
         raise RuntimeError(
             f"DTensors of these placements are computed by PyTorch's own layers alone: {chain} of "
-            f"a weight {weight.placements}"
+            f"a weight {weight.placements}"  # type: ignore[attr-defined]
         )
-    z: Any = functional.linear(x, weight, bias)
+    z: Any = functional.linear(inputs.x, weight, inputs.bias)
     if isinstance(chain.norm, GroupNorm):  # DTensor would copy it, before 2.13 not contiguous
         copies = [Replicate()] * z.device_mesh.ndim
         z = DTensor.from_local(z.full_tensor().contiguous(), z.device_mesh, copies, run_check=False)
-    return reference.epilogue(z, chain, *norm, operands)
+    return reference.epilogue(z, chain, inputs.norm_weight, inputs.norm_bias, inputs.operands)
 
 
-def linear_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    norm_weight: Any,
-    norm_bias: Any,
-    operands: Sequence[Any],
-    chain: Chain,
-    local: Local,
-) -> Results | None:
-    """The chain on DTensors, by ``local`` in each process; None: ``layout_of`` has none.
+def linear_norm(inputs: Any, chain: Chain, local: Local) -> Results | None:
+    """The chain on DTensors, ``Inputs`` with any leading dimensions, by ``local`` in each process;
+    None: ``layout_of`` has none.
 
     Seeds of dropout are plain tensors; each part of the results takes another. Raises RuntimeError
     where other tensors are plain, or lie on several meshes.
     """
-    _check(x, weight, bias, norm_weight, norm_bias, operands, chain)
+    _check(inputs, chain)
+    x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     layout = layout_of(x, weight, operands, chain)
     if layout is None:
         return None
-    columns, y_like = layout.features, layout.y
 
     def part(tensor: Any, placements: Placements) -> Any:
         return _local(tensor, placements, layout.summed(placements))
 
-    bias, norm_weight, norm_bias = _vectors(layout, bias, norm_weight, norm_bias)
     pairs = zip(chain.operand_kinds, operands, strict=True)
     given = [
         operand + _place(layout)
         if kind == "seed"
-        else part(operand, columns if kind == "channel" else y_like)
+        else part(operand, layout.features if kind == "channel" else layout.y)
         for kind, operand in pairs
     ]
     x_gradient = tuple(
         Partial() if i == layout.dim and layout.way == "columns" else p
         for i, p in enumerate(layout.x)
     )
+    vectors = _vectors(layout, bias, norm_weight, norm_bias)
+    own = Inputs(
+        *(_local(x, layout.x, x_gradient), part(weight, weight.placements), *vectors, tuple(given))
+    )
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    own = part(weight, weight.placements)
-    x = _local(x, layout.x, x_gradient)
+    part_of_chain = str(layout.of_part(chain, 1, 1, 1)[0])
     if layout.way == "rows":
-        z = local("identity", x, own, None, None, None, ())
-        z = _summed_rows(z, layout, shape)
-        z = z if bias is None else z + bias
-        results = reference.epilogue(z, chain, norm_weight, norm_bias, given)
+        z = local(part_of_chain, *own[:2], None, None, None, ())
+        z = _whole(z, layout, shape, partial=True).redistribute(placements=layout.y).to_local()
+        z = z if own.bias is None else z + own.bias
+        results = reference.epilogue(z, chain, own.norm_weight, own.norm_bias, given)
     elif layout.way == "columns" and chain.norm is not None and not chain.has_groups:
-        results = _sharded_norm(x, own, bias, norm_weight, norm_bias, given, chain, layout, local)
+        before = sum(op.operand is not None for op in chain.pre)
+        z = local(part_of_chain, *own[:3], None, None, own.operands[:before])
+        results = _sharded_norm(z, own, own.operands[before:], chain, layout)
     else:
-        part_of_chain = layout.of_part(chain, 1, 1, 1)[0]
-        results = local(str(part_of_chain), x, own, bias, norm_weight, norm_bias, tuple(given))
+        results = local(part_of_chain, *own[:6])
     if isinstance(results, tuple):
         y, total = (_whole(t, layout, shape) for t in results)
         return y, total
     return _whole(results, layout, shape)
 
 
-def _check(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    norm_weight: Any,
-    norm_bias: Any,
-    operands: Sequence[Any],
-    chain: Chain,
-) -> None:
-    named = {"x": x, "weight": weight, "bias": bias}
-    named |= {"norm_weight": norm_weight, "norm_bias": norm_bias}
-    kinds = enumerate(zip(chain.operand_kinds, operands, strict=True))
-    named |= {f"operand {i}": t for i, (kind, t) in kinds if kind != "seed"}
-    for name, tensor in named.items():
-        if tensor is not None and not isinstance(tensor, DTensor):
+def _check(inputs: Any, chain: Chain) -> None:
+    x, weight = inputs[:2]
+    seeds = [f"operand {i}" for i, kind in enumerate(chain.operand_kinds) if kind == "seed"]
+    for name, tensor in named(inputs):
+        if tensor is None or name in seeds:
+            continue
+        if not isinstance(tensor, DTensor):
             raise RuntimeError(
                 f"{name} is a torch.Tensor beside DTensors: all must be DTensors, as "
                 "DTensor.from_local and distribute_tensor make them"
             )
-        if tensor is not None and tensor.device_mesh != weight.device_mesh:
+        if tensor.device_mesh != weight.device_mesh:
             raise RuntimeError(
                 f"{name} lies on {tensor.device_mesh}, weight on {weight.device_mesh}: "
                 "they must be on one mesh"
@@ -304,7 +294,7 @@ def _place(layout: Layout) -> int:
     return place
 
 
-def _whole(part: Tensor, layout: Layout, shape: torch.Size, partial: bool = False) -> DTensor:
+def _whole(part: Any, layout: Layout, shape: torch.Size, partial: bool = False) -> DTensor:
     placements = list(layout.y)
     if partial:
         assert layout.dim is not None
@@ -315,43 +305,18 @@ def _whole(part: Tensor, layout: Layout, shape: torch.Size, partial: bool = Fals
     )
 
 
-def _summed_rows(z: Results, layout: Layout, shape: torch.Size) -> Tensor:
-    """Partial products (..., N) of all rows → sums of this process' rows."""
-    assert isinstance(z, Tensor)
-    return _whole(z, layout, shape, partial=True).redistribute(placements=layout.y).to_local()
-
-
 def _sharded_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    operands: Sequence[Tensor],
-    chain: Chain,
-    layout: Layout,
-    local: Local,
+    z: Any, own: Inputs, operands: Sequence[Tensor], chain: Chain, layout: Layout
 ) -> Results:
-    """A norm of rows of which this process has some channels."""
-    before = sum(op.operand is not None for op in chain.pre)
-    z = local(
-        str(layout.of_part(chain, 1, 1, 1)[0]),
-        x,
-        weight,
-        bias,
-        None,
-        None,
-        tuple(operands[:before]),
-    )
-    assert isinstance(z, Tensor)
+    """The norm, and what is behind it, of rows of which this process has some channels."""
     norm = chain.norm
     assert isinstance(norm, (LayerNorm, RMSNorm))
     wide = z.to(torch.promote_types(z.dtype, torch.float32))
     eps = torch.finfo(wide.dtype).eps if norm.eps is None else norm.eps
     y = _Normalized.apply(wide, layout, eps, isinstance(norm, LayerNorm))
-    y = y if norm_weight is None else y * norm_weight
-    y = y if norm_bias is None else y + norm_bias
-    y = reference.apply_pointwise(y.to(z.dtype), chain.post, iter(operands[before:]))
+    y = y if own.norm_weight is None else y * own.norm_weight
+    y = y if own.norm_bias is None else y + own.norm_bias
+    y = reference.apply_pointwise(y.to(z.dtype), chain.post, iter(operands))
     return (y, z) if chain.returns_sum else y
 
 

@@ -59,8 +59,9 @@ def _wants_gradient(tensors: tuple[Any, ...]) -> bool:
     return _is_grad_enabled() and torch._C._any_requires_grad(*tensors)
 
 
-def shorten_forward(operator: Any, name: str, training: bool) -> None:
+def shorten_forward(operator: Any, training: bool) -> None:
     """Let ``linear_norm``, or ``linear_norm_forward`` if training, be called without dispatch."""
+    name = operator.name()
     long: Callable[..., Any] | None = getattr(operator, "_op", None)
     if long is None:
         return

@@ -10,16 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epinorm.chain import Chain
-from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.reference import Results, epilogue
-from epinorm.operator.schema import (
-    library,
-    linear_norm,
-    linear_norm_backward,
-    linear_norm_forward,
-    linear_norm_sum,
-    linear_norm_sum_forward,
-)
+from epinorm.operator.schema import OPERATORS, library, linear_norm, linear_norm_sum
 
 CUDA_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
@@ -67,16 +59,10 @@ def _autocast_cuda(*arguments: Any) -> Results:
 
 def sum_dtype_under_autocast(tensors: Sequence[Any], chain: Chain) -> torch.dtype:
     """What PyTorch's own operations make of the linear's dtype and those of the operands."""
-    x = tensors[0]
+    x, kinds = tensors[0], chain.operand_kinds
     dtype = x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype("cuda")
-    remaining = iter(tensors[5:])
-    for operation in chain.pre:
-        operand = next(remaining) if operation.operand is not None else None
-        if operand is not None and operation.operand != "seed":
-            dtype = torch.promote_types(dtype, operand.dtype)
-        elif operation.name in AUTOCAST_TO_FP32:
-            dtype = torch.promote_types(dtype, torch.float32)
-    return dtype
+    pairs = zip(kinds, tensors[5:], strict=True)
+    return chain.sum_dtype_in_eager(dtype, [t.dtype for kind, t in pairs if kind != "seed"])
 
 
 def _autocast_reference(*arguments: Any) -> Results:
@@ -121,8 +107,5 @@ def _take(argument: Any, dim: Any, index: int) -> Any:
     return argument
 
 
-for _operator in (
-    *(linear_norm, linear_norm_forward, linear_norm_backward),
-    *(linear_norm_sum, linear_norm_sum_forward),
-):
+for _operator in OPERATORS:
     _register_vmap(_operator)

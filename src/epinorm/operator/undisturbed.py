@@ -44,8 +44,3 @@ def is_distributed(tensors: Sequence[Any]) -> bool:
     """Whether one of the tensors is a DTensor: known by its attributes, as its class takes 0.4 s to
     load."""
     return any(hasattr(t, "placements") and hasattr(t, "device_mesh") for t in tensors)
-
-
-def is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether only autograd may want this call: undisturbed, and its tensors of no subclass."""
-    return is_undisturbed() and has_plain_types(tensors)

@@ -7,7 +7,7 @@ number of threads. The numbers were measured on two cores each of an AMD EPYC an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -50,15 +50,14 @@ GRADIENT_TILE = 512_000_000
 """Floating-point operations of a tile of the weight's gradient, which sums over all rows."""
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """How one problem is cut.
+class Blocks(NamedTuple):
+    """How one problem is cut; all but the last are what the runner is told.
 
     rows: of a block. columns: of N in a product's tile (columns = N: no tiles). inner, outer:
     columns of K and rows of the weight in a tile of the gradients. chunks: of rows, with sums of
     their own. dx_rows: rows of a tile of x's gradient; 0: computed block by block, with dz.
-    weight_parts: each chunk sums its own gradient of the weight. packed: the weight is arranged
-    once for the products of all blocks.
+    packed: the weight is arranged once for the products of all blocks. weight_parts: each chunk
+    sums its own gradient of the weight.
     """
 
     rows: int
@@ -67,8 +66,8 @@ class Blocks:
     outer: int
     chunks: int
     dx_rows: int
-    weight_parts: bool
     packed: bool
+    weight_parts: bool
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -135,6 +134,6 @@ def choose_blocks(problem: Problem, can_pack: bool = False) -> Blocks:
         _tile(n, side),
         chunks,
         0 if dx_in_blocks else _rows(m, DX_TILE_ROWS),
-        parts and chunks * n * k * size <= MAX_PARTS_BYTES,
         whole is not None and can_pack and _packs(problem, rows),
+        parts and chunks * n * k * size <= MAX_PARTS_BYTES,
     )

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from epinorm.backends import cache
-from epinorm.backends.cpu.abi import declare_kernel, declare_runner
-from epinorm.backends.cpu.proof import Disproved, prove_kernel, prove_runner
+from epinorm.backends.cpu.abi import declare_runner
+from epinorm.backends.cpu.proof import Disproved, prove_runner
 from epinorm.backends.memo import memo
 from epinorm.problem import CannotCompile, Problem
 
@@ -50,7 +50,7 @@ COMMON_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-w", "-fvisibility=hidden", "
 KERNEL_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd")
 RUNNER_FLAGS = ("-O2", "-fopenmp")
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a kernel is proved by way of the runner
 _loaded: dict[str, ctypes.CDLL] = {}
 _failures: dict[str, str] = {}
 _RUNNER = "runner"
@@ -93,14 +93,10 @@ def load_runner(problem: Problem) -> ctypes.CDLL:
     return _load(_RUNNER, "its runner", _runner_parts, prove)
 
 
-def load_kernel(source: str, problem: Problem) -> ctypes.CDLL:
-    """The library of a problem's kernel text; raises BuildError where it cannot be built."""
-
-    def prove(library: ctypes.CDLL) -> None:
-        declare_kernel(library)
-        prove_kernel(library, problem)
-
-    return _load(source, str(problem.chain), lambda: _kernel_parts(source), prove)
+def load_kernel(source: str, name: str, prove: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL:
+    """The library of a kernel's text, once ``prove`` raises nothing; raises BuildError where it
+    cannot be built."""
+    return _load(source, name, lambda: _kernel_parts(source), prove)
 
 
 def load_extension(name: str, folder: Path, files: tuple[str, ...]) -> Any:

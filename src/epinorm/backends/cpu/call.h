@@ -1,5 +1,5 @@
-// The plain-C facts that Python, the runner and a chain's kernel pass to each other. Python mirrors
-// these structs in abi.py, field for field.
+// The plain-C facts that Python, the runner and a chain's kernel pass to each other. Python reads
+// the fields of these structs here (abi.py).
 #pragma once
 #include <cstdint>
 

@@ -6,7 +6,9 @@ kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,66 +78,53 @@ EPINORM_EXPORT void epinorm_describe(int64_t n, int64_t groups, EpinormKernel* k
 """
 
 
-def _functions(stage: str, operations: Sequence[Pointwise]) -> list[str]:
-    texts = []
-    for index, operation in enumerate(operations):
-        name = f"{stage}{index}"
-        texts.append(cpp_function(f"{name}_forward", operation, "forward"))
-        texts.append(cpp_function(f"{name}_backward", operation, "backward"))
-        if operation.definition.operand_backward is not None:
-            texts.append(cpp_function(f"{name}_operand", operation, "operand_backward"))
-    return texts
+class _Operation(NamedTuple):
+    """An operation of one side of the norm. name: that its functions begin with. given: what they
+    take behind x. operand: the number of its tensor, where that has a gradient."""
+
+    name: str
+    pointwise: Pointwise
+    given: str
+    operand: int | None
+
+    def functions(self) -> Iterator[str]:
+        """Their texts."""
+        for body in ("forward", "backward", "operand_backward"):
+            if getattr(self.pointwise.definition, body) is not None:
+                yield cpp_function(f"{self.name}_{body}", self.pointwise, body)
 
 
-def _operand_indices(operations: Sequence[Pointwise], first: int) -> list[int | None]:
-    indices: list[int | None] = []
-    for operation in operations:
-        indices.append(None if operation.operand is None else first)
-        first += operation.operand is not None
-    return indices
+def _side(
+    stage: str, operations: Sequence[Pointwise], operands: Iterator[int], constants: Iterator[int]
+) -> list[_Operation]:
+    """operands, constants: the numbers of those that are left."""
+    side = []
+    for i, operation in enumerate(operations):
+        operand = None if operation.operand is None else next(operands)
+        given = "" if operand is None else f", v.t{operand}"
+        given += "".join(f", k.of[{next(constants)}]" for _ in operation.arguments)
+        own = operand if operation.definition.operand_backward is not None else None
+        side.append(_Operation(f"{stage}{i}", operation, given, own))
+    return side
 
 
-def _with_gradients(
-    operations: Sequence[Pointwise], indices: Sequence[int | None]
-) -> list[int | None]:
-    """The same for operands that have a gradient."""
-    pairs = zip(operations, indices, strict=True)
-    return [i if op.definition.operand_backward is not None else None for op, i in pairs]
-
-
-def _given(
-    operations: Sequence[Pointwise], indices: Sequence[int | None], constants: int
-) -> list[str]:
-    """What each operation takes besides x; constants: the place of the first one's first."""
-    texts = []
-    for operation, index in zip(operations, indices, strict=True):
-        text = "" if index is None else f", v.t{index}"
-        for _ in operation.arguments:
-            text, constants = f"{text}, k.of[{constants}]", constants + 1
-        texts.append(text)
-    return texts
-
-
-def _forward(stage: str, given: Sequence[str], rounded: Sequence[str]) -> str:
+def _forward(side: Sequence[_Operation], rounded: Sequence[str]) -> str:
     """``rounded``: what rounds what enters each operation, and what leaves the last."""
     steps = [f"x = {rounded[0]}(x);"] if rounded[0] else []
-    for i, more in enumerate(given):
-        steps.append(f"x = {rounded[i + 1]}({stage}{i}_forward(x{more}));")
+    for op, rounding in zip(side, rounded[1:], strict=True):
+        steps.append(f"x = {rounding}({op.name}_forward(x{op.given}));")
     return "\n    ".join([*steps, "return x;"])
 
 
-def _backward(
-    stage: str, given: Sequence[str], indices: Sequence[int | None], rounded: Sequence[str]
-) -> str:
+def _backward(side: Sequence[_Operation], rounded: Sequence[str]) -> str:
     """Recompute what went into each operation, then walk back through them."""
-    last = len(indices) - 1
     steps = [f"x0 = {rounded[0]}(x0);"] if rounded[0] else []
-    for i in range(max(last, 0)):
-        steps.append(f"const T x{i + 1} = {rounded[i + 1]}({stage}{i}_forward(x{i}{given[i]}));")
-    for i in range(last, -1, -1):
-        if indices[i] is not None:
-            steps.append(f"d.t{indices[i]} = {stage}{i}_operand(g, x{i}{given[i]});")
-        steps.append(f"g = {stage}{i}_backward(g, x{i}{given[i]});")
+    for i, op in enumerate(side[:-1]):
+        steps.append(f"const T x{i + 1} = {rounded[i + 1]}({op.name}_forward(x{i}{op.given}));")
+    for i, op in reversed(list(enumerate(side))):
+        if op.operand is not None:
+            steps.append(f"d.t{op.operand} = {op.name}_operand_backward(g, x{i}{op.given});")
+        steps.append(f"g = {op.name}_backward(g, x{i}{op.given});")
     return "\n    ".join([*steps, "return g;"])
 
 
@@ -150,26 +139,29 @@ def _roundings(problem: Problem) -> tuple[list[str], list[str]]:
     return ["", *results], [*[norm] * len(chain.post), ""]
 
 
-def _keep(indices: Sequence[int | None]) -> str:
-    return " ".join(f"o[{t}][c * kLanes + l] = d.t{t};" for t in indices if t is not None)
+def _keep(side: Sequence[_Operation]) -> str:
+    numbers = (op.operand for op in side)
+    return " ".join(f"o[{t}][c * kLanes + l] = d.t{t};" for t in numbers if t is not None)
+
+
+def _list(values: Iterable[Any], nothing: str) -> str:
+    """The elements of a C++ array, which has one at least."""
+    return ", ".join([str(value).lower() for value in values] or [nothing])
 
 
 def kernel_source(problem: Problem) -> str:
     """The translation unit of the problem's chain and dtypes; raises KeyError for other dtypes."""
     chain = problem.chain
     kinds = chain.operand_kinds
-    pre = _operand_indices(chain.pre, 0)
-    post = _operand_indices(chain.post, sum(t is not None for t in pre))
-    given_pre = _given(chain.pre, pre, 0)
-    given_post = _given(chain.post, post, sum(len(op.arguments) for op in chain.pre))
+    numbers = count(), count()
+    pre, post = _side("pre", chain.pre, *numbers), _side("post", chain.post, *numbers)
     rounded_pre, rounded_post = _roundings(problem)
     loads = [
         f"o[{i}][{'c' if kind == 'channel' else 'c * kLanes + l'}]" for i, kind in enumerate(kinds)
     ]
-    with_gradient = _with_gradients(chain.pre, pre), _with_gradients(chain.post, post)
     return _TEMPLATE.format(
         random=CPP_FUNCTIONS,
-        functions="\n".join([*_functions("pre", chain.pre), *_functions("post", chain.post)]),
+        functions="\n".join(text for op in (*pre, *post) for text in op.functions()),
         stats=CPP_TYPES[problem.stats_dtype],
         dtype=CPP_TYPES[problem.dtype],
         norm_dtype=CPP_TYPES[problem.norm_dtype],
@@ -178,19 +170,19 @@ def kernel_source(problem: Problem) -> str:
         returns_sum=str(chain.returns_sum).lower(),
         saves_sum=str(chain.saves_sum).lower(),
         centred=str(chain.centred).lower(),
-        has_pre=str(bool(chain.pre)).lower(),
+        has_pre=str(bool(pre)).lower(),
         operands=len(kinds),
-        channel_operands=sum(kind == "channel" for kind in kinds),
-        is_element=", ".join([str(kind != "channel").lower() for kind in kinds] or ["false"]),
-        is_row=", ".join([str(kind == "row").lower() for kind in kinds] or ["false"]),
-        keep_of=", ".join([str(place) for place in chain.keep_places] or ["-1"]),
+        channel_operands=kinds.count("channel"),
+        is_element=_list((kind != "channel" for kind in kinds), "false"),
+        is_row=_list((kind == "row" for kind in kinds), "false"),
+        keep_of=_list(chain.keep_places, "-1"),
         constants=max(len(chain.arguments), 1),
         members=" ".join(f"T t{i};" for i in range(len(kinds))),
         load=f"return {{{', '.join(loads)}}};",
-        keep_pre=_keep(with_gradient[0]),
-        keep_post=_keep(with_gradient[1]),
-        pre=_forward("pre", given_pre, rounded_pre),
-        post=_forward("post", given_post, rounded_post),
-        pre_backward=_backward("pre", given_pre, with_gradient[0], rounded_pre),
-        post_backward=_backward("post", given_post, with_gradient[1], rounded_post),
+        keep_pre=_keep(pre),
+        keep_post=_keep(post),
+        pre=_forward(pre, rounded_pre),
+        post=_forward(post, rounded_post),
+        pre_backward=_backward(pre, rounded_pre),
+        post_backward=_backward(post, rounded_post),
     )

@@ -39,6 +39,13 @@ EPINORM_INLINE uint32_t as_bits(float value) {
   return bits;
 }
 
+// By Horner's rule: the highest power's coefficient comes first.
+template <typename... C>
+EPINORM_INLINE float polynomial(float x, float sum, C... coefficients) {
+  ((sum = sum * x + coefficients), ...);
+  return sum;
+}
+
 // x rounded to a type by the name that lanes.h has for it; see round_to_bf16 there.
 EPINORM_INLINE float rounded_float(float x) { return x; }
 EPINORM_INLINE float rounded_bf16(float x) {
@@ -58,12 +65,8 @@ EPINORM_INLINE float reduced_expm1(float x, int32_t& n) {
   n = int32_t(as_bits(shifted) - as_bits(kRound));
   const float whole = shifted - kRound;
   const float r = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
-  float p = 0.000199193799f;
-  p = p * r + 0.00139472249f;
-  p = p * r + 0.00833326264f;
-  p = p * r + 0.0416662538f;
-  p = p * r + 0.166666669f;
-  p = p * r + 0.500000008f;
+  const float p = polynomial(r, 0.000199193799f, 0.00139472249f, 0.00833326264f, 0.0416662538f,
+                                0.166666669f, 0.500000008f);
   return p * (r * r) + r;
 }
 
@@ -95,15 +98,9 @@ EPINORM_INLINE float log1p(float x) {
   const uint32_t shifted = as_bits(u) - 0x3f3504f3u;
   const int32_t n = int32_t(shifted) >> 23;
   const float f = as_float((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0f;
-  float p = 0.0695488227f;
-  p = p * f + -0.118355432f;
-  p = p * f + 0.118791075f;
-  p = p * f + -0.12377732f;
-  p = p * f + 0.142173055f;
-  p = p * f + -0.166695494f;
-  p = p * f + 0.200022786f;
-  p = p * f + -0.249999823f;
-  p = p * f + 0.333333102f;
+  const float p = polynomial(f, 0.0695488227f, -0.118355432f, 0.118791075f, -0.12377732f,
+                                0.142173055f, -0.166695494f, 0.200022786f, -0.249999823f,
+                                0.333333102f);
   const float whole = float(n);
   const float rest = (x - (u - 1.0f)) / u;  // what rounding 1 + x lost
   const float low = f * f * (p * f - 0.5f) + (whole * 1.42860677e-6f + rest);
@@ -113,13 +110,8 @@ EPINORM_INLINE float log1p(float x) {
 
 EPINORM_INLINE float tanh(float x) {
   const float s = x * x;
-  float p = -0.000771286037f;
-  p = p * s + 0.00318760065f;
-  p = p * s + -0.00873088338f;
-  p = p * s + 0.021845045f;
-  p = p * s + -0.0539658083f;
-  p = p * s + 0.133333217f;
-  p = p * s + -0.333333331f;
+  const float p = polynomial(s, -0.000771286037f, 0.00318760065f, -0.00873088338f, 0.021845045f,
+                                -0.0539658083f, 0.133333217f, -0.333333331f);
   const float near = (p * s) * x + x;
   const float magnitude = std::fabs(x);
   const float far = std::copysign(1.0f - 2.0f / (exp(2.0f * magnitude) + 1.0f), x);
@@ -128,25 +120,15 @@ EPINORM_INLINE float tanh(float x) {
 
 EPINORM_INLINE float erf(float x) {
   const float s = x * x;
-  float p = -9.641516e-06f;
-  p = p * s + 0.000112569478f;
-  p = p * s + -0.000848282883f;
-  p = p * s + 0.00522094543f;
-  p = p * s + -0.0268654f;
-  p = p * s + 0.11283782f;
-  p = p * s + -0.376126384f;
-  p = p * s + 0.128379166f;  // 2 / sqrt(pi) - 1: adding x last keeps its bits
+  // The last is 2 / sqrt(pi) - 1: adding x behind it keeps its bits.
+  const float p = polynomial(s, -9.641516e-06f, 0.000112569478f, -0.000848282883f, 0.00522094543f,
+                                -0.0268654f, 0.11283782f, -0.376126384f, 0.128379166f);
   const float near = p * x + x;
   float t = std::fabs(x);
   t = t > 4.0f ? 4.0f : t;  // from 3.93 on the result rounds to one
-  float q = 2.16868129e-05f;  // -log(erfc(t)) on [1, 4]
-  q = q * t + -0.00044133589f;
-  q = q * t + 0.00420455918f;
-  q = q * t + -0.0252082486f;
-  q = q * t + 0.108418563f;
-  q = q * t + 0.633219908f;
-  q = q * t + 1.12957842f;
-  q = q * t + -0.000188038166f;
+  // -log(erfc(t)) on [1, 4].
+  const float q = polynomial(t, 2.16868129e-05f, -0.00044133589f, 0.00420455918f, -0.0252082486f,
+                                0.108418563f, 0.633219908f, 1.12957842f, -0.000188038166f);
   const float far = std::copysign(1.0f - exp(-q), x);
   return std::fabs(x) <= 1.0f ? near : far;
 }
