@@ -85,7 +85,7 @@ class Converting(Launch):
         dynamic = fp32_shared_bytes(instance)
         make = fp32_weight_source if tile.fp32_weight else fp32_input_source
         tiles = -(-problem.m // tile.block_m) * -(-problem.n // tile.block_n)
-        return load(make(instance, self.leaves), problem.device, dynamic).prepare(
+        return load(make(instance, self.leaves), problem.device).prepare(
             SIGNATURE + chain_signature(problem),
             persistent_blocks(tiles, sm_count(problem.device)),
             tile.threads,
@@ -175,4 +175,4 @@ class Converting(Launch):
         (ordered, fp32), tile = operands, self.tile
         rows = tile.block_m if tile.fp32_weight else tile.block_n
         boxes = (ordered, rows, tile.block_k), (fp32, BLOCK_N, STEP_BYTES // 4)
-        return tuple(tensor_map(*box).data for box in boxes)
+        return tuple(tensor_map(*box) for box in boxes)
