@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epinorm.backends.cuda.fp32.planes import Planes
 from epinorm.backends.cuda.gemm.forward import SingleForward
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
@@ -59,12 +58,14 @@ class ProductCase:
     inputs: Inputs
     core: Core = dataclasses.field(default_factory=forced_core)
 
-    def run(self, inputs: Inputs | None = None, weight: Planes | None = None) -> Forward:
-        """By the single kernel with this core; weight: its planes where they are known."""
+    def run(self, inputs: Inputs | None = None) -> Forward:
+        """By the single kernel with this core."""
         inputs = self.inputs if inputs is None else inputs
         if self.core == "portable":
             self._skip_unless_served()
-        return _forward(self.problem, self.core)(inputs, weight)
+        strides = inputs.x.stride(0), inputs.weight.stride(0)
+        run = _forward(self.problem, self.core).bind(*strides, (self.problem.m, self.problem.n))
+        return run(inputs)
 
     def _skip_unless_served(self) -> None:
         """What Hopper's clusters serve and this core does not: wide groups."""

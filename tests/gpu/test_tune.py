@@ -100,8 +100,8 @@ def test_a_call_changes_with_the_table():
     problem, untuned = case.problem, call(case)
     modelled = hopper_plan.choose_tile(problem, sm_count())
     other = next(t for t in hopper_plan.candidates(problem) if t.block_m != modelled.block_m)
-    single = launch_with(problem, other)(case.inputs).y
     layout = Layout(problem.k, problem.k, (problem.m, problem.n))
+    single = launch_with(problem, other, layout)(case.inputs).y
     made = CudaExecutable(problem, Plan("epilogue", ""), layout)
     epilogue = made.forward(*case.inputs).y
     assert not torch.equal(single, epilogue)

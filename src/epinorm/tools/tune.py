@@ -155,10 +155,10 @@ def _guarded(problem: Problem, tile: Tile) -> bool:
     return problem.dtype != torch.float32 or tile.tf32 or channels <= largest_guarded_group(problem)
 
 
-def _run_of(problem: Problem, way: Way) -> Run:
+def _run_of(problem: Problem, inputs: Inputs, way: Way) -> Run:
+    layout = Layout(inputs.x.stride(0), inputs.weight.stride(0), (problem.m, problem.n))
     if way[1] is not None:
-        return single.launch_with(problem, way[1])
-    layout = Layout(problem.k, problem.k, (problem.m, problem.n))
+        return single.launch_with(problem, way[1], layout)
     epilogue = executable_for(problem, Plan("epilogue", "measured by name"), layout)
     return lambda inputs: epilogue.forward(*inputs)
 
@@ -229,7 +229,7 @@ def _verified(
     for i, way in enumerate(ways):
         notify("compiling and verifying", 0.7 * i / len(ways))
         try:
-            run = _run_of(problem, way)
+            run = _run_of(problem, inputs, way)
         except RuntimeError as error:
             if i == 0:
                 raise

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from epinorm.backends.cuda import planes_forward
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.gemm import forward as single
+from epinorm.backends.cuda.gemm.launch import Bound
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.norm.forward import NormForward
@@ -30,7 +31,6 @@ from epinorm.problem import (
     NativePasses,
     Plan,
     Problem,
-    Run,
     Wanted,
 )
 
@@ -169,7 +169,7 @@ class _Backward:
         return _Products(self.problem, choice, want, self._norm)
 
 
-def _forward(problem: Problem, plan: Plan, layout: Layout) -> Run:
+def _forward(problem: Problem, plan: Plan, layout: Layout) -> Bound:
     if plan.strategy == "single":
         return single.bind(problem, plan.core or "hopper", layout)
     if plan.strategy == "planes":
@@ -187,22 +187,15 @@ def _forward(problem: Problem, plan: Plan, layout: Layout) -> Run:
     zeros = _zeros(problem.n, problem.device) if adds_zeros and not captured else None
     new_zeros = adds_zeros and captured
 
-    def run(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        operands: tuple[Tensor, ...],
-        constants: tuple[float, ...] = (),
-    ) -> Forward:
+    def run(inputs: Inputs) -> Forward:
+        x, weight, bias, *rest = inputs
         added = bias if bias_in_z else zeros
         if new_zeros:
             added = torch.zeros(problem.n, device=problem.device)
         z = linear(x, weight, added)
         if not z_is_sum:
-            return normalise_rows(z, bias, norm_weight, norm_bias, operands, constants)
-        out = normalise_rows(z, None, norm_weight, norm_bias, operands, constants)
+            return normalise_rows(z, bias, *rest)
+        out = normalise_rows(z, None, *rest)
         return Forward(out.y, nothing, out.mean, out.rstd, z)
 
     return run

@@ -8,12 +8,11 @@ guard. A sum that is a result is the matrix between the two, where backward need
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from epinorm.backends.cuda.gemm import forward as single
+from epinorm.backends.cuda.gemm.launch import Bound
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
-from epinorm.problem import Core, Forward, Layout, Problem, Run, StepForward
+from epinorm.problem import Core, Forward, Inputs, Layout, Problem, StepForward
 
 
 def _counts(problem: Problem) -> tuple[int, int]:
@@ -22,29 +21,21 @@ def _counts(problem: Problem) -> tuple[int, int]:
     return sum(op.operand is not None for op in pre), sum(len(op.arguments) for op in pre)
 
 
-def bind(problem: Problem, core: Core, layout: Layout) -> Run:
+def bind(problem: Problem, core: Core, layout: Layout) -> Bound:
     """The forward pass of tensors of this layout."""
     of_pre, constants_of_pre = _counts(problem)
     keeps_z, returns_sum = problem.keeps_z, problem.chain.returns_sum
     multiply = single.bind(product_of(problem), core, layout)
     normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size)
 
-    def run(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        operands: tuple[Tensor, ...],
-        constants: tuple[float, ...],
-    ) -> Forward:
+    def run(inputs: Inputs) -> Forward:
+        x, weight, bias, norm_weight, norm_bias, operands, constants = inputs
         if keeps_z:
-            made = multiply(x, weight, None, None, None, (), ())
-            rest = bias, norm_weight, norm_bias, operands, constants
-            return _with_left(normalise(made.y, *rest), made)
+            made = multiply(Inputs(x, weight, None, None, None, ()))
+            return _with_left(normalise(made.y, *inputs[2:]), made)
         before = operands[:of_pre], constants[:constants_of_pre]
         behind = operands[of_pre:], constants[constants_of_pre:]
-        made = multiply(x, weight, bias, None, None, *before)
+        made = multiply(Inputs(x, weight, bias, None, None, *before))
         out = normalise(made.y, None, norm_weight, norm_bias, *behind)
         if not returns_sum:
             return out

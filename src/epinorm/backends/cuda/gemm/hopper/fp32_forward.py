@@ -8,6 +8,7 @@ product with the chain in its epilogue, and the range guard (rescue.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
     fp32_weight_source,
     split_and_sample_source,
 )
-from epinorm.backends.cuda.gemm.launch import KeptOperands, Launch, chain_signature
+from epinorm.backends.cuda.gemm.launch import Bound, KeptOperands, Launch, chain_signature
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
 from epinorm.backends.cuda.plan.hopper_tile import BLOCK_N, STEP_BYTES, Tile, fp32_shared_bytes
@@ -75,9 +76,9 @@ class Converting(Launch):
         """Bytes of the planes that are left for the backward pass."""
         return self.of_x.nbytes + self.of_weight.nbytes
 
-    def leaving(self, inputs: Inputs) -> Forward:
-        """As a call, of an instance that ``leaves``."""
-        return self(inputs)
+    def bind_leaving(self, *layout: Any) -> Bound:
+        """As ``bind``, of an instance that ``leaves``."""
+        return self.bind(*layout)
 
     def _prepare(self) -> Callable[..., None]:
         problem, tile = self.problem, self.tile
@@ -107,8 +108,8 @@ class Converting(Launch):
         self.kernels[aligned] = found
         return found
 
-    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
-        """As ``Launch.bind``, for a converted matrix that is ``readable``."""
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Bound:
+        """A forward pass of this ``Layout``, for a converted matrix that is ``readable``."""
         outputs, launch, maps, kernels = self.outputs(y_size), self.launch, self.maps, self.kernels
         new_x, new_ordered, new_weight = self.new_x, self.new_ordered, self.new_weight
         of_x, of_weight, sizes, rows = self.of_x, self.of_weight, self.sizes, self.rows
@@ -116,15 +117,8 @@ class Converting(Launch):
         numbers = (*sizes, of_x.padded)
         leaves, chain_arguments, of_input = self.leaves, self.constants, self.tile.fp32_input
 
-        def run(
-            x: Tensor,
-            w: Tensor,
-            bias: Tensor | None,
-            gamma: Tensor | None,
-            beta: Tensor | None,
-            operands: tuple[Tensor, ...],
-            constants: tuple[float, ...],
-        ) -> Forward:
+        def run(inputs: Inputs) -> Forward:
+            x, w, bias, gamma, beta, operands, constants = inputs
             out, numbers_of_chain = outputs(), chain_arguments(constants)
             of_rows, of_columns, ordered = new_x(), new_weight(), new_ordered()
             x_plane = of_rows.data_ptr() - missing_x
