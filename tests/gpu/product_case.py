@@ -18,10 +18,10 @@ from epinorm.backends.cuda.gemm.forward import SingleForward
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
-from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.backends.cuda.plan.gradients import BackwardChoice
 from epinorm.backends.cuda.plan.hopper_tile import Tile, largest_stages
 from epinorm.backends.cuda.plan.norm_planes import beside_dx, worthwhile
+from epinorm.backends.cuda.plan.strategy import wanted_core
 from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.backends.cuda.runtime.device import gpu_of
 from epinorm.backends.memo import clear, memo

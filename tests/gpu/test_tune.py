@@ -18,8 +18,8 @@ from epinorm.backends.cuda.executable import CudaExecutable
 from epinorm.backends.cuda.gemm.forward import launch_with
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
-from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.backends.cuda.plan.hopper_tile import Tile
+from epinorm.backends.cuda.plan.strategy import wanted_core
 from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.engine import plan_for

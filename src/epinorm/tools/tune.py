@@ -20,10 +20,14 @@ from epinorm.backends import reference as reference_backend
 from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
-from epinorm.backends.cuda.plan.core import VARIABLE, wanted_core
 from epinorm.backends.cuda.plan.hopper_cost import cycles
 from epinorm.backends.cuda.plan.hopper_tile import Tile
-from epinorm.backends.cuda.plan.strategy import HOPPER, largest_guarded_group
+from epinorm.backends.cuda.plan.strategy import (
+    CORE_VARIABLE,
+    HOPPER,
+    largest_guarded_group,
+    wanted_core,
+)
 from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.backends.cuda.runtime.device import capability, sm_count
 from epinorm.backends.engine import executable_for, plan_for
@@ -105,7 +109,7 @@ def why_not(device: torch.device) -> str | None:
             f"but {name} has {found[0]}.{found[1]}"
         )
     if wanted_core() == "portable":
-        return f"epinorm tune measures tiles of the Hopper kernel, but {VARIABLE}=portable is set"
+        return f"epinorm tune measures Hopper's tiles, but {CORE_VARIABLE}=portable is set"
     return None
 
 
