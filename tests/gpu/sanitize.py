@@ -24,7 +24,7 @@ import epinorm
 from conftest import CHAIN, make_case
 from epinorm.backends.cuda.fp32.norm_planes import DzPlanes
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
-from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting
 from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.forward import NormForward

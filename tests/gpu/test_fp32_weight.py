@@ -22,7 +22,7 @@ import epinorm
 from epinorm.backends import memo
 from epinorm.backends.cuda.fp32 import kept_planes
 from epinorm.backends.cuda.fp32.planes import Planes
-from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_input_tiles, fp32_weight_tiles
 from epinorm.tools.accuracy import allowed_error, relative_error

@@ -4,7 +4,7 @@ fp32 takes three launches: x and W are split into planes (planes.py), multiplied
 not hold is computed again (rescue.py). In training the planes stay for the backward pass, where it
 reads planes too and there is room (fp32/kept_planes.py): W's then have a launch and a buffer to
 themselves. Where x has few rows, Hopper's core converts W on its way into the product instead
-(gemm/hopper/fp32_forward.py).
+(gemm/hopper/fp32_weight.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
 from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
-from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting, readable
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting, readable
 from epinorm.backends.cuda.gemm.hopper.linear_norm import HopperLinearNorm
 from epinorm.backends.cuda.gemm.launch import (
     Bound,
