@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.plan.strategy import wanted_core
 from epinorm.tools.accuracy import Verification
 from epinorm.tools.bench import fp32_precision_set, model_runner
 from epinorm.tools.export.export import export

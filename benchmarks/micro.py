@@ -198,14 +198,14 @@ def norm_epilogue_forward(
     from epinorm.backends.cuda.norm.forward import NormForward
 
     data = norm_data(shape, dtype, device, kind, training=False)
-    normalise = NormForward(data.problem)
     inputs, z = data.inputs, data.z
+    normalise = NormForward(data.problem).bind(z.stride(0), tuple(z.shape))
     gamma, beta = inputs.norm_weight, inputs.norm_bias
     u = z + inputs.bias  # eager's linear layer adds it
     exact = z.double() + inputs.bias.double()
     return Micro(
         chain=str(data.problem.chain),
-        ours=lambda: {"output": normalise(z, inputs).y},
+        ours=lambda: {"output": normalise(z, *inputs[2:]).y},
         eager=lambda: {"output": by_pytorch(shape, u, gamma, beta)},
         truth=lambda: {"output": by_pytorch(shape, exact, gamma.double(), beta.double())},
         bytes_moved=2 * z.numel() * z.element_size(),

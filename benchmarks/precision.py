@@ -24,13 +24,13 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from epinorm.backends.cuda.fp32.planes import Planes, split
-from epinorm.backends.cuda.gemm.forward import SingleForward
+import epinorm
+from epinorm.backends.cuda.gemm.forward import bind
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.chain import Chain
 from epinorm.precision import Precision
-from epinorm.problem import Inputs, Problem
+from epinorm.problem import Inputs, Layout, Problem
 from epinorm.tools.accuracy import relative_error
 from epinorm.tools.results import commit
 
@@ -73,7 +73,7 @@ def inputs_of(problem: Problem, kind: str) -> Inputs:
     return Inputs(draw(m, k, device="cuda"), weight, None, *vectors, ())
 
 
-Run = Callable[[Inputs, Planes | None], Tensor]
+Run = Callable[[Inputs], Tensor]
 
 
 def kernel(problem: Problem, fold_steps: int | None = None) -> Run:
@@ -87,11 +87,11 @@ def kernel(problem: Problem, fold_steps: int | None = None) -> Run:
 
     planned = hopper_plan.choose_tile
     with mock.patch.object(hopper_plan, "choose_tile", chosen):
-        forward = SingleForward(problem, "hopper")
+        forward = bind(problem, "hopper", Layout(problem.k, problem.k, (problem.m, problem.n)))
 
-    def run(inputs: Inputs, weight: Planes | None = None) -> Tensor:
+    def run(inputs: Inputs) -> Tensor:
         with mock.patch.object(hopper_plan, "choose_tile", chosen):
-            return forward(inputs, weight).z
+            return forward(inputs).z
 
     return run
 
@@ -110,10 +110,10 @@ def errors_at(k: int, kind: str) -> dict[str, float]:
     ways: dict[str, Callable[[Inputs], Tensor]] = {
         "eager highest": lambda inputs: eager(inputs, "highest"),
         "eager high": lambda inputs: eager(inputs, "high"),
-        "high": kernel(high),  # type: ignore[dict-item]
+        "high": kernel(high),
     }
     for steps in INTERVALS:
-        ways[f"highest {steps}"] = kernel(highest, steps)  # type: ignore[assignment]
+        ways[f"highest {steps}"] = kernel(highest, steps)
     found: dict[str, list[float]] = {name: [] for name in ways}
     for seed in range(DRAWS):
         torch.manual_seed(seed)
@@ -128,7 +128,7 @@ def times() -> Iterator[tuple[str, float]]:
     """Median microseconds of the kernel on the timed shape, by interval, interleaved."""
     problem = problem_of(*TIMED, "highest")
     inputs = inputs_of(problem, "randn")
-    weight = split(inputs.weight, 2)
+    epinorm.prepack(inputs.weight)
     runs = {steps: kernel(problem, steps) for steps in INTERVALS}
     found: dict[int, list[float]] = {steps: [] for steps in INTERVALS}
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
@@ -137,7 +137,7 @@ def times() -> Iterator[tuple[str, float]]:
             flush.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            run(inputs, weight)
+            run(inputs)
             end.record()
             end.synchronize()
             if repeat >= 5:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from epinorm.backends.cuda.plan.core import wanted_core
+from epinorm.backends.cuda.plan.strategy import wanted_core
 from epinorm.tools.bench import Competitors, bench
 from epinorm.tools.kernelbench.protocol import make_case
 from epinorm.tools.results import Row, device_name, device_slug, merge_rows

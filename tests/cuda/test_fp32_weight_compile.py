@@ -11,8 +11,7 @@ import pytest
 
 from epinorm.backends.cuda.fp32.planes import split_shape
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import (
-    fp32_input_source,
-    fp32_weight_source,
+    converting_source,
     split_and_sample_source,
 )
 from epinorm.backends.cuda.plan import hopper as hopper_plan
@@ -39,8 +38,7 @@ SMS = 132
 
 def check(problem: Problem, tile: Tile, writes_plane: bool = False) -> Compiled:
     instance = hopper_plan.instance_for(problem, tile)
-    make = fp32_weight_source if tile.fp32_weight else fp32_input_source
-    source = make(instance, writes_plane)
+    source = converting_source(instance, writes_plane)
     layout = (
         f"static_assert(kBarrierOffset + kBarrierBytes == {fp32_shared_bytes(instance)}, "
         '"hopper_tile.py and the kernel lay it out differently");\n'

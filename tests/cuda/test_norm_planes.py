@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_norm_kernels_compile import EASY, HEAVY, problem_of
 
-from epinorm.backends.cuda.fp32.norm_planes_text import (
+from epinorm.backends.cuda.fp32.norm_planes import (
     faint_rows,
     planes_source,
     rescale_source,

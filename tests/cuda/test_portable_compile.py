@@ -16,7 +16,7 @@ import torch
 from epinorm.backends.cuda.fp32.planes import split_source
 from epinorm.backends.cuda.gemm.portable.text import linear_norm_source, product_source
 from epinorm.backends.cuda.plan import portable as portable_plan
-from epinorm.backends.cuda.plan.portable_product import choose_tile as choose_product_tile
+from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.plan.portable_tile import product_shared_bytes, shared_bytes
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled

@@ -11,10 +11,10 @@ import pytest
 
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
-from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.backends.cuda.plan.gradients import planes_taken
-from epinorm.backends.cuda.plan.portable_product import choose_tile as choose_product_tile
+from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.plan.portable_tile import product_shared_bytes, shared_bytes
+from epinorm.backends.cuda.plan.strategy import wanted_core
 from epinorm.backends.cuda.runtime.device import Gpu
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from epinorm.backends.cuda.fp32.norm_planes_text import planes_source, rows_plan
+from epinorm.backends.cuda.fp32.norm_planes import planes_source, rows_plan
 from epinorm.backends.cuda.fp32.rescue import rescue_source
 from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
 from epinorm.backends.cuda.gemm.portable.text import linear_norm_source as portable_source

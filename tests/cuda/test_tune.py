@@ -86,7 +86,7 @@ def hopper(table, monkeypatch) -> dict[Any, float]:
         run.name = name
         return run
 
-    def launch_with(problem, tile, prepacked=False):
+    def launch_with(problem, tile, layout):
         return computing(problem, (tile.block_m, tile.block_n))
 
     def executable_for(problem, plan, layout):
@@ -360,8 +360,8 @@ def test_a_way_that_is_wrong_is_not_timed(hopper, monkeypatch):
     hopper[tile.block_m, tile.block_n] = 1.0
     right = single.launch_with
 
-    def sometimes_wrong(problem, candidate, prepacked=False):
-        run = right(problem, candidate)
+    def sometimes_wrong(problem, candidate, layout):
+        run = right(problem, candidate, layout)
         if candidate != tile:
             return run
 
@@ -386,8 +386,8 @@ def test_what_backward_needs_is_verified_too(spoiled, hopper, monkeypatch):
     hopper[tile.block_m, tile.block_n] = 1.0
     right = single.launch_with
 
-    def sometimes_wrong(problem, candidate, prepacked=False):
-        run = right(problem, candidate)
+    def sometimes_wrong(problem, candidate, layout):
+        run = right(problem, candidate, layout)
         if candidate != tile:
             return run
 
@@ -406,10 +406,10 @@ def test_a_tile_that_does_not_compile_is_left_out(hopper, monkeypatch):
     problem = problem_of()
     tile, right = other_tile(problem), single.launch_with
 
-    def sometimes_failing(problem, candidate, prepacked=False):
+    def sometimes_failing(problem, candidate, layout):
         if candidate == tile:
             raise RuntimeError("ptxas said no")
-        return right(problem, candidate)
+        return right(problem, candidate, layout)
 
     monkeypatch.setattr(single, "launch_with", sometimes_failing)
     found = tune.tune(problem, inputs_of(problem), most=100)

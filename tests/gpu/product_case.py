@@ -13,21 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epinorm.backends.cuda.fp32.planes import Planes
+from epinorm.backends.cuda.fp32.planes import Planes, splitter
 from epinorm.backends.cuda.gemm.forward import SingleForward
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
-from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.backends.cuda.plan.gradients import BackwardChoice
 from epinorm.backends.cuda.plan.hopper_tile import Tile, largest_stages
 from epinorm.backends.cuda.plan.norm_planes import beside_dx, worthwhile
+from epinorm.backends.cuda.plan.strategy import wanted_core
 from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.backends.cuda.runtime.device import gpu_of
 from epinorm.backends.memo import clear, memo
 from epinorm.chain import Chain, RMSNorm
 from epinorm.chain.reference import epilogue
-from epinorm.problem import Core, Forward, Inputs, Problem
+from epinorm.problem import Core, Forward, Inputs, Layout, Problem
 from epinorm.tools.accuracy import allowed_error, relative_error
 from epinorm.tools.verify import poisoned_memory
 
@@ -59,12 +59,16 @@ class ProductCase:
     inputs: Inputs
     core: Core = dataclasses.field(default_factory=forced_core)
 
-    def run(self, inputs: Inputs | None = None, weight: Planes | None = None) -> Forward:
-        """By the single kernel with this core; weight: its planes where they are known."""
+    def run(self, inputs: Inputs | None = None) -> Forward:
+        """By the single kernel with this core."""
         inputs = self.inputs if inputs is None else inputs
         if self.core == "portable":
             self._skip_unless_served()
-        return _forward(self.problem, self.core)(inputs, weight)
+        return _forward(self.problem, self.core).bind(*self.layout(inputs))(inputs)
+
+    def layout(self, inputs: Inputs) -> Layout:
+        size = self.problem.m, self.problem.n
+        return Layout(inputs.x.stride(0), inputs.weight.stride(0), size)
 
     def _skip_unless_served(self) -> None:
         """What Hopper's clusters serve and this core does not: wide groups."""
@@ -257,6 +261,16 @@ def fitted(problem: Problem, tile: Tile) -> Tile:
         return tile
     stages = largest_stages(hopper_plan.instance_for(problem, tile))
     return dataclasses.replace(tile, stages=min(stages, hopper_plan.MOST_STAGES))
+
+
+def split(values: Tensor, planes: int) -> Planes:
+    """Split a (rows, columns) fp32 matrix, columns contiguous, into one or two planes."""
+    rows, columns = values.shape
+    split_rows = splitter(planes, columns, rows, 0, values.device)
+    buffer = torch.empty(split_rows.nbytes, dtype=torch.uint8, device=values.device)
+    if rows:
+        split_rows(buffer.data_ptr(), values)
+    return split_rows.planes_in(buffer)
 
 
 @memo()

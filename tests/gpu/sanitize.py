@@ -24,13 +24,13 @@ import epinorm
 from conftest import CHAIN, make_case
 from epinorm.backends.cuda.fp32.norm_planes import DzPlanes
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
-from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting
 from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
 from epinorm.backends.cuda.plan.hopper_tile import fp32_input_tiles, fp32_weight_tiles
-from epinorm.backends.cuda.plan.portable_product import choose_tile
+from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.chain import Rounding
@@ -182,7 +182,7 @@ def hopper_product_of(shape: ProductShape, *rest: Any) -> Any:
 
 
 def portable_product_of(shape: ProductShape, *rest: Any) -> Any:
-    tile = choose_tile(shape.planes, gpu_of(torch.device("cuda")))
+    tile = choose_product_tile(shape.planes, gpu_of(torch.device("cuda")))
     return prepare_product(shape, tile, *rest)
 
 

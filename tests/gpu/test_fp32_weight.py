@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import ProductCase, bits, forced_tile, make_product, matmul_precision
+from product_case import ProductCase, bits, forced_tile, make_product, matmul_precision, split
 
 import epinorm
 from epinorm.backends import memo
 from epinorm.backends.cuda.fp32 import kept_planes
-from epinorm.backends.cuda.fp32.planes import Planes, split
-from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting
+from epinorm.backends.cuda.fp32.planes import Planes
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_input_tiles, fp32_weight_tiles
 from epinorm.tools.accuracy import allowed_error, relative_error
@@ -230,7 +230,7 @@ def test_hard_matrices(tile, change):
 def planes_left(case: ProductCase, tile: Tile) -> tuple[Planes, Planes]:
     """Of the matrix that became a plane first, and of the converted one."""
     launch = Converting(case.problem, tile, leaves=True)
-    left = launch(case.inputs).left
+    left = launch.bind(*case.layout(case.inputs))(case.inputs).left
     planes = launch.of_x.planes_in(left.x), launch.of_weight.planes_in(left.weight)
     return planes if tile.fp32_weight else planes[::-1]
 

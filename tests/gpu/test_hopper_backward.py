@@ -12,10 +12,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import matmul_precision, plane_products
+from product_case import matmul_precision, plane_products, split
 
 import epinorm
-from epinorm.backends.cuda.fp32.planes import split
 from epinorm.backends.cuda.gemm.product import Product
 from epinorm.backends.cuda.norm.backward import Largest
 from epinorm.backends.cuda.plan.hopper_product import TILES, Choice, ProductShape, choose

@@ -17,7 +17,7 @@ from epinorm.backends.cuda.runtime import device
 from epinorm.backends.cuda.runtime.driver import driver
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.launch import Kernel
-from epinorm.backends.cuda.runtime.tensor_map import TensorMap, tensor_map
+from epinorm.backends.cuda.runtime.tensor_map import tensor_map
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,6 @@ def launch(
 ) -> None:
     """Once, with tensors and tensor maps as what they are addressed by."""
     bare = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
-    bare = [v.data if isinstance(v, TensorMap) else v for v in bare]
     stream = options.pop("stream", None)
     kernel.prepare(signature, grid, block, **options)(*bare, stream=stream)
 
@@ -426,7 +425,7 @@ def test_a_launch_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
         "torch.add(x, x, out=x)": lambda: torch.add(x, x, out=x),
     }
     if device.capability() >= (9, 0):
-        maps, p = [tensor_map(x, 32, 32).data] * 4, x.data_ptr()
+        maps, p = [tensor_map(x, 32, 32)] * 4, x.data_ptr()
         of_maps = mapped.prepare("mmmmpppiif", 4, 128)
         found["four maps, prepared"] = lambda: of_maps(*maps, p, p, p, 5, 7, 1.0)
         found["tensor_map, kept"] = lambda: tensor_map(x, 32, 32)

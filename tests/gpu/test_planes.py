@@ -6,10 +6,17 @@ element that is not held to the tolerance are flagged by 1, with a list of these
 where the list is too short, and where the scale leaves 2^±60, by 2.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from epinorm.backends.cuda.fp32.planes import LISTED, split, splitter
+sys.path.insert(0, str(Path(__file__).parent))
+
+from product_case import split
+
+from epinorm.backends.cuda.fp32.planes import LISTED, splitter
 from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
 from epinorm.tools.verify import poisoned_memory
 

@@ -25,7 +25,7 @@ from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.hopper_product import ProductShape
-from epinorm.backends.cuda.plan.portable_product import choose_tile as choose_product_tile
+from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.plan.portable_tile import PortableTile, largest_stages
 from epinorm.backends.cuda.runtime.device import gpu_of
 from epinorm.tools.accuracy import allowed_error, relative_error

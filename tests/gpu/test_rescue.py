@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.fp32 import rescue as guard
-from epinorm.backends.cuda.fp32.rescue import SURELY, rescue, rescue_launch, rescue_tile, splits_of
+from epinorm.backends.cuda.fp32.rescue import SURELY, rescue_launch, rescue_tile, splits_of
+from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.prepared import starts_early
+from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.chain import Chain
 from epinorm.chain.reference import apply_pointwise, epilogue, linear_norm
 from epinorm.problem import Forward, Inputs, Problem
@@ -75,8 +77,21 @@ class Case:
         return [torch.ones(count, device="cuda") for count in (self.problem.m, self.problem.n)]
 
     def guard(self, forward: Forward) -> None:
-        flags = self.row_flags, self.column_flags
-        rescue(self.problem, self.inputs, *flags, *self.scales, forward)
+        problem, inputs = self.problem, self.inputs
+        if problem.m == 0:
+            return
+        x, weight = inputs.x, inputs.weight
+        at = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0))
+        aligned = (at[0] | at[2] | (at[1] | at[3]) * 4) % 16 == 0
+        rescue_launch(problem, aligned)(
+            *at,
+            *parameters_at(*inputs[2:5]),
+            *(self.row_flags.data_ptr(), self.column_flags.data_ptr()),
+            *(scale.data_ptr() for scale in self.scales),
+            *forward.addresses,
+            *(problem.m, problem.n, problem.k, *matrix_arguments(inputs.operands)[0]),
+            *ChainArguments(problem.chain, torch.float32)(inputs.constants),
+        )
 
     def compute(self) -> Forward:
         forward = self.empty()

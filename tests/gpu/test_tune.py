@@ -18,8 +18,8 @@ from epinorm.backends.cuda.executable import CudaExecutable
 from epinorm.backends.cuda.gemm.forward import launch_with
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
-from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.backends.cuda.plan.hopper_tile import Tile
+from epinorm.backends.cuda.plan.strategy import wanted_core
 from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.engine import plan_for
@@ -100,8 +100,8 @@ def test_a_call_changes_with_the_table():
     problem, untuned = case.problem, call(case)
     modelled = hopper_plan.choose_tile(problem, sm_count())
     other = next(t for t in hopper_plan.candidates(problem) if t.block_m != modelled.block_m)
-    single = launch_with(problem, other)(case.inputs).y
     layout = Layout(problem.k, problem.k, (problem.m, problem.n))
+    single = launch_with(problem, other, layout)(case.inputs).y
     made = CudaExecutable(problem, Plan("epilogue", ""), layout)
     epilogue = made.forward(*case.inputs).y
     assert not torch.equal(single, epilogue)

@@ -20,10 +20,14 @@ from epinorm.backends import reference as reference_backend
 from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
-from epinorm.backends.cuda.plan.core import VARIABLE, wanted_core
 from epinorm.backends.cuda.plan.hopper_cost import cycles
 from epinorm.backends.cuda.plan.hopper_tile import Tile
-from epinorm.backends.cuda.plan.strategy import HOPPER, largest_guarded_group
+from epinorm.backends.cuda.plan.strategy import (
+    CORE_VARIABLE,
+    HOPPER,
+    largest_guarded_group,
+    wanted_core,
+)
 from epinorm.backends.cuda.plan.tuned import Choice
 from epinorm.backends.cuda.runtime.device import capability, sm_count
 from epinorm.backends.engine import executable_for, plan_for
@@ -105,7 +109,7 @@ def why_not(device: torch.device) -> str | None:
             f"but {name} has {found[0]}.{found[1]}"
         )
     if wanted_core() == "portable":
-        return f"epinorm tune measures tiles of the Hopper kernel, but {VARIABLE}=portable is set"
+        return f"epinorm tune measures Hopper's tiles, but {CORE_VARIABLE}=portable is set"
     return None
 
 
@@ -155,10 +159,10 @@ def _guarded(problem: Problem, tile: Tile) -> bool:
     return problem.dtype != torch.float32 or tile.tf32 or channels <= largest_guarded_group(problem)
 
 
-def _run_of(problem: Problem, way: Way) -> Run:
+def _run_of(problem: Problem, inputs: Inputs, way: Way) -> Run:
+    layout = Layout(inputs.x.stride(0), inputs.weight.stride(0), (problem.m, problem.n))
     if way[1] is not None:
-        return single.launch_with(problem, way[1])
-    layout = Layout(problem.k, problem.k, (problem.m, problem.n))
+        return single.launch_with(problem, way[1], layout)
     epilogue = executable_for(problem, Plan("epilogue", "measured by name"), layout)
     return lambda inputs: epilogue.forward(*inputs)
 
@@ -229,7 +233,7 @@ def _verified(
     for i, way in enumerate(ways):
         notify("compiling and verifying", 0.7 * i / len(ways))
         try:
-            run = _run_of(problem, way)
+            run = _run_of(problem, inputs, way)
         except RuntimeError as error:
             if i == 0:
                 raise

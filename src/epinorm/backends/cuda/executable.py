@@ -8,21 +8,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from epinorm.backends.cuda import planes_forward
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.gemm import forward as single
+from epinorm.backends.cuda.gemm.launch import Bound
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.gradients import BackwardChoice, backward_choice
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
-from epinorm.backends.cuda.plan.planes import rest_of, sum_is_z
+from epinorm.backends.cuda.plan.planes import product_of, rest_of, sum_is_z
 from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.backends.cuda.replayed import ReplayedBackward, ReplayedForward
 from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.backends.memo import memo
 from epinorm.problem import (
     CUDA_STRATEGIES,
+    Core,
     Forward,
     Gradients,
     Inputs,
@@ -30,7 +31,7 @@ from epinorm.problem import (
     NativePasses,
     Plan,
     Problem,
-    Run,
+    StepForward,
     Wanted,
 )
 
@@ -169,11 +170,11 @@ class _Backward:
         return _Products(self.problem, choice, want, self._norm)
 
 
-def _forward(problem: Problem, plan: Plan, layout: Layout) -> Run:
+def _forward(problem: Problem, plan: Plan, layout: Layout) -> Bound:
     if plan.strategy == "single":
         return single.bind(problem, plan.core or "hopper", layout)
     if plan.strategy == "planes":
-        return planes_forward.bind(problem, plan.core or "hopper", layout)
+        return _planes(problem, plan.core or "hopper", layout)
     z_is_sum = sum_is_z(problem)
     normalise = NormForward(rest_of(problem) if z_is_sum else problem)
     normalise_rows = normalise.bind(problem.n, layout.y_size)
@@ -187,25 +188,58 @@ def _forward(problem: Problem, plan: Plan, layout: Layout) -> Run:
     zeros = _zeros(problem.n, problem.device) if adds_zeros and not captured else None
     new_zeros = adds_zeros and captured
 
-    def run(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        operands: tuple[Tensor, ...],
-        constants: tuple[float, ...] = (),
-    ) -> Forward:
+    def run(inputs: Inputs) -> Forward:
+        x, weight, bias, *rest = inputs
         added = bias if bias_in_z else zeros
         if new_zeros:
             added = torch.zeros(problem.n, device=problem.device)
         z = linear(x, weight, added)
         if not z_is_sum:
-            return normalise_rows(z, bias, norm_weight, norm_bias, operands, constants)
-        out = normalise_rows(z, None, norm_weight, norm_bias, operands, constants)
+            return normalise_rows(z, bias, *rest)
+        out = normalise_rows(z, None, *rest)
         return Forward(out.y, nothing, out.mean, out.rstd, z)
 
     return run
+
+
+def _planes(problem: Problem, core: Core, layout: Layout) -> Bound:
+    """Strategy `planes`: an fp32 product by fp16 planes, then the norm kernel, for groups of any
+    width.
+
+    The product is the single kernel of the chain without a norm (gemm/forward.py), its range guard
+    included, so prepacked weights, tuned tiles and planes kept for the backward pass are the same.
+    z goes through memory once; the norm kernel starts early behind the guard. A sum that is a
+    result is the matrix between the two, where backward needs no z besides.
+    """
+    pre, keeps_z, returns_sum = problem.chain.pre, problem.keeps_z, problem.chain.returns_sum
+    of_pre = sum(op.operand is not None for op in pre)
+    constants_of_pre = sum(len(op.arguments) for op in pre)
+    multiply = single.bind(product_of(problem), core, layout)
+    normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size)
+
+    def run(inputs: Inputs) -> Forward:
+        x, weight, bias, norm_weight, norm_bias, operands, constants = inputs
+        if keeps_z:
+            made = multiply(Inputs(x, weight, None, None, None, ()))
+            return _with_left(normalise(made.y, *inputs[2:]), made)
+        before = operands[:of_pre], constants[:constants_of_pre]
+        behind = operands[of_pre:], constants[constants_of_pre:]
+        made = multiply(Inputs(x, weight, bias, None, None, *before))
+        out = normalise(made.y, None, norm_weight, norm_bias, *behind)
+        if not returns_sum:
+            return out
+        return _with_left(Forward(out.y, made.z, out.mean, out.rstd, made.y), made)
+
+    return run
+
+
+def _with_left(out: Forward, made: Forward) -> Forward:
+    """``out`` with the planes that the product left for the backward pass, if it did."""
+    if not isinstance(made, StepForward):
+        return out
+    more = StepForward._make(out)
+    more.left = made.left
+    return more
 
 
 @memo()

@@ -27,7 +27,7 @@ from epinorm.backends.cuda.gemm.product import Product, prepare_product
 from epinorm.backends.cuda.norm.backward import Factors, Largest, NormBackward, NormGradients
 from epinorm.backends.cuda.plan.gradients import BackwardChoice, residual_has_dz
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape, choose
-from epinorm.backends.cuda.plan.portable_product import choose_tile
+from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.problem import Forward, Inputs, Problem, Wanted
@@ -64,7 +64,7 @@ class PlaneProducts:
         def product(rows: int, length: int, major_k_a: bool) -> Product:
             shape = ProductShape(rows, k, length, self.planes, 4)
             choice: Choice | PortableTile = (
-                choose_tile(self.planes, gpu_of(device))
+                choose_product_tile(self.planes, gpu_of(device))
                 if core == "portable"
                 else choose(shape, sm_count(device))
             )

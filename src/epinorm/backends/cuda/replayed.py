@@ -26,7 +26,7 @@ from epinorm.backends.cuda.runtime.replay import (
     replay,
 )
 from epinorm.backends.prepack import marked
-from epinorm.problem import Forward, Gradients, Inputs, NativePasses, Run, StepForward, Wanted
+from epinorm.problem import Forward, Gradients, Inputs, NativePasses, StepForward, Wanted
 from epinorm.said import log_once
 
 log = logging.getLogger("epinorm")
@@ -147,7 +147,7 @@ def _known(program: Any, constants: tuple[float, ...], out: Forward) -> _Known:
 class ReplayedForward:
     """A forward pass that is repeated once it was recorded; holds: as ``replay`` takes it."""
 
-    def __init__(self, run: Run, *, holds: bool) -> None:
+    def __init__(self, run: Callable[[Inputs], Forward], *, holds: bool) -> None:
         self._run, self._recorder, self._holds = run, _Recorder(), holds
         self._known: _Known | None = None
 
@@ -163,7 +163,7 @@ class ReplayedForward:
     ) -> Forward:
         whole = Inputs(x, weight, bias, norm_weight, norm_bias, operands, constants)
         if id(weight) in marked or not all([t.is_contiguous() for t in operands]):
-            return self._run(*whole)
+            return self._run(whole)
         given = [t for t in (x, weight, bias, norm_weight, norm_bias) if t is not None]
         given += operands
         found = self._known
@@ -172,11 +172,11 @@ class ReplayedForward:
             if room and constants == found.constants and found.program.fits(given):
                 return found.result(found.program(given))
         if found is not None or not self._recorder.wants(x.device):
-            return self._run(*whole)
+            return self._run(whole)
         whole = _apart(whole)
         given = [t for t in (*whole[:5], *whole.operands) if t is not None]
         out, program = self._recorder.record(
-            lambda: self._run(*whole),
+            lambda: self._run(whole),
             given,
             lambda made: _there((*made, *_planes(made))),
             holds=self._holds,

@@ -176,13 +176,3 @@ class Splitter(PlaneLayout):
 
 splitter = memo()(Splitter)
 """The splitter of these sizes, made once; to be kept where it is called often."""
-
-
-def split(values: Tensor, planes: int) -> Planes:
-    """Split a (rows, columns) fp32 matrix, columns contiguous, into one or two planes."""
-    rows, columns = values.shape
-    split_rows = splitter(planes, columns, rows, 0, values.device)
-    buffer = torch.empty(split_rows.nbytes, dtype=torch.uint8, device=values.device)
-    if rows:
-        split_rows(buffer.data_ptr(), values)
-    return split_rows.planes_in(buffer)

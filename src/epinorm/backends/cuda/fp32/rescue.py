@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from epinorm.backends.cuda.norm.text import chain_signature, matrix_arguments, parameter_addresses
+from epinorm.backends.cuda.norm.text import chain_signature
 from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP, WIDEST_TILE
 from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
@@ -24,7 +23,7 @@ from epinorm.backends.cuda.runtime.prepared import starts_early
 from epinorm.backends.cuda.text.chain_text import ChainArguments, chain_text, constant_list
 from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
-from epinorm.problem import Forward, Inputs, Problem
+from epinorm.problem import Problem
 
 SIGNATURE = "plpl" + "ppp" + "pppp" + "pppp" + "iii"
 """x, w and their row strides; bias, gamma, beta; flags and scales of x's and w's rows; y, z or the
@@ -249,46 +248,16 @@ def prepare_guard(
     )
 
 
-def rescue(
-    problem: Problem,
-    inputs: Inputs,
-    row_flags: Tensor,
-    column_flags: Tensor,
-    row_scale: Tensor,
-    column_scale: Tensor,
-    forward: Forward,
-) -> None:
-    """Overwrite y and, in training, z, mean and rstd wherever a flagged row or column takes part.
-
-    row_flags (M,) and column_flags (N,), uint8, nonzero where a row of x or of weight is flagged;
-    contiguous, at addresses that are multiples of 4, and complete before the last kernel of the
-    stream begins. row_scale (M,) and column_scale (N,), fp32: those of the planes that were
-    multiplied. inputs: fp32, rows may have a stride. forward: contiguous; (row, group)s without
-    a flag keep their bits. Every launch of the same values gives the same bits. Raises `ValueError`
-    as `rescue_source` does.
-    """
-    if problem.m == 0:
-        return
-    x, weight = inputs.x, inputs.weight
-    at = (x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0))
-    aligned = (at[0] | at[2] | (at[1] | at[3]) * 4) % VECTOR_BYTES == 0
-    rescue_launch(problem, aligned)(
-        *at,
-        *parameter_addresses(inputs),
-        *(row_flags.data_ptr(), column_flags.data_ptr()),
-        *(row_scale.data_ptr(), column_scale.data_ptr()),
-        *forward.addresses,
-        *(problem.m, problem.n, problem.k, *matrix_arguments(inputs.operands)[0]),
-        *ChainArguments(problem.chain, torch.float32)(inputs.constants),
-    )
-
-
 @memo()
 def rescue_launch(problem: Problem, aligned: bool, flags_late: bool = False) -> Callable[..., None]:
-    """What ``rescue`` launches, for who keeps it: a function of the arguments of ``SIGNATURE``.
+    """A function of the arguments of ``SIGNATURE``, behind which are the chain's, that overwrites y
+    and, in training, z, mean and rstd wherever a flagged row or column takes part.
 
-    aligned: each row of x and of weight begins at a multiple of 16 bytes. flags_late: the kernel
-    before it in the stream writes flags.
+    aligned: each row of x and of weight begins at a multiple of 16 bytes. Flags are uint8, at
+    addresses that are multiples of 4, and complete before the last kernel of the stream begins but
+    with ``flags_late``, where that one writes them; scales are those of the planes that were
+    multiplied. (row, group)s without a flag keep their bits. Every launch of the same values gives
+    the same bits. Raises `ValueError` as `rescue_source` does.
     """
     device, limit = problem.device, max_shared_bytes(problem.device)
     tile = rescue_tile(_group_of(problem), limit)

@@ -4,14 +4,14 @@ fp32 takes three launches: x and W are split into planes (planes.py), multiplied
 not hold is computed again (rescue.py). In training the planes stay for the backward pass, where it
 reads planes too and there is room (fp32/kept_planes.py): W's then have a launch and a buffer to
 themselves. Where x has few rows, Hopper's core converts W on its way into the product instead
-(gemm/hopper/fp32_forward.py).
+(gemm/hopper/fp32_weight.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,16 @@ from torch import Tensor
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
 from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, splitter
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
-from epinorm.backends.cuda.gemm.hopper.fp32_forward import Converting, readable
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting, readable
 from epinorm.backends.cuda.gemm.hopper.linear_norm import HopperLinearNorm
-from epinorm.backends.cuda.gemm.launch import KeptOperands, Launch, LinearNorm, Operands, dense
+from epinorm.backends.cuda.gemm.launch import (
+    Bound,
+    KeptOperands,
+    Launch,
+    LinearNorm,
+    Operands,
+    dense,
+)
 from epinorm.backends.cuda.gemm.portable.linear_norm import PortableLinearNorm
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan import hopper, portable
@@ -33,10 +40,10 @@ from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.backends.prepack import marked
-from epinorm.problem import Core, Forward, Inputs, Layout, Problem, Run, StepForward
+from epinorm.problem import Core, Forward, Inputs, Layout, Problem, StepForward
 
 
-def bind(problem: Problem, core: Core, layout: Layout) -> Run:
+def bind(problem: Problem, core: Core, layout: Layout) -> Bound:
     """The forward pass of tensors of this layout."""
     return SingleForward(problem, core).bind(*layout)
 
@@ -47,52 +54,39 @@ class SingleForward:
     def __init__(self, problem: Problem, core: Core) -> None:
         self.problem, self.core = problem, core
         self.ordinary = _launch_of(problem, core, prepacked=False)
-        self.prepacked: _Launch | None = None
 
-    def __call__(self, inputs: Inputs, weight: Planes | None = None) -> Forward:
-        """``weight``: the planes of ``inputs.weight`` where they are known already."""
-        if (marked or weight is not None) and self.problem.dtype == torch.float32:
-            found = self._with_kept_weight(inputs, weight)
-            if found is not None:
-                return found
-        return self.ordinary(inputs)
-
-    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Run:
-        ordinary = self.ordinary.bind(x_stride, w_stride, y_size)
+    def bind(self, *layout: Any) -> Bound:
+        """The function for tensors of this ``Layout``."""
+        ordinary = self.ordinary.bind(*layout)
         if self.problem.dtype != torch.float32:
             return ordinary
-        size, keeping = (self.problem.m, self.problem.k), self._keeping()
+        prepacked: tuple[_Launch, Callable[..., Forward]] | None = None
+        keeping = self._keeping()
+        nbytes_left = 0 if keeping is None else keeping.nbytes_left
+        leaving = None if keeping is None else keeping.bind_leaving(*layout)
 
-        def run(x: Tensor, weight: Tensor, *rest: Any) -> Forward:
-            if id(weight) in marked:
-                matrix = x.view(size) if x.dim() != 2 else x
-                found = self._with_kept_weight(Inputs(matrix, weight, *rest), None)
-                if found is not None:
-                    return found._replace(y=found.y.view(y_size))
+        def run(inputs: Inputs) -> Forward:
+            nonlocal prepacked
+            entry = marked.get(id(inputs.weight))
+            if entry is not None:
+                if prepacked is None:
+                    launch = _launch_of(self.problem, self.core, prepacked=True)
+                    prepacked = launch, launch.bind(*layout)
+                launch, run_prepacked = prepacked
+                if not isinstance(launch, _Split):
+                    return run_prepacked(inputs)
+                kept = entry.converted(inputs.weight, launch.split_weight)
+                if kept is not None:
+                    return run_prepacked(inputs, launch.weight_in(kept))
             # Planes stay where there is room for them, in memory that backward gives back before
-            # dW is allocated. In training x has two dimensions.
-            if keeping is not None and make_room(keeping.nbytes_left, self.problem.device):
-                return keeping.leaving(Inputs(x, weight, *rest))
-            return ordinary(x, weight, *rest)
+            # dW is allocated.
+            if leaving is not None and make_room(nbytes_left, self.problem.device):
+                return leaving(inputs)
+            return ordinary(inputs)
 
         return run
 
-    def _with_kept_weight(self, inputs: Inputs, weight: Planes | None) -> Forward | None:
-        entry = marked.get(id(inputs.weight))
-        if entry is None and weight is None:
-            return None
-        launch = self.prepacked
-        if launch is None:
-            launch = self.prepacked = _launch_of(self.problem, self.core, prepacked=True)
-        if not isinstance(launch, _Split):
-            return launch(inputs)
-        if weight is None:
-            assert entry is not None
-            kept = entry.converted(inputs.weight, launch.split_weight)
-            return None if kept is None else launch(inputs, launch.weight_in(kept))
-        return launch(inputs, _weight_of(weight))
-
-    def _keeping(self) -> _Leaving | None:
+    def _keeping(self) -> _Split | _Converting | None:
         """``ordinary`` with its planes left, where the backward pass reads planes too."""
         problem, ordinary = self.problem, self.ordinary
         if not (problem.whole_step and problem.m) or isinstance(ordinary, _Direct):
@@ -104,15 +98,6 @@ class SingleForward:
         return _Split(problem, ordinary.kernel, prepacked=True)
 
 
-class _Leaving(Protocol):
-    """A launch that can leave planes for the backward pass, of ``nbytes_left`` bytes."""
-
-    @property
-    def nbytes_left(self) -> int: ...
-
-    def leaving(self, inputs: Inputs) -> Forward: ...
-
-
 def _launch_of(problem: Problem, core: Core, prepacked: bool, converts: bool = True) -> _Launch:
     tile: Tile | PortableTile | None
     if core == "portable":
@@ -121,11 +106,15 @@ def _launch_of(problem: Problem, core: Core, prepacked: bool, converts: bool = T
         tile = hopper.choose_tile(problem, sm_count(problem.device), prepacked, converts)
     if tile is None:
         raise RuntimeError(f"no tile of the {core} kernel fits {problem}")
-    return launch_with(problem, tile, prepacked)
+    return _launch_with(problem, tile, prepacked)
 
 
-def launch_with(problem: Problem, tile: Tile | PortableTile, prepacked: bool = False) -> _Launch:
-    """A function from ``Inputs`` to ``Forward``, by the kernel with this tile."""
+def launch_with(problem: Problem, tile: Tile, layout: Layout) -> Bound:
+    """The forward pass of tensors of this layout, by the kernel with this tile."""
+    return _launch_with(problem, tile).bind(*layout)
+
+
+def _launch_with(problem: Problem, tile: Tile | PortableTile, prepacked: bool = False) -> _Launch:
     kernel: LinearNorm
     if isinstance(tile, PortableTile):
         kernel = PortableLinearNorm(problem, tile)
@@ -139,21 +128,22 @@ def launch_with(problem: Problem, tile: Tile | PortableTile, prepacked: bool = F
 class _Converting(Converting):
     """Converts W or x on the way; as planes where the copy engine cannot read it."""
 
-    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Bound:
         run = super().bind(x_stride, w_stride, y_size)
-        otherwise: Callable[..., Forward] | None = None
+        otherwise: Bound | None = None
 
-        def run_where_readable(x: Tensor, weight: Tensor, *more: Any) -> Forward:
+        def run_where_readable(inputs: Inputs) -> Forward:
             nonlocal otherwise
-            at = (
-                (weight.data_ptr(), w_stride) if self.tile.fp32_weight else (x.data_ptr(), x_stride)
-            )
+            if self.tile.fp32_weight:
+                at = inputs.weight.data_ptr(), w_stride
+            else:
+                at = inputs.x.data_ptr(), x_stride
             if readable(*at):
-                return run(x, weight, *more)
+                return run(inputs)
             if otherwise is None:
                 split = _launch_of(self.problem, "hopper", False, converts=False)
                 otherwise = split.bind(x_stride, w_stride, y_size)
-            return otherwise(x, weight, *more)
+            return otherwise(inputs)
 
         return run_where_readable
 
@@ -165,7 +155,7 @@ class _Direct(Launch):
         super().__init__(problem)
         self.kernel, self.given = kernel, KeptOperands(kernel.given)
 
-    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Bound:
         outputs, given, kept = self.outputs(y_size), self.given, self.given.kept
         sizes, chain_arguments, problem = self.sizes, self.constants, self.problem
         readable = self.kernel.readable
@@ -173,15 +163,8 @@ class _Direct(Launch):
         keeps_statistics = problem.keeps_statistics
         held, y_matrix = self.kernel.held, sizes[:2]
 
-        def run(
-            x: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            gamma: Tensor | None,
-            beta: Tensor | None,
-            operands: tuple[Tensor, ...],
-            constants: tuple[float, ...],
-        ) -> Forward:
+        def run(inputs: Inputs) -> Forward:
+            x, weight, bias, gamma, beta, operands, constants = inputs
             out = outputs()
             y, matrix, mean, rstd = out.addresses
             if operands:
@@ -236,8 +219,8 @@ class _Split(Launch):
         return found
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
-        """As ``Launch.bind``; the function takes a ``_Weight`` too, and its buffer if the planes
-        are to be left for the backward pass."""
+        """The function takes a ``_Weight`` too, and its buffer if the planes are to be left for the
+        backward pass."""
         outputs, new_buffer, given, kept = (
             self.outputs(y_size), self.new_buffer, self.given, self.given.kept
         )  # fmt: skip
@@ -250,16 +233,9 @@ class _Split(Launch):
         stride_bytes = (x_stride | w_stride) * 4
 
         def run(
-            x: Tensor,
-            w: Tensor,
-            bias: Tensor | None,
-            gamma: Tensor | None,
-            beta: Tensor | None,
-            operands: tuple[Tensor, ...],
-            constants: tuple[float, ...],
-            weight: _Weight | None = None,
-            left: Tensor | None = None,
+            inputs: Inputs, weight: _Weight | None = None, left: Tensor | None = None
         ) -> Forward:
+            x, w, bias, gamma, beta, operands, constants = inputs
             out, numbers = outputs(), chain_arguments(constants)
             matrices = x_at, _, w_at, _ = x.data_ptr(), x_stride, w.data_ptr(), w_stride
             aligned = not (x_at | w_at | stride_bytes) % VECTOR_BYTES
@@ -309,14 +285,19 @@ class _Split(Launch):
 
     @property
     def nbytes_left(self) -> int:
-        """Bytes of the planes that ``leaving`` leaves."""
+        """Bytes of the planes that ``bind_leaving`` leaves."""
         return self.split.nbytes + self.split_weight.nbytes
 
-    def leaving(self, inputs: Inputs) -> Forward:
-        """As a call, and planes are left: W's by a launch and in a buffer of their own."""
-        buffer = self.new_weight()
-        self.split_weight(buffer.data_ptr(), inputs.weight)
-        return self(inputs, self.weight_in(buffer), buffer)
+    def bind_leaving(self, *layout: Any) -> Bound:
+        """As ``bind``, and planes are left: W's by a launch and in a buffer of their own."""
+        run = self.bind(*layout)
+
+        def run_and_leave(inputs: Inputs) -> Forward:
+            buffer = self.new_weight()
+            self.split_weight(buffer.data_ptr(), inputs.weight)
+            return run(inputs, self.weight_in(buffer), buffer)
+
+        return run_and_leave
 
     def weight_in(self, kept: Tensor) -> _Weight:
         """Where the parts of a converted weight are."""
@@ -326,10 +307,6 @@ class _Split(Launch):
 
 _Weight = tuple[int, int, int, Callable[[], Planes]]
 """Where a weight's hi plane, scales and flags are; and the planes themselves."""
-
-
-def _weight_of(w: Planes) -> _Weight:
-    return w.hi.data_ptr(), w.scale.data_ptr(), w.flags.data_ptr(), lambda: w
 
 
 _Launch = _Direct | _Split | _Converting

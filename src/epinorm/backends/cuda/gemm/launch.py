@@ -13,7 +13,9 @@ from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.problem import Forward, Inputs, Problem
 
 MOST_KEPT = 512
-MOST_BOUND = 64
+
+Bound = Callable[[Inputs], Forward]
+"""A forward pass of tensors of one layout."""
 
 Operands = tuple[Tensor, ...]
 """a's planes hi and lo, then b's; where there is one plane, or none, it stands twice."""
@@ -86,20 +88,6 @@ class Launch:
         self.problem = problem
         self.sizes = (problem.m, problem.n, problem.k)
         self.constants = ChainArguments(problem.chain, torch.float32)
-        self.bound: dict[Any, Callable[..., Forward]] = {}
-
-    def __call__(self, inputs: Inputs, *more: Any) -> Forward:
-        strides = inputs.x.stride(0), inputs.weight.stride(0)
-        run = self.bound.get(strides)
-        if run is None:
-            if len(self.bound) >= MOST_BOUND:
-                self.bound.clear()
-            run = self.bound[strides] = self.bind(*strides, self.sizes[:2])
-        return run(*inputs, *more)
-
-    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
-        """A ``Run`` for these strides of rows."""
-        raise NotImplementedError
 
     def outputs(self, y_size: tuple[int, ...]) -> Callable[[], Forward]:
         """A function that makes what a call returns, not filled in."""

@@ -17,7 +17,7 @@ from epinorm.backends.cuda.norm.backward_text import (
     column_sums_source,
     row_sums_source,
 )
-from epinorm.backends.cuda.norm.text import chain_signature, matrix_arguments, parameter_addresses
+from epinorm.backends.cuda.norm.text import chain_signature, matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_tile import LARGEST_ACCESS_BYTES, WARP, ceil_div, vector_width
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
@@ -96,7 +96,7 @@ class Vectors:
     ) -> tuple[int, list[Any], tuple[int, int, int]]:
         """The width in values; addresses and row strides of dy, z and every operand, then the
         chain's constants; addresses of bias, gamma and beta."""
-        parameters = parameter_addresses(inputs)
+        parameters = parameters_at(*inputs[2:5])
         matrices, aligned = matrix_arguments((dy, kept.z, *inputs.operands))
         aligned |= parameters[0] | parameters[1] | parameters[2]
         vector = self.widest

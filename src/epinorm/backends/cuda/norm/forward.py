@@ -62,7 +62,6 @@ class NormForward:
         self.has_mean = problem.chain.centred
         self.widest = vector_width(self.channels, self.itemsize, ())
         self.launches: dict[int, Callable[..., None]] = {}
-        self.bound: dict[tuple[int, tuple[int, ...]], Callable[..., Forward]] = {}
 
     def __call__(self, z: Tensor, inputs: Inputs) -> Forward:
         """z may have a row stride; of ``inputs``, all behind the weight is read. The result is
@@ -71,12 +70,6 @@ class NormForward:
 
     def bind(self, z_stride: int, z_size: tuple[int, ...]) -> Callable[..., Forward]:
         """The function of z and of ``Inputs`` from bias on; y has z's size."""
-        known = self.bound.get((z_stride, z_size))
-        if known is None:
-            known = self.bound[z_stride, z_size] = self._bind(z_stride, z_size)
-        return known
-
-    def _bind(self, z_stride: int, z_size: tuple[int, ...]) -> Callable[..., Forward]:
         problem, channels, itemsize = self.problem, self.channels, self.itemsize
         outputs, launches, widest = self._outputs(z_size), self.launches, self.widest
         chain_arguments = ChainArguments(problem.chain, problem.stats_dtype)

@@ -18,7 +18,7 @@ from epinorm.backends.cuda.text.chain_text import (
     statistics_text,
 )
 from epinorm.backends.cuda.text.source import constants, read_kernel
-from epinorm.problem import Inputs, Problem
+from epinorm.problem import Problem
 
 OPERAND_SIGNATURE = "pl"
 """The launch arguments of one operand: its address and its row stride."""
@@ -73,11 +73,6 @@ def norm_text(
     before = types_text(problem, backward) + "#define EPINORM_BACKWARD\n" * backward
     before += statistics_text(problem.chain, problem.out_dtype) + chain_text(problem.chain)
     return before + prelude + read_kernel(f"{kernel}.cu")
-
-
-def parameter_addresses(inputs: Inputs) -> tuple[int, int, int]:
-    """Addresses of bias, gamma and beta, 0 for what is not there."""
-    return parameters_at(*inputs[2:5])
 
 
 def parameters_at(

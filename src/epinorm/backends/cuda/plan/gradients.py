@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from epinorm.backends.cuda.plan import costs, hopper_product, portable_product
+from epinorm.backends.cuda.plan import costs, hopper_product
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.norm_planes import beside_dx, rows_plans, worthwhile
@@ -60,7 +60,7 @@ def _cheapest(
     def ours(rows: int, length: int, converted: int) -> float:
         shape = ProductShape(rows, k, length, planes, 4)
         if core == "portable":
-            product = portable_product.microseconds(shape, gpu)
+            product = portable_plan.product_microseconds(shape, gpu)
         else:
             product = hopper_product.choose(shape, gpu.multiprocessors).microseconds
         return _PRODUCT_LAUNCHES + max(product, least * planes / 2) + split(converted, 1)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from epinorm.backends.cuda.plan.portable_tile import PortableTile, largest_stages, with_stages
+from epinorm.backends.cuda.plan.hopper_product import ProductShape
+from epinorm.backends.cuda.plan.portable_tile import PortableTile, largest_stages
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.text.instance import Instance, columns_of, instance_of
 from epinorm.backends.memo import memo
@@ -61,6 +62,13 @@ _SHORT_STEPS = 1.03
 _TWO_BLOCKS = 1.06
 _SHALLOW = {32: 1.35, 64: 1.03}
 """What it costs if only so many elements along the summed index are on their way."""
+
+_PRODUCT_TILES = {
+    1: (PortableTile(64, 64, 2, 4, 64), PortableTile(64, 64, 2, 4, 32)),
+    2: (PortableTile(64, 32, 2, 4, 32),),
+}
+"""Of a plain product, by planes: the first of which three slots fit."""
+_FEWEST_PRODUCT_STAGES, _MOST_PRODUCT_STAGES = 3, 6
 
 
 def copy_bytes(*numbers: int) -> int:
@@ -129,20 +137,16 @@ def _shapes(channels: int, planes: int) -> Iterator[PortableTile]:
 
 def candidates(problem: Problem, gpu: Gpu) -> Iterator[PortableTile]:
     """The tiles that fit the registers and the shared memory of this GPU."""
-    channels = columns_of(problem)
-    for shape in _shapes(channels, problem.planes):
+    # Two planes in steps of 64 spill registers from Blackwell on.
+    long_steps = problem.planes == 1 or gpu.capability < (10, 0)
+    for shape in _shapes(columns_of(problem), problem.planes):
         each = gpu.shared_of_multiprocessor // shape.blocks - _RESERVED_BYTES
         limit = min(gpu.shared_of_block, each)
-        for block_k in (64, 32) if problem.planes == 1 or _long_steps(gpu) else (32,):
+        for block_k in (64, 32) if long_steps else (32,):
             tile = dataclasses.replace(shape, block_k=block_k)
             stages = largest_stages(instance_for(problem, tile), limit)
             if stages >= _FEWEST_STAGES + (block_k == 64):
-                yield with_stages(tile, min(stages, _MOST_STAGES))
-
-
-def _long_steps(gpu: Gpu) -> bool:
-    """Whether two planes can be multiplied in steps of 64: from Blackwell on registers spill."""
-    return gpu.capability < (10, 0)
+                yield dataclasses.replace(tile, stages=min(stages, _MOST_STAGES))
 
 
 def _product_cycles(planes: int, k: int, tile: PortableTile, gpu: Gpu) -> float:
@@ -166,12 +170,20 @@ def _rounds(m: int, n: int, tile: PortableTile, gpu: Gpu) -> int:
     return max(1, math.ceil(tile.tiles(m, n) / (gpu.multiprocessors * tile.blocks)))
 
 
-def product_microseconds(
-    m: int, n: int, k: int, planes: int, tile: PortableTile, gpu: Gpu
-) -> float:
-    """Estimated time of a product (m, n) over k with nothing after it."""
-    each = _product_cycles(planes, k, tile, gpu) + _START
-    return _rounds(m, n, tile, gpu) * each / _CYCLES_PER_MICROSECOND
+def choose_product_tile(planes: int, gpu: Gpu) -> PortableTile:
+    """A plain product's tile for operands of so many planes, with the slots that fit this GPU."""
+    for tile in _PRODUCT_TILES[planes]:
+        stages = min(gpu.shared_of_block // tile.stage_bytes(planes), _MOST_PRODUCT_STAGES)
+        if stages >= _FEWEST_PRODUCT_STAGES:
+            return dataclasses.replace(tile, stages=stages)
+    raise RuntimeError(f"{gpu.shared_of_block} bytes of shared memory are too few for any tile")
+
+
+def product_microseconds(shape: ProductShape, gpu: Gpu) -> float:
+    """Estimated time of a plain product."""
+    tile = choose_product_tile(shape.planes, gpu)
+    each = _product_cycles(shape.planes, shape.length, tile, gpu) + _START
+    return _rounds(shape.rows, shape.columns, tile, gpu) * each / _CYCLES_PER_MICROSECOND
 
 
 def cycles(problem: Problem, tile: PortableTile, gpu: Gpu) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from epinorm.backends.cuda.text.instance import Instance, vectors
@@ -82,8 +81,3 @@ def largest_stages(instance: Instance[PortableTile], limit: int) -> int:
 def product_shared_bytes(tile: PortableTile, planes: int) -> int:
     """Dynamic shared memory of a block of `portable_product.cu`."""
     return max(tile.stages * tile.stage_bytes(planes), tile.warps * _STORE_BYTES)
-
-
-def with_stages(tile: PortableTile, stages: int) -> PortableTile:
-    """The same tile with another number of slots."""
-    return dataclasses.replace(tile, stages=stages)

@@ -9,7 +9,7 @@ import dataclasses
 
 import torch
 
-from epinorm.backends.cuda.plan import hopper, hopper_product, portable, portable_product, tuned
+from epinorm.backends.cuda.plan import hopper, hopper_product, portable, tuned
 from epinorm.backends.cuda.plan.gradients import (
     backward_choice,
     planes_taken,
@@ -331,8 +331,8 @@ class _Backward:
             self._product(name, shape, hopper_product.choose(shape, sm_count(problem.device)))
             return
         gpu = gpu_of(problem.device)
-        tile = portable_product.choose_tile(shape.planes, gpu)
-        reason = f"{portable_product.microseconds(shape, gpu):.1f} us by estimate"
+        tile = portable.choose_product_tile(shape.planes, gpu)
+        reason = f"{portable.product_microseconds(shape, gpu):.1f} us by estimate"
         self.steps.append(Step("portable_product", name, reason, tile))
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
 from epinorm.backends.cuda.plan import costs, gradients, tuned
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
-from epinorm.backends.cuda.plan.core import wanted_core
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
 from epinorm.backends.cuda.plan.steps import completed
 from epinorm.backends.cuda.runtime.device import capability, gpu_of, sm_count, supported
@@ -19,6 +20,8 @@ from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.problem import Core, Plan, Problem, Strategy
 
 HOPPER = (9, 0)
+
+CORE_VARIABLE = "EPINORM_CORE"
 
 WIDEST_TILE, LARGEST_GUARDED_GROUP = 256, 2048
 """Channels of a group that the range guard of the single kernel can compute again: by one block,
@@ -158,6 +161,19 @@ def _planes_core(problem: Problem) -> tuple[Core | None, str]:
 def _planes_text(problem: Problem) -> str:
     planes = "two fp16 planes" if problem.planes == 2 else "one fp16 plane"
     return f"a product by {planes}, then one kernel"
+
+
+def wanted_core() -> Core | Literal["auto"]:
+    """What ``$EPINORM_CORE`` asks to multiply in strategy `single`: "auto", "hopper" or "portable".
+
+    Read when a call is planned, so one that was planned before keeps its core. Raises
+    ``ValueError`` for any other value.
+    """
+    known = ("auto", *get_args(Core))
+    text = os.environ.get(CORE_VARIABLE, "").strip() or "auto"
+    if text not in known:
+        raise ValueError(f"{CORE_VARIABLE} is one of {', '.join(known)}, but got {text!r}")
+    return text  # type: ignore[return-value]
 
 
 def _core(problem: Problem) -> tuple[Core | None, str]:

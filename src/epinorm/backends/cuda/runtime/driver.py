@@ -21,54 +21,35 @@ _CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
-_SIGNATURES: dict[str, tuple[object, ...]] = {
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuLibraryLoadData": (
-        POINTER(c_void_p),
-        c_char_p,
-        c_void_p,
-        c_void_p,
-        c_uint,
-        c_void_p,
-        c_void_p,
-        c_uint,
-    ),
-    "cuLibraryGetKernel": (POINTER(c_void_p), c_void_p, c_char_p),
-    "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
-    "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
-    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
-    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
-    "cuTensorMapEncodeTiled": (
-        c_void_p,
-        c_int,
-        c_uint,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_void_p,
-        c_int,
-        c_int,
-        c_int,
-        c_int,
-    ),
-    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
-    "cuOccupancyMaxActiveClusters": (POINTER(c_int), c_void_p, c_void_p),
+_KINDS = {
+    **{"p": c_void_p, "s": c_char_p, "i": c_int, "u": c_uint, "z": c_size_t},
+    **{"P": POINTER(c_void_p), "S": POINTER(c_char_p), "I": POINTER(c_int), "Z": POINTER(c_size_t)},
 }
+_SIGNATURES = {
+    "cuGetErrorName": "iS",
+    "cuGetErrorString": "iS",
+    "cuCtxSetCurrent": "p",
+    "cuDeviceGet": "Ii",
+    "cuDevicePrimaryCtxRetain": "Pi",
+    "cuLibraryLoadData": "Psppuppu",
+    "cuLibraryGetKernel": "Pps",
+    "cuKernelGetFunction": "Pp",
+    "cuKernelSetAttribute": "iipi",
+    "cuLaunchKernelEx": "pppp",
+    "cuThreadExchangeStreamCaptureMode": "I",
+    "cuTensorMapEncodeTiled": "piupppppiiii",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": "Ipiz",
+    "cuOccupancyMaxActiveClusters": "Ipp",
+}
+"""A letter of ``_KINDS`` an argument."""
 GRAPHS = (
     *("cuStreamCreate", "cuStreamDestroy_v2", "cuThreadExchangeStreamCaptureMode"),
     *("cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuStreamIsCapturing"),
     *("cuGraphInstantiateWithFlags", "cuGraphLaunch", "cuGraphDestroy", "cuGraphExecDestroy"),
 )
 """What native code calls, as ``GraphFunctions`` of graphs.h has them."""
-_SIGNATURES = {**dict.fromkeys(GRAPHS, ()), **_SIGNATURES}
-_OPTIONAL: dict[str, tuple[object, ...]] = {
-    "cuKernelGetParamInfo": (c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)),  # 12.4
-}
+_SIGNATURES = {**dict.fromkeys(GRAPHS, ""), **_SIGNATURES}
+_OPTIONAL = {"cuKernelGetParamInfo": "pzZZ"}  # since 12.4
 
 
 class Driver:
@@ -79,20 +60,15 @@ class Driver:
             library = ctypes.CDLL(_LIBRARY)
         except OSError as error:
             raise RuntimeError(f"the CUDA driver cannot be loaded: {error}") from error
-        for name, arguments in _SIGNATURES.items():
-            if not hasattr(library, name):
-                raise RuntimeError(f"the CUDA driver is older than 12.0: it has no {name}")
-            self._add(library, name, arguments)
-        for name, arguments in _OPTIONAL.items():
+        for name, letters in {**_SIGNATURES, **_OPTIONAL}.items():
             if hasattr(library, name):
-                self._add(library, name, arguments)
+                function = getattr(library, name)
+                function.argtypes = [_KINDS[letter] for letter in letters]
+                function.restype = c_int
+                setattr(self, name, function)
+            elif name in _SIGNATURES:
+                raise RuntimeError(f"the CUDA driver is older than 12.0: it has no {name}")
         self.has_parameter_info = hasattr(self, "cuKernelGetParamInfo")
-
-    def _add(self, library: ctypes.CDLL, name: str, arguments: tuple[object, ...]) -> None:
-        function = getattr(library, name)
-        function.argtypes = arguments
-        function.restype = c_int
-        setattr(self, name, function)
 
     def __getattr__(self, name: str) -> ctypes._FuncPointer:
         raise AttributeError(f"the CUDA driver has no {name}")

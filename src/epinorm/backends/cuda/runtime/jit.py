@@ -102,25 +102,17 @@ def cache_key(source: KernelSource) -> str:
     return cache.key_of(source.text, source.entry, source.arch, *_versions())
 
 
-def load(
-    source: KernelSource,
-    device: torch.device | int | None = None,
-    dynamic_shared_bytes: int = 0,
-) -> Kernel:
+def load(source: KernelSource, device: torch.device | int | None = None) -> Kernel:
     """The kernel on this GPU, from memory, else from the cache on disk, else compiled.
 
-    dynamic_shared_bytes: the most of any launch (one that needs more raises it itself). Raises
-    `RuntimeError` where the kernel is not loaded yet and the current stream is being captured:
-    nothing is compiled or loaded inside a capture.
+    Raises `RuntimeError` where the kernel is not loaded yet and the current stream is being
+    captured: nothing is compiled or loaded inside a capture.
     """
     if (instead := stand_in()) is not None:
         kernel: Kernel = instead.kernel(source)
         return kernel
     index = device_index(device)
-    kernel = _loaded.kernels.get((source, index)) or _load(source, index)
-    if dynamic_shared_bytes:
-        kernel.reserve(dynamic_shared_bytes)
-    return kernel
+    return _loaded.kernels.get((source, index)) or _load(source, index)
 
 
 _FIGURES = ("log", "registers", "spill_bytes", "shared_bytes", "stack_bytes")

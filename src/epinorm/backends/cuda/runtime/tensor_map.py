@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,23 +19,13 @@ from epinorm.backends.memo import memo
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 
-# CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion of cuda.h.
+# CUtensorMapDataType, CUtensorMapSwizzle and, of 256 bytes, CUtensorMapL2promotion of cuda.h.
 _DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
-_L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+_L2_PROMOTION = 3
 
 LARGEST_BOX = 256
 _KEPT = 512
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A CUtensorMap: the argument for a `const __grid_constant__ CUtensorMap` (128 bytes).
-
-    It holds an address, not the tensor: whoever launches keeps the tensor alive.
-    """
-
-    data: bytes
 
 
 class MapFacts(NamedTuple):
@@ -59,32 +48,19 @@ def facts_of(data: bytes) -> MapFacts | None:
     return _facts.get(data)
 
 
-def tensor_map(
-    tensor: torch.Tensor,
-    box_rows: int,
-    box_cols: int,
-    swizzle: int = 128,
-    l2_promotion: int = 256,
-) -> TensorMap:
-    """Tensor map that copies boxes of `box_rows` x `box_cols` out of or into a matrix.
+def tensor_map(tensor: torch.Tensor, box_rows: int, box_cols: int, swizzle: int = 128) -> bytes:
+    """A CUtensorMap that copies boxes of `box_rows` x `box_cols` out of or into a matrix: the
+    argument for a `const __grid_constant__ CUtensorMap`. Whoever launches keeps the tensor alive.
 
     tensor: (rows, columns), fp16, bf16 or fp32, on a GPU, columns contiguous, rows a multiple of
     16 bytes apart, starting on 16 bytes. Elements outside it read as zero and are not written.
-    `swizzle` and `l2_promotion` are in bytes. In a kernel the first coordinate is the column; it
-    must be a multiple of 16 bytes, else the GPU stops with "illegal instruction".
+    `swizzle` is in bytes. In a kernel the first coordinate is the column; it must be a multiple of
+    16 bytes, else the GPU stops with "illegal instruction".
     Raises `ValueError` or `TypeError` for what the hardware cannot address. Source: PTX ISA,
     section "Tensors"; CUDA driver API, cuTensorMapEncodeTiled.
     """
-    return _encode(
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        box_rows,
-        box_cols,
-        swizzle,
-        l2_promotion,
-    )
+    place = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return _encode(*place, box_rows, box_cols, swizzle)
 
 
 @memo(_KEPT)
@@ -96,21 +72,20 @@ def _encode(
     box_rows: int,
     box_cols: int,
     swizzle: int,
-    l2_promotion: int,
-) -> TensorMap:
-    _validate(address, shape, strides, dtype, box_rows, box_cols, swizzle, l2_promotion)
+) -> bytes:
+    _validate(address, shape, strides, dtype, box_rows, box_cols, swizzle)
     rows, cols = shape
     row_bytes = max(strides[0], cols) * dtype.itemsize if rows == 1 else strides[0] * dtype.itemsize
     row_bytes = -(-row_bytes // 16) * 16  # differs from the stride only where there is one row
     facts = MapFacts(
         *(address, (cols, rows), row_bytes, (box_cols, box_rows)),
-        (_DATA_TYPES[dtype], _SWIZZLES[swizzle], _L2_PROMOTIONS[l2_promotion]),
+        (_DATA_TYPES[dtype], _SWIZZLES[swizzle], _L2_PROMOTION),
     )
     data = _encoded(facts) if stand_in() is None else next(_numbers).to_bytes(TENSOR_MAP_BYTES)
     if len(_facts) >= _MOST_FACTS:
         _facts.clear()
     _facts[data] = facts
-    return TensorMap(data)
+    return data
 
 
 def _encoded(facts: MapFacts) -> bytes:
@@ -145,7 +120,6 @@ def _validate(
     box_rows: int,
     box_cols: int,
     swizzle: int,
-    l2_promotion: int,
 ) -> None:
     if dtype not in _DATA_TYPES:
         raise TypeError(f"a tensor map needs float16, bfloat16 or float32, but got {dtype}")
@@ -165,11 +139,8 @@ def _validate(
             f"a tensor map's box has 1 to {LARGEST_BOX} rows and columns, "
             f"but got {box_rows} x {box_cols}"
         )
-    if swizzle not in _SWIZZLES or l2_promotion not in _L2_PROMOTIONS:
-        raise ValueError(
-            f"swizzle must be one of {[*_SWIZZLES]} and l2_promotion one of {[*_L2_PROMOTIONS]} "
-            f"bytes, but got {swizzle} and {l2_promotion}"
-        )
+    if swizzle not in _SWIZZLES:
+        raise ValueError(f"swizzle must be one of {[*_SWIZZLES]} bytes, but got {swizzle}")
     if box_cols * dtype.itemsize % 16:
         raise ValueError(f"a box row must be a multiple of 16 bytes, but has {box_cols} {dtype}")
     if swizzle and box_cols * dtype.itemsize > swizzle:

@@ -1,75 +1,211 @@
-"""The Hopper kernels that read W or x as fp32 and convert it on the way: their instances.
+"""`hopper_fp32_weight.cu` and `hopper_fp32_input.cu`: fp32 at `high` without a pass that makes a
+plane of W, or of x. `plan/hopper.py` says when: where the other matrix has few rows.
 
-One plane alone (`high`). `hopper_fp32_weight.cu` and `hopper_fp32_input.cu` say how they work,
-`plan/hopper.py` when they are taken: where the other matrix has so few rows that a pass which makes
-a plane of this one costs more.
+Three launches: the other matrix becomes a plane while the scales of this one's rows are estimated,
+the product with the chain in its epilogue, and the range guard (rescue.py).
 """
 
 from __future__ import annotations
 
-from epinorm.backends.cuda.fp32.planes import TOLERANCE, SplitShape, split_prelude
-from epinorm.backends.cuda.gemm.hopper.text import ARCH
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
+from epinorm.backends.cuda.fp32.planes import (
+    ORDERED_MULTIPLE,
+    TOLERANCE,
+    VECTOR_BYTES,
+    SplitShape,
+    split_prelude,
+    split_shape,
+    splitter,
+)
+from epinorm.backends.cuda.fp32.planes import THREADS as SPLIT_THREADS
+from epinorm.backends.cuda.fp32.rescue import rescue_launch
+from epinorm.backends.cuda.gemm.hopper.text import ARCH, wgmma_a_text
+from epinorm.backends.cuda.gemm.launch import Bound, KeptOperands, Launch, chain_signature
+from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
+from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
 from epinorm.backends.cuda.plan.hopper_tile import (
     BLOCK_N,
+    STEP_BYTES,
     Tile,
+    fp32_shared_bytes,
     stages_of_fp32,
 )
-from epinorm.backends.cuda.runtime.jit import KernelSource
+from epinorm.backends.cuda.runtime.device import sm_count
+from epinorm.backends.cuda.runtime.jit import KernelSource, load
+from epinorm.backends.cuda.runtime.prepared import new_tensor
+from epinorm.backends.cuda.runtime.tensor_map import tensor_map
 from epinorm.backends.cuda.text.instance import Instance, epilogue_prelude
 from epinorm.backends.cuda.text.source import constants, kernel_text
+from epinorm.problem import Forward, Inputs, Problem, StepForward
+
+SIGNATURE = "mm" + "ppppp" + "ppp" + "plpppp" + "iiii"
+"""Maps of the plane and of the converted matrix; y, z, bias, gamma, beta; the plane's scale, mean,
+rstd; the converted matrix and its row stride, scale, flags, spoilt columns, plane; m, n, k, the
+plane's columns."""
+PREPARING_SIGNATURE = "pl" + "ppppp" + "pl" + "ppp" + "iiii"
+"""The matrix that becomes a plane and its row stride; plane, ordered plane, scale, flags, spoilt
+columns; the converted one and its row stride, scale, flags, spoilt columns; the rows of either, k,
+the plane's columns."""
 
 
-def fp32_weight_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:
-    """The kernel's text for one instance; compiles without a GPU.
+def readable(at: int, stride: int) -> bool:
+    """Can the copy engine read fp32 rows from this address, so many numbers apart?"""
+    return not (at | stride * 4) % VECTOR_BYTES
 
-    writes_plane: W's plane is kept for the backward pass.
+
+class Converting(Launch):
+    """One problem's launches; ``leaves``: x's and W's planes, for the backward pass."""
+
+    def __init__(self, problem: Problem, tile: Tile, leaves: bool = False) -> None:
+        super().__init__(problem)
+        self.tile, self.leaves = tile, leaves
+        self.maps = KeptOperands(self._maps_of)
+        m, n, k, device = problem.m, problem.n, problem.k, problem.device
+        self.of_x, self.of_weight = splitter(1, k, m, 0, device), splitter(1, k, n, 0, device)
+        self.ordered = -(-k // ORDERED_MULTIPLE) * ORDERED_MULTIPLE
+        # Of the splitters' layouts all but the planes, where these are not left.
+        self.missing = (0, 0) if leaves else (self.of_x.spoilt, self.of_weight.spoilt)
+        nbytes_x = self.of_x.nbytes - self.missing[0]
+        nbytes_weight = self.of_weight.nbytes - self.missing[1]
+        self.new_x = new_tensor((nbytes_x,), torch.uint8, device)
+        self.new_weight = new_tensor((nbytes_weight,), torch.uint8, device)
+        # Rows of the matrix that becomes a plane, and of the one that is converted on the way.
+        self.rows = (m, n) if tile.fp32_weight else (n, m)
+        self.new_ordered = new_tensor((self.rows[0], self.ordered), torch.float16, device)
+        self.kernels: dict[bool, tuple[Callable[..., None], Callable[..., None]]] = {}
+        if m:
+            self.launch = self._prepare()
+            self._load(aligned=True)  # now: a CUDA graph may be captured when it is first needed
+
+    @property
+    def nbytes_left(self) -> int:
+        """Bytes of the planes that are left for the backward pass."""
+        return self.of_x.nbytes + self.of_weight.nbytes
+
+    def bind_leaving(self, *layout: Any) -> Bound:
+        """As ``bind``, of an instance that ``leaves``."""
+        return self.bind(*layout)
+
+    def _prepare(self) -> Callable[..., None]:
+        problem, tile = self.problem, self.tile
+        instance = instance_for(problem, tile)
+        dynamic = fp32_shared_bytes(instance)
+        tiles = -(-problem.m // tile.block_m) * -(-problem.n // tile.block_n)
+        return load(converting_source(instance, self.leaves), problem.device).prepare(
+            SIGNATURE + chain_signature(problem),
+            persistent_blocks(tiles, sm_count(problem.device)),
+            tile.threads,
+            shared_bytes=dynamic,
+            dependent=True,
+        )
+
+    def _load(self, aligned: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Of the kernel before the product and the one behind; aligned: the matrix that becomes a
+        plane is, as the other must be."""
+        problem, device = self.problem, self.problem.device
+        of_plane, converted = self.rows
+        shape = split_shape(of_plane, problem.k, sm_count(device))
+        source = split_and_sample_source(problem.k, aligned, shape, self.leaves)
+        blocks = -(-of_plane // shape.block_rows) + -(-converted // (SPLIT_THREADS // 32))
+        kernel = load(source, device)
+        convert = kernel.prepare(PREPARING_SIGNATURE, blocks, SPLIT_THREADS, dependent=True)
+        found = convert, rescue_launch(problem, aligned, flags_late=True)
+        self.kernels[aligned] = found
+        return found
+
+    def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Bound:
+        """A forward pass of this ``Layout``, for a converted matrix that is ``readable``."""
+        outputs, launch, maps, kernels = self.outputs(y_size), self.launch, self.maps, self.kernels
+        new_x, new_ordered, new_weight = self.new_x, self.new_ordered, self.new_weight
+        of_x, of_weight, sizes, rows = self.of_x, self.of_weight, self.sizes, self.rows
+        missing_x, missing_weight = self.missing
+        numbers = (*sizes, of_x.padded)
+        leaves, chain_arguments, of_input = self.leaves, self.constants, self.tile.fp32_input
+
+        def run(inputs: Inputs) -> Forward:
+            x, w, bias, gamma, beta, operands, constants = inputs
+            out, numbers_of_chain = outputs(), chain_arguments(constants)
+            of_rows, of_columns, ordered = new_x(), new_weight(), new_ordered()
+            x_plane = of_rows.data_ptr() - missing_x
+            w_plane = of_columns.data_ptr() - missing_weight
+            first = (x, x_stride, x_plane, of_x)
+            second = (w, w_stride, w_plane, of_weight)
+            if of_input:
+                first, second = second, first
+            plain, plain_stride, plane, of_plain = first
+            fp32, stride, own_plane, of_fp32 = second
+            plain_at, fp32_at, ordered_at = plain.data_ptr(), fp32.data_ptr(), ordered.data_ptr()
+            scale, flags = plane + of_plain.scale, plane + of_plain.flags
+            own = own_plane + of_fp32.scale, own_plane + of_fp32.flags, own_plane + of_fp32.spoilt
+            planes = (plane, own_plane) if leaves else (0, 0)
+            aligned = not (plain_at | plain_stride * 4) % VECTOR_BYTES
+            convert, guard = kernels.get(aligned) or self._load(aligned)
+            convert(
+                plain_at, plain_stride, planes[0], ordered_at, scale, flags,
+                plane + of_plain.spoilt, fp32_at, stride, *own, *rows, *numbers[2:],
+            )  # fmt: skip
+            key = ordered_at, fp32_at, stride
+            found = maps(key, lambda: (ordered, fp32))
+            parameters = parameters_at(bias, gamma, beta)
+            y, z, mean, rstd = targets = out.addresses
+            dense = [operand.contiguous() for operand in operands] if operands else ()
+            launch(
+                *found, y, z, *parameters, scale, mean, rstd,
+                fp32_at, stride, *own, planes[1], *numbers,
+                *[operand.data_ptr() for operand in dense], *numbers_of_chain,
+            )  # fmt: skip
+            given = matrix_arguments(operands)[0] if operands else ()
+            guard(
+                x.data_ptr(), x_stride, w.data_ptr(), w_stride, *parameters,
+                x_plane + of_x.flags, w_plane + of_weight.flags,
+                x_plane + of_x.scale, w_plane + of_weight.scale,
+                *targets, *sizes, *given, *numbers_of_chain,
+            )  # fmt: skip
+            if not leaves:
+                return out
+            more = StepForward._make(out)
+            more.left = KeptPlanes(of_rows, of_columns)
+            return more
+
+        return run if self.problem.m else lambda *_: outputs()
+
+    def _maps_of(self, operands: tuple[Tensor, ...]) -> tuple[bytes, ...]:
+        """Of the ordered plane and of the converted matrix."""
+        (ordered, fp32), tile = operands, self.tile
+        rows = tile.block_m if tile.fp32_weight else tile.block_n
+        boxes = (ordered, rows, tile.block_k), (fp32, BLOCK_N, STEP_BYTES // 4)
+        return tuple(tensor_map(*box) for box in boxes)
+
+
+def converting_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:
+    """The kernel that reads W, or x, as fp32 and converts it on the way; compiles without a GPU.
+
+    One plane alone (`high`). writes_plane: of what is converted, kept for the backward pass.
     """
-    prelude = _prelude(instance, instance.tile.block_m, writes_plane)
-    prelude += constants({"kLendsRing": True})
-    text = kernel_text("gemm/hopper/hopper_fp32_weight.cu", prelude)
-    return KernelSource("linear_norm_fp32_weight", text, ARCH)
-
-
-def fp32_input_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:
-    """The same of the kernel that converts x on the way; writes_plane: x's plane is kept."""
-    prelude = _prelude(instance, instance.tile.block_n, writes_plane)
-    prelude += constants({"kLendsRing": False, "kAlignedRows": instance.aligned_rows})
-    text = kernel_text("gemm/hopper/hopper_fp32_input.cu", prelude)
-    return KernelSource("linear_norm_fp32_input", text, ARCH)
-
-
-def _prelude(instance: Instance[Tile], plane_rows: int, writes_plane: bool) -> str:
-    """plane_rows: of a tile, of the matrix that is a plane."""
-    tile = instance.tile
-    numbers = constants(
-        {
-            "kBlockN": BLOCK_N,
-            "kBlockM": plane_rows,
-            "kStagesW": stages_of_fp32(instance),
-            "kStagesX": tile.stages,
-            "kTileGroup": tile.group,
-            "kWritesPlane": writes_plane,
-            "kPlanes": 1,
-            "kTolerance": TOLERANCE[1],
-        }
-    )
-    return numbers + _wgmma_text(plane_rows) + epilogue_prelude(instance)
-
-
-def _wgmma_text(columns: int) -> str:
-    """wgmma.mma_async.m64n<columns>k16 of fp16 with A from registers, as a function."""
-    count = columns // 2
-    d = ", ".join(f"%{i}" for i in range(count))
-    a = ", ".join(f"%{count + i}" for i in range(4))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
-    return (
-        f"__device__ __forceinline__ void wgmma_a(float (&d)[{count}], const unsigned (&a)[4], "
-        "unsigned long long b) {\n"
-        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 '
-        f'{{{d}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 0;"\n'
-        f'    : {outputs} : {inputs}, "l"(b));\n}}\n'
-    )
+    tile, name = instance.tile, "fp32_weight" if instance.tile.fp32_weight else "fp32_input"
+    plane_rows = tile.block_m if tile.fp32_weight else tile.block_n
+    numbers: dict[str, int | bool | str] = {
+        "kBlockN": BLOCK_N,
+        "kBlockM": plane_rows,
+        "kStagesW": stages_of_fp32(instance),
+        "kStagesX": tile.stages,
+        "kTileGroup": tile.group,
+        "kWritesPlane": writes_plane,
+        "kPlanes": 1,
+        "kTolerance": TOLERANCE[1],
+    }
+    more = {"kLendsRing": tile.fp32_weight}
+    if tile.fp32_input:
+        more["kAlignedRows"] = instance.aligned_rows
+    prelude = constants(numbers) + wgmma_a_text(plane_rows) + epilogue_prelude(instance)
+    text = kernel_text(f"gemm/hopper/hopper_{name}.cu", prelude + constants(more))
+    return KernelSource(f"linear_norm_{name}", text, ARCH)
 
 
 def split_and_sample_source(

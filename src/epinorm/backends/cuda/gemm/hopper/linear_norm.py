@@ -32,7 +32,7 @@ class HopperLinearNorm:
         dynamic = shared_bytes(instance)
         self.slots = operand_slots(instance)
         self.held = problem.chain.operand_kinds.index("element") if self.slots else None
-        kernel = load(linear_norm_source(instance), problem.device, dynamic)
+        kernel = load(linear_norm_source(instance), problem.device)
         rows = -(-problem.m // (tile.block_m * tile.cluster))
         tiles = rows * -(-problem.n // (tile.block_n * tile.cluster_n))
         together = tile.cluster_blocks
@@ -60,8 +60,8 @@ class HopperLinearNorm:
         tile = self.tile
         of_x, of_w = tile.load_m or tile.block_m, tile.box_n
         boxes = zip(operands[:4], (of_x, of_x, of_w, of_w), strict=True)
-        maps = tuple(tensor_map(plane, rows, tile.block_k).data for plane, rows in boxes)
+        maps = tuple(tensor_map(plane, rows, tile.block_k) for plane, rows in boxes)
         for element in operands[4:]:
             columns = STEP_BYTES // element.element_size()
-            maps = (tensor_map(element, tile.block_m // self.slots, columns).data, *maps)
+            maps = (tensor_map(element, tile.block_m // self.slots, columns), *maps)
         return self.launch, maps

@@ -64,7 +64,7 @@ def _maps(tile: Tile, major_k_a: bool) -> Callable[[Operands], tuple[bytes, ...]
     rows_of_a = tile.block_m if major_k_a else BOX
     boxes = rows_of_a, rows_of_a, BOX, BOX
     return lambda planes: tuple(
-        tensor_map(plane, rows, BOX).data for plane, rows in zip(planes, boxes, strict=True)
+        tensor_map(plane, rows, BOX) for plane, rows in zip(planes, boxes, strict=True)
     )
 
 
@@ -82,7 +82,7 @@ def hopper_product(
     product_dtype = torch.float32 if parts > 1 else out_dtype
     source = product_source(tile, planes, dtype, product_dtype, scaled, major_k_a, False, parts > 1)
     dynamic = product_shared_bytes(tile, planes)
-    launch = load(source, device, dynamic).prepare(
+    launch = load(source, device).prepare(
         SIGNATURE,
         persistent_blocks(tiles_of(shape, tile) * parts, sm_count(device)),
         THREADS,
@@ -103,7 +103,7 @@ class AddingProduct:
         self.sizes = (shape.rows, shape.columns, shape.length)
         dynamic = product_shared_bytes(tile, shape.planes)
         source = product_into_source(tile, shape.planes, major_k_a)
-        self.launch = load(source, device, dynamic).prepare(
+        self.launch = load(source, device).prepare(
             ADDING_SIGNATURE,
             persistent_blocks(tiles_of(shape, tile), sm_count(device)),
             THREADS,

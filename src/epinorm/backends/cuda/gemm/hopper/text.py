@@ -26,18 +26,36 @@ def wgmma_text(columns: int, dtype: torch.dtype, major_k_a: bool, major_k_b: boo
     """The instruction wgmma.mma_async.m64n<columns> with fp32 accumulators as a function."""
     count = columns // 2
     kind = _PTX_TYPES[dtype]
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    depth = 32 // dtype.itemsize
     flags = "1, 1" if kind == "tf32" else f"1, 1, {int(not major_k_a)}, {int(not major_k_b)}"
     return (
         f"__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, "
         "unsigned long long b, int accumulate) {\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; '
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kind}.{kind} "
-        f'{{{registers}}}, %{count}, %{count + 1}, p, {flags}; }}"\n'
-        f'    : {outputs} : "l"(a), "l"(b), "r"(accumulate));\n}}\n'
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k{32 // dtype.itemsize}.f32.{kind}.{kind} "
+        f'{{{_registers(count)}}}, %{count}, %{count + 1}, p, {flags}; }}"\n'
+        f'    : {_accumulators(count)} : "l"(a), "l"(b), "r"(accumulate));\n}}\n'
     )
+
+
+def wgmma_a_text(columns: int) -> str:
+    """wgmma.mma_async.m64n<columns>k16 of fp16 with A from registers, as a function."""
+    count = columns // 2
+    a = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    return (
+        f"__device__ __forceinline__ void wgmma_a(float (&d)[{count}], const unsigned (&a)[4], "
+        "unsigned long long b) {\n"
+        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 '
+        f'{{{_registers(count)}}}, {{{_registers(4, count)}}}, %{count + 4}, 1, 1, 1, 0;"\n'
+        f'    : {_accumulators(count)} : {a}, "l"(b));\n}}\n'
+    )
+
+
+def _registers(count: int, first: int = 0) -> str:
+    return ", ".join(f"%{first + i}" for i in range(count))
+
+
+def _accumulators(count: int) -> str:
+    return ", ".join(f'"+f"(d[{i}])' for i in range(count))
 
 
 def product_prelude(

@@ -59,7 +59,7 @@ class PortableLinearNorm:
         instance = instance_for(problem, tile)
         dynamic = shared_bytes(instance)
         source = linear_norm_source(instance, arch_of(problem.device), width, instance.aligned_rows)
-        launch = self.launches[width] = load(source, problem.device, dynamic).prepare(
+        launch = self.launches[width] = load(source, problem.device).prepare(
             SIGNATURE + chain_signature(problem),
             tile.tiles(problem.m, problem.n),
             tile.threads,

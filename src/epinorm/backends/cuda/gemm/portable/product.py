@@ -34,7 +34,7 @@ def portable_product(
         aligned_rows=shape.columns * out_dtype.itemsize % 16 == 0,
     )
     dynamic = product_shared_bytes(tile, shape.planes)
-    launch = load(source, device, dynamic).prepare(
+    launch = load(source, device).prepare(
         SIGNATURE,
         tile.tiles(shape.rows, shape.columns),
         tile.threads,
