@@ -129,6 +129,40 @@ SPELLINGS |= {
     "two uses": lambda s, x: (lambda h: s.ln(h.relu()) + h)(s.fc(x) + x),
 }
 
+# Almost what a chain computes: none of it may be taken for that.
+NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
+    "permuted to itself": lambda s, x: s.ln(x @ s.fc.weight.permute(0, 1)),
+    "permuted from behind to itself": lambda s, x: s.ln(x @ s.fc.weight.permute(-2, -1)),
+    "a product's keywords turned": lambda s, x: s.ln(
+        torch.mm(mat2=s.fc.weight.t(), input=s.fc2.weight.t())
+    ),
+    "a product's out": lambda s, x: (
+        lambda out: s.ln(torch.mm(x, s.fc.weight.detach().t(), out=out)) + out
+    )(torch.empty(5, N, dtype=torch.float64)),
+    "a bias for each row": lambda s, x: s.ln(F.linear(x, s.fc.weight, x[:, :1])),
+    "a bias for each element": lambda s, x: s.ln(F.linear(x, s.fc.weight, x)),
+    "normalised by itself": lambda s, x: (lambda h: F.layer_norm(h, (N,), h))(s.fc(x[0])),
+    "a clamped length": lambda s, x: (
+        lambda h: h / h.norm(dim=-1, keepdim=True).clamp(min=1e-30) * math.sqrt(N)
+    )(F.linear(x * 1e-20, s.fc.weight)),
+    "eps outside of the root": lambda s, x: (
+        lambda h: h / (h.pow(2).mean(-1, keepdim=True).sqrt() + 1e-30)
+    )(F.linear(x * 1e-20, s.fc.weight)),
+    "a bound that is rarely met": lambda s, x: (
+        lambda h, m: (h - m).clamp(-1e5, 1e5) * ((h - m).pow(2).mean(-1, True) + 1e-5).rsqrt()
+    )(*(lambda h: (h, h.mean(-1, True)))(s.fc(x * 1e6))),
+    "rounded on its way": lambda s, x: (
+        lambda h: h * torch.rsqrt(h.bfloat16().to(h.dtype).pow(2).mean(-1, True) + 1e-5)
+    )(s.fc(x)),
+    "rounded as a difference": lambda s, x: s.ln(
+        (lambda h: h + (h.bfloat16().to(h.dtype) - h))(s.fc(x))
+    ),
+    "another slope at zero": lambda s, x: s.ln(
+        (lambda h: torch.maximum(h, 0.01 * h))(F.linear(x, s.fc.weight - s.fc.weight.detach()))
+    ),
+}
+SPELLINGS |= NEAR_MISSES
+
 
 def rms(h: Tensor, eps: float) -> Tensor:
     """As Llama writes it."""

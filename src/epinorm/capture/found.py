@@ -180,7 +180,8 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
         )
     if linear.dtype not in _DTYPES:
         return f"a linear layer in {linear.dtype} is not served"
-    if len({value.device for value in values if value is not None}) > 1:
+    reached = (*values, *map(value_of, found.nodes))
+    if len({value.device for value in reached if value is not None}) > 1:
         return "its tensors are on several devices"
     return _unfit_dtypes(found, steps, linear, end)
 
@@ -227,10 +228,11 @@ def _unfit_dtypes(found: Found, steps: Sequence[Step], linear: Tensor, end: Tens
     if end.dtype != linear.dtype:
         return f"its result is {end.dtype}, the linear layer's is {linear.dtype}"
     wide = linear.dtype.itemsize
-    for step in steps:
-        value = tensor_of(step.end)
-        if value.dtype != linear.dtype and (
-            value.dtype.itemsize <= wide or found.rounding == "eager"
+    for value in map(value_of, found.nodes):
+        if (
+            value is not None
+            and value.dtype != linear.dtype
+            and (value.dtype.itemsize <= wide or found.rounding == "eager")
         ):
             return f"it rounds to {value.dtype} on its way"
     if isinstance(found.norm.norm, GroupNorm) and tensor_of(found.linear.x).dim() != 2:

@@ -60,6 +60,8 @@ def read_norm_function(node: fx.Node, x: fx.Node) -> NormRead | str | None:
     if eps is not None and not eps >= 0:
         return f"its eps is {eps}"
     weight, bias = given.get("weight"), given.get("bias")
+    if x in (weight, bias):
+        return "its weight or bias is what it normalises"
     try:
         norm = _norm(kind, given, eps, value_of(x))
     except (TypeError, ValueError) as error:

@@ -10,8 +10,10 @@ is among the values that are tried.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from epinorm.chain.pointwise import DEFINITIONS, Pointwise
 
 _MOST_NODES = 24
 _WIDEST_NORM = 65536
+_MOST_ROWS = 40
 
 _CASTS = frozenset(("to", "float", "double", "half", "bfloat16", "type_as", "contiguous"))
 _ELEMENTWISE = frozenset(
@@ -67,7 +70,7 @@ def _over_rows(node: fx.Node) -> bool:
         return False
     place = 2 if _name(node) in ("norm", "linalg_vector_norm") else 1
     dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else None)
-    last = (-1, value.dim() - 1)
+    last = (-1, value.dim() - 1 or -1)
     if isinstance(dim, (tuple, list)):
         dim = dim[0] if len(dim) == 1 else None
     return dim in last and (node.kwargs.get("keepdim") is True or True in node.args[2:])
@@ -117,6 +120,27 @@ def _run(nodes: Sequence[fx.Node], entrance: fx.Node, x: Tensor) -> Tensor | Non
     return result if isinstance(result, Tensor) and result.dtype == torch.float64 else None
 
 
+def _has_gradient_of(
+    function: Callable[[Tensor], Tensor], nodes: Sequence[fx.Node], entrance: fx.Node, x: Tensor
+) -> bool:
+    """Whether the region's gradient at x (..., n) is the function's, which kinks tell apart."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = x.clone().requires_grad_()
+        made = (_run(nodes, entrance, x), function(x))
+        towards = torch.linspace(1, 2, x.shape[-1], dtype=x.dtype)
+        a, b = (torch.autograd.grad((y * towards).sum(), x)[0] for y in made if y is not None)
+        # Where a gradient is a small difference, its parts are of the size of y / x.
+        size = (made[1].abs().amax(-1, keepdim=True) / x.abs().amax(-1, keepdim=True)).nan_to_num()
+    return _are_alike(a, b, 1e-9 * (size + b.abs().amax(-1, keepdim=True)))
+
+
+def _are_alike(a: Tensor, b: Tensor, tolerance: Tensor) -> bool:
+    """Whether two tensors of one shape differ by no more than that, and are NaN together."""
+    return a.shape == b.shape and bool(
+        (((a - b).abs() <= tolerance) | (a == b) | (a.isnan() & b.isnan())).all()
+    )
+
+
 def read_activation(nodes: Sequence[fx.Node], entrance: fx.Node) -> Pointwise | None:
     """The operation without tensors that the region computes; None for none of ours."""
     if any(_name(n) in _REDUCTIONS or n.target is operator.getitem for n in nodes):
@@ -129,14 +153,16 @@ def read_activation(nodes: Sequence[fx.Node], entrance: fx.Node) -> Pointwise | 
     if y is None or not y.isfinite().all():
         return None
     # Written out, a function loses digits where it cancels: gelu's left tail.
-    scale = x.abs().clamp_min(1)
+    tolerance = 1e-13 * x.abs().clamp_min(1)
     for name, definition in DEFINITIONS.items():
         if definition.operand is None and all(
             v is not None for v in definition.parameters.values()
         ):
-            expected = Pointwise(name)(x)
-            if bool(((y - expected).abs() <= 1e-13 * scale).all()):
-                return Pointwise(name)
+            function = Pointwise(name)
+            if _are_alike(y, function(x), tolerance) and _has_gradient_of(
+                function, nodes, entrance, x
+            ):
+                return function
     return None
 
 
@@ -146,33 +172,34 @@ def read_norm(nodes: Sequence[fx.Node], entrance: fx.Node) -> Norm | None:
     if value is None or not any(_name(n) in _REDUCTIONS for n in nodes):
         return None
     n = value.shape[-1] if value.dim() else 0
-    if not isinstance(n, int) or not 1 < n <= _WIDEST_NORM or value.dim() < 1:
+    if not isinstance(n, int) or not 1 < n <= _WIDEST_NORM:
         return None
-    x = _rows(n).view(*[1] * (value.dim() - 2), -1, n) if value.dim() > 1 else _rows(n)[3]
+    constants = _constants(nodes)
+    x = _rows(n, constants).view(*[1] * (value.dim() - 2), -1, n)
     y = _run(nodes, entrance, x)
     if y is None:
         return None
-    for eps, (norm, expected) in itertools.product(
-        [c for c in _constants(nodes) if 0 < c < 1] or [0.0], _NORMS.items()
+    for eps, (norm, function) in itertools.product(
+        [c for c in constants if 0 < c < 1] or [0.0], _NORMS.items()
     ):
-        if _same_norm(y, expected(x, (n,), eps=eps)):
-            return norm(eps=eps)
+        expected = function(x, (n,), eps=eps)
+        if _are_alike(y, expected, 1e-10 * expected.abs().amax(-1, keepdim=True)):
+            of_rows = partial(function, normalized_shape=(n,), eps=eps)
+            return norm(eps=eps) if _has_gradient_of(of_rows, nodes, entrance, x) else None
     return None
 
 
 _NORMS: Mapping[Any, Any] = {RMSNorm: F.rms_norm, LayerNorm: F.layer_norm}
 
 
-def _rows(n: int) -> Tensor:
-    """Rows of sizes from where eps is all to where it is nothing, with means of their own."""
+def _rows(n: int, constants: Sequence[float]) -> Tensor:
+    """Rows of sizes from where a constant (an eps, a bound) is all to where it is nothing, with
+    means of their own, and one of zeros."""
+    edges = {abs(c) for c in constants if c} | {1e-6, 1e9}
+    first, last = math.log10(min(edges)) - 1, math.log10(max(edges)) + 1
+    exponents = torch.arange(first, last, max(1.0, (last - first) / _MOST_ROWS))
+    size = torch.cat([10.0 ** exponents.double(), torch.zeros(1)])
     generator = torch.Generator().manual_seed(n)
-    x = torch.randn(8, n, generator=generator, dtype=torch.float64)
-    size = torch.tensor([1e-9, 1e-6, 1e-4, 1e-3, 1e-2, 1.0, 10.0, 1e3], dtype=torch.float64)
-    return (x + torch.tensor([0.5, -0.3, 1, 0, 2, -1, 0.1, 0.7]).double()[:, None]) * size[:, None]
-
-
-def _same_norm(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    size = b.abs().amax(-1, keepdim=True)
-    return bool(((a - b).abs() <= 1e-10 * size + 1e-300).all())
+    x = torch.randn(len(size), n, generator=generator, dtype=torch.float64)
+    mean = torch.tensor([0.5, -0.3, 1, 0, 2, -1, 0.1, 0.7], dtype=torch.float64)
+    return (x + mean.repeat(len(size))[: len(size), None]) * size[:, None]

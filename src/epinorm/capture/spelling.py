@@ -118,7 +118,7 @@ def _base_name(node: fx.Node) -> Any:
 
 def read_linear(node: fx.Node) -> Linear | None:
     """The linear layer that the node computes; None where it is none."""
-    if node.op not in ("call_function", "call_method"):
+    if node.op not in ("call_function", "call_method") or node.kwargs.get("out") is not None:
         return None
     target = node.target
     if target in _LINEARS:
@@ -127,15 +127,16 @@ def read_linear(node: fx.Node) -> Linear | None:
     if target in (torch.addmm, "addmm"):
         return _addmm(node)
     if target in _PRODUCTS:
-        left, right = (*node.args, *node.kwargs.values())[:2]
-        return _product(left, right, None, node)
+        given = arguments(node, "input", "other")
+        x, right = given.pop("input"), given.pop("mat2", None) or given.pop("other", None)
+        return None if given else _product(x, right, None, node)
     if target is torch.einsum or target is torch.functional.einsum:
         return _einsum(node)
     return None
 
 
 def _linear(x: Any, weight: Any, bias: Any, nodes: tuple[fx.Node, ...]) -> Linear | None:
-    there = value_of(x) is not None and (bias is None or value_of(bias) is not None)
+    there = value_of(x) is not None and (bias is None or _dims(bias) in (0, 1))
     return Linear(x, weight, bias, nodes) if there and _dims(weight) == 2 else None
 
 
@@ -150,12 +151,14 @@ def _transposed(node: Any) -> fx.Node | None:
     if not isinstance(node, fx.Node) or not node.args:
         return None
     swapped = node.args[1:] in ((0, 1), (1, 0), (-1, -2), (-2, -1)) and not node.kwargs
+    permuted = node.args[1:] in ((1, 0), (-1, -2)) and not node.kwargs
     turned = (
         (node.op == "call_method" and node.target == "t")
         or node.target is torch.t
         or (node.target is getattr and node.args[1] in ("T", "mT"))
         or node.target in (torch.ops.aten.numpy_T, torch.ops.aten.mT)  # the same since 2.14
-        or (node.target in ("transpose", torch.transpose, "swapaxes", "permute") and swapped)
+        or (node.target in ("transpose", torch.transpose, "swapaxes") and swapped)
+        or (node.target == "permute" and permuted)
     )
     inner = node.args[0]
     return inner if turned and _dims(inner) == 2 and isinstance(inner, fx.Node) else None
@@ -177,7 +180,9 @@ def _is_parameter(node: Any) -> bool:
 def _addmm(node: fx.Node) -> Linear | None:
     given = arguments(node, "input", "mat1", "mat2")
     bias, x, right = given.get("input"), given.get("mat1"), given.get("mat2")
-    if any(given.get(scale, 1) != 1 for scale in ("beta", "alpha")) or "out" in given:
+    if any(given.pop(scale, 1) != 1 for scale in ("beta", "alpha")):
+        return None
+    if len(given) > 3 or len(node.args) > 3:
         return None
     return _product(x, right, bias, node) if _dims(bias) == 1 else None
 
