@@ -307,6 +307,19 @@ def test_a_bad_file_is_one_sentence(command: str, here: Path) -> None:
         assert said in sentence(result)
 
 
+def test_a_factory_that_fails_is_one_sentence(here: Path) -> None:
+    (here / "failing.py").write_text(
+        "def disk(): raise OSError('on fire')\ndef key(): return {}['x']\ndef right(): assert False\n"
+    )
+    (here / "ends.py").write_text("raise SystemExit(2)")
+    raised = {"disk": "OSError: on fire", "key": "KeyError: 'x'", "right": "AssertionError"}
+    said = {f"failing.py:{name}": f"failing.py:{name}() raised {e}" for name, e in raised.items()}
+    for model, what in (said | {"ends.py:net": "cannot be imported: SystemExit"}).items():
+        result = call("explain", model, "--device", "cpu")
+        assert result.exit_code == 2
+        assert what in sentence(result)
+
+
 @pytest.mark.parametrize("command", ["bench", "check"])
 def test_a_model_without_a_chain_exits_1(command: str, here: Path) -> None:
     (here / "model.py").write_text(NO_CHAIN)

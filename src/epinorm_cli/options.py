@@ -127,7 +127,9 @@ def one_sentence() -> Iterator[None]:
         raise fail("out of GPU memory; try a larger --scale or a 16-bit --dtype", 2) from error
     except KeyboardInterrupt as error:
         raise fail("interrupted; no result was written", INTERRUPTED) from error
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+    except (typer.Exit, BrokenPipeError):  # typer's own: the second ends without a word
+        raise
+    except Exception as error:
         raise fail(
             f"{error} ({type(error).__name__}; EPINORM_TRACEBACK=1 shows where)", 2
         ) from error

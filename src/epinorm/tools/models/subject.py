@@ -96,9 +96,10 @@ def load_subject(text: str, small: bool = False) -> Subject:
         return Subject(Path(module).stem, lambda: problem.make(torch.float32, "cpu"))
     try:
         factory = getattr(_imported(module), name)
-    except (ImportError, AttributeError, OSError, SyntaxError) as error:
-        raise ValueError(f"{text!r} cannot be imported: {error}") from error
-    return Subject(name, lambda: _made(text, factory()))
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{text!r} cannot be imported: {said}") from error
+    return Subject(name, lambda: _made(text, factory))
 
 
 def _imported(module: str) -> ModuleType:
@@ -117,7 +118,11 @@ def _imported(module: str) -> ModuleType:
     return found
 
 
-def _made(text: str, made: Any) -> Made:
+def _made(text: str, factory: Callable[[], Any]) -> Made:
+    try:
+        made = factory()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{text}() raised {type(error).__name__}: {error}") from error
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         model, inputs = made
         inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
