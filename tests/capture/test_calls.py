@@ -139,7 +139,7 @@ def test_the_users_settings_of_dynamo_do_not_matter(pair: Any, x: Any) -> None:
 def test_a_stance_that_delays_compiling_runs_the_models_own_code(
     pair: Any, x: Any, caplog: pytest.LogCaptureFixture, stance: str
 ) -> None:
-    """PyTorch would ask for a backend that it does not find, at the first call or at a later one."""
+    """PyTorch would ask for a backend that it does not find, at the first call or later."""
     model, fused = pair
     for rows in (2, 3, 3, 4):
         with torch.compiler.set_stance(stance):
