@@ -135,6 +135,21 @@ def test_the_users_settings_of_dynamo_do_not_matter(pair: Any, x: Any) -> None:
     assert epinorm.explain(fused).fused == 1
 
 
+@pytest.mark.parametrize("stance", ["eager_then_compile", "aot_eager_then_compile"])
+def test_a_stance_that_delays_compiling_runs_the_models_own_code(
+    pair: Any, x: Any, caplog: pytest.LogCaptureFixture, stance: str
+) -> None:
+    """PyTorch would ask for a backend that it does not find, at the first call or later."""
+    model, fused = pair
+    for rows in (2, 3, 3, 4):
+        with torch.compiler.set_stance(stance):
+            assert_same(fused(x[:rows]), model(x[:rows]))
+    assert caplog.text.count(stance) == 1
+    for _ in range(2):
+        assert_same(fused(x), model(x))
+    assert epinorm.explain(fused).fused == 1
+
+
 @pytest.mark.parametrize(
     "other", [torch.randn(ROWS, 1), torch.randn(N), torch.randn(2, ROWS, N), 2.5, 1]
 )

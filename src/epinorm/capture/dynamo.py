@@ -64,6 +64,10 @@ _DYNAMO = {
     "suppress_errors": False,
     "repro_after": None,
     "nested_graph_breaks": False,
+    # And those that cost time at each call: marks for profilers, a guard in Python for each object
+    # that is read in two places, which only serves the recursive tags that are off above.
+    "record_runtime_overhead": False,
+    "use_lamba_guard_for_object_aliasing": False,
 }
 _ATTEMPTS = 3
 
@@ -121,9 +125,14 @@ def _has_zero(gm: fx.GraphModule) -> bool:
     return any(_is_zero(v) for n in gm.graph.nodes for v in pytree.tree_leaves((n.args, n.kwargs)))
 
 
+def _no_guard(*_: Any) -> None: ...
+
+
 @contextmanager
-def _zeros_with_signs(has_zero: Callable[[], bool]) -> Iterator[None]:
-    """Dynamo's guard of a float takes -0.0 for 0.0: where has_zero, let one look at the sign."""
+def _guards_as_needed(has_zero: Callable[[], bool]) -> Iterator[None]:
+    """Dynamo's guard of a float takes -0.0 for 0.0: where has_zero, let one look at the sign. None
+    looks which hooks wait for saved tensors: the graph, which nothing compiles, does not depend on
+    them."""
     matches: Any = GuardBuilder.EQUALS_MATCH
 
     @functools.wraps(matches)
@@ -140,7 +149,11 @@ def _zeros_with_signs(has_zero: Callable[[], bool]) -> Iterator[None]:
         except TypeError:  # PyTorch 2.9 and 2.10
             add(*facts)
 
-    with mock.patch.object(GuardBuilder, "EQUALS_MATCH", equals_match):
+    patched: dict[str, Any] = {
+        "EQUALS_MATCH": equals_match,
+        "AUTOGRAD_SAVED_TENSORS_HOOKS": _no_guard,
+    }
+    with mock.patch.multiple(GuardBuilder, **patched):
         yield
 
 
@@ -149,20 +162,22 @@ class Callback:
 
     A failure to capture leaves the frame to Python: an error of the model's own is raised there as
     without us. A frame that failed is tried again a few times.
+
+    Dynamo keeps what it captured under this object, as it names no ``_torchdynamo_orig_backend``:
+    following such names to the innermost takes a tenth of a small call's instructions.
     """
 
     def __init__(self, inner: Any, name: str, see: Callable[[Any], None]) -> None:
-        self._torchdynamo_orig_backend = inner
         self._inner, self._name, self._see = inner, name, see
         self._failures: Counter[Any] = Counter()
         self.has_zero = False  # of the graph that is captured; one at a time is
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         code = frame.f_code
-        signs = _zeros_with_signs(lambda: self.has_zero)
+        guards = _guards_as_needed(lambda: self.has_zero)
         settings = {key: v for key, v in _DYNAMO.items() if hasattr(dynamo.config, key)}
         try:
-            with dynamo.config.patch(settings), _answers_as_in_eager(), signs:
+            with dynamo.config.patch(settings), _answers_as_in_eager(), guards:
                 self.has_zero = False
                 result = self._inner(frame, *arguments)
         except Exception as error:

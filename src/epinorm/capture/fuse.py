@@ -33,13 +33,16 @@ _MOST_CAPTURES = 16
 
 _waiting_transforms = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_script_trace = torch._C._get_tracing_state
+_is_script_tracing = torch._C._is_tracing
 _is_compiling = torch.compiler.is_compiling
 _symbolic_trace: Any = torch.fx._symbolic_trace
 _is_symbolic_tracing = getattr(
     _symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing
 )
 _callback_of_thread = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_eval_frame: Any = dynamo.eval_frame
+_DELAYING_STANCES = ("eager_then_compile", "aot_eager_then_compile")
+"""Under which Dynamo looks for a backend where ours is not, and raises."""
 
 
 _Wrapper = nn.parallel.DistributedDataParallel
@@ -130,8 +133,8 @@ class Fused:
         which then costs nothing but this look. Now and then what was captured runs all the same,
         as there may be more to gain in a model that has changed. Under hooks for saved tensors it
         always does: checkpointing compares what two runs of a call save, which is not the same."""
-        has_hooks = saving_hooks(False) is not None
-        key = _likeness(model, args, kwargs) if self.as_written and not has_hooks else None
+        looks = self.as_written and saving_hooks(False) is None
+        key = _likeness(model, args, kwargs) if looks else None
         if key is not None and (left := self.as_written.get(key, 0)) > 0:
             self.as_written[key] = left - 1
             return own(*args, **kwargs)
@@ -196,8 +199,9 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
         if (
             _waiting_transforms() is not None
             or _dispatch_modes()
-            or _script_trace() is not None
+            or _is_script_tracing()
             or _is_compiling()
+            or _eval_frame._stance.stance in _DELAYING_STANCES
             or _callback_of_thread() is not None
             or _is_symbolic_tracing()
             or _has_any_global_hook()
@@ -233,8 +237,10 @@ def _as_written(
         reason = "within torch.compile, whose backend may be 'epinorm'"
     elif _waiting_transforms() is not None:
         reason = "under torch.func"
-    elif _script_trace() is not None or _is_compiling():
+    elif _is_script_tracing() or _is_compiling():
         reason = "while it is traced or exported"
+    elif _eval_frame._stance.stance in _DELAYING_STANCES:
+        reason = f"under torch.compiler's stance {_eval_frame._stance.stance!r}"
     else:
         reason = "" if callback is not None else "under a dispatch mode"
     if reason:
