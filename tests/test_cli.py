@@ -309,7 +309,9 @@ def test_a_bad_file_is_one_sentence(command: str, here: Path) -> None:
 
 def test_a_factory_that_fails_is_one_sentence(here: Path) -> None:
     (here / "failing.py").write_text(
-        "def disk(): raise OSError('on fire')\ndef key(): return {}['x']\ndef right(): assert False\n"
+        "def disk(): raise OSError('on fire')\n"
+        "def key(): return {}['x']\n"
+        "def right(): assert False\n"
     )
     (here / "ends.py").write_text("raise SystemExit(2)")
     raised = {"disk": "OSError: on fire", "key": "KeyError: 'x'", "right": "AssertionError"}

@@ -211,8 +211,8 @@ def test_the_precision_setting_is_read_at_each_call(gpu: Any) -> None:
 
 
 def test_few_functions_stand_between_a_call_and_its_kernel(gpu: Any) -> None:
-    """Of Python's, TorchDynamo's included: 27 to 31 with PyTorch 2.9 to 2.15. Counted, since time on
-    a machine that others use says little; benchmarks/instructions.py counts instructions."""
+    """Of Python's, TorchDynamo's included: 27 to 31 with PyTorch 2.9 to 2.15. Counted, since time
+    on a machine that others use says little; benchmarks/instructions.py counts instructions."""
     fused, x = epinorm.fuse(randomised(Model()).bfloat16()), torch.randn(ROWS, K).bfloat16()
     entered: list[str] = []
 
