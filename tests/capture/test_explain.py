@@ -106,6 +106,20 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         model(lambda s, x: F.layer_norm(s.fc(x).transpose(0, 1), (ROWS,))),
         "transpose makes columns of its rows",
     ),
+    "turned and turned back": (
+        model(lambda s, x: s.norm(s.fc(x).transpose(0, 1).unflatten(0, (4, -1)).flatten(0, 1).t())),
+        "transpose makes columns of its rows and t rows of them again: without these two",
+    ),
+    "convolved in between": (  # as DaViT's
+        model(
+            lambda s, x: s.norm(
+                (lambda h: h + F.conv1d(h, torch.ones(N, 1, 3), padding=1, groups=N))(
+                    s.fc(x[None]).transpose(1, 2)
+                ).transpose(1, 2)
+            )
+        ),
+        "columns of its rows, which add reads before transpose makes them rows again",
+    ),
     "two dimensions": (model(two_dimensions), "its norm spans 2 dimensions"),
     "batch norm": (model(Model.forward, norm=nn.BatchNorm1d(N)), "its norm is BatchNorm"),
     "group norm of rows": (

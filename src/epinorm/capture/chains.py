@@ -13,7 +13,14 @@ from epinorm.capture.attention import SWAPPED
 from epinorm.capture.found import Found, Place, Step, gather, unfit
 from epinorm.capture.moves import can_move, moves_rows, turns_rows
 from epinorm.capture.norms import NormRead, read_norm_function
-from epinorm.capture.obstacles import WHY_WHOLE, paths_to_norms, takes_apart, watched, why_no_step
+from epinorm.capture.obstacles import (
+    WHY_WHOLE,
+    paths_to_norms,
+    takes_apart,
+    watched,
+    why_columns,
+    why_no_step,
+)
 from epinorm.capture.purity import (
     changed_argument,
     changes,
@@ -368,7 +375,7 @@ class _Walk:
         """The places that chains would have, were it not for the obstacle at ``current``."""
         nodes = tuple(step.end for step in self.steps)
         return [
-            Place(self.start, path[-1], (*nodes, *path), None, obstacle)
+            Place(self.start, path[-1], (*nodes, *path), None, why_columns(path) or obstacle)
             for path in paths_to_norms(current, self.taken, _DEPTH_OF_SEARCH)
         ]
 

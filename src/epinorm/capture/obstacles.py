@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from epinorm.capture.regions import exits, read_norm
 from epinorm.capture.spelling import (
     is_cast,
     is_dropout,
+    is_view,
     name_of,
     read_binary,
     read_linear,
@@ -21,6 +23,7 @@ from epinorm.capture.spelling import (
     same_shape,
 )
 
+_TURNING = ("t", "transpose", "permute", "swapaxes")
 WHY_WHOLE = "epinorm_why_one_linear"
 """In the meta of a Linear whose parts reach norms: why they are no Linears of their own."""
 
@@ -34,7 +37,7 @@ def why_no_step(node: fx.Node, x: fx.Node, n: Any, dropout: bool | None = None) 
             f"{name_of(node)} puts its rows in another order: that is served in front of sums, and "
             "where the Linear has no more inputs than outputs"
         )
-    if name_of(node) in ("t", "transpose", "permute", "swapaxes"):
+    if name_of(node) in _TURNING:
         return (
             f"{name_of(node)} makes columns of its rows, and a chain's norm is over rows as the "
             "Linear makes them"
@@ -46,6 +49,28 @@ def why_no_step(node: fx.Node, x: fx.Node, n: Any, dropout: bool | None = None) 
             "are transposed"
         )
     return f"{name_of(node)} is not a pointwise operation of a chain"
+
+
+def why_columns(path: Sequence[fx.Node]) -> str | None:
+    """Of a path to a norm that makes columns of rows, and rows of them again: what reads the
+    columns in between; None for any other."""
+    turns = [node for node in path[:-1] if name_of(node) in _TURNING]
+    if len(turns) < 2 or turns[0] is not path[0]:
+        return None
+    value, made = value_of(path[0].args[0]), value_of(turns[-1])
+    if value is None or made is None or not same_shape(value.shape[-1:], made.shape[-1:]):
+        return None
+    within = path[1 : path.index(turns[-1])]
+    between = dict.fromkeys(name_of(node) for node in within if not is_view(node))
+    if not between:
+        return (
+            f"{name_of(path[0])} makes columns of its rows and {name_of(turns[-1])} rows of them "
+            "again: without these two it is served"
+        )
+    return (
+        f"{name_of(path[0])} makes columns of its rows, which {', '.join(between)} reads before "
+        f"{name_of(turns[-1])} makes them rows again: a chain's operations are over rows"
+    )
 
 
 def watched(kept: fx.Node, always: bool) -> str | None:
