@@ -115,9 +115,8 @@ class Fused:
         """Begin anew for classes that changed; False if they keep changing."""
         self.times += 1
         if self.times > _MOST_CAPTURES:
-            log_once(
-                f"{type(model).__name__} runs its own code, unfused: its classes keep changing"
-            )
+            name = type(model).__name__
+            log_once(f"{name} runs its own code, unfused: its classes keep changing")
             return False
         self.capture(model)
         return True
@@ -139,10 +138,8 @@ class Fused:
             self.as_written[key] = left - 1
             return own(*args, **kwargs)
         before = self.recorder.uses.count
-        if self.is_unit:
-            result = self.run_unit(model, args, kwargs)
-        else:
-            result = self.captured(model, args, kwargs)
+        run = self.run_unit if self.is_unit else self.captured
+        result = run(model, args, kwargs)
         if self.recorder.uses.count > before or self.settings.strict:
             return result
         if (key := key or _likeness(model, args, kwargs)) is not None:
