@@ -203,13 +203,11 @@ def _lies_unseen(found: Found, linear: Tensor) -> bool:
 def _unfit_dtypes(
     found: Found, steps: Sequence[Step], values: list[Tensor], linear: Tensor, end: Tensor
 ) -> str | None:
-    several = "its tensors are of several dtypes: " + ", ".join(
-        sorted({str(v.dtype).removeprefix("torch.") for v in values})
+    changes_dtype = any(
+        tensor_of(step.end).dtype != tensor_of(step.end.args[0]).dtype
+        for step in steps
+        if step.kind == "norm" and len(step.nodes) == 1
     )
-    changes_dtype = [
-        s for s in steps if s.kind == "norm" and len(s.nodes) == 1
-        and tensor_of(s.end).dtype != tensor_of(s.end.args[0]).dtype
-    ]  # fmt: skip
     inputs = {v.dtype for v in values[:2]}
     if inputs != {linear.dtype} or changes_dtype:  # autocast
         if linear.device.type != "cuda":
@@ -221,7 +219,8 @@ def _unfit_dtypes(
             return "autocast gives what enters the norm another dtype"
         return None if end.dtype == torch.float32 else "autocast gives it another dtype"
     if any(v.dtype != linear.dtype for v in values):
-        return several
+        dtypes = sorted({str(v.dtype).removeprefix("torch.") for v in values})
+        return f"its tensors are of several dtypes: {', '.join(dtypes)}"
     kept = value_of(found.kept)
     if kept is not None and kept.dtype != linear.dtype:
         return f"what enters the norm is {kept.dtype}, the linear layer's result {linear.dtype}"

@@ -45,13 +45,10 @@ _DELAYING_STANCES = ("eager_then_compile", "aot_eager_then_compile")
 """Under which Dynamo looks for a backend where ours is not, and raises."""
 
 
-_Wrapper = nn.parallel.DistributedDataParallel
-
-
 def _innermost_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """What is captured by itself, by name: the modules that ``fully_shard`` made, but for those
     around others, or what DistributedDataParallel wraps."""
-    if isinstance(model, _Wrapper):
+    if isinstance(model, nn.parallel.DistributedDataParallel):
         return [("module", model.module)]
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -164,7 +161,9 @@ class Fused:
                 within = Fused(unit, self.settings, f"{self.name}.{name}".strip("."))
                 unit.__dict__["_compiled_call_impl"] = within.call
         self.units = units
-        self.leaves_rest = bool(units) and not isinstance(model, _Wrapper)
+        self.leaves_rest = bool(units) and not isinstance(
+            model, nn.parallel.DistributedDataParallel
+        )
         if self.leaves_rest:
             log_once(f"{type(model).__name__}: what is outside of fully_shard's units is not fused")
         if is_unit != self.is_unit:
