@@ -10,7 +10,7 @@ from torch import nn
 from epinorm import Chain, GroupNorm, LayerNorm, LinearNorm, RMSNorm, linear_norm
 from epinorm.capture.backend import compile_graph
 from epinorm.chain import reference
-from epinorm.operator import ops
+from epinorm.operator import schema
 from epinorm.operator.functional import apply_chain
 from epinorm.problem import Strategy
 from epinorm.tools.accuracy import allowed_error, relative_error
@@ -122,7 +122,7 @@ def test_opcheck_on_cuda():
     linear, norm = made.linear, made.norm
     x = torch.randn(8, 256, device="cuda", requires_grad=True)
     arguments = (x, linear.weight, linear.bias, norm.weight, norm.bias, [])
-    torch.library.opcheck(ops.linear_norm, (*arguments, made.chain, "auto", False, None))
+    torch.library.opcheck(schema.linear_norm, (*arguments, made.chain, "auto", False, None))
 
 
 def test_empty_batch():

@@ -26,6 +26,7 @@ _NOT_CALLED = (
     "It was not called since it was fused: call it as model(x), which is what is fused, or "
     "explain(model, *inputs). Submodules that are called by themselves are to be fused themselves."
 )
+_NOT_FUSED = "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
 _SHAPE = re.compile(r"\[[^]]*\]")
 _COLUMNS = ("chain", "where", "fused", "strategy", "gain", "why")
 
@@ -169,26 +170,20 @@ def explain(model: nn.Module, *example_inputs: Any, **example_arguments: Any) ->
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    fused = fused_of(model)
-    name = type(model).__name__
-    no_forward = without_forward(model)
-    if no_forward and (example_inputs or example_arguments):
-        return Explanation(name, (), (no_forward,), seen=False)
-    if example_inputs or example_arguments:
-        settings = fused.settings if fused is not None else checked_settings("auto", False, "once")
-        return _without_values(name, model, settings, example_inputs, example_arguments)
+    name, note = type(model).__name__, without_forward(model)
     # Its parts may be fused by themselves, as those that fully_shard or DDP stand around.
     known = [found for m in model.modules() if (found := fused_of(m)) is not None]
-    if not known:
-        note = no_forward or "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
-        return Explanation(name, (), (note,), seen=False)
     recorders = [found.recorder for found in known]
-    if not any(recorder.graphs for recorder in recorders):
-        note = no_forward or _NOT_CALLED
-        return Explanation(name, (), (note,), seen=False)
-    apart = any(found.leaves_rest for found in known)
-    notes = ("What is outside of fully_shard's units is not fused.",) * apart
-    return _explanation(name, recorders, notes)
+    if example_inputs or example_arguments:
+        if not note:
+            fused = fused_of(model)
+            settings = fused.settings if fused else checked_settings("auto", False, "once")
+            return _without_values(name, model, settings, example_inputs, example_arguments)
+    elif any(recorder.graphs for recorder in recorders):
+        apart = any(found.leaves_rest for found in known)
+        notes = ("What is outside of fully_shard's units is not fused.",) * apart
+        return _explanation(name, recorders, notes)
+    return Explanation(name, (), (note or (_NOT_CALLED if known else _NOT_FUSED),), seen=False)
 
 
 def _without_values(

@@ -155,11 +155,10 @@ def _absorb(found: Found, step: Step, seen_norm: bool) -> bool:
 
 def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     """Why the operator would not compute what these nodes compute, in shapes and dtypes."""
-    values = [value_of(node) for node in found.reads]
-    if any(value is None for value in values):
+    values = [value for node in found.reads if (value := value_of(node)) is not None]
+    if len(values) < len(found.reads):
         return "something other than a tensor takes part in it"
     for value in values:
-        assert value is not None
         strided = value.layout is torch.strided and not value.is_nested
         subclass = is_traceable_wrapper_subclass(value) and not is_distributed((value,))
         if subclass or not strided:
@@ -183,7 +182,7 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     reached = (*values, *map(value_of, found.nodes))
     if len({value.device for value in reached if value is not None}) > 1:
         return "its tensors are on several devices"
-    return _unfit_dtypes(found, steps, linear, end)
+    return _unfit_dtypes(found, steps, values, linear, end)
 
 
 def _lies_unseen(found: Found, linear: Tensor) -> bool:
@@ -201,15 +200,14 @@ def _lies_unseen(found: Found, linear: Tensor) -> bool:
     return is_unseen(laid, found.nodes)
 
 
-def _unfit_dtypes(found: Found, steps: Sequence[Step], linear: Tensor, end: Tensor) -> str | None:
-    values: list[Any] = [value_of(node) for node in found.reads]
-    several = "its tensors are of several dtypes: " + ", ".join(
-        sorted({str(v.dtype).removeprefix("torch.") for v in values})
+def _unfit_dtypes(
+    found: Found, steps: Sequence[Step], values: list[Tensor], linear: Tensor, end: Tensor
+) -> str | None:
+    changes_dtype = any(
+        tensor_of(step.end).dtype != tensor_of(step.end.args[0]).dtype
+        for step in steps
+        if step.kind == "norm" and len(step.nodes) == 1
     )
-    changes_dtype = [
-        s for s in steps if s.kind == "norm" and len(s.nodes) == 1
-        and tensor_of(s.end).dtype != tensor_of(s.end.args[0]).dtype
-    ]  # fmt: skip
     inputs = {v.dtype for v in values[:2]}
     if inputs != {linear.dtype} or changes_dtype:  # autocast
         if linear.device.type != "cuda":
@@ -221,7 +219,8 @@ def _unfit_dtypes(found: Found, steps: Sequence[Step], linear: Tensor, end: Tens
             return "autocast gives what enters the norm another dtype"
         return None if end.dtype == torch.float32 else "autocast gives it another dtype"
     if any(v.dtype != linear.dtype for v in values):
-        return several
+        dtypes = sorted({str(v.dtype).removeprefix("torch.") for v in values})
+        return f"its tensors are of several dtypes: {', '.join(dtypes)}"
     kept = value_of(found.kept)
     if kept is not None and kept.dtype != linear.dtype:
         return f"what enters the norm is {kept.dtype}, the linear layer's result {linear.dtype}"

@@ -45,13 +45,10 @@ _DELAYING_STANCES = ("eager_then_compile", "aot_eager_then_compile")
 """Under which Dynamo looks for a backend where ours is not, and raises."""
 
 
-_Wrapper = nn.parallel.DistributedDataParallel
-
-
 def _innermost_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """What is captured by itself, by name: the modules that ``fully_shard`` made, but for those
     around others, or what DistributedDataParallel wraps."""
-    if isinstance(model, _Wrapper):
+    if isinstance(model, nn.parallel.DistributedDataParallel):
         return [("module", model.module)]
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -115,9 +112,8 @@ class Fused:
         """Begin anew for classes that changed; False if they keep changing."""
         self.times += 1
         if self.times > _MOST_CAPTURES:
-            log_once(
-                f"{type(model).__name__} runs its own code, unfused: its classes keep changing"
-            )
+            name = type(model).__name__
+            log_once(f"{name} runs its own code, unfused: its classes keep changing")
             return False
         self.capture(model)
         return True
@@ -139,10 +135,8 @@ class Fused:
             self.as_written[key] = left - 1
             return own(*args, **kwargs)
         before = self.recorder.uses.count
-        if self.is_unit:
-            result = self.run_unit(model, args, kwargs)
-        else:
-            result = self.captured(model, args, kwargs)
+        run = self.run_unit if self.is_unit else self.captured
+        result = run(model, args, kwargs)
         if self.recorder.uses.count > before or self.settings.strict:
             return result
         if (key := key or _likeness(model, args, kwargs)) is not None:
@@ -167,7 +161,9 @@ class Fused:
                 within = Fused(unit, self.settings, f"{self.name}.{name}".strip("."))
                 unit.__dict__["_compiled_call_impl"] = within.call
         self.units = units
-        self.leaves_rest = bool(units) and not isinstance(model, _Wrapper)
+        self.leaves_rest = bool(units) and not isinstance(
+            model, nn.parallel.DistributedDataParallel
+        )
         if self.leaves_rest:
             log_once(f"{type(model).__name__}: what is outside of fully_shard's units is not fused")
         if is_unit != self.is_unit:

@@ -55,7 +55,7 @@ class Recorder:
     def __init__(self, settings: Settings, model: nn.Module, name: str = "") -> None:
         self.settings = settings
         self.saw_frames = False
-        self._prefix = f"{name}." if name else ""
+        self._name = name
         self.graphs: list[Captured] = []
         self.watched: list[tuple[type, str, Any]] = []
         self._model = model
@@ -63,8 +63,8 @@ class Recorder:
         self.uses = Uses()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        model = self._model
-        names = self._names(model)
+        model, modules = self._model, self._model.named_modules()
+        names = {str(id(m)): f"{self._name}.{name}".strip(".") for name, m in modules}
 
         def caller(place: Place, chain: str) -> Apply:
             return self._caller(layer_of(place.linear, names), chain, place.has_norm)
@@ -74,9 +74,9 @@ class Recorder:
         inputs = dict(zip(placeholders, example_inputs, strict=True))
         captured = record(gm, found.places, found.linears, names, inputs)
         self.graphs.append(captured)
-        where = f"{type(model).__name__} {self._prefix.strip('.')}".strip()
+        where = f"{type(model).__name__} {self._name}".strip()
         _log.info("epinorm: %s: %s", where, captured)
-        self._watch(() if model is None else {type(m) for m in model.modules()})
+        self._watch({type(m) for m in model.modules()})
         unfused = [site for site in captured.sites if site.obstacle]
         if self.settings.strict and unfused:
             return _refusing(unfused[0])
@@ -108,10 +108,6 @@ class Recorder:
     def _add(self, owner: type, name: str, value: Any) -> None:
         if not any(o is owner and n == name and v is value for o, n, v in self.watched):
             self.watched.append((owner, name, value))
-
-    def _names(self, model: nn.Module) -> dict[str, str]:
-        named = model.named_modules()
-        return {str(id(m)): f"{self._prefix}{name}".strip(".") for name, m in named}
 
     def see(self, frame: Any) -> None:
         """Watch what a captured frame reads, also where it had no graph."""

@@ -91,20 +91,8 @@ _OR_AT = "=" if TorchVersion(torch.__version__) < "2.14" else ""
 """torch.clamp passes the gradient at its bounds themselves before 2.14; hardtanh never does."""
 
 
-def _clamp(x: Tensor, low: float, high: float) -> Tensor:
-    return torch.clamp(x, low, high)
-
-
 def _smooth(*_: float) -> tuple[float, ...]:
     return ()
-
-
-def _at_zero(*_: float) -> tuple[float, ...]:
-    return (0.0,)
-
-
-def _at_bounds(low: float, high: float) -> tuple[float, ...]:
-    return (low, high)
 
 
 _aten = torch.ops.aten
@@ -120,7 +108,7 @@ _TANH_INNER = (
 _ARITHMETIC: Any = {"modules": {}, "functions": (), "kinks": _smooth, "homogeneous": False}
 """What users write with operators, whose other side decides what is meant: capture/spelling.py."""
 _SMOOTH: Any = {"kinks": _smooth, "homogeneous": False}
-_RECTIFIER: Any = {"kinks": _at_zero, "homogeneous": True}
+_RECTIFIER: Any = {"kinks": lambda *_: (0.0,), "homogeneous": True}
 
 
 def _with_tensor(
@@ -266,13 +254,13 @@ ACTIVATIONS = (
         {"min_val": -1.0, "max_val": 1.0},
         modules={nn.Hardtanh: ("min_val", "max_val"), nn.ReLU6: ("min_val", "max_val")},
         functions=(F.hardtanh, F.hardtanh_, _aten.hardtanh),
-        kinks=_at_bounds,
+        kinks=lambda low, high: (low, high),
         homogeneous=False,
         selects=True,
     ),
     Definition(
         "clamp",
-        _clamp,
+        torch.clamp,
         "return at_most(at_least(x, min), max);",
         f"return x >{_OR_AT} min && x <{_OR_AT} max ? g : T(0);",
         {"min": -math.inf, "max": math.inf},
@@ -285,7 +273,7 @@ ACTIVATIONS = (
             **dict.fromkeys((torch.clamp_min, _aten.clamp_min, "clamp_min"), ("min",)),
             **dict.fromkeys((torch.clamp_max, _aten.clamp_max, "clamp_max"), ("max",)),
         },
-        kinks=_at_bounds,
+        kinks=lambda low, high: (low, high),
         homogeneous=False,
         selects=True,
     ),

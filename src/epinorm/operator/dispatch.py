@@ -124,7 +124,7 @@ class Caller:
 
     def _disturbed(self, tensors: tuple[Any, ...]) -> Results:
         """As a call, where a mode, a transform or autocast may want it."""
-        x, results, prepared = tensors[0], None, False
+        x, prepared = tensors[0], False
         kind = x.device.type
         has_autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
         if has_autocast and is_under_autocast_alone():
@@ -132,15 +132,12 @@ class Caller:
                 # These mix dtypes as no kernel of ours does.
                 return self._layers.results(self._constants, *tensors)
             prepared = kind == "cuda" and self._casts and x.dtype != torch.float64
-        facts = self._autocast_training if _is_grad_enabled() else self._autocast_facts
         if prepared:
+            facts = self._autocast_training if _is_grad_enabled() else self._autocast_facts
             results = self.again(tensors, facts)
-        if results is None and prepared:
-            results = self._first(tensors, facts)
-        if results is None:
-            self._uses.count += 1
-            results = call(*(*tensors[:5], tensors[5:], *self.facts[:3]))
-        return self._asked(results)
+            return self._asked(self._first(tensors, facts) if results is None else results)
+        self._uses.count += 1
+        return self._asked(call(*(*tensors[:5], tensors[5:], *self.facts[:3])))
 
     def _asked(self, results: Results) -> Results:
         """Without a sum that was computed to be kept alone."""
