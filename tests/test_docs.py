@@ -68,6 +68,13 @@ def test_messages_that_troubleshooting_explains_are_those_of_the_source() -> Non
         assert any(run in written for run in runs), message
 
 
+def test_the_settings_page_names_every_variable_that_is_read() -> None:
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    read = re.findall(r'(?:VARIABLE = |environ\.get\()"(EPINORM_\w+)"', source)
+    page = (DOCS / "reference" / "settings.md").read_text("utf-8")
+    assert set(read) == set(re.findall(r"`(EPINORM_\w+)`", page))
+
+
 def test_a_link_that_leads_nowhere_fails_the_strict_build(tmp_path: Path) -> None:
     """As `make docs` calls it: --quiet would keep `strict` from seeing any warning."""
     (recipe,) = re.findall(r"mkdocs \$\(or \$\(ARGS\),(.+)\)\n", (ROOT / "Makefile").read_text())
