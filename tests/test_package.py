@@ -154,6 +154,28 @@ def test_importing_takes_little_beside_pytorch() -> None:
     assert min(later) < 0.040, (first, later)
 
 
+SEEN = """
+import sys, torch
+seen = []
+def note(event, given):
+    acts = ("socket", "subprocess", "_thread", "tempfile")
+    written = event == "open" and set(given[1] or "") & set("wax+")
+    if written or event.partition(".")[0] in acts or event in ("os.mkdir", "os.fork"):
+        seen.append((event, given))
+sys.addaudithook(note)
+import epinorm
+print(seen)
+"""
+
+
+def test_importing_writes_nothing_and_starts_nothing() -> None:
+    """As the page of settings says."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-B", "-c", SEEN]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_the_version_is_the_same_wherever_it_stands() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
     released = re.findall(r"^## (\d\S*)", changelog, re.MULTILINE)

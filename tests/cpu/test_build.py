@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import epinorm
 from epinorm.backends import cache, memo
 from epinorm.backends.cpu import abi, build, supports
+from epinorm.tools import environment
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes import Process
@@ -292,6 +294,26 @@ def test_without_a_compiler(tmp_path):
 def test_compiler_named_in_cxx_is_missing(tmp_path):
     out, _ = run(tmp_path, CXX="no-such-compiler")
     assert "there is no C++ compiler: CXX=no-such-compiler is not a program" in out
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_warning_names_the_users_line(monkeypatch, fused):
+    monkeypatch.setenv("CXX", f"no-such-compiler-{fused}")
+    layer = epinorm.LinearNorm(64, 64, norm=epinorm.GroupNorm(8), post=f"scale({1.25 + fused})")
+    model = epinorm.fuse(torch.nn.Sequential(layer)) if fused else layer
+    with pytest.warns(UserWarning, match="computes with PyTorch's own layers") as caught:
+        model(torch.randn(2048, 64))
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_info_names_the_compiler_that_builds(monkeypatch, tmp_path):
+    """Not one that is refused."""
+    (tmp_path / "clang++").touch(mode=0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.facts()["host compiler"] is None
+    (tmp_path / "g++").touch(mode=0o755)
+    assert environment.facts()["host compiler"] == str(tmp_path / "g++")
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def write(key: str, facts: Mapping[str, str | int], payload: bytes) -> bool:
         _prune(folder, limit, keep=key)
     except (_Refused, OSError) as error:
         said = f"epinorm: {_reason(error)}; kernels are compiled anew in each process"
+        said += " until EPINORM_CACHE_DIR names a folder that can be used"
         warn_once(said, RuntimeWarning, "cache write")
         return False
     return True

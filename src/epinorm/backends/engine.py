@@ -69,7 +69,7 @@ def plan_for(problem: Problem, strategy: Strategy = "auto", strict: bool = False
         raise RuntimeError(f"strict=True, and nothing faster than PyTorch serves: {plan.reason}")
     if kind == "cuda" and not plan.chosen:
         warn_once(
-            f"epinorm computes through plain PyTorch here: {plan.reason} "
+            f"epinorm computes with PyTorch's own layers: {plan.reason} "
             "(strict=True makes this an error)"
         )
     return plan

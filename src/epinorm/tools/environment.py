@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from importlib import metadata
 
 import torch
@@ -14,6 +13,7 @@ def facts() -> dict[str, str | None]:
     """Name → value, in the order in which to show them; None where a thing is not there."""
     import epinorm
     from epinorm.backends import cache
+    from epinorm.backends.cpu.build import compiler_path
 
     known: dict[str, str | None] = {
         "epinorm": epinorm.__version__,
@@ -23,7 +23,7 @@ def facts() -> dict[str, str | None]:
         "gpu": _gpus(),
         "cuda-core": _version("cuda-core"),
         "kernel compiler": _nvrtc(),
-        "host compiler": _host_compiler(),
+        "host compiler": compiler_path(),
     }
     state = cache.info()
     known["kernel cache"] = (
@@ -65,14 +65,6 @@ def _nvrtc() -> str | None:
     except RuntimeError as error:  # the bindings are there, the library is not
         return f"NVRTC cannot be loaded: {error}"
     return f"NVRTC {major}.{minor}"
-
-
-def _host_compiler() -> str | None:
-    """The C++ compiler that torch.compile on the CPU and epinorm's CPU kernel would use."""
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return path
-    return None
 
 
 def _supported() -> str:

@@ -65,7 +65,7 @@ def compiler_problem() -> str | None:
     """None where a compiler is found, or one sentence that says what is missing. Starts nothing."""
     if sys.platform != "linux":
         return f"the CPU kernels are built on Linux only, and this is {sys.platform}"
-    if _compiler_path() is None:
+    if compiler_path() is None:
         wanted = os.environ.get("CXX")
         return (
             f"there is no C++ compiler: CXX={wanted} is not a program"
@@ -265,7 +265,8 @@ def _open(code: bytes) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
 
 
-def _compiler_path() -> str | None:
+def compiler_path() -> str | None:
+    """What compiles the CPU kernels: CXX, or g++, or c++; None where it is not there."""
     named = os.environ.get("CXX")
     for candidate in (named,) if named else ("g++", "c++"):
         if found := shutil.which(candidate):
@@ -295,7 +296,7 @@ def _version_of(path: str) -> str:
 
 def _compiler() -> tuple[str, str]:
     problem = compiler_problem()
-    path = _compiler_path()
+    path = compiler_path()
     if problem is not None or path is None:
         raise BuildError(problem or "there is no C++ compiler")
     return path, _version_of(path)

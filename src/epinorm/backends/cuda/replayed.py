@@ -54,7 +54,7 @@ class _Recorder:
             if native() is None:
                 return False
         except BuildError as error:
-            log_once(f"kernels are launched one by one, which takes longer: {error}")
+            log_once(f"calls take the host longer, without native code for them: {error}")
             self.runs = ATTEMPTS + 1
             return False
         self.runs += 1

@@ -32,7 +32,7 @@ def _hugging_face(name: str, **values: Any) -> nn.Module:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
-        raise ValueError(f"Hugging Face's {name} needs the package transformers") from None
+        raise ValueError(f"Hugging Face's {name}: pip install transformers") from None
     config = getattr(transformers, f"{name}Config")(attn_implementation="sdpa", **values)
     # The pooler's gradient would be missing: what is read is the last layer's result.
     pooler = {} if name == "Llama" else {"add_pooling_layer": False}

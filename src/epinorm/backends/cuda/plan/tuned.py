@@ -13,7 +13,6 @@ import json
 import math
 import types
 import typing
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.runtime.device import device_index, stand_in
 from epinorm.backends.memo import cleared_with
 from epinorm.problem import Problem
+from epinorm.said import warn_once
 
 FORMAT_VERSION = 1
 _FOLDER = "tuned"
@@ -158,11 +158,8 @@ def _read(name: str) -> dict[str, Choice]:
 
 
 def _ignored(reason: str) -> dict[str, Choice]:
-    warnings.warn(
-        f"epinorm: what `epinorm tune` measured is not used: {reason}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    said = "epinorm: what `epinorm tune` measured is not used (tune again, or tune --clear)"
+    warn_once(f"{said}: {reason}", RuntimeWarning)
     return {}
 
 

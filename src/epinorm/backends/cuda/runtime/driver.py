@@ -67,7 +67,9 @@ class Driver:
                 function.restype = c_int
                 setattr(self, name, function)
             elif name in _SIGNATURES:
-                raise RuntimeError(f"the CUDA driver is older than 12.0: it has no {name}")
+                raise RuntimeError(
+                    f"NVIDIA's driver is older than CUDA 12.0 and must be updated: it has no {name}"
+                )
         self.has_parameter_info = hasattr(self, "cuKernelGetParamInfo")
 
     def __getattr__(self, name: str) -> ctypes._FuncPointer:

@@ -211,7 +211,7 @@ def _compiler() -> tuple[Any, Any]:
             from cuda.core.experimental import Program, ProgramOptions
         except ImportError as error:
             raise RuntimeError(
-                f"kernels are compiled with cuda-core, which cannot be imported: {error}"
+                f"cuda-core, which compiles the kernels, cannot be imported: {error}"
             ) from error
     return Program, ProgramOptions
 

@@ -366,7 +366,7 @@ def _built() -> Future[Any]:
 
     def build() -> None:
         try:
-            made = load_extension("calls without Python", Path(__file__).parent, _FILES)
+            made = load_extension("native code for calls", Path(__file__).parent, _FILES)
             made.ask(
                 lambda: unpromised.current_device(),
                 lambda device: unpromised.current_stream(device),
