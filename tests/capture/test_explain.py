@@ -248,6 +248,8 @@ def test_rows_name_chain_place_and_plan() -> None:
     fused = epinorm.fuse(copy.deepcopy(made), strategy="reference")
     assert epinorm.explain(fused).rows == ()
     assert "was not called" in str(epinorm.explain(fused))
+    torch.compile(fused, backend="eager")(torch.randn(ROWS, K))  # which says nothing itself
+    assert 'backend="epinorm") fuses' in " ".join(str(epinorm.explain(fused)).split())
     assert "epinorm.fuse" in str(epinorm.explain(made))
     fused(x)
     for explained in (epinorm.explain(made, x), epinorm.explain(fused), epinorm.explain(fused, x)):

@@ -24,7 +24,8 @@ from epinorm.capture.sites import Captured, Site
 
 _NOT_CALLED = (
     "It was not called since it was fused: call it as model(x), which is what is fused, or "
-    "explain(model, *inputs). Submodules that are called by themselves are to be fused themselves."
+    "explain(model, *inputs). Submodules that are called by themselves are to be fused themselves. "
+    'Within torch.compile a model\'s own code runs: torch.compile(..., backend="epinorm") fuses it.'
 )
 _NOT_FUSED = "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
 _SHAPE = re.compile(r"\[[^]]*\]")
