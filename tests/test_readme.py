@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import epinorm
+from epinorm.tools.models.verify import POOLED_LIMIT, SINGLE_LIMIT
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -29,6 +30,11 @@ def test_readme_opens_with_a_sentence_a_picture_and_six_lines_of_code() -> None:
     assert opening[1].count(". ") == 0
     assert opening[2].startswith("<picture>")
     assert len([line for line in EXAMPLES[0].splitlines() if line]) == 6
+
+
+def test_readme_says_the_bounds_that_gradients_of_whole_models_are_held_to() -> None:
+    said = f"{POOLED_LIMIT:g} times for all together and {SINGLE_LIMIT:g} for each"
+    assert said in " ".join(TEXT.split())
 
 
 def test_readme_has_no_wide_table() -> None:
