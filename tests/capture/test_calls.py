@@ -480,6 +480,25 @@ def test_data_parallel_replicas_run_their_own_code(pair: Any, x: Any) -> None:
     assert_same(replica(x), replica._call_impl(x))
 
 
+def test_what_is_tried_on_values_is_freed(x: Any) -> None:
+    """Of the graphs by which a norm is recognised that is written out."""
+
+    class ByHand(Model):
+        def forward(self, x):
+            h = self.fc(x)
+            return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def results() -> int:
+        return sum(type(t) is Tensor and t.grad_fn is not None for t in gc.get_objects())
+
+    before = results()
+    fused = fused_copy(randomised(ByHand()))
+    fused(x).sum().backward()
+    gc.collect()
+    assert results() == before
+    assert epinorm.explain(fused).fused == 1
+
+
 def test_a_fused_model_can_be_freed(x: Any) -> None:
     """With what was captured of it, though Dynamo keeps each backend."""
 

@@ -129,8 +129,10 @@ def _has_gradient_of(
         made = (_run(nodes, entrance, x), function(x))
         towards = torch.linspace(1, 2, x.shape[-1], dtype=x.dtype)
         a, b = (torch.autograd.grad((y * towards).sum(), x)[0] for y in made if y is not None)
-        # Where a gradient is a small difference, its parts are of the size of y / x.
-        size = (made[1].abs().amax(-1, keepdim=True) / x.abs().amax(-1, keepdim=True)).nan_to_num()
+    # Where a gradient is a small difference, its parts are of the size of y / x. Detached: saved by
+    # hooks, as here, a graph that no backward pass frees holds its results, and so itself.
+    largest, largest_x = (t.detach().abs().amax(-1, keepdim=True) for t in (made[1], x))
+    size = (largest / largest_x).nan_to_num()
     return _are_alike(a, b, 1e-9 * (size + b.abs().amax(-1, keepdim=True)))
 
 
