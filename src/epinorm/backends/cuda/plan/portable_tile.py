@@ -69,13 +69,13 @@ def shared_bytes(instance: Instance[PortableTile]) -> int:
     tile = instance.tile
     exchange = 2 * 16 * 4 if tile.parts > 1 else 0
     finish = tile.warps * (_STORE_BYTES + exchange)
-    ring = tile.stages * tile.stage_bytes(instance.planes)
+    ring = tile.stages * tile.stage_bytes(instance.problem.planes)
     return _vector_space(instance) + max(ring, finish)
 
 
 def largest_stages(instance: Instance[PortableTile], limit: int) -> int:
     """How many slots of the ring fit into ``limit`` bytes of shared memory."""
-    return (limit - _vector_space(instance)) // instance.tile.stage_bytes(instance.planes)
+    return (limit - _vector_space(instance)) // instance.tile.stage_bytes(instance.problem.planes)
 
 
 def product_shared_bytes(tile: PortableTile, planes: int) -> int:

@@ -14,6 +14,7 @@ from epinorm.backends.cuda.text.instance import (
     TYPES,
     Instance,
     epilogue_prelude,
+    rows_aligned,
 )
 from epinorm.backends.cuda.text.source import constants, kernel_text
 
@@ -125,11 +126,11 @@ def _result_prelude(scaled: bool, split: bool, out_dtype: torch.dtype) -> str:
 
 def linear_norm_source(instance: Instance[Tile]) -> KernelSource:
     """The kernel's text for one instance; compiles without a GPU."""
-    tile, planes, slots = instance.tile, instance.planes, operand_slots(instance)
+    tile, planes, slots = instance.tile, instance.problem.planes, operand_slots(instance)
     prelude = product_prelude(tile, planes, instance.operand_dtype, held_slots=slots)
     held = "const __grid_constant__ TensorMap element," if slots else ""
     prelude += "#define HOLDS_OPERAND\n" * (slots > 0) + f"#define HELD_PARAMETER {held}\n"
-    prelude += constants({"kAlignedRows": instance.aligned_rows})
+    prelude += constants({"kAlignedRows": rows_aligned(instance.problem)})
     prelude += epilogue_prelude(instance)
     text = kernel_text("gemm/hopper/hopper_linear_norm.cu", prelude)
     return KernelSource("linear_norm", text, ARCH)

@@ -15,6 +15,7 @@ from epinorm.backends.cuda.plan.portable_tile import PortableTile, shared_bytes
 from epinorm.backends.cuda.runtime.device import arch_of
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import starts_early
+from epinorm.backends.cuda.text.instance import rows_aligned
 from epinorm.problem import Problem
 
 SIGNATURE = "ppppll" + "ppppppppp" + "iii"
@@ -57,8 +58,8 @@ class PortableLinearNorm:
         """The kernel that copies ``width`` bytes at a time."""
         problem, tile = self.problem, self.tile
         instance = instance_for(problem, tile)
-        dynamic = shared_bytes(instance)
-        source = linear_norm_source(instance, arch_of(problem.device), width, instance.aligned_rows)
+        dynamic, aligned = shared_bytes(instance), rows_aligned(problem)
+        source = linear_norm_source(instance, arch_of(problem.device), width, aligned)
         launch = self.launches[width] = load(source, problem.device).prepare(
             SIGNATURE + chain_signature(problem),
             tile.tiles(problem.m, problem.n),

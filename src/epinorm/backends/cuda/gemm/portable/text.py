@@ -11,11 +11,7 @@ import torch
 
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.jit import KernelSource
-from epinorm.backends.cuda.text.instance import (
-    TYPES,
-    Instance,
-    epilogue_prelude,
-)
+from epinorm.backends.cuda.text.instance import TYPES, Instance, epilogue_prelude
 from epinorm.backends.cuda.text.source import constants, kernel_text
 
 LINEAR_NORM = "portable_linear_norm"
@@ -61,9 +57,9 @@ def linear_norm_source(
     copy_bytes: 16, 4 or 2, of which all addresses and row strides of the operands are multiples.
     aligned_rows: rows of y and z are whole 16-byte units.
     """
-    prelude = _prelude(
-        instance.tile, instance.planes, instance.operand_dtype, copy_bytes, aligned_rows
-    ) + epilogue_prelude(instance)
+    planes, dtype = instance.problem.planes, instance.operand_dtype
+    prelude = _prelude(instance.tile, planes, dtype, copy_bytes, aligned_rows)
+    prelude += epilogue_prelude(instance)
     text = kernel_text("gemm/portable/portable_linear_norm.cu", prelude)
     return KernelSource(LINEAR_NORM, text, arch)
 
