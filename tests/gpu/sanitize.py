@@ -229,7 +229,7 @@ def dz_written(m: int, k: int, groups: int) -> None:
         kept = case.run()
         products = plane_products(case.problem)
         products.dz_planes = DzPlanes(
-            case.problem, products.planes, products.split_x, products.split_weight, products.norm
+            case.problem, products.split_x, products.split_weight, products.norm
         )
         dy = torch.randn_like(kept.y)
         for change in (1.0, 2.0**-9, 1e-30):

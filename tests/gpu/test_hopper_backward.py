@@ -90,7 +90,9 @@ def gradients(dz: Tensor, weight: Tensor, x: Tensor, planes: int) -> tuple[Tenso
     largest = Largest(
         dz, rows.data_ptr(), 1, columns.data_ptr(), flags[0].data_ptr(), flags[1].data_ptr()
     )
-    dx, dw = products.multiply(inputs, [products.operands(inputs, None)], dz, largest)
+    operands = [products.operands(inputs, None)]
+    by = list(products.split_gradient(dz, operands[0].factors, largest))
+    dx, dw = products.multiply(inputs, operands, lambda: dz, by)
     assert dx is not None
     assert dw is not None
     return dx, dw
