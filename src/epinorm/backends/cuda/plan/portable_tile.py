@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from epinorm.backends.cuda.text.instance import Instance, vectors
 
@@ -29,6 +30,8 @@ class PortableTile:
     parts: int = 1
     group: int = 16
     blocks: int = 1
+    tf32: ClassVar = False
+    """Of Hopper's tiles alone."""
 
     def __str__(self) -> str:
         warps = f"{self.warps_m} x {self.warps_n} warps"
