@@ -42,7 +42,7 @@ def test_the_product_compiles_without_spills(
     scaled = out_bytes == 4
     dtype = torch.float16 if scaled else torch.bfloat16
     out = torch.float32 if scaled else torch.bfloat16
-    source = product_source(tile, planes, dtype, out, scaled, major_k_a, False, split)
+    source = product_source(tile, planes, dtype, out, scaled, major_k_a, split)
     result = compiled(source)
     assert result.spill_bytes == 0
     assert "C75" not in result.log

@@ -179,8 +179,10 @@ class _Launches:
         self.row_parts = plan.strips * plan.tile.row_warps
         self.scratch = _Scratch(problem, outputs, self.row_parts, self.parts)
         self.new_scratch = new_tensor((self.scratch.nbytes,), torch.uint8, device)
-        self.flags = _Flags(m, n)
-        self.new_flags = new_tensor((self.flags.nbytes,), torch.uint8, device)
+        # Flags are read until the last product. First the word that says whether there are any.
+        self.row_flags = FLAGS_ALIGNMENT
+        self.column_flags = self.row_flags + ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
+        self.new_flags = new_tensor((self.column_flags + n,), torch.uint8, device)
         self.lo, self.scale = (planes - 1) * 2 * m * n, planes * 2 * m * n
         self.column_scale = self.scale + 4 * m
         self.new_planes = new_tensor((self.column_scale + 4 * n,), torch.uint8, device)
@@ -210,7 +212,7 @@ class _Launches:
         planes, scratch, flags = self.new_planes(), self.new_scratch(), self.new_flags()
         hi, partial_sums, s = planes.data_ptr(), scratch.data_ptr(), self.scratch
         any_flag = flags.data_ptr()
-        row_flags, column_flags = any_flag + self.flags.rows, any_flag + self.flags.columns
+        row_flags, column_flags = any_flag + self.row_flags, any_flag + self.column_flags
         powers, spoilt = partial_sums + s.powers, partial_sums + s.spoilt
         ranges, largest = partial_sums + s.ranges, partial_sums + s.columns
         self.main(
@@ -238,16 +240,6 @@ class _Launches:
         by_column = GradientPlanes(planes, column_scale, column_flags)
         written = WrittenDz(by_row, by_column, flags, any_flag, self.beside, rescale, [scratch])
         return self.sums.named(None, sums, elements, None), written
-
-
-class _Flags:
-    """Where flags lie that are read until the last product; offsets in bytes. The word that says
-    whether there are any is first."""
-
-    def __init__(self, m: int, n: int) -> None:
-        self.rows = FLAGS_ALIGNMENT
-        self.columns = self.rows + ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
-        self.nbytes = self.columns + n
 
 
 class _Scratch:

@@ -15,12 +15,10 @@ from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.plan.steps import completed, single_microseconds, single_tile
-from epinorm.backends.cuda.runtime.device import capability, supported
+from epinorm.backends.cuda.runtime.device import HOPPER, capability, supported
 from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.problem import Core, Plan, Problem, Strategy
-
-HOPPER = (9, 0)
 
 CORE_VARIABLE = "EPINORM_CORE"
 
@@ -123,10 +121,13 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
         ways.append((cost, _tile_text(problem, core), "single", core))
     planes_core = _planes_core(problem)[0]
     if planes_core is not None:
-        cost = _planes_cost(problem, planes_core) + _backward_cost(problem, planes_core)
+        cost = _single_cost(product_of(problem), planes_core)
+        cost += Cost(costs.norm_forward(rest_of(problem)), _HOST_NORM)
+        cost += _backward_cost(problem, planes_core)
         ways.append((cost, _planes_text(problem), "planes", planes_core))
     if problem.chain.norm is not None:
-        cost = _epilogue_cost(problem) + _backward_cost(problem, None)
+        forward = costs.library_product(problem) + costs.norm_forward(problem)
+        cost = Cost(forward, _HOST_EPILOGUE) + _backward_cost(problem, None)
         ways.append((cost, _EPILOGUE, "epilogue", None))
     # PyTorch's layers would have to make the kernels' mask in dozens of operations.
     drops = "seed" in problem.chain.operand_kinds
@@ -260,16 +261,6 @@ def _single_cost(problem: Problem, core: Core) -> Cost:
     if problem.chain.norm is None and not planes:
         estimate *= _WITHOUT_NORM
     return Cost(estimate * _PLANES, _HOST_PLANES) if planes else Cost(estimate, _HOST_ONE)
-
-
-def _planes_cost(problem: Problem, core: Core) -> Cost:
-    norm = costs.norm_forward(rest_of(problem))
-    return _single_cost(product_of(problem), core) + Cost(norm, _HOST_NORM)
-
-
-def _epilogue_cost(problem: Problem) -> Cost:
-    estimate = costs.library_product(problem) + costs.norm_forward(problem)
-    return Cost(estimate, _HOST_EPILOGUE)
 
 
 def _backward_cost(problem: Problem, core: Core | None) -> Cost:

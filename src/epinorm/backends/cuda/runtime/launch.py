@@ -174,16 +174,8 @@ class Kernel:
     def blocks_per_sm(self, block_threads: int, shared_bytes: int = 0) -> int:
         """Blocks of this many threads that one multiprocessor holds at a time (occupancy)."""
         self.reserve(shared_bytes)
-        blocks = ctypes.c_int()
-        with torch.cuda.device(self.device):
-            make_primary_context_current(self.device)
-            check(
-                driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                    ctypes.byref(blocks), self._handle, block_threads, shared_bytes
-                ),
-                f"asking for the occupancy of {self.entry}",
-            )
-        return blocks.value
+        ask = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        return self._asked(ask, block_threads, shared_bytes)
 
     def clusters_at_once(self, cluster: int, block_threads: int, shared_bytes: int = 0) -> int:
         """Clusters of ``cluster`` such blocks that the GPU holds at a time.
@@ -195,14 +187,15 @@ class Kernel:
         shape = _shape(cluster, block_threads, shared_bytes, cluster, False)
         # CUlaunchConfig: the shape, padding, the stream, attributes and their number.
         config = struct.pack("<7I4xQQI4x", *shape.numbers, 0, *_attributes(cluster, False))
-        clusters = ctypes.c_int()
+        return self._asked(driver().cuOccupancyMaxActiveClusters, config)
+
+    def _asked(self, ask: Callable[..., int], *arguments: Any) -> int:
+        found = ctypes.c_int()
         with torch.cuda.device(self.device):
             make_primary_context_current(self.device)
-            check(
-                driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._handle, config),
-                f"asking for the clusters of {self.entry}",
-            )
-        return clusters.value
+            status = ask(ctypes.byref(found), self._handle, *arguments)
+            check(status, f"asking for the occupancy of {self.entry}")
+        return found.value
 
     def _set(self, attribute: int, value: int, what: str) -> None:
         number = ctypes.c_int()

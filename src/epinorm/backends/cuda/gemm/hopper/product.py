@@ -80,7 +80,7 @@ def hopper_product(
     """`hopper_product.cu` for ``gemm/product.py``; with parts, c is theirs, in fp32."""
     parts, planes, tile = choice.parts, shape.planes, choice.tile
     product_dtype = torch.float32 if parts > 1 else out_dtype
-    source = product_source(tile, planes, dtype, product_dtype, scaled, major_k_a, False, parts > 1)
+    source = product_source(tile, planes, dtype, product_dtype, scaled, major_k_a, parts > 1)
     dynamic = product_shared_bytes(tile, planes)
     launch = load(source, device).prepare(
         SIGNATURE,

@@ -98,14 +98,13 @@ def product_source(
     out_dtype: torch.dtype,
     scaled: bool,
     major_k_a: bool,
-    major_k_b: bool,
     split: bool = False,
 ) -> KernelSource:
-    """The plain product's text: operands of dtype, contiguous along the summed index or not.
+    """The plain product's text: operands of dtype; a along the summed index, or across it as b is.
 
     split: blocks share a sum, and each writes its part.
     """
-    prelude = product_prelude(tile, planes, dtype, major_k_a, major_k_b)
+    prelude = product_prelude(tile, planes, dtype, major_k_a, False)
     prelude += _result_prelude(scaled, split, out_dtype)
     text = kernel_text("gemm/hopper/hopper_product.cu", prelude)
     return KernelSource("hopper_product", text, ARCH)

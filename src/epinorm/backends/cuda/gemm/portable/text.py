@@ -14,10 +14,6 @@ from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.instance import TYPES, Instance, epilogue_prelude
 from epinorm.backends.cuda.text.source import constants, kernel_text
 
-LINEAR_NORM = "portable_linear_norm"
-PRODUCT = "portable_product"
-"""Names of the two kernels."""
-
 
 def _prelude(
     tile: PortableTile,
@@ -61,7 +57,7 @@ def linear_norm_source(
     prelude = _prelude(instance.tile, planes, dtype, copy_bytes, aligned_rows)
     prelude += epilogue_prelude(instance)
     text = kernel_text("gemm/portable/portable_linear_norm.cu", prelude)
-    return KernelSource(LINEAR_NORM, text, arch)
+    return KernelSource("portable_linear_norm", text, arch)
 
 
 def product_source(
@@ -79,4 +75,5 @@ def product_source(
     """The plain product's text: operands of dtype, contiguous along the summed index or not."""
     prelude = _prelude(tile, planes, dtype, copy_bytes, aligned_rows, major_k_a, major_k_b)
     prelude += constants({"kScaled": scaled}) + f"#define OutType {TYPES[out_dtype]}\n"
-    return KernelSource(PRODUCT, kernel_text("gemm/portable/portable_product.cu", prelude), arch)
+    text = kernel_text("gemm/portable/portable_product.cu", prelude)
+    return KernelSource("portable_product", text, arch)
