@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epinorm.backends.cuda.gemm.hopper.product import add_splits, hopper_product
 from epinorm.backends.cuda.gemm.launch import Operands
-from epinorm.backends.cuda.gemm.portable.product import portable_product
+from epinorm.backends.cuda.gemm.portable.launch import portable_product
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.prepared import new_tensor

@@ -1,4 +1,5 @@
-"""The launch of `portable_linear_norm.cu`, on any GPU since Ampere."""
+"""The launches of `portable_linear_norm.cu` and of `portable_product.cu`, which multiplies in the
+backward pass 16-bit matrices or planes, on any GPU since Ampere."""
 
 from __future__ import annotations
 
@@ -8,10 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.gemm.launch import Operands, chain_signature
-from epinorm.backends.cuda.gemm.portable.text import linear_norm_source
+from epinorm.backends.cuda.gemm.launch import (
+    KeptOperands,
+    Operands,
+    ProductKernel,
+    chain_signature,
+)
+from epinorm.backends.cuda.gemm.portable.text import linear_norm_source, product_source
+from epinorm.backends.cuda.plan.hopper_product import ProductShape
 from epinorm.backends.cuda.plan.portable import copy_bytes, instance_for
-from epinorm.backends.cuda.plan.portable_tile import PortableTile, shared_bytes
+from epinorm.backends.cuda.plan.portable_tile import (
+    PortableTile,
+    product_shared_bytes,
+    shared_bytes,
+)
 from epinorm.backends.cuda.runtime.device import arch_of
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import starts_early
@@ -21,6 +32,8 @@ from epinorm.problem import Problem
 SIGNATURE = "ppppll" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo, their strides in numbers; y, z, bias, gamma, beta, row and column
 scale, mean, rstd; m, n, k."""
+PRODUCT_SIGNATURE = "ppppll" + "pp" + "iii"
+"""a hi and lo, b hi and lo, their strides in numbers; c, row scale; rows, columns, length."""
 
 
 def addresses(operands: Operands) -> tuple[int, ...]:
@@ -68,3 +81,30 @@ class PortableLinearNorm:
             dependent=starts_early(problem.device),
         )
         return launch
+
+
+def portable_product(
+    shape: ProductShape,
+    tile: PortableTile,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    scaled: bool,
+    major_k_a: bool,
+    device: torch.device,
+) -> ProductKernel:
+    """`portable_product.cu` for ``gemm/product.py``; operands are in rows of whole 16-byte units,
+    or zeros up to the next."""
+    source = product_source(
+        *(tile, shape.planes, dtype, out_dtype, scaled, major_k_a, False),
+        arch_of(device),
+        aligned_rows=shape.columns * out_dtype.itemsize % 16 == 0,
+    )
+    dynamic = product_shared_bytes(tile, shape.planes)
+    launch = load(source, device).prepare(
+        PRODUCT_SIGNATURE,
+        tile.tiles(shape.rows, shape.columns),
+        tile.threads,
+        shared_bytes=dynamic,
+        dependent=starts_early(device),
+    )
+    return ProductKernel(launch, KeptOperands(addresses), (shape.rows, shape.columns, shape.length))
