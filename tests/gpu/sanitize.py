@@ -228,9 +228,7 @@ def dz_written(m: int, k: int, groups: int) -> None:
         case = make_product(m, k, 16, groups, precision, training=True)
         kept = case.run()
         products = plane_products(case.problem)
-        products.dz_planes = DzPlanes(
-            case.problem, products.split_x, products.split_weight, products.norm
-        )
+        products.dz_planes = DzPlanes(case.problem, products.split_x, products.split_weight)
         dy = torch.randn_like(kept.y)
         for change in (1.0, 2.0**-9, 1e-30):
             dy[5] *= change

@@ -29,6 +29,7 @@ from epinorm.backends.cuda.plan.gradients import BackwardChoice, residual_has_dz
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape, choose
 from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
+from epinorm.backends.cuda.plan.steps import dz_alone
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
@@ -42,10 +43,11 @@ class PlaneProducts:
         self.split_weight = splitter(planes, k, n, 0, device)
         self.split_x = splitter(planes, k, m, 0, device)
         self.split_gradient = GradientSplitter(problem, choice.x, choice.weight)
+        self.dz_alone = dz_alone(problem)
         self.adds_loaded = False
         self.dz_planes: DzPlanes | None = None
         if choice.writes_planes:
-            self.dz_planes = DzPlanes(problem, self.split_x, self.split_weight, norm)
+            self.dz_planes = DzPlanes(problem, self.split_x, self.split_weight)
         self.dx = self._product(m, n, True) if choice.x else None
         self.dw = self._product(n, m, False) if choice.weight else None
 
@@ -91,8 +93,10 @@ class PlaneProducts:
             if gradient is not None:
                 kept.clear()
                 return gradient
-            assert self.dz_planes is not None
-            in_fp32 = self.dz_planes.in_fp32(inputs, kept[0], dy, want, written)
+            # For the range guard: computed where anything is flagged, else never filled.
+            only, wanted = self.dz_alone, written.any_flag
+            in_fp32 = self.norm(inputs, kept[0], dy, only, if_wanted=wanted).dz
+            assert in_fp32 is not None
             kept.clear()
             return in_fp32
 

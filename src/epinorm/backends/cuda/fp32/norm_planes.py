@@ -21,7 +21,6 @@ from epinorm.backends.cuda.fp32.planes import TOLERANCE, Splitter
 from epinorm.backends.cuda.norm.backward import (
     FLAGS_ALIGNMENT,
     Factors,
-    NormBackward,
     NormGradients,
     RowSums,
     Vectors,
@@ -92,10 +91,8 @@ class WrittenDz:
 class DzPlanes:
     """The launches of one problem, for each vector width and set of gradients."""
 
-    def __init__(
-        self, problem: Problem, split_x: Splitter, split_w: Splitter, norm: NormBackward
-    ) -> None:
-        self.problem, self.norm, self.splitters = problem, norm, (split_x, split_w)
+    def __init__(self, problem: Problem, split_x: Splitter, split_w: Splitter) -> None:
+        self.problem, self.splitters = problem, (split_x, split_w)
         self.vectors = Vectors(problem)
         self.launches: dict[tuple[int, Wanted, bool], _Launches | None] = {}
 
@@ -125,15 +122,6 @@ class DzPlanes:
         if launches is None:
             return None
         return launches(kept, matrices, parameters, operands)
-
-    def in_fp32(
-        self, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted, written: WrittenDz
-    ) -> Tensor:
-        """dz (M, N) for the range guard: computed where anything is flagged, else never filled."""
-        only = Wanted(True, False, False, False, False, tuple(False for _ in want.operands))
-        dz = self.norm(inputs, kept, dy, only, if_wanted=written.any_flag).dz
-        assert dz is not None
-        return dz
 
     def _prepare(self, vector: int, want: Wanted, beside: bool) -> _Launches | None:
         problem = self.problem

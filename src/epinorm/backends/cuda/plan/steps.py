@@ -41,6 +41,11 @@ def all_gradients(problem: Problem) -> Wanted:
     return Wanted(True, True, *given, (True,) * len(problem.chain.operand_kinds))
 
 
+def dz_alone(problem: Problem) -> Wanted:
+    """What the norm kernel is asked for where nothing but dz is."""
+    return Wanted(True, False, False, False, False, (False,) * len(problem.chain.operand_kinds))
+
+
 def completed(problem: Problem, plan: Plan) -> Plan:
     """The plan with all its steps, and what memory they take."""
     forward = _Forward(problem, plan)
@@ -313,7 +318,7 @@ class _Backward(_Pass):
         makes = "dz's planes, partial sums over rows"
         self._step("norm_backward_planes", makes, reason, rows_plan, otherwise)
         self._take("dz's planes", 2 * planes * m * n + 4 * (m + n), "norm_backward_planes", "dW")
-        dz = Outputs.of(problem, _dz_alone(problem), if_wanted=True)
+        dz = Outputs.of(problem, dz_alone(problem), if_wanted=True)
         beside = self.choice.beside_dx
         if beside:
             self._product_of_planes("dX", m, n)
@@ -345,8 +350,3 @@ class _Backward(_Pass):
         tile = portable.choose_product_tile(shape.planes, gpu)
         reason = f"{portable.product_microseconds(shape, gpu):.1f} us by estimate"
         self._step("portable_product", name, reason, tile)
-
-
-def _dz_alone(problem: Problem) -> Wanted:
-    none = (False,) * len(problem.chain.operand_kinds)
-    return Wanted(True, False, False, False, False, none)

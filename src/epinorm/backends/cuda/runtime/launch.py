@@ -20,7 +20,6 @@ import torch
 
 from epinorm.backends import unpromised
 from epinorm.backends.cuda.runtime.arguments import FIELDS, Frame, Layout, layout_of
-from epinorm.backends.cuda.runtime.compiled import Compiled
 from epinorm.backends.cuda.runtime.driver import (
     INVALID_CONTEXT,
     check,
@@ -45,6 +44,22 @@ LARGEST_PORTABLE_CLUSTER = 8
 
 recording: Any = None
 """A ``replay.Recording`` that is told of each launch."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel's machine code and what ptxas says about it; a figure that it did not report is -1.
+
+    spill_bytes: spill stores and loads together. shared_bytes: static shared memory of a block.
+    stack_bytes: local memory of a thread.
+    """
+
+    cubin: bytes
+    log: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    stack_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
