@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import matmul_precision, plane_products, split
 
 import epinorm
+from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.gemm.product import Product
 from epinorm.backends.cuda.norm.backward import Largest
 from epinorm.backends.cuda.plan.hopper_product import TILES, Choice, ProductShape, choose
@@ -192,7 +193,8 @@ def test_every_tile_whole_and_in_parts(
     a = torch.randn((rows, length) if major_k_a else (length, rows), device="cuda").to(dtype)
     b = torch.randn(length, columns, device="cuda").to(dtype)
     shape = ProductShape(rows, columns, length, 1, out_bytes)
-    product = Product(shape, Choice(tile, parts, 0.0), dtype, out, False, major_k_a, a.device)
+    form = ProductForm(dtype, out, False, major_k_a)
+    product = Product(shape, Choice(tile, parts, 0.0), form, a.device)
     found = product(0, lambda: (a, a, b, b), 0)
     right = (a if major_k_a else a.t()).double() @ b.double()
     library = torch.mm(a if major_k_a else a.t(), b)

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.gemm import forward as single
-from epinorm.backends.cuda.gemm.launch import Bound
+from epinorm.backends.cuda.gemm.launch import Bound, ProductForm
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.norm.forward import NormForward
@@ -272,8 +272,8 @@ class _InSixteenBits:
     def __init__(
         self, problem: Problem, chosen: tuple[ProductShape, Choice], major_k_a: bool
     ) -> None:
-        dtype, device = problem.dtype, problem.device
-        self.product = prepare_product(*chosen, dtype, dtype, False, major_k_a, device)
+        form = ProductForm(problem.dtype, problem.dtype, False, major_k_a)
+        self.product = prepare_product(*chosen, form, problem.device)
         self.library: MatrixProduct = torch.mm if major_k_a else _transposed_mm
 
     def __call__(self, dz: Tensor, other: Tensor) -> Tensor:

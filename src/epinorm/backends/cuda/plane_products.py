@@ -22,7 +22,7 @@ from epinorm.backends.cuda.fp32.norm_planes import DzPlanes, PlanesRead
 from epinorm.backends.cuda.fp32.planes import Splitter, splitter
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.backends.cuda.gemm.hopper.product import AddingProduct, prepare_adding
-from epinorm.backends.cuda.gemm.launch import Operands
+from epinorm.backends.cuda.gemm.launch import Operands, ProductForm
 from epinorm.backends.cuda.gemm.product import Product, prepare_product
 from epinorm.backends.cuda.norm.backward import Factors, NormBackward, NormGradients
 from epinorm.backends.cuda.plan.gradients import BackwardChoice, residual_has_dz
@@ -59,8 +59,8 @@ class PlaneProducts:
             if self.choice.core == "portable"
             else choose(shape, sm_count(device))
         )
-        facts = torch.float16, torch.float32, True, major_k_a, device
-        return prepare_product(shape, choice, *facts)
+        form = ProductForm(torch.float16, torch.float32, True, major_k_a)
+        return prepare_product(shape, choice, form, device)
 
     def __call__(
         self,

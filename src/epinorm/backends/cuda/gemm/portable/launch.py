@@ -12,6 +12,7 @@ from torch import Tensor
 from epinorm.backends.cuda.gemm.launch import (
     KeptOperands,
     Operands,
+    ProductForm,
     ProductKernel,
     chain_signature,
 )
@@ -84,21 +85,12 @@ class PortableLinearNorm:
 
 
 def portable_product(
-    shape: ProductShape,
-    tile: PortableTile,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    scaled: bool,
-    major_k_a: bool,
-    device: torch.device,
+    shape: ProductShape, tile: PortableTile, form: ProductForm, device: torch.device
 ) -> ProductKernel:
     """`portable_product.cu` for ``gemm/product.py``; operands are in rows of whole 16-byte units,
     or zeros up to the next."""
-    source = product_source(
-        *(tile, shape.planes, dtype, out_dtype, scaled, major_k_a, False),
-        arch_of(device),
-        aligned_rows=shape.columns * out_dtype.itemsize % 16 == 0,
-    )
+    aligned_rows = shape.columns * form.out_dtype.itemsize % 16 == 0
+    source = product_source(tile, shape.planes, form, arch_of(device), aligned_rows)
     dynamic = product_shared_bytes(tile, shape.planes)
     launch = load(source, device).prepare(
         PRODUCT_SIGNATURE,

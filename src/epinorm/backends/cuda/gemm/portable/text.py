@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.instance import TYPES, Instance, epilogue_prelude
@@ -61,19 +62,11 @@ def linear_norm_source(
 
 
 def product_source(
-    tile: PortableTile,
-    planes: int,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    scaled: bool,
-    major_k_a: bool,
-    major_k_b: bool,
-    arch: str,
-    copy_bytes: int = 16,
-    aligned_rows: bool = True,
+    tile: PortableTile, planes: int, form: ProductForm, arch: str, aligned_rows: bool = True
 ) -> KernelSource:
-    """The plain product's text: operands of dtype, contiguous along the summed index or not."""
-    prelude = _prelude(tile, planes, dtype, copy_bytes, aligned_rows, major_k_a, major_k_b)
-    prelude += constants({"kScaled": scaled}) + f"#define OutType {TYPES[out_dtype]}\n"
+    """The plain product's text; compiles without a GPU. aligned_rows: of c."""
+    prelude = _prelude(tile, planes, form.dtype, 16, aligned_rows, form.major_k_a, False)
+    prelude += constants({"kScaled": form.scaled})
+    prelude += f"#define OutType {TYPES[form.out_dtype]}\n"
     text = kernel_text("gemm/portable/portable_product.cu", prelude)
     return KernelSource("portable_product", text, arch)
