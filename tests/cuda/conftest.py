@@ -242,11 +242,12 @@ class ImaginaryGPU:
     # ---- the kernels ----
 
     def signature_of_linear_norm(self, instance: Any) -> str:
+        problem = instance.problem
         return (
             "m" * (operand_slots(instance) > 0)
             + linear_norm.SIGNATURE
-            + "p" * len(instance.chain.operand_kinds)
-            + constants(instance.chain, torch.float32)
+            + "p" * len(problem.chain.operand_kinds)
+            + constants(problem.chain, torch.float32)
         )
 
     def compute_linear_norm(self, instance: Any, *arguments: Any) -> None:
@@ -256,7 +257,8 @@ class ImaginaryGPU:
             arguments[:16],
             arguments[16:],
         )
-        count = len(instance.chain.operand_kinds)
+        problem = instance.problem
+        count = len(problem.chain.operand_kinds)
         operands, numbers = more[:count], more[count:]
         if instance.scaled:
             x, w = self.split[x_map[1]], self.split[w_map[1]]
@@ -269,15 +271,15 @@ class ImaginaryGPU:
         assert (x.shape, w.shape) == ((m, k), (n, k))
         product = x.double() @ w.double().t()
         facts = SimpleNamespace(
-            chain=instance.chain.filled(numbers), m=m, n=n, groups=instance.chain.groups(n),
-            norm_dtype=instance.norm_dtype, out_dtype=instance.out_dtype,
-            dtype=instance.linear_dtype, stats_dtype=torch.float32,
-            has_bias=instance.has_bias, training=instance.matrix_dtype is not None,
+            chain=problem.chain.filled(numbers), m=m, n=n, groups=problem.chain.groups(n),
+            norm_dtype=problem.norm_dtype, out_dtype=problem.out_dtype,
+            dtype=problem.dtype, stats_dtype=torch.float32,
+            has_bias=problem.has_bias, training=problem.matrix_dtype is not None,
         )  # fmt: skip
         pairs = [(address, n) for address in operands]
         self._normalise(facts, product, (bias, gamma, beta), pairs, (y, mean, rstd))
-        if instance.matrix_dtype is not None:
-            matrix_at(z, m, n, n, instance.matrix_dtype).copy_(product)
+        if problem.matrix_dtype is not None:
+            matrix_at(z, m, n, n, problem.matrix_dtype).copy_(product)
         else:
             assert (z, mean, rstd) == (0, 0, 0)
 

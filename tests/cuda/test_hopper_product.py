@@ -9,7 +9,8 @@ import torch
 
 from epinorm.backends.cuda.fp32.gradient_planes import gradient_source
 from epinorm.backends.cuda.gemm.hopper.product import add_splits_source
-from epinorm.backends.cuda.gemm.hopper.text import product_into_source, product_source
+from epinorm.backends.cuda.gemm.hopper.text import product_source
+from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.plan.gradients import planes_taken
 from epinorm.backends.cuda.plan.hopper import fold_steps
 from epinorm.backends.cuda.plan.hopper_product import TILES, ProductShape, choose
@@ -42,7 +43,8 @@ def test_the_product_compiles_without_spills(
     scaled = out_bytes == 4
     dtype = torch.float16 if scaled else torch.bfloat16
     out = torch.float32 if scaled else torch.bfloat16
-    source = product_source(tile, planes, dtype, out, scaled, major_k_a, False, split)
+    form = ProductForm(dtype, out, scaled, major_k_a)
+    source = product_source(tile, planes, form, split)
     result = compiled(source)
     assert result.spill_bytes == 0
     assert "C75" not in result.log
@@ -62,7 +64,8 @@ def test_the_product_compiles_without_spills(
 def test_the_product_that_adds_compiles_without_spills(
     planes: int, tile: Tile, major_k_a: bool
 ) -> None:
-    result = compiled(product_into_source(tile, planes, major_k_a))
+    form = ProductForm(torch.float16, torch.float32, True, major_k_a)
+    result = compiled(product_source(tile, planes, form, adds=True))
     assert result.spill_bytes == 0
     assert "C75" not in result.log
 

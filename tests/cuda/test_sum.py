@@ -27,6 +27,7 @@ from epinorm.backends.cuda.plan.norm_tile import vector_width
 from epinorm.backends.cuda.plan.strategy import plan_cuda
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 from epinorm.backends.cuda.text.backward_chain import backward_elements, backward_problem
+from epinorm.backends.cuda.text.instance import rows_aligned
 from epinorm.problem import Problem, Wanted
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -92,7 +93,7 @@ def test_single_kernels_compile(chain: str, kind: str, monkeypatch: Any) -> None
     instance = portable.instance_for(problem, portable_tile)
     sources = [
         linear_norm_source(hopper.instance_for(problem, tile)),
-        portable_source(instance, ARCH, 16, instance.aligned_rows),
+        portable_source(instance, ARCH, 16, rows_aligned(problem)),
     ]
     if kind != "bfloat16":
         sources.append(rescue_source(problem, True, ARCH))

@@ -26,6 +26,7 @@ from epinorm.backends.cuda.fp32.norm_planes import DzPlanes
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting
 from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
+from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
@@ -194,7 +195,9 @@ def weights_converted() -> None:
         case = make_product(rows, 136, 16, 528, "high", "mul_row|" + CHAIN, training=True)
         matrix = case.inputs.weight if tile.fp32_weight else case.inputs.x
         matrix[5, 7], matrix[9, 3] = 1e6, 1e-14
-        found = Converting(case.problem, tile, leaves=True)(case.inputs)
+        found = Converting(case.problem, tile, leaves=True).bind(*case.layout(case.inputs))(
+            case.inputs
+        )
         torch.cuda.synchronize()
         assert all(bool(t.isfinite().all()) for t in found.outputs), tile
         print(f"converted on the way by {tile}: done", flush=True)
@@ -228,9 +231,7 @@ def dz_written(m: int, k: int, groups: int) -> None:
         case = make_product(m, k, 16, groups, precision, training=True)
         kept = case.run()
         products = plane_products(case.problem)
-        products.dz_planes = DzPlanes(
-            case.problem, products.planes, products.split_x, products.split_weight, products.norm
-        )
+        products.dz_planes = DzPlanes(case.problem, products.split_x, products.split_weight)
         dy = torch.randn_like(kept.y)
         for change in (1.0, 2.0**-9, 1e-30):
             dy[5] *= change
@@ -248,7 +249,8 @@ def products(prepare: Callable[..., Any], cases: Iterable[tuple[int, int, int, b
         size = (rows, length) if major_k_a else (length, rows)
         a, b = (torch.randn(s, device="cuda").half() for s in (size, (length, columns)))
         shape = ProductShape(rows, columns, length, 1, 4)
-        multiply = prepare(shape, a.dtype, torch.float32, False, major_k_a, a.device)
+        form = ProductForm(a.dtype, torch.float32, False, major_k_a)
+        multiply = prepare(shape, form, a.device)
         result = multiply(a.data_ptr(), lambda a=a, b=b: (a, a, b, b), 0)
         assert bool(result.isfinite().all()), shape
         print(f"product {size} x {tuple(b.shape)}: done", flush=True)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import matmul_precision, plane_products, split
 
 import epinorm
+from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.gemm.product import Product
 from epinorm.backends.cuda.norm.backward import Largest
 from epinorm.backends.cuda.plan.hopper_product import TILES, Choice, ProductShape, choose
@@ -90,7 +91,9 @@ def gradients(dz: Tensor, weight: Tensor, x: Tensor, planes: int) -> tuple[Tenso
     largest = Largest(
         dz, rows.data_ptr(), 1, columns.data_ptr(), flags[0].data_ptr(), flags[1].data_ptr()
     )
-    dx, dw = products.multiply(inputs, [products.operands(inputs, None)], dz, largest)
+    operands = [products.operands(inputs, None)]
+    by = list(products.split_gradient(dz, operands[0].factors, largest))
+    dx, dw = products.multiply(inputs, operands, lambda: dz, by)
     assert dx is not None
     assert dw is not None
     return dx, dw
@@ -190,7 +193,8 @@ def test_every_tile_whole_and_in_parts(
     a = torch.randn((rows, length) if major_k_a else (length, rows), device="cuda").to(dtype)
     b = torch.randn(length, columns, device="cuda").to(dtype)
     shape = ProductShape(rows, columns, length, 1, out_bytes)
-    product = Product(shape, Choice(tile, parts, 0.0), dtype, out, False, major_k_a, a.device)
+    form = ProductForm(dtype, out, False, major_k_a)
+    product = Product(shape, Choice(tile, parts, 0.0), form, a.device)
     found = product(0, lambda: (a, a, b, b), 0)
     right = (a if major_k_a else a.t()).double() @ b.double()
     library = torch.mm(a if major_k_a else a.t(), b)

@@ -83,12 +83,7 @@ def any_flagged(case: Case) -> bool:
     products = plane_products(case.problem, writes_planes=True)
     operands = products.operands(case.inputs, None)
     assert products.dz_planes is not None
-    assert operands.x is not None
-    assert operands.weight is not None
-    found = products.dz_planes(
-        *(case.inputs, case.kept, case.dy, EVERY),
-        *(operands.x, operands.weight, operands.factors, False),
-    )
+    found = products.dz_planes(case.inputs, case.kept, case.dy, EVERY, operands, False)
     assert found is not None
     written = found[1]
     written.finish()

@@ -22,6 +22,7 @@ from product_case import bits, make_product, matmul_precision
 import epinorm
 from epinorm.backends import memo
 from epinorm.backends.cuda.gemm import forward as single
+from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.hopper_product import ProductShape
@@ -277,7 +278,8 @@ def product(a: Tensor, b: Tensor, major_k_a: bool, out_dtype: torch.dtype) -> Te
     rows, length = a.shape if major_k_a else a.shape[::-1]
     shape = ProductShape(rows, b.shape[1], length, 1, out_dtype.itemsize)
     tile = choose_product_tile(1, gpu_of(a.device))
-    multiply = prepare_product(shape, tile, a.dtype, out_dtype, False, major_k_a, a.device)
+    form = ProductForm(a.dtype, out_dtype, False, major_k_a)
+    multiply = prepare_product(shape, tile, form, a.device)
     like = torch.empty(rows, b.shape[1], dtype=out_dtype, device=a.device)
     with poisoned_memory([like]):
         return multiply((a.data_ptr(), b.data_ptr()), lambda: (a, a, b, b), 0)

@@ -22,14 +22,9 @@ from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.hopper_cost import cycles
 from epinorm.backends.cuda.plan.hopper_tile import Tile
-from epinorm.backends.cuda.plan.strategy import (
-    CORE_VARIABLE,
-    HOPPER,
-    largest_guarded_group,
-    wanted_core,
-)
+from epinorm.backends.cuda.plan.strategy import CORE_VARIABLE, largest_guarded_group, wanted_core
 from epinorm.backends.cuda.plan.tuned import Choice
-from epinorm.backends.cuda.runtime.device import capability, sm_count
+from epinorm.backends.cuda.runtime.device import HOPPER, capability, sm_count
 from epinorm.backends.engine import executable_for, plan_for
 from epinorm.operator import calls
 from epinorm.problem import Forward, Inputs, Layout, Plan, Problem

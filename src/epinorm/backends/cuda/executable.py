@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.gemm import forward as single
-from epinorm.backends.cuda.gemm.launch import Bound
+from epinorm.backends.cuda.gemm.launch import Bound, ProductForm
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.norm.forward import NormForward
@@ -107,7 +107,7 @@ class _Backward:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
-        self._norm: NormBackward | None = None
+        self._norm = NormBackward(problem)
         self._products: dict[Wanted, _Products] = {}
         self.run = ReplayedBackward(self._run)
 
@@ -122,7 +122,8 @@ class _Backward:
     ) -> Gradients:
         """As ``CudaExecutable.backward``."""
         if want not in self._products:
-            self._products[want] = self._prepare(want)
+            choice = backward_choice(self.problem, self.plan, want)
+            self._products[want] = _Products(self.problem, choice, want, self._norm)
         # A gradient that autograd broadcast, as from y.sum(), has stride 0.
         if dy.stride(1) != 1 and self.problem.n > 1:
             dy = dy.contiguous()
@@ -147,7 +148,6 @@ class _Backward:
         products = self._products[want]
         by_planes = products.by_planes
         if by_planes is None:
-            assert self._norm is not None
             norm = self._norm(inputs, kept[0], dy, want)
             kept.clear()
             dx = dw = None
@@ -162,12 +162,6 @@ class _Backward:
             elif dw is None and products.dw is not None:
                 dw = products.dw(dz, inputs.x)
         return Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
-
-    def _prepare(self, want: Wanted) -> _Products:
-        if self._norm is None:
-            self._norm = NormBackward(self.problem)
-        choice = backward_choice(self.problem, self.plan, want)
-        return _Products(self.problem, choice, want, self._norm)
 
 
 def _forward(problem: Problem, plan: Plan, layout: Layout) -> Bound:
@@ -278,8 +272,8 @@ class _InSixteenBits:
     def __init__(
         self, problem: Problem, chosen: tuple[ProductShape, Choice], major_k_a: bool
     ) -> None:
-        dtype, device = problem.dtype, problem.device
-        self.product = prepare_product(*chosen, dtype, dtype, False, major_k_a, device)
+        form = ProductForm(problem.dtype, problem.dtype, False, major_k_a)
+        self.product = prepare_product(*chosen, form, problem.device)
         self.library: MatrixProduct = torch.mm if major_k_a else _transposed_mm
 
     def __call__(self, dz: Tensor, other: Tensor) -> Tensor:

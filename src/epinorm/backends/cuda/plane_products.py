@@ -11,68 +11,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.fp32.gradient_planes import GradientPlanes, GradientSplitter
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
-from epinorm.backends.cuda.fp32.norm_planes import DzPlanes, WrittenDz
+from epinorm.backends.cuda.fp32.norm_planes import DzPlanes, PlanesRead
 from epinorm.backends.cuda.fp32.planes import Splitter, splitter
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.backends.cuda.gemm.hopper.product import AddingProduct, prepare_adding
-from epinorm.backends.cuda.gemm.launch import Operands
+from epinorm.backends.cuda.gemm.launch import Operands, ProductForm
 from epinorm.backends.cuda.gemm.product import Product, prepare_product
-from epinorm.backends.cuda.norm.backward import Factors, Largest, NormBackward, NormGradients
+from epinorm.backends.cuda.norm.backward import Factors, NormBackward, NormGradients
 from epinorm.backends.cuda.plan.gradients import BackwardChoice, residual_has_dz
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape, choose
 from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
+from epinorm.backends.cuda.plan.steps import dz_alone
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.problem import Forward, Inputs, Problem, Wanted
-
-
-class _Operands(NamedTuple):
-    """The buffers of W's and x's planes, and their scales as dz takes them over."""
-
-    weight: Tensor | None
-    x: Tensor | None
-    factors: Factors
 
 
 class PlaneProducts:
     """The two products of one problem, or one of them, ready to launch."""
 
     def __init__(self, problem: Problem, choice: BackwardChoice, norm: NormBackward) -> None:
-        by_x, by_weight, core = choice.x, choice.weight, choice.core
-        self.norm = norm
-        m, k, n, device = problem.m, problem.k, problem.n, problem.device
-        self.planes = problem.planes
-        self.by_x, self.by_weight = by_x, by_weight
-        self.split_weight = splitter(self.planes, k, n, 0, device)
-        self.split_x = splitter(self.planes, k, m, 0, device)
-        self.split_gradient = GradientSplitter(self.planes, m, n, by_x, by_weight, device)
-        self.shape, self.k, self.core, self.device = (m, n), k, core, device
+        self.problem, self.choice, self.norm = problem, choice, norm
+        m, k, n, planes, device = problem.m, problem.k, problem.n, problem.planes, problem.device
+        self.split_weight = splitter(planes, k, n, 0, device)
+        self.split_x = splitter(planes, k, m, 0, device)
+        self.split_gradient = GradientSplitter(problem, choice.x, choice.weight)
+        self.dz_alone = dz_alone(problem)
         self.adds_loaded = False
-        self.problem = problem
         self.dz_planes: DzPlanes | None = None
         if choice.writes_planes:
-            self.dz_planes = DzPlanes(problem, self.planes, self.split_x, self.split_weight, norm)
-        self.beside_dx, self.weight_first = choice.beside_dx, choice.weight_first
+            self.dz_planes = DzPlanes(problem, self.split_x, self.split_weight)
+        self.dx = self._product(m, n, True) if choice.x else None
+        self.dw = self._product(n, m, False) if choice.weight else None
 
-        def product(rows: int, length: int, major_k_a: bool) -> Product:
-            shape = ProductShape(rows, k, length, self.planes, 4)
-            choice: Choice | PortableTile = (
-                choose_product_tile(self.planes, gpu_of(device))
-                if core == "portable"
-                else choose(shape, sm_count(device))
-            )
-            half, single = torch.float16, torch.float32
-            return prepare_product(shape, choice, half, single, True, major_k_a, device)
-
-        self.dx = product(m, n, True) if by_x else None
-        self.dw = product(n, m, False) if by_weight else None
+    def _product(self, rows: int, length: int, major_k_a: bool) -> Product:
+        problem, device = self.problem, self.problem.device
+        shape = ProductShape(rows, problem.k, length, problem.planes, 4)
+        choice: Choice | PortableTile = (
+            choose_product_tile(shape.planes, gpu_of(device))
+            if self.choice.core == "portable"
+            else choose(shape, sm_count(device))
+        )
+        form = ProductForm(torch.float16, torch.float32, True, major_k_a)
+        return prepare_product(shape, choice, form, device)
 
     def __call__(
         self,
@@ -85,14 +73,18 @@ class PlaneProducts:
     ) -> tuple[NormGradients, Tensor | None, Tensor | None]:
         """The norm's gradients with dz, dX and dW; the arguments are those of `backward`."""
         operands = [self.operands(inputs, left)]
-        beside = into is None and self.beside_dx
-        found = self._write(inputs, kept[0], dy, want, operands[0], beside)
+        beside = into is None and self.choice.beside_dx
+        found = None
+        if self.dz_planes is not None:
+            found = self.dz_planes(inputs, kept[0], dy, want, operands[0], beside)
         if found is None:
             norm = self.norm(inputs, kept[0], dy, want, operands[0].factors)
             kept.clear()
-            assert norm.dz is not None
-            assert norm.largest is not None
-            return norm, *self.multiply(inputs, operands, norm.dz, norm.largest, into)
+            whole, largest = norm.dz, norm.largest
+            assert whole is not None
+            assert largest is not None
+            parts = list(self.split_gradient(whole, operands[0].factors, largest))
+            return norm, *self.multiply(inputs, operands, lambda: whole, parts, into)
         norm, written = found
 
         def dz() -> Tensor:
@@ -101,83 +93,60 @@ class PlaneProducts:
             if gradient is not None:
                 kept.clear()
                 return gradient
-            assert self.dz_planes is not None
-            in_fp32 = self.dz_planes.in_fp32(inputs, kept[0], dy, want, written)
+            # For the range guard: computed where anything is flagged, else never filled.
+            only, wanted = self.dz_alone, written.any_flag
+            in_fp32 = self.norm(inputs, kept[0], dy, only, if_wanted=wanted).dz
+            assert in_fp32 is not None
             kept.clear()
             return in_fp32
 
         # `written` holds the flags, for as long as the products are launched.
         by: list[GradientPlanes | None] = [written.by_row, written.by_column]
         if written.beside_dx:
-            return norm, *self._multiply(inputs, operands, dz, by, into)
+            return norm, *self.multiply(inputs, operands, dz, by, into)
         now = dz()
-        return norm, *self._multiply(inputs, operands, lambda: now, by, into)
+        return norm, *self.multiply(inputs, operands, lambda: now, by, into)
 
-    def _write(
-        self,
-        inputs: Inputs,
-        kept: Forward,
-        dy: Tensor,
-        want: Wanted,
-        operands: _Operands,
-        beside: bool,
-    ) -> tuple[NormGradients, WrittenDz] | None:
-        """dz as planes straight from the norm kernel, where it can; x's become those for dW."""
-        weight, x, factors = operands
-        if self.dz_planes is None or x is None or weight is None:
-            return None
-        return self.dz_planes(inputs, kept, dy, want, x, weight, factors, beside)
-
-    def operands(self, inputs: Inputs, kept: KeptPlanes | None) -> _Operands:
+    def operands(self, inputs: Inputs, kept: KeptPlanes | None) -> PlanesRead:
         """The planes that were kept, taken over, or new ones."""
         weight = x = None
         columns = rows = 0
-        if self.by_x:
+        if self.choice.x:
             weight = None if kept is None else kept.take_weight()
             if weight is None:
                 weight = _split(self.split_weight, inputs.weight)
             columns = weight.data_ptr() + self.split_weight.scale
-        if self.by_weight:
+        if self.choice.weight:
             x = None if kept is None else kept.take_x()
             if x is None:
                 x = _split(self.split_x, inputs.x)
             rows = x.data_ptr() + self.split_x.scale
-        return _Operands(weight, x, Factors(columns, rows))
+        return PlanesRead(weight, x, Factors(columns, rows))
 
     def multiply(
         self,
         inputs: Inputs,
-        operands: list[_Operands],
-        dz: Tensor,
-        largest: Largest,
+        operands: list[PlanesRead],
+        dz: Callable[[], Tensor],
+        by: list[GradientPlanes | None],
         into: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """dX (m, k) and dW (n, k), fp32, where they are computed here.
 
         operands: one, taken out of the list, so that the planes of the product that comes first are
-        free before the other's result is allocated.
-        into: (n, k) fp32, contiguous, that dW may be added to; where it was, it is returned for dW.
+        free before the other's result is allocated. dz: launches what fills it, asked for behind
+        dX's product where that is first; by: its planes for dX and for dW, taken out of the list
+        too. into: (n, k) fp32, contiguous, that dW may be added to; where it was, it is returned
+        for dW.
         """
-        by = list(self.split_gradient(dz, operands[0].factors, largest))
-        return self._multiply(inputs, operands, lambda: dz, by, into)
-
-    def _multiply(
-        self,
-        inputs: Inputs,
-        operands: list[_Operands],
-        dz: Callable[[], Tensor],
-        by: list[GradientPlanes | None],
-        into: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """As `multiply`; dz: launches what fills it, asked for behind dX's product where that is
-        first; by: its planes for dX and for dW, taken out of the list too."""
         weight, x, _ = operands.pop()
         of_weight, of_x = [by.pop(), x], [by.pop(), weight]
         del weight, x
         in_fp32 = cache(dz)
-        dw = self._dw(inputs, of_weight, in_fp32, into) if self.weight_first else None
+        first = self.choice.weight_first
+        dw = self._dw(inputs, of_weight, in_fp32, into) if first else None
         dx = self._dx(inputs, of_x, in_fp32)
-        return dx, dw if self.weight_first else self._dw(inputs, of_weight, in_fp32, into)
+        return dx, dw if first else self._dw(inputs, of_weight, in_fp32, into)
 
     def _dx(self, inputs: Inputs, of: list[Any], dz: Callable[[], Tensor]) -> Tensor | None:
         """of: dz's planes and W's, taken out."""
@@ -215,12 +184,12 @@ class PlaneProducts:
 
         Its kernels are loaded when first used, which a CUDA graph that is being captured forbids.
         """
-        if self.core != "hopper":
+        if self.choice.core != "hopper":
             return None
         if not self.adds_loaded and torch.cuda.is_current_stream_capturing():
             return None
-        m, n = self.shape
-        return prepare_adding(ProductShape(n, self.k, m, self.planes, 4), False, self.device)
+        p = self.problem
+        return prepare_adding(ProductShape(p.n, p.k, p.m, p.planes, 4), False, p.device)
 
     def _given(
         self, a: GradientPlanes, b: Tensor, of_b: Splitter
@@ -229,11 +198,10 @@ class PlaneProducts:
         of a's rows."""
 
         def operands() -> Operands:
-            m, n = self.shape
-            bytes_of_planes = a.buffer[: self.planes * 2 * m * n]
-            stored = bytes_of_planes.view(torch.float16).view(self.planes, m, n)
+            m, n, count = self.problem.m, self.problem.n, self.problem.planes
+            stored = a.buffer[: count * 2 * m * n].view(torch.float16).view(count, m, n)
             planes = of_b.planes_in(b)
-            return stored[0], stored[self.planes - 1], planes.hi, planes.lo
+            return stored[0], stored[-1], planes.hi, planes.lo
 
         return (a.buffer.data_ptr(), b.data_ptr()), operands, a.scale
 

@@ -17,6 +17,7 @@ from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.prepared import new_tensor, starts_early
 from epinorm.backends.cuda.text.source import constants, kernel_text
+from epinorm.problem import Problem
 
 SIGNATURE = "p" + "pp" + "pip" + "pppp" + "pppp" + "iii"
 """dz; the factors of columns and rows; the largest magnitudes of rows, how many parts of each, and
@@ -58,13 +59,10 @@ def gradient_source(planes: int, by_row: bool, by_column: bool, arch: str) -> Ke
 class GradientSplitter:
     """Splits a dz (m, n), n a multiple of 8, for dX (``by_row``), dW (``by_column``), or both."""
 
-    def __init__(
-        self, planes: int, m: int, n: int, by_row: bool, by_column: bool, device: torch.device
-    ) -> None:
-        self.m, self.n, self.by_row, self.by_column = m, n, by_row, by_column
-        self.plane_bytes = 2 * m * n
-        self.lo = (planes - 1) * self.plane_bytes
-        self.scale = planes * self.plane_bytes
+    def __init__(self, problem: Problem, by_row: bool, by_column: bool) -> None:
+        planes, m, n, device = problem.planes, problem.m, problem.n, problem.device
+        self.by_row, self.by_column = by_row, by_column
+        self.lo, self.scale = (planes - 1) * 2 * m * n, planes * 2 * m * n
         self.new_row = new_tensor((self.scale + 4 * m,), torch.uint8, device)
         self.new_column = new_tensor((self.scale + 4 * n,), torch.uint8, device)
         strips = -(-n // STRIP_COLUMNS)

@@ -9,8 +9,9 @@ whole rows, since their planes' scale is known only when all of a row is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from epinorm.backends.cuda.fp32.planes import TOLERANCE, Splitter
 from epinorm.backends.cuda.norm.backward import (
     FLAGS_ALIGNMENT,
     Factors,
-    NormBackward,
     NormGradients,
     RowSums,
     Vectors,
@@ -55,48 +55,44 @@ RESCALE_BLOCKS = 4
 UNIT_BYTES = 16
 
 
+class PlanesRead(NamedTuple):
+    """The buffers of W's and x's planes, as `planes.Splitter` lays them out, and their scales as dz
+    takes them over; None where that gradient is not computed from planes."""
+
+    weight: Tensor | None
+    x: Tensor | None
+    factors: Factors
+
+
+@dataclass
 class WrittenDz:
     """What the products take: dz's planes, the same with other scales and flags for each of them.
 
     flags: holds them. any_flag: the address of a word there, not 0 where anything is flagged.
-    beside_dx: when to `finish`.
+    beside_dx: when to `finish`, which lets go of the scratch.
     """
 
-    def __init__(
-        self,
-        by_row: GradientPlanes,
-        by_column: GradientPlanes,
-        flags: Tensor,
-        any_flag: int,
-        beside_dx: bool,
-        rescale: Callable[[], None],
-        scratch: Tensor,
-    ) -> None:
-        self.by_row, self.by_column = by_row, by_column
-        self.flags, self.any_flag, self.beside_dx = flags, any_flag, beside_dx
-        self._rescale, self._scratch = rescale, [scratch]
+    by_row: GradientPlanes
+    by_column: GradientPlanes
+    flags: Tensor
+    any_flag: int
+    beside_dx: bool
+    rescale: Callable[[], None]
+    scratch: list[Tensor]
 
     def finish(self) -> None:
         """Launch what fills the flags, the scales of ``by_column`` and the sums; once: before dX
         or, where it is ``beside_dx``, right behind it. There the kernel does not wait for the norm
         kernel: launched before dX it would read what is not there yet."""
-        self._rescale()
-        self._scratch.clear()
+        self.rescale()
+        self.scratch.clear()
 
 
 class DzPlanes:
     """The launches of one problem, for each vector width and set of gradients."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        planes: int,
-        split_x: Splitter,
-        split_w: Splitter,
-        norm: NormBackward,
-    ) -> None:
-        self.problem, self.planes, self.norm = problem, planes, norm
-        self.splitters = split_x, split_w
+    def __init__(self, problem: Problem, split_x: Splitter, split_w: Splitter) -> None:
+        self.problem, self.splitters = problem, (split_x, split_w)
         self.vectors = Vectors(problem)
         self.launches: dict[tuple[int, Wanted, bool], _Launches | None] = {}
 
@@ -106,16 +102,13 @@ class DzPlanes:
         kept: Forward,
         dy: Tensor,
         want: Wanted,
-        x: Tensor,
-        weight: Tensor,
-        factors: Factors,
+        operands: PlanesRead,
         beside: bool,
     ) -> tuple[NormGradients, WrittenDz] | None:
         """The sums over rows and the operands' gradients, and dz as planes, still to `finish`:
         beside dX, or, as it says, before.
 
-        None where no cluster can hold whole rows. x, weight: their planes as `planes.Splitter` lays
-        them out; x's become those for dW, in other scales.
+        None where no cluster can hold whole rows. x's planes become those for dW, in other scales.
         """
         vector, matrices, parameters = self.vectors(inputs, kept, dy)
         key, other = (vector, want, beside), (vector, want, not beside)
@@ -124,29 +117,19 @@ class DzPlanes:
             if other in self.launches and torch.cuda.is_current_stream_capturing():
                 key = other
             else:
-                self.launches[key] = self._prepare(vector, want, beside, dy.device)
+                self.launches[key] = self._prepare(vector, want, beside)
         launches = self.launches[key]
         if launches is None:
             return None
-        return launches(kept, matrices, parameters, x, weight, factors)
+        return launches(kept, matrices, parameters, operands)
 
-    def in_fp32(
-        self, inputs: Inputs, kept: Forward, dy: Tensor, want: Wanted, written: WrittenDz
-    ) -> Tensor:
-        """dz (M, N) for the range guard: computed where anything is flagged, else never filled."""
-        only = Wanted(True, False, False, False, False, tuple(False for _ in want.operands))
-        dz = self.norm(inputs, kept, dy, only, if_wanted=written.any_flag).dz
-        assert dz is not None
-        return dz
-
-    def _prepare(
-        self, vector: int, want: Wanted, beside: bool, device: torch.device
-    ) -> _Launches | None:
-        outputs = Outputs.of(self.problem, want, True, True)
-        plan = rows_plan(self.problem, vector, outputs, self.planes, arch_of(device))
+    def _prepare(self, vector: int, want: Wanted, beside: bool) -> _Launches | None:
+        problem = self.problem
+        outputs = Outputs.of(problem, want, True, True)
+        plan = rows_plan(problem, vector, outputs, problem.planes, arch_of(problem.device))
         if plan is None:
             return None
-        return _Launches(self.problem, self.planes, plan, outputs, *self.splitters, beside, device)
+        return _Launches(problem, plan, outputs, *self.splitters, beside)
 
 
 class _Launches:
@@ -155,19 +138,18 @@ class _Launches:
     def __init__(
         self,
         problem: Problem,
-        planes: int,
         plan: RowsPlan,
         outputs: Outputs,
         split_x: Splitter,
         split_w: Splitter,
         beside: bool,
-        device: torch.device,
     ) -> None:
         self.beside = beside
-        m, n, arch = problem.m, problem.n, arch_of(device)
+        m, n, planes, device = problem.m, problem.n, problem.planes, problem.device
+        arch = arch_of(device)
         self.split_x, self.split_w = split_x, split_w
         self.sizes = m, problem.groups
-        self.sums = RowSums(problem, outputs, device)
+        self.sums = RowSums(problem, outputs)
         kernel = load(planes_source(problem, plan, outputs, planes, arch), device)
         if plan.strips > 1:
             at_once = kernel.clusters_at_once(plan.strips, plan.tile.threads)
@@ -185,8 +167,10 @@ class _Launches:
         self.row_parts = plan.strips * plan.tile.row_warps
         self.scratch = _Scratch(problem, outputs, self.row_parts, self.parts)
         self.new_scratch = new_tensor((self.scratch.nbytes,), torch.uint8, device)
-        self.flags = _Flags(m, n)
-        self.new_flags = new_tensor((self.flags.nbytes,), torch.uint8, device)
+        # Flags are read until the last product. First the word that says whether there are any.
+        self.row_flags = FLAGS_ALIGNMENT
+        self.column_flags = self.row_flags + ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
+        self.new_flags = new_tensor((self.column_flags + n,), torch.uint8, device)
         self.lo, self.scale = (planes - 1) * 2 * m * n, planes * 2 * m * n
         self.column_scale = self.scale + 4 * m
         self.new_planes = new_tensor((self.column_scale + 4 * n,), torch.uint8, device)
@@ -206,16 +190,17 @@ class _Launches:
         kept: Forward,
         matrices: list[Any],
         parameters: tuple[int, int, int],
-        x: Tensor,
-        weight: Tensor,
-        factors: Factors,
+        operands: PlanesRead,
     ) -> tuple[NormGradients, WrittenDz]:
         """Launch the first kernel; matrices: addresses and row strides of dy, z and operands."""
+        weight, x, factors = operands
+        assert weight is not None
+        assert x is not None
         sums, elements = self.sums.new()
         planes, scratch, flags = self.new_planes(), self.new_scratch(), self.new_flags()
         hi, partial_sums, s = planes.data_ptr(), scratch.data_ptr(), self.scratch
         any_flag = flags.data_ptr()
-        row_flags, column_flags = any_flag + self.flags.rows, any_flag + self.flags.columns
+        row_flags, column_flags = any_flag + self.row_flags, any_flag + self.column_flags
         powers, spoilt = partial_sums + s.powers, partial_sums + s.spoilt
         ranges, largest = partial_sums + s.ranges, partial_sums + s.columns
         self.main(
@@ -241,18 +226,8 @@ class _Launches:
         )
         by_row = GradientPlanes(planes, hi + self.scale, row_flags)
         by_column = GradientPlanes(planes, column_scale, column_flags)
-        written = WrittenDz(by_row, by_column, flags, any_flag, self.beside, rescale, scratch)
+        written = WrittenDz(by_row, by_column, flags, any_flag, self.beside, rescale, [scratch])
         return self.sums.named(None, sums, elements, None), written
-
-
-class _Flags:
-    """Where flags lie that are read until the last product; offsets in bytes. The word that says
-    whether there are any is first."""
-
-    def __init__(self, m: int, n: int) -> None:
-        self.rows = FLAGS_ALIGNMENT
-        self.columns = self.rows + ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
-        self.nbytes = self.columns + n
 
 
 class _Scratch:

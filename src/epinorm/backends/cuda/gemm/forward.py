@@ -29,7 +29,7 @@ from epinorm.backends.cuda.gemm.launch import (
     Operands,
     dense,
 )
-from epinorm.backends.cuda.gemm.portable.linear_norm import PortableLinearNorm
+from epinorm.backends.cuda.gemm.portable.launch import PortableLinearNorm
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan import hopper, portable
 from epinorm.backends.cuda.plan.gradients import planes_taken

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.gemm.hopper.product import add_splits, hopper_product
-from epinorm.backends.cuda.gemm.launch import Operands
-from epinorm.backends.cuda.gemm.portable.product import portable_product
+from epinorm.backends.cuda.gemm.launch import Operands, ProductForm
+from epinorm.backends.cuda.gemm.portable.launch import portable_product
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.prepared import new_tensor
@@ -18,33 +18,25 @@ from epinorm.backends.memo import memo
 
 
 class Product:
-    """c (rows, columns) = a · b, ready to launch, with this tile of the one core or the other.
-
-    a: (rows, length), or (length, rows) unless ``major_k_a``; b: (length, columns); planes of
-    ``dtype``. With ``scaled`` a's row i counts scale[i].
-    """
+    """c (rows, columns) = a · b, ready to launch, with this tile of the one core or the other."""
 
     def __init__(
         self,
         shape: ProductShape,
         choice: Choice | PortableTile,
-        dtype: torch.dtype,
-        out_dtype: torch.dtype,
-        scaled: bool,
-        major_k_a: bool,
+        form: ProductForm,
         device: torch.device,
     ) -> None:
-        self.new = new_tensor((shape.rows, shape.columns), out_dtype, device)
+        self.new = new_tensor((shape.rows, shape.columns), form.out_dtype, device)
         self.add: Callable[..., None] | None = None
-        facts = dtype, out_dtype, scaled, major_k_a, device
         if isinstance(choice, PortableTile):
-            self.kernel = portable_product(shape, choice, *facts)
+            self.kernel = portable_product(shape, choice, form, device)
             return
-        self.kernel = hopper_product(shape, choice, *facts)
+        self.kernel = hopper_product(shape, choice, form, device)
         if choice.parts > 1:
             self.count = count = shape.rows * shape.columns
             self.new_parts = new_tensor((choice.parts * count,), torch.float32, device)
-            self.add = add_splits(choice.parts, count, out_dtype, device)
+            self.add = add_splits(choice.parts, count, form.out_dtype, device)
 
     def __call__(self, key: Any, operands: Callable[[], Operands], scale: int) -> Tensor:
         """Multiply; operands: a's planes hi and lo, then b's, asked for where ``key``, all that

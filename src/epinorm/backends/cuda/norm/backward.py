@@ -109,8 +109,8 @@ class Vectors:
 class RowSums:
     """The sums over rows and the gradients of element operands: allocated and given their names."""
 
-    def __init__(self, problem: Problem, outputs: Outputs, device: torch.device) -> None:
-        m, n = problem.m, problem.n
+    def __init__(self, problem: Problem, outputs: Outputs) -> None:
+        m, n, device = problem.m, problem.n, problem.device
         self.places = outputs.places
         dtypes = outputs.sum_dtypes(problem)
         # A gradient over channels has a value for each of them.
@@ -184,7 +184,7 @@ class _Launches:
         self.problem, self.outputs = problem, outputs
         self.groups = problem.groups
         m, n = problem.m, problem.n
-        self.row_gradients = RowSums(problem, outputs, device)
+        self.row_gradients = RowSums(problem, outputs)
         self.new_dz = new_tensor((m, n), problem.dtype, device) if outputs.dz else None
         self.nothing = not m or outputs.is_empty
         if self.nothing:

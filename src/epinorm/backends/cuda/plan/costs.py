@@ -10,12 +10,10 @@ import torch
 
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.planes import sum_is_z
-from epinorm.backends.cuda.runtime.device import Gpu, gpu_of
+from epinorm.backends.cuda.runtime.device import HOPPER, Gpu, gpu_of
 from epinorm.backends.cuda.text.backward_chain import backward_elements
 from epinorm.chain import GroupNorm
 from epinorm.problem import Problem
-
-HOPPER = (9, 0)
 
 FLOPS = {"native": 760e6, "high": 400e6, "highest": 51e6}
 """Of a library product whose tiles fill the GPU, a microsecond."""

@@ -11,11 +11,10 @@ from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.norm_planes import beside_dx, rows_plans, worthwhile
 from epinorm.backends.cuda.plan.norm_tile import vector_width
-from epinorm.backends.cuda.runtime.device import capability, gpu_of, sm_count
+from epinorm.backends.cuda.runtime.device import HOPPER, capability, gpu_of, sm_count
 from epinorm.backends.memo import memo
 from epinorm.problem import Core, Plan, Problem, Wanted
 
-HOPPER = (9, 0)
 _BYTES = 3.5e6
 """That a conversion, or a product too small for its arithmetic to matter, moves a microsecond on an
 H200."""

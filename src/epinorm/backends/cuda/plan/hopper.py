@@ -27,7 +27,7 @@ from epinorm.backends.cuda.plan.hopper_tile import (
     fp32_weight_tiles,
     largest_stages,
 )
-from epinorm.backends.cuda.text.instance import Instance, columns_of, instance_of, rows_aligned
+from epinorm.backends.cuda.text.instance import Instance, columns_of, rows_aligned
 from epinorm.backends.memo import memo
 from epinorm.problem import Problem
 
@@ -251,4 +251,4 @@ def microseconds(problem: Problem, sms: int) -> float:
 def instance_for(problem: Problem, tile: Tile) -> Instance[Tile]:
     """The kernel of this problem with this tile."""
     scaled = problem.dtype == torch.float32 and not (tile.tf32 or tile.fp32_weight)
-    return instance_of(problem, tile, problem.planes, scaled)
+    return Instance(problem, tile, scaled)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from epinorm.backends.cuda.runtime.tensor_map import LARGEST_BOX
-from epinorm.backends.cuda.text.instance import Instance, vectors
+from epinorm.backends.cuda.text.instance import Instance, columns_of, rows_aligned, vectors
 
 STEP_BYTES = 128
 """Bytes of an operand's row in one step along the summed index: the widest swizzle."""
@@ -112,9 +112,9 @@ def _barrier_bytes(tile: Tile) -> int:
 def shared_bytes(instance: Instance[Tile]) -> int:
     """Dynamic shared memory of a block, as `hopper_linear_norm.cu` lays it out."""
     tile = instance.tile
-    ring = tile.stages * stage_bytes(tile, instance.planes)
+    ring = tile.stages * stage_bytes(tile, instance.problem.planes)
     ring += tile.resident_steps * tile.block_n * STEP_BYTES
-    parts = instance.group_columns // tile.consumer_n
+    parts = columns_of(instance.problem) // tile.consumer_n
     exchange = 2 * _exchangers(tile) * parts * 64 * 8 if parts > 1 else 0  # rows, bytes of a pair
     vector_bytes = vectors(instance) * tile.consumer_n * 4
     own = tile.consumers * (_STORE_BYTES + vector_bytes)
@@ -131,22 +131,22 @@ def largest_stages(instance: Instance[Tile]) -> int:
     """How many slots of the ring fit a block's shared memory."""
     empty = dataclasses.replace(instance, tile=dataclasses.replace(instance.tile, stages=0))
     free = SHARED_LIMIT - shared_bytes(empty)
-    return free // (stage_bytes(instance.tile, instance.planes) + 2 * 8)
+    return free // (stage_bytes(instance.tile, instance.problem.planes) + 2 * 8)
 
 
 def operand_slots(instance: Instance[Tile]) -> int:
     """Slots of the ring, behind a tile's last step, for the chain's one element operand; 0: the
     epilogue reads such operands from memory. They pay in clusters and with two planes."""
-    tile, size = instance.tile, instance.norm_dtype.itemsize
-    pays = tile.cluster_n > 1 if tile.ping_pong else instance.planes == 2 and tile.cluster_n == 1
-    kinds = instance.chain.operand_kinds
+    tile, problem, size = instance.tile, instance.problem, instance.problem.norm_dtype.itemsize
+    pays = tile.cluster_n > 1 if tile.ping_pong else problem.planes == 2 and tile.cluster_n == 1
+    kinds = problem.chain.operand_kinds
     serves = kinds.count("element") == 1 and "seed" not in kinds  # or registers spill
-    aligned = instance.aligned_rows and size == instance.out_dtype.itemsize
+    aligned = rows_aligned(problem) and size == problem.out_dtype.itemsize
     whole_lines = tile.consumer_n * size % STEP_BYTES == 0
     if not (pays and serves and aligned and whole_lines) or tile.cluster > 1:
         return 0
     held = tile.block_m * tile.block_n * size
-    slots = 1 << (math.ceil(held / stage_bytes(tile, instance.planes)) - 1).bit_length()
+    slots = 1 << (math.ceil(held / stage_bytes(tile, problem.planes)) - 1).bit_length()
     return slots if tile.block_m // slots % 16 == 0 and tile.stages >= slots + 2 else 0
 
 

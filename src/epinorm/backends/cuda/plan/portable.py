@@ -15,7 +15,7 @@ import torch
 from epinorm.backends.cuda.plan.hopper_product import ProductShape
 from epinorm.backends.cuda.plan.portable_tile import PortableTile, largest_stages
 from epinorm.backends.cuda.runtime.device import Gpu
-from epinorm.backends.cuda.text.instance import Instance, columns_of, instance_of
+from epinorm.backends.cuda.text.instance import Instance, columns_of
 from epinorm.backends.memo import memo
 from epinorm.problem import Problem
 
@@ -250,4 +250,4 @@ def bytes_per_microsecond(gpu: Gpu) -> float:
 
 def instance_for(problem: Problem, tile: PortableTile) -> Instance[PortableTile]:
     """The kernel of this problem with this tile."""
-    return instance_of(problem, tile, problem.planes, problem.dtype == torch.float32)
+    return Instance(problem, tile, problem.dtype == torch.float32)

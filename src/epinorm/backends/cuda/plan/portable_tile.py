@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from epinorm.backends.cuda.text.instance import Instance, vectors
 
@@ -29,6 +30,8 @@ class PortableTile:
     parts: int = 1
     group: int = 16
     blocks: int = 1
+    tf32: ClassVar = False
+    """Of Hopper's tiles alone."""
 
     def __str__(self) -> str:
         warps = f"{self.warps_m} x {self.warps_n} warps"
@@ -69,13 +72,13 @@ def shared_bytes(instance: Instance[PortableTile]) -> int:
     tile = instance.tile
     exchange = 2 * 16 * 4 if tile.parts > 1 else 0
     finish = tile.warps * (_STORE_BYTES + exchange)
-    ring = tile.stages * tile.stage_bytes(instance.planes)
+    ring = tile.stages * tile.stage_bytes(instance.problem.planes)
     return _vector_space(instance) + max(ring, finish)
 
 
 def largest_stages(instance: Instance[PortableTile], limit: int) -> int:
     """How many slots of the ring fit into ``limit`` bytes of shared memory."""
-    return (limit - _vector_space(instance)) // instance.tile.stage_bytes(instance.planes)
+    return (limit - _vector_space(instance)) // instance.tile.stage_bytes(instance.problem.planes)
 
 
 def product_shared_bytes(tile: PortableTile, planes: int) -> int:

@@ -6,6 +6,7 @@ What only a call can tell, an address that is not aligned say, is a step's ``oth
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -40,6 +41,11 @@ def all_gradients(problem: Problem) -> Wanted:
     return Wanted(True, True, *given, (True,) * len(problem.chain.operand_kinds))
 
 
+def dz_alone(problem: Problem) -> Wanted:
+    """What the norm kernel is asked for where nothing but dz is."""
+    return Wanted(True, False, False, False, False, (False,) * len(problem.chain.operand_kinds))
+
+
 def completed(problem: Problem, plan: Plan) -> Plan:
     """The plan with all its steps, and what memory they take."""
     forward = _Forward(problem, plan)
@@ -53,19 +59,34 @@ def completed(problem: Problem, plan: Plan) -> Plan:
     )
 
 
-class _Forward:
+class _Pass:
+    """Collects the steps of a pass."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.steps: list[Step] = []
+        self.scratch: list[Buffer] = []
+
+    def _step(
+        self, kernel: str, makes: str, reason: str, choice: Any = None, otherwise: str = ""
+    ) -> None:
+        self.steps.append(Step(kernel, makes, reason, choice, otherwise))
+
+    def _take(self, name: str, nbytes: int, since: str, until: str, each: bool = False) -> None:
+        self.scratch.append(Buffer(name, nbytes, since, until, each))
+
+
+class _Forward(_Pass):
     """Collects the forward pass."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
-        self.problem = problem
-        self.steps: list[Step] = []
+        super().__init__(problem)
         self.saved: list[Buffer] = []
-        self.scratch: list[Buffer] = []
         self.y = problem.made_by_forward
         if plan.strategy == "epilogue":
             as_eager = problem.dtype == torch.float32 and problem.has_bias
             kernel = "aten::addmm" if as_eager or problem.bias_in_z else "aten::mm"
-            self.steps.append(Step(kernel, "the sum" if sum_is_z(problem) else "z", _LIBRARY))
+            self._step(kernel, "the sum" if sum_is_z(problem) else "z", _LIBRARY)
             self._norm(rest_of(problem) if sum_is_z(problem) else problem)
         elif plan.strategy == "planes":
             self._planes(plan.core or "hopper")
@@ -102,22 +123,21 @@ class _Forward:
             vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
             first = forward_plans(problem, vector, max_shared_bytes(problem.device))[0]
             otherwise = f"{_NARROW}; {_SPILLS}"
-            self.steps.append(Step(first.kernel, self.y, first.reason, first, otherwise))
+            self._step(first.kernel, self.y, first.reason, first, otherwise)
 
     def _single(self, core: Core) -> None:
         problem = self.problem
         tile, why = _tile(problem, core)
-        direct = problem.dtype != torch.float32 or (isinstance(tile, Tile) and tile.tf32)
         if isinstance(tile, Tile) and tile.converts:
             self._converts(tile, why)
-        elif direct:
-            name = "portable_linear_norm" if core == "portable" else "linear_norm"
-            otherwise = "copies of x or W first, where their rows are not aligned to 16 bytes"
-            if core == "portable":
-                otherwise = "narrower copies, where rows are not aligned to 16 bytes"
-            self.steps.append(Step(name, self.y, why, tile, otherwise))
-        else:
+        elif problem.dtype == torch.float32 and not tile.tf32:
             self._by_planes(core, tile, why)
+        elif core == "portable":
+            otherwise = "narrower copies, where rows are not aligned to 16 bytes"
+            self._step("portable_linear_norm", self.y, why, tile, otherwise)
+        else:
+            otherwise = "copies of x or W first, where their rows are not aligned to 16 bytes"
+            self._step("linear_norm", self.y, why, tile, otherwise)
 
     def _leaves(self, core: Core) -> bool:
         """Whether planes stay for the backward pass."""
@@ -132,21 +152,21 @@ class _Forward:
         if self._leaves(core):
             reason = f"{_planes(planes)}; the backward pass reads them too"
             otherwise = "x and W in one launch, where no memory may be taken for planes that wait"
-            self.steps.append(Step("split", "W's planes", reason, otherwise=otherwise))
-            self.steps.append(Step("split", "x's planes", reason))
+            self._step("split", "W's planes", reason, otherwise=otherwise)
+            self._step("split", "x's planes", reason)
             self._save("W's planes", of_w.nbytes, "dX")
             self._save("x's planes", of_x.nbytes, "dW")
         elif problem.prepacked:
             reason = f"{_planes(planes)}; W's are kept from call to call"
             otherwise = "W's too, where they cannot be kept"
-            self.steps.append(Step("split", "x's planes", reason, otherwise=otherwise))
-            self.scratch.append(Buffer("x's planes", of_x.nbytes, "split", "rescue"))
+            self._step("split", "x's planes", reason, otherwise=otherwise)
+            self._take("x's planes", of_x.nbytes, "split", "rescue")
         else:
-            both = PlaneLayout(planes, k, m, n)
-            self.steps.append(Step("split", "x's and W's planes", _planes(planes)))
-            self.scratch.append(Buffer("x's and W's planes", both.nbytes, "split", "rescue"))
-        self.steps.append(Step(kernel, self.y, why, tile))
-        self.steps.append(Step("rescue", self.y, _GUARD))
+            self._step("split", "x's and W's planes", _planes(planes))
+            both = PlaneLayout(planes, k, m, n).nbytes
+            self._take("x's and W's planes", both, "split", "rescue")
+        self._step(kernel, self.y, why, tile)
+        self._step("rescue", self.y, _GUARD)
 
     def _converts(self, tile: Tile, why: str) -> None:
         problem = self.problem
@@ -156,64 +176,63 @@ class _Forward:
         plane, converted, rows = "x", "W", problem.m
         if tile.fp32_input:
             plane, converted, rows = "W", "x", problem.n
-        makes, reason = (
-            f"{plane}'s plane, scales of {converted}",
-            f"{converted} is converted in the product",
-        )
-        self.steps.append(Step("split_and_sample", makes, reason))
+        makes = f"{plane}'s plane, scales of {converted}"
+        self._step("split_and_sample", makes, f"{converted} is converted in the product")
         otherwise = f"by planes of x and W, where the copy engine cannot read {converted}'s rows"
         kernel = "linear_norm_fp32_input" if tile.fp32_input else "linear_norm_fp32_weight"
-        self.steps.append(Step(kernel, self.y, why, tile, otherwise))
-        self.steps.append(Step("rescue", self.y, _GUARD))
+        self._step(kernel, self.y, why, tile, otherwise)
+        self._step("rescue", self.y, _GUARD)
         first, last = "split_and_sample", "rescue"
         ordered = rows * -(-problem.k // 32) * 64
-        self.scratch.append(
-            Buffer(f"{plane}'s plane in the order of fragments", ordered, first, last)
-        )
+        self._take(f"{plane}'s plane in the order of fragments", ordered, first, last)
         if leaves:
             self._save("W's planes", of_w.nbytes, "dX")
             self._save("x's planes", of_x.nbytes, "dW")
         else:
             rest = of_x.nbytes - of_x.spoilt + of_w.nbytes - of_w.spoilt
-            self.scratch.append(Buffer("scales and flags", rest, first, last))
+            self._take("scales and flags", rest, first, last)
 
 
 def _planes(planes: int) -> str:
     return "tensor cores multiply " + ("two fp16 planes" if planes == 2 else "one fp16 plane")
 
 
+def single_tile(problem: Problem, core: Core) -> Tile | PortableTile | None:
+    """The single kernel's tile on this core; None where none fits."""
+    if core == "portable":
+        return portable.choose_tile(problem, gpu_of(problem.device))
+    return hopper.choose_tile(problem, sm_count(problem.device), problem.prepacked)
+
+
+def single_microseconds(problem: Problem, core: Core) -> float:
+    """Estimated time of the whole forward pass by the single kernel, conversions included."""
+    if core == "portable":
+        return portable.microseconds(problem, gpu_of(problem.device))
+    return hopper.microseconds(problem, sm_count(problem.device))
+
+
 def _tile(problem: Problem, core: Core) -> tuple[Tile | PortableTile, str]:
     """The single kernel's tile, and why this one."""
-    if core == "portable":
-        gpu = gpu_of(problem.device)
-        portable_tile = portable.choose_tile(problem, gpu)
-        assert portable_tile is not None
-        return portable_tile, _least(portable.microseconds(problem, gpu))
-    sms = sm_count(problem.device)
-    tile = hopper.choose_tile(problem, sms, problem.prepacked)
+    tile = single_tile(problem, core)
     assert tile is not None
-    remembered = tuned.choice(problem, hopper.candidates)
+    remembered = tuned.choice(problem, hopper.candidates) if core == "hopper" else None
     if remembered is not None and remembered.tile == tile:
         return tile, f"`epinorm tune` measured {remembered.microseconds:.1f} us"
-    return tile, _least(hopper.microseconds(problem, sms))
+    estimate = single_microseconds(problem, core)
+    return tile, f"{estimate:.1f} us, the least estimate of the tiles that fit"
 
 
-def _least(microseconds: float) -> str:
-    return f"{microseconds:.1f} us, the least estimate of the tiles that fit"
-
-
-class _Backward:
+class _Backward(_Pass):
     """Collects the backward pass."""
 
     def __init__(self, problem: Problem, plan: Plan, want: Wanted) -> None:
         problem = backward_problem(problem, True)
         kinds = problem.chain.operand_kinds
         want = want._replace(operands=want.operands + (False,) * (len(kinds) - len(want.operands)))
-        self.problem, self.want = problem, want
+        super().__init__(problem)
+        self.want = want
         self.choice = choice = backward_choice(problem, plan, want)
         self.left = any(buffer.name == "x's planes" for buffer in plan.saved)
-        self.steps: list[Step] = []
-        self.scratch: list[Buffer] = []
         if not (choice.x or choice.weight):
             self._norm(Outputs.of(problem, want))
         else:
@@ -232,7 +251,7 @@ class _Backward:
         plan = backward_plans(problem, vector, outputs)[0]
         if plan.row_sums is not None:
             reason = "groups too wide for norm_backward to hold"
-            self.steps.append(Step("norm_backward_sums", "sums of groups", reason, plan.row_sums))
+            self._step("norm_backward_sums", "sums of groups", reason, plan.row_sums)
         sums = sum(outputs.sums)
         makes = ", ".join(["dz"] * outputs.dz + ["partial sums over rows"] * (sums > 0))
         reason = "the least idle lanes for the group's channels"
@@ -241,20 +260,17 @@ class _Backward:
             makes, reason = "dz in fp32", "for the range guard, only where something is flagged"
         if outputs.elements and any(outputs.elements):
             makes += ", operands' gradients"
-        self.steps.append(Step("norm_backward", makes, reason, plan, otherwise))
+        self._step("norm_backward", makes, reason, plan, otherwise)
         if outputs.dz:
             self._take("dz", problem.m * problem.n * problem.dtype.itemsize, "norm_backward", "dW")
         of_columns = ["gradients over channels"] * (sums > 0)
         of_columns += ["largest magnitudes of columns"] * outputs.column_largest
         if of_columns:
             reason = "joined in a fixed order"
-            self.steps.append(Step("norm_column_sums", ", ".join(of_columns), reason))
+            self._step("norm_column_sums", ", ".join(of_columns), reason)
             sizes = sums * problem.stats_dtype.itemsize + 4 * outputs.column_largest
             nbytes = sizes * problem.n
             self._take("partial sums", nbytes, "norm_backward", "norm_column_sums", each=True)
-
-    def _take(self, name: str, nbytes: int, since: str, until: str, each: bool = False) -> None:
-        self.scratch.append(Buffer(name, nbytes, since, until, each))
 
     def _direct(self, name: str, found: tuple[ProductShape, Choice] | None) -> None:
         """A product of dz as it is."""
@@ -262,7 +278,7 @@ class _Backward:
             planes = self.problem.dtype == torch.float32 and self.choice.core is not None
             reason = "the library's product is as fast as any here"
             reason = "conversions to planes cost more than they save" if planes else reason
-            self.steps.append(Step("aten::mm", name, reason))
+            self._step("aten::mm", name, reason)
             return
         shape, choice = found
         self._product(name, shape, choice, "the library's, where rows are not aligned to 16 bytes")
@@ -270,9 +286,9 @@ class _Backward:
     def _product(self, name: str, shape: ProductShape, choice: Choice, otherwise: str = "") -> None:
         makes = f"{name} in {choice.parts} parts" if choice.parts > 1 else name
         reason = f"{choice.microseconds:.1f} us, the least estimate"
-        self.steps.append(Step("hopper_product", makes, reason, choice, otherwise))
+        self._step("hopper_product", makes, reason, choice, otherwise)
         if choice.parts > 1:
-            self.steps.append(Step("add_splits", name, "too few tiles to fill the GPU"))
+            self._step("add_splits", name, "too few tiles to fill the GPU")
             nbytes = 4 * choice.parts * shape.rows * shape.columns
             self._take(f"{name}'s parts", nbytes, "hopper_product", "add_splits")
 
@@ -282,13 +298,13 @@ class _Backward:
         for taken, name, rows, until in ((x, "W", n, "dX"), (weight, "x", m, "dW")):
             if taken and not self.left:
                 reason = f"{_planes(planes)}; forward left none"
-                self.steps.append(Step("split", f"{name}'s planes", reason))
+                self._step("split", f"{name}'s planes", reason)
                 nbytes = PlaneLayout(planes, k, rows, 0).nbytes
                 self._take(f"{name}'s planes", nbytes, "split", until)
         if not self.choice.writes_planes:
             self._norm(Outputs.of(problem, self.want, x, weight))
             makes = "dz's planes for " + " and ".join(["dX"] * x + ["dW"] * weight)
-            self.steps.append(Step("split_gradient", makes, "with the scales of W and x"))
+            self._step("split_gradient", makes, "with the scales of W and x")
             nbytes = (x + weight) * 2 * planes * m * n + 4 * (m * x + n * weight)
             self._take("dz's planes", nbytes, "split_gradient", "dW")
             products = [("dX", m, n)] * x + [("dW", n, m)] * weight
@@ -300,29 +316,29 @@ class _Backward:
         reason = "a cluster holds whole rows: dz is written once"
         otherwise = f"{_SPILLS}; norm_backward and split_gradient, where all tiles do"
         makes = "dz's planes, partial sums over rows"
-        self.steps.append(Step("norm_backward_planes", makes, reason, rows_plan, otherwise))
+        self._step("norm_backward_planes", makes, reason, rows_plan, otherwise)
         self._take("dz's planes", 2 * planes * m * n + 4 * (m + n), "norm_backward_planes", "dW")
-        dz = Outputs.of(problem, _dz_alone(problem), if_wanted=True)
+        dz = Outputs.of(problem, dz_alone(problem), if_wanted=True)
         beside = self.choice.beside_dx
         if beside:
             self._product_of_planes("dX", m, n)
         reason = "beside dX's last tiles" if beside else "before dX: its memory is the peak"
         otherwise = "before dX, where dW is added to a gradient" if beside else ""
         makes = "scales of x for dW, sums over rows"
-        self.steps.append(Step("rescale_planes", makes, reason, otherwise=otherwise))
+        self._step("rescale_planes", makes, reason, otherwise=otherwise)
         if not residual_has_dz(problem, self.want):
             self._norm(dz, if_wanted=True)
         if self.choice.weight_first:
             self._guarded("dW", n, m)
         if not beside:
             self._product_of_planes("dX", m, n)
-        self.steps.append(Step("rescue_gradient", "dX", _GUARD))
+        self._step("rescue_gradient", "dX", _GUARD)
         if not self.choice.weight_first:
             self._guarded("dW", n, m)
 
     def _guarded(self, name: str, rows: int, length: int) -> None:
         self._product_of_planes(name, rows, length)
-        self.steps.append(Step("rescue_gradient", name, _GUARD))
+        self._step("rescue_gradient", name, _GUARD)
 
     def _product_of_planes(self, name: str, rows: int, length: int) -> None:
         problem = self.problem
@@ -333,9 +349,4 @@ class _Backward:
         gpu = gpu_of(problem.device)
         tile = portable.choose_product_tile(shape.planes, gpu)
         reason = f"{portable.product_microseconds(shape, gpu):.1f} us by estimate"
-        self.steps.append(Step("portable_product", name, reason, tile))
-
-
-def _dz_alone(problem: Problem) -> Wanted:
-    none = (False,) * len(problem.chain.operand_kinds)
-    return Wanted(True, False, False, False, False, none)
+        self._step("portable_product", name, reason, tile)

@@ -13,13 +13,12 @@ from epinorm.backends.cuda.plan import costs, gradients, tuned
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
-from epinorm.backends.cuda.plan.steps import completed
-from epinorm.backends.cuda.runtime.device import capability, gpu_of, sm_count, supported
+from epinorm.backends.cuda.plan.portable_tile import PortableTile
+from epinorm.backends.cuda.plan.steps import completed, single_microseconds, single_tile
+from epinorm.backends.cuda.runtime.device import HOPPER, capability, supported
 from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.backends.cuda.text.instance import columns_of
 from epinorm.problem import Core, Plan, Problem, Strategy
-
-HOPPER = (9, 0)
 
 CORE_VARIABLE = "EPINORM_CORE"
 
@@ -122,10 +121,13 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
         ways.append((cost, _tile_text(problem, core), "single", core))
     planes_core = _planes_core(problem)[0]
     if planes_core is not None:
-        cost = _planes_cost(problem, planes_core) + _backward_cost(problem, planes_core)
+        cost = _single_cost(product_of(problem), planes_core)
+        cost += Cost(costs.norm_forward(rest_of(problem)), _HOST_NORM)
+        cost += _backward_cost(problem, planes_core)
         ways.append((cost, _planes_text(problem), "planes", planes_core))
     if problem.chain.norm is not None:
-        cost = _epilogue_cost(problem) + _backward_cost(problem, None)
+        forward = costs.library_product(problem) + costs.norm_forward(problem)
+        cost = Cost(forward, _HOST_EPILOGUE) + _backward_cost(problem, None)
         ways.append((cost, _EPILOGUE, "epilogue", None))
     # PyTorch's layers would have to make the kernels' mask in dozens of operations.
     drops = "seed" in problem.chain.operand_kinds
@@ -183,48 +185,33 @@ def _core(problem: Problem) -> tuple[Core | None, str]:
     if problem.chain.norm is None and problem.out_dtype != problem.dtype:
         return None, f"without a norm y has x's dtype, and {problem.out_dtype} is asked for"
     wanted = wanted_core()
-    why_not_hopper = _why_not_hopper(problem)
+    why_not_hopper = _why_not(problem, "hopper")
     if why_not_hopper is None and wanted != "portable":
         return "hopper", ""
     if why_not_hopper is not None and wanted == "hopper":
         return None, why_not_hopper
-    why_not = _why_not_portable(problem)
+    why_not = _why_not(problem, "portable")
     if why_not is None:
         return "portable", ""
     on_hopper = wanted == "auto" and capability(problem.device) == HOPPER
     return None, why_not_hopper if on_hopper and why_not_hopper else why_not
 
 
-def _why_not_hopper(problem: Problem) -> str | None:
-    if capability(problem.device) != HOPPER:
+def _why_not(problem: Problem, core: Core) -> str | None:
+    """Why the single kernel of this core cannot serve the problem; None where it can."""
+    hopper = core == "hopper"
+    if hopper and capability(problem.device) != HOPPER:
         major, minor = capability(problem.device)
         return f"the Hopper core needs compute capability 9.0, this GPU has {major}.{minor}"
-    why_not = hopper_plan.why_not(problem)
+    why_not = (hopper_plan if hopper else portable_plan).why_not(problem)
     if why_not is not None:
         return why_not
-    tile = hopper_plan.choose_tile(problem, sm_count(problem.device), problem.prepacked)
+    tile = single_tile(problem, core)
     if tile is None:
         return "no tile of the single kernel fits the shared memory"
-    return None if tile.tf32 else _why_not_guarded(problem, largest_guarded_group(problem))
-
-
-def _why_not_portable(problem: Problem) -> str | None:
-    why_not = portable_plan.why_not(problem)
-    if why_not is not None:
-        return why_not
-    if portable_plan.choose_tile(problem, gpu_of(problem.device)) is None:
-        return "no tile of the single kernel fits the shared memory"
-    return _why_not_guarded(problem, WIDEST_TILE)
-
-
-def largest_guarded_group(problem: Problem) -> int:
-    """Channels of a group up to which the Hopper core's single kernel is taken in planes."""
-    return LARGEST_GUARDED_GROUP if problem.planes == 1 else WIDEST_TILE
-
-
-def _why_not_guarded(problem: Problem, largest: int) -> str | None:
+    largest = largest_guarded_group(problem) if hopper else WIDEST_TILE
     channels = columns_of(problem)
-    if problem.dtype == torch.float32 and channels > largest:
+    if problem.dtype == torch.float32 and not tile.tf32 and channels > largest:
         return (
             f"the range guard of fp32 computes groups of up to {largest} channels here, and these "
             f"have {channels}"
@@ -232,29 +219,24 @@ def _why_not_guarded(problem: Problem, largest: int) -> str | None:
     return None
 
 
+def largest_guarded_group(problem: Problem) -> int:
+    """Channels of a group up to which the Hopper core's single kernel is taken in planes."""
+    return LARGEST_GUARDED_GROUP if problem.planes == 1 else WIDEST_TILE
+
+
 def _tile_text(problem: Problem, core: Core) -> str:
-    kind, rows, columns, tf32, converted = _tile_facts(problem, core)
-    operands = ""
-    if problem.dtype == torch.float32:
-        count = problem.planes
-        planes = "two fp16 planes" if count == 2 else "one fp16 plane"
-        operands = ", as TF32" if tf32 else f", as {planes}"
-        operands += f", {converted} made on the way" if converted else ""
-    return f"one kernel{operands}, tiles of {rows} x {columns}, {kind}"
-
-
-def _tile_facts(problem: Problem, core: Core) -> tuple[str, int, int, bool, str]:
-    """What multiplies, a tile's rows and columns, whether it is TF32, and whose plane is made on
-    the way."""
-    if core == "portable":
-        portable = portable_plan.choose_tile(problem, gpu_of(problem.device))
-        assert portable is not None
-        return "the portable core (mma.sync)", portable.block_m, portable.block_n, False, ""
-    tile = hopper_plan.choose_tile(problem, sm_count(problem.device), problem.prepacked)
+    tile, operands = single_tile(problem, core), ""
     assert tile is not None
-    kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
-    converted = "the weight's" if tile.fp32_weight else "the input's" if tile.fp32_input else ""
-    return kind, tile.block_m, tile.block_n, tile.tf32, converted
+    if problem.dtype == torch.float32:
+        planes = "two fp16 planes" if problem.planes == 2 else "one fp16 plane"
+        operands = ", as TF32" if tile.tf32 else f", as {planes}"
+    if isinstance(tile, PortableTile):
+        kind = "the portable core (mma.sync)"
+    else:
+        kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
+        if tile.converts:
+            operands += f", the {'weight' if tile.fp32_weight else 'input'}'s made on the way"
+    return f"one kernel{operands}, tiles of {tile.block_m} x {tile.block_n}, {kind}"
 
 
 @dataclass(frozen=True)
@@ -274,24 +256,11 @@ class Cost:
 
 
 def _single_cost(problem: Problem, core: Core) -> Cost:
-    planes = problem.dtype == torch.float32 and not _tile_facts(problem, core)[3]
-    if core == "portable":
-        estimate = portable_plan.microseconds(problem, gpu_of(problem.device))
-    else:
-        estimate = hopper_plan.microseconds(problem, sm_count(problem.device))
+    tile, estimate = single_tile(problem, core), single_microseconds(problem, core)
+    planes = problem.dtype == torch.float32 and tile is not None and not tile.tf32
     if problem.chain.norm is None and not planes:
         estimate *= _WITHOUT_NORM
     return Cost(estimate * _PLANES, _HOST_PLANES) if planes else Cost(estimate, _HOST_ONE)
-
-
-def _planes_cost(problem: Problem, core: Core) -> Cost:
-    norm = costs.norm_forward(rest_of(problem))
-    return _single_cost(product_of(problem), core) + Cost(norm, _HOST_NORM)
-
-
-def _epilogue_cost(problem: Problem) -> Cost:
-    estimate = costs.library_product(problem) + costs.norm_forward(problem)
-    return Cost(estimate, _HOST_EPILOGUE)
 
 
 def _backward_cost(problem: Problem, core: Core | None) -> Cost:

@@ -23,7 +23,7 @@ import torch
 from epinorm.backends import cache
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.runtime.device import device_index, stand_in
-from epinorm.backends.memo import cleared_with
+from epinorm.backends.memo import memo
 from epinorm.problem import Problem
 from epinorm.said import warn_once
 
@@ -31,9 +31,6 @@ FORMAT_VERSION = 1
 _FOLDER = "tuned"
 _SUFFIX = ".json"
 _FIELD_TYPES = typing.get_type_hints(Tile)
-
-_tables: dict[str, dict[str, Choice]] = {}
-cleared_with(_tables.clear)
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def remember(problem: Problem, found: Choice) -> str | None:
     name = gpu_name(problem.device)
     if name is None:
         return "there is no GPU that it could be kept for"
-    _tables.pop(name, None)  # another process may have written since
+    forget()  # another process may have written since
     table = {**_table(name), key_of(problem): found}
     try:
         folder = cache._folder(create=True, name=_FOLDER)
@@ -97,7 +94,7 @@ def remember(problem: Problem, found: Choice) -> str | None:
         cache._write_and_rename(folder, _file(name), _text(name, table).encode())
     except (cache._Refused, OSError) as error:
         return cache._reason(error)
-    _tables[name] = table
+    forget()
     return None
 
 
@@ -123,7 +120,7 @@ def clear() -> int:
 
 def forget() -> None:
     """Read the files again when next asked."""
-    _tables.clear()
+    _table.cache_clear()
 
 
 def _file(name: str) -> str:
@@ -132,14 +129,9 @@ def _file(name: str) -> str:
     return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:12]}{_SUFFIX}"
 
 
+@memo()
 def _table(name: str) -> dict[str, Choice]:
-    table = _tables.get(name)
-    if table is None:
-        table = _tables[name] = _read(name)
-    return table
-
-
-def _read(name: str) -> dict[str, Choice]:
+    """What is on disk; a table that cannot be read is empty, and a warning says why."""
     try:
         folder = cache._folder(create=False, name=_FOLDER)
         if folder is None:

@@ -14,6 +14,8 @@ import torch
 OLDEST_CAPABILITY = (8, 0)
 """Ampere: the first with cp.async and with bf16 in its tensor cores."""
 
+HOPPER = (9, 0)
+
 Device = torch.device | int | str | None
 
 

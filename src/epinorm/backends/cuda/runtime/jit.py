@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from epinorm.backends import cache
-from epinorm.backends.cuda.runtime.compiled import Compiled
 from epinorm.backends.cuda.runtime.device import device_index, stand_in
 from epinorm.backends.cuda.runtime.driver import check, driver, make_primary_context_current
-from epinorm.backends.cuda.runtime.launch import Kernel
+from epinorm.backends.cuda.runtime.launch import Compiled, Kernel
 from epinorm.backends.memo import memo
 
 SAY_SECONDS = 3.0

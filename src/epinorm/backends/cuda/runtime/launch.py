@@ -20,7 +20,6 @@ import torch
 
 from epinorm.backends import unpromised
 from epinorm.backends.cuda.runtime.arguments import FIELDS, Frame, Layout, layout_of
-from epinorm.backends.cuda.runtime.compiled import Compiled
 from epinorm.backends.cuda.runtime.driver import (
     INVALID_CONTEXT,
     check,
@@ -45,6 +44,22 @@ LARGEST_PORTABLE_CLUSTER = 8
 
 recording: Any = None
 """A ``replay.Recording`` that is told of each launch."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel's machine code and what ptxas says about it; a figure that it did not report is -1.
+
+    spill_bytes: spill stores and loads together. shared_bytes: static shared memory of a block.
+    stack_bytes: local memory of a thread.
+    """
+
+    cubin: bytes
+    log: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    stack_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,16 +189,8 @@ class Kernel:
     def blocks_per_sm(self, block_threads: int, shared_bytes: int = 0) -> int:
         """Blocks of this many threads that one multiprocessor holds at a time (occupancy)."""
         self.reserve(shared_bytes)
-        blocks = ctypes.c_int()
-        with torch.cuda.device(self.device):
-            make_primary_context_current(self.device)
-            check(
-                driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                    ctypes.byref(blocks), self._handle, block_threads, shared_bytes
-                ),
-                f"asking for the occupancy of {self.entry}",
-            )
-        return blocks.value
+        ask = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        return self._asked(ask, block_threads, shared_bytes)
 
     def clusters_at_once(self, cluster: int, block_threads: int, shared_bytes: int = 0) -> int:
         """Clusters of ``cluster`` such blocks that the GPU holds at a time.
@@ -195,14 +202,15 @@ class Kernel:
         shape = _shape(cluster, block_threads, shared_bytes, cluster, False)
         # CUlaunchConfig: the shape, padding, the stream, attributes and their number.
         config = struct.pack("<7I4xQQI4x", *shape.numbers, 0, *_attributes(cluster, False))
-        clusters = ctypes.c_int()
+        return self._asked(driver().cuOccupancyMaxActiveClusters, config)
+
+    def _asked(self, ask: Callable[..., int], *arguments: Any) -> int:
+        found = ctypes.c_int()
         with torch.cuda.device(self.device):
             make_primary_context_current(self.device)
-            check(
-                driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), self._handle, config),
-                f"asking for the clusters of {self.entry}",
-            )
-        return clusters.value
+            status = ask(ctypes.byref(found), self._handle, *arguments)
+            check(status, f"asking for the occupancy of {self.entry}")
+        return found.value
 
     def _set(self, attribute: int, value: int, what: str) -> None:
         number = ctypes.c_int()

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from epinorm.backends import memo
 from epinorm.backends.cuda.runtime import launch
 from epinorm.backends.cuda.runtime.arguments import layout_of
-from epinorm.backends.cuda.runtime.compiled import Compiled
 from epinorm.backends.cuda.runtime.device import Gpu, standing_in
 from epinorm.backends.cuda.runtime.jit import KernelSource, compiled
 
@@ -61,7 +60,7 @@ class _Kernel(launch.Kernel):
     """Notes its launches, and answers from what the compiler says where it is asked for more."""
 
     def __init__(self, source: KernelSource, recorder: Recorder) -> None:
-        super().__init__(0, source.entry, 0, Compiled(b"", "", 0, 0, 0, 0))
+        super().__init__(0, source.entry, 0, launch.Compiled(b"", "", 0, 0, 0, 0))
         self.source, self.recorder = source, recorder
 
     def prepare(

@@ -59,26 +59,21 @@ def tensor_map(tensor: torch.Tensor, box_rows: int, box_cols: int, swizzle: int 
     Raises `ValueError` or `TypeError` for what the hardware cannot address. Source: PTX ISA,
     section "Tensors"; CUDA driver API, cuTensorMapEncodeTiled.
     """
-    place = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-    return _encode(*place, box_rows, box_cols, swizzle)
+    matrix = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return _encode(matrix, (box_rows, box_cols), swizzle)
+
+
+_Matrix = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @memo(_KEPT)
-def _encode(
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    box_rows: int,
-    box_cols: int,
-    swizzle: int,
-) -> bytes:
-    _validate(address, shape, strides, dtype, box_rows, box_cols, swizzle)
-    rows, cols = shape
+def _encode(matrix: _Matrix, box: tuple[int, int], swizzle: int) -> bytes:
+    _validate(matrix, box, swizzle)
+    address, (rows, cols), strides, dtype = matrix
     row_bytes = max(strides[0], cols) * dtype.itemsize if rows == 1 else strides[0] * dtype.itemsize
     row_bytes = -(-row_bytes // 16) * 16  # differs from the stride only where there is one row
     facts = MapFacts(
-        *(address, (cols, rows), row_bytes, (box_cols, box_rows)),
+        *(address, (cols, rows), row_bytes, (box[1], box[0])),
         (_DATA_TYPES[dtype], _SWIZZLES[swizzle], _L2_PROMOTION),
     )
     data = _encoded(facts) if stand_in() is None else next(_numbers).to_bytes(TENSOR_MAP_BYTES)
@@ -112,15 +107,8 @@ def _encoded(facts: MapFacts) -> bytes:
     return buffer.raw[shift : shift + TENSOR_MAP_BYTES]
 
 
-def _validate(
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    box_rows: int,
-    box_cols: int,
-    swizzle: int,
-) -> None:
+def _validate(matrix: _Matrix, box: tuple[int, int], swizzle: int) -> None:
+    (address, shape, strides, dtype), (box_rows, box_cols) = matrix, box
     if dtype not in _DATA_TYPES:
         raise TypeError(f"a tensor map needs float16, bfloat16 or float32, but got {dtype}")
     if len(shape) != 2 or 0 in shape:

@@ -35,46 +35,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Instance(Generic[T]):
-    """Everything that one compiled kernel is specialised for; ``tile`` is its core's."""
+    """What one compiled kernel is specialised for: of the problem all but m, k and how many groups
+    there are; its core's tile; and whether fp32 is multiplied as scaled planes."""
 
-    chain: Chain
+    problem: Problem
     tile: T
-    group_columns: int
-    planes: int
     scaled: bool
-    operand_dtype: torch.dtype
-    norm_dtype: torch.dtype
-    linear_dtype: torch.dtype
-    matrix_dtype: torch.dtype | None
-    out_dtype: torch.dtype
-    has_bias: bool
-    has_gamma: bool
-    has_beta: bool
-    keep_statistics: bool
-    bias_in_z: bool
-    aligned_rows: bool = True
 
-
-def instance_of(problem: Problem, tile: T, planes: int, scaled: bool) -> Instance[T]:
-    """The kernel of this problem with this tile; scaled: fp32 is multiplied as scaled planes."""
-    return Instance(
-        chain=problem.chain,
-        tile=tile,
-        group_columns=columns_of(problem),
-        planes=planes,
-        scaled=scaled,
-        operand_dtype=torch.float16 if scaled else problem.dtype,
-        norm_dtype=problem.norm_dtype,
-        linear_dtype=problem.dtype,
-        matrix_dtype=problem.matrix_dtype,
-        out_dtype=problem.out_dtype,
-        has_bias=problem.has_bias,
-        has_gamma=problem.has_norm_weight,
-        has_beta=problem.has_norm_bias,
-        keep_statistics=problem.keeps_statistics,
-        bias_in_z=problem.bias_in_z,
-        aligned_rows=rows_aligned(problem),
-    )
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        return torch.float16 if self.scaled else self.problem.dtype
 
 
 def columns_of(problem: Problem) -> int:
@@ -92,8 +62,9 @@ def rows_aligned(problem: Problem) -> bool:
 
 def vectors(instance: Instance[T]) -> int:
     """How many vectors over the columns the epilogue keeps in shared memory."""
-    flags = (instance.has_bias, instance.has_gamma, instance.has_beta, instance.scaled)
-    return sum(flags) + instance.chain.operand_kinds.count("channel")
+    problem = instance.problem
+    flags = (problem.has_bias, problem.has_norm_weight, problem.has_norm_bias, instance.scaled)
+    return sum(flags) + problem.chain.operand_kinds.count("channel")
 
 
 def _without_scale(chain: Chain) -> Chain:
@@ -114,40 +85,41 @@ def epilogue_prelude(instance: Instance[T]) -> str:
 
     Where gamma and beta carry a scale, it is the last argument, and none of the text's constants.
     """
-    chain, arguments = instance.chain, ChainArguments(instance.chain, torch.float32)
-    if instance.has_gamma and instance.has_beta:
+    problem = instance.problem
+    chain, arguments = problem.chain, ChainArguments(problem.chain, torch.float32)
+    if problem.has_norm_weight and problem.has_norm_bias:
         chain = _without_scale(chain)
-    scaled = chain is not instance.chain
+    scaled = chain is not problem.chain
     kinds = chain.operand_kinds
     numbers = constants(
         {
-            "kGroupColumns": instance.group_columns,
-            "kHasBias": instance.has_bias,
-            "kHasGamma": instance.has_gamma,
-            "kHasBeta": instance.has_beta,
+            "kGroupColumns": columns_of(problem),
+            "kHasBias": problem.has_bias,
+            "kHasGamma": problem.has_norm_weight,
+            "kHasBeta": problem.has_norm_bias,
             "kScaled": instance.scaled,
-            "kSaveForBackward": instance.matrix_dtype is not None,
+            "kSaveForBackward": problem.matrix_dtype is not None,
             "kKeepsSum": chain.returns_sum,
-            "kKeepStatistics": instance.keep_statistics,
+            "kKeepStatistics": problem.keeps_statistics,
             "kAffineScaled": scaled,
-            "kBiasInZ": instance.bias_in_z,
+            "kBiasInZ": problem.bias_in_z,
             "kChannelOperands": kinds.count("channel"),
         }
     )
     names = [f"operand{i}" for i in range(len(kinds))]
     parameters = "".join(f", const typename NormType::Storage* {name}" for name in names)
     types = (
-        f"#define OutType {TYPES[instance.out_dtype]}\n"
-        f"#define LinearType {TYPES[instance.linear_dtype]}\n"
-        f"#define KeptType {TYPES[instance.matrix_dtype or instance.linear_dtype]}\n"
-        f"#define NormType {TYPES[instance.norm_dtype]}\n"
+        f"#define OutType {TYPES[problem.out_dtype]}\n"
+        f"#define LinearType {TYPES[problem.dtype]}\n"
+        f"#define KeptType {TYPES[problem.matrix_dtype or problem.dtype]}\n"
+        f"#define NormType {TYPES[problem.norm_dtype]}\n"
         f"#define CHAIN_PARAMETERS {parameters}{arguments.parameters}\n"
         f"#define OPERAND_LIST {{{', '.join(names) or 'nullptr'}}}\n"
         f"#define CONSTANT_LIST {constant_list(arguments.names[: len(chain.arguments)])}\n"
         f"#define AFFINE_SCALE {arguments.names[-1] if scaled else '1.0f'}\n"
     )
     if chain.rounding == "eager":
-        numbers += f"#define EPINORM_Z {CUDA_TYPES[instance.linear_dtype]}\n"
-        numbers += f"#define EPINORM_Y {CUDA_TYPES[instance.out_dtype]}\n"
-        numbers += statistics_text(chain, instance.out_dtype)
+        numbers += f"#define EPINORM_Z {CUDA_TYPES[problem.dtype]}\n"
+        numbers += f"#define EPINORM_Y {CUDA_TYPES[problem.out_dtype]}\n"
+        numbers += statistics_text(chain, problem.out_dtype)
     return numbers + chain_text(chain) + types

@@ -40,7 +40,7 @@ from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.runtime.tensor_map import tensor_map
-from epinorm.backends.cuda.text.instance import Instance, epilogue_prelude
+from epinorm.backends.cuda.text.instance import Instance, epilogue_prelude, rows_aligned
 from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.problem import Forward, Inputs, Problem, StepForward
 
@@ -202,7 +202,7 @@ def converting_source(instance: Instance[Tile], writes_plane: bool) -> KernelSou
     }
     more = {"kLendsRing": tile.fp32_weight}
     if tile.fp32_input:
-        more["kAlignedRows"] = instance.aligned_rows
+        more["kAlignedRows"] = rows_aligned(instance.problem)
     prelude = constants(numbers) + wgmma_a_text(plane_rows) + epilogue_prelude(instance)
     text = kernel_text(f"gemm/hopper/hopper_{name}.cu", prelude + constants(more))
     return KernelSource(f"linear_norm_{name}", text, ARCH)

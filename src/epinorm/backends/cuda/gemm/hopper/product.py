@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.gemm.hopper.text import ARCH, product_into_source, product_source
-from epinorm.backends.cuda.gemm.launch import KeptOperands, Operands, ProductKernel
+from epinorm.backends.cuda.gemm.hopper.text import ARCH, product_source
+from epinorm.backends.cuda.gemm.launch import KeptOperands, Operands, ProductForm, ProductKernel
 from epinorm.backends.cuda.plan.hopper import persistent_blocks
 from epinorm.backends.cuda.plan.hopper_product import (
     BLOCK_K,
@@ -69,18 +69,11 @@ def _maps(tile: Tile, major_k_a: bool) -> Callable[[Operands], tuple[bytes, ...]
 
 
 def hopper_product(
-    shape: ProductShape,
-    choice: Choice,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    scaled: bool,
-    major_k_a: bool,
-    device: torch.device,
+    shape: ProductShape, choice: Choice, form: ProductForm, device: torch.device
 ) -> ProductKernel:
     """`hopper_product.cu` for ``gemm/product.py``; with parts, c is theirs, in fp32."""
     parts, planes, tile = choice.parts, shape.planes, choice.tile
-    product_dtype = torch.float32 if parts > 1 else out_dtype
-    source = product_source(tile, planes, dtype, product_dtype, scaled, major_k_a, False, parts > 1)
+    source = product_source(tile, planes, form, split=parts > 1)
     dynamic = product_shared_bytes(tile, planes)
     launch = load(source, device).prepare(
         SIGNATURE,
@@ -90,7 +83,7 @@ def hopper_product(
         dependent=True,
     )
     numbers = (shape.rows, shape.columns, -(-shape.steps // parts) * BLOCK_K, parts)
-    return ProductKernel(launch, KeptOperands(_maps(tile, major_k_a)), numbers)
+    return ProductKernel(launch, KeptOperands(_maps(tile, form.major_k_a)), numbers)
 
 
 class AddingProduct:
@@ -102,7 +95,8 @@ class AddingProduct:
         self.maps = KeptOperands(_maps(tile, major_k_a))
         self.sizes = (shape.rows, shape.columns, shape.length)
         dynamic = product_shared_bytes(tile, shape.planes)
-        source = product_into_source(tile, shape.planes, major_k_a)
+        form = ProductForm(torch.float16, torch.float32, True, major_k_a)
+        source = product_source(tile, shape.planes, form, adds=True)
         self.launch = load(source, device).prepare(
             ADDING_SIGNATURE,
             persistent_blocks(tiles_of(shape, tile), sm_count(device)),

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import torch
 
+from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.plan.hopper_tile import Tile, operand_slots
 from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.instance import (
     TYPES,
     Instance,
     epilogue_prelude,
+    rows_aligned,
 )
 from epinorm.backends.cuda.text.source import constants, kernel_text
 
@@ -91,45 +93,27 @@ def product_prelude(
 
 
 def product_source(
-    tile: Tile,
-    planes: int,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    scaled: bool,
-    major_k_a: bool,
-    major_k_b: bool,
-    split: bool = False,
+    tile: Tile, planes: int, form: ProductForm, split: bool = False, adds: bool = False
 ) -> KernelSource:
-    """The plain product's text: operands of dtype, contiguous along the summed index or not.
+    """The plain product's text; compiles without a GPU.
 
-    split: blocks share a sum, and each writes its part.
+    split: blocks share a sum, and each writes its part, in fp32. adds: to what the fp32 result
+    holds already.
     """
-    prelude = product_prelude(tile, planes, dtype, major_k_a, major_k_b)
-    prelude += _result_prelude(scaled, split, out_dtype)
-    text = kernel_text("gemm/hopper/hopper_product.cu", prelude)
-    return KernelSource("hopper_product", text, ARCH)
-
-
-def product_into_source(tile: Tile, planes: int, major_k_a: bool) -> KernelSource:
-    """The same of fp16 planes, b not along the sum, added to what the fp32 result holds already."""
-    prelude = product_prelude(tile, planes, torch.float16, major_k_a, False)
-    prelude += _result_prelude(True, False, torch.float32)
-    text = kernel_text("gemm/hopper/hopper_product_into.cu", prelude)
-    return KernelSource("hopper_product_into", text, ARCH)
-
-
-def _result_prelude(scaled: bool, split: bool, out_dtype: torch.dtype) -> str:
-    numbers = constants({"kScaled": scaled, "kSplit": split})
-    return numbers + f"#define OutType {TYPES[out_dtype]}\n"
+    prelude = product_prelude(tile, planes, form.dtype, form.major_k_a, False)
+    prelude += constants({"kScaled": form.scaled, "kSplit": split})
+    prelude += f"#define OutType {TYPES[torch.float32 if split else form.out_dtype]}\n"
+    entry = "hopper_product_into" if adds else "hopper_product"
+    return KernelSource(entry, kernel_text(f"gemm/hopper/{entry}.cu", prelude), ARCH)
 
 
 def linear_norm_source(instance: Instance[Tile]) -> KernelSource:
     """The kernel's text for one instance; compiles without a GPU."""
-    tile, planes, slots = instance.tile, instance.planes, operand_slots(instance)
+    tile, planes, slots = instance.tile, instance.problem.planes, operand_slots(instance)
     prelude = product_prelude(tile, planes, instance.operand_dtype, held_slots=slots)
     held = "const __grid_constant__ TensorMap element," if slots else ""
     prelude += "#define HOLDS_OPERAND\n" * (slots > 0) + f"#define HELD_PARAMETER {held}\n"
-    prelude += constants({"kAlignedRows": instance.aligned_rows})
+    prelude += constants({"kAlignedRows": rows_aligned(instance.problem)})
     prelude += epilogue_prelude(instance)
     text = kernel_text("gemm/hopper/hopper_linear_norm.cu", prelude)
     return KernelSource("linear_norm", text, ARCH)

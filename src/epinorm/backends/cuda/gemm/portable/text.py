@@ -9,18 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.jit import KernelSource
-from epinorm.backends.cuda.text.instance import (
-    TYPES,
-    Instance,
-    epilogue_prelude,
-)
+from epinorm.backends.cuda.text.instance import TYPES, Instance, epilogue_prelude
 from epinorm.backends.cuda.text.source import constants, kernel_text
-
-LINEAR_NORM = "portable_linear_norm"
-PRODUCT = "portable_product"
-"""Names of the two kernels."""
 
 
 def _prelude(
@@ -61,26 +54,19 @@ def linear_norm_source(
     copy_bytes: 16, 4 or 2, of which all addresses and row strides of the operands are multiples.
     aligned_rows: rows of y and z are whole 16-byte units.
     """
-    prelude = _prelude(
-        instance.tile, instance.planes, instance.operand_dtype, copy_bytes, aligned_rows
-    ) + epilogue_prelude(instance)
+    planes, dtype = instance.problem.planes, instance.operand_dtype
+    prelude = _prelude(instance.tile, planes, dtype, copy_bytes, aligned_rows)
+    prelude += epilogue_prelude(instance)
     text = kernel_text("gemm/portable/portable_linear_norm.cu", prelude)
-    return KernelSource(LINEAR_NORM, text, arch)
+    return KernelSource("portable_linear_norm", text, arch)
 
 
 def product_source(
-    tile: PortableTile,
-    planes: int,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    scaled: bool,
-    major_k_a: bool,
-    major_k_b: bool,
-    arch: str,
-    copy_bytes: int = 16,
-    aligned_rows: bool = True,
+    tile: PortableTile, planes: int, form: ProductForm, arch: str, aligned_rows: bool = True
 ) -> KernelSource:
-    """The plain product's text: operands of dtype, contiguous along the summed index or not."""
-    prelude = _prelude(tile, planes, dtype, copy_bytes, aligned_rows, major_k_a, major_k_b)
-    prelude += constants({"kScaled": scaled}) + f"#define OutType {TYPES[out_dtype]}\n"
-    return KernelSource(PRODUCT, kernel_text("gemm/portable/portable_product.cu", prelude), arch)
+    """The plain product's text; compiles without a GPU. aligned_rows: of c."""
+    prelude = _prelude(tile, planes, form.dtype, 16, aligned_rows, form.major_k_a, False)
+    prelude += constants({"kScaled": form.scaled})
+    prelude += f"#define OutType {TYPES[form.out_dtype]}\n"
+    text = kernel_text("gemm/portable/portable_product.cu", prelude)
+    return KernelSource("portable_product", text, arch)

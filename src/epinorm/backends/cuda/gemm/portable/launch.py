@@ -1,4 +1,5 @@
-"""The launch of `portable_linear_norm.cu`, on any GPU since Ampere."""
+"""The launches of `portable_linear_norm.cu` and of `portable_product.cu`, which multiplies in the
+backward pass 16-bit matrices or planes, on any GPU since Ampere."""
 
 from __future__ import annotations
 
@@ -8,18 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.gemm.launch import Operands, chain_signature
-from epinorm.backends.cuda.gemm.portable.text import linear_norm_source
+from epinorm.backends.cuda.gemm.launch import (
+    KeptOperands,
+    Operands,
+    ProductForm,
+    ProductKernel,
+    chain_signature,
+)
+from epinorm.backends.cuda.gemm.portable.text import linear_norm_source, product_source
+from epinorm.backends.cuda.plan.hopper_product import ProductShape
 from epinorm.backends.cuda.plan.portable import copy_bytes, instance_for
-from epinorm.backends.cuda.plan.portable_tile import PortableTile, shared_bytes
+from epinorm.backends.cuda.plan.portable_tile import (
+    PortableTile,
+    product_shared_bytes,
+    shared_bytes,
+)
 from epinorm.backends.cuda.runtime.device import arch_of
 from epinorm.backends.cuda.runtime.jit import load
 from epinorm.backends.cuda.runtime.prepared import starts_early
+from epinorm.backends.cuda.text.instance import rows_aligned
 from epinorm.problem import Problem
 
 SIGNATURE = "ppppll" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo, their strides in numbers; y, z, bias, gamma, beta, row and column
 scale, mean, rstd; m, n, k."""
+PRODUCT_SIGNATURE = "ppppll" + "pp" + "iii"
+"""a hi and lo, b hi and lo, their strides in numbers; c, row scale; rows, columns, length."""
 
 
 def addresses(operands: Operands) -> tuple[int, ...]:
@@ -57,8 +72,8 @@ class PortableLinearNorm:
         """The kernel that copies ``width`` bytes at a time."""
         problem, tile = self.problem, self.tile
         instance = instance_for(problem, tile)
-        dynamic = shared_bytes(instance)
-        source = linear_norm_source(instance, arch_of(problem.device), width, instance.aligned_rows)
+        dynamic, aligned = shared_bytes(instance), rows_aligned(problem)
+        source = linear_norm_source(instance, arch_of(problem.device), width, aligned)
         launch = self.launches[width] = load(source, problem.device).prepare(
             SIGNATURE + chain_signature(problem),
             tile.tiles(problem.m, problem.n),
@@ -67,3 +82,21 @@ class PortableLinearNorm:
             dependent=starts_early(problem.device),
         )
         return launch
+
+
+def portable_product(
+    shape: ProductShape, tile: PortableTile, form: ProductForm, device: torch.device
+) -> ProductKernel:
+    """`portable_product.cu` for ``gemm/product.py``; operands are in rows of whole 16-byte units,
+    or zeros up to the next."""
+    aligned_rows = shape.columns * form.out_dtype.itemsize % 16 == 0
+    source = product_source(tile, shape.planes, form, arch_of(device), aligned_rows)
+    dynamic = product_shared_bytes(tile, shape.planes)
+    launch = load(source, device).prepare(
+        PRODUCT_SIGNATURE,
+        tile.tiles(shape.rows, shape.columns),
+        tile.threads,
+        shared_bytes=dynamic,
+        dependent=starts_early(device),
+    )
+    return ProductKernel(launch, KeptOperands(addresses), (shape.rows, shape.columns, shape.length))
