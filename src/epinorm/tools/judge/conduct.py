@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from epinorm.tools.accuracy import Comparison
+from epinorm.tools.accuracy import Comparison, Outcome
 from epinorm.tools.judge.facts import Result
 from epinorm.tools.judge.observe import Observed, observe
 from epinorm.tools.judge.session import Session
@@ -18,7 +18,7 @@ def conduct(session: Session) -> list[Result]:
     """What one call does besides its result; held against what the original itself does."""
     inputs = draw_inputs(session.inputs, "randn", session.options.seed + 105)
     theirs = observe(session.model, _copies(inputs))[1]
-    truth, eager = session.expected_outputs(inputs)
+    truth = session.expected(inputs)
     streams = (False, True) if session.device.type == "cuda" else (False,)
     found: list[Comparison] = []
     seen = Observed()
@@ -28,7 +28,7 @@ def conduct(session: Session) -> list[Result]:
         label = "randn, on a stream of its own" if other else "randn, inputs arriving late"
         if session.device.type == "cuda":
             outputs = tuple(t for t in outcome.outputs if t.is_floating_point())
-            found += session.judged(label, truth, eager, type(truth)(outputs, {}), True)
+            found += session.judged(label, truth, Outcome(outputs, {}), True)
         for name, known in theirs.as_json().items():
             getattr(seen, name).extend(e for e in observed.get(name, ()) if e not in known)
     return [
