@@ -88,28 +88,23 @@ def bench(
 ) -> tuple[Row, Verification]:
     """Verify, time and verify again; the row has times only if both verifications pass."""
     with fp32_precision_set(case.precision):
-        verification = _verify(case, 0, lambda share: notify("verifying", 0.1 * share))
+        verification = verify_case(case, progress=lambda share: notify("verifying", 0.1 * share))
         row = _row(case, verification)
         if not verification.passed:
             return row, verification
         runners, reasons = _runners(case, competitors, notify)
         measured = _measure(case, runners, settings, notify)
-        again = _verify(case, 1, lambda share: notify("verifying again", 0.9 + 0.1 * share))
+        again = verify_case(case, 1, lambda share: notify("verifying again", 0.9 + 0.1 * share))
         if not again.passed:
             return _row(case, again), again
         values: dict[str, Any] = {**measured, **reasons}
         return replace(row, **values), verification
 
 
-def _verify(case: Case, seed: int, progress: Progress) -> Verification:
-    return verify(
-        case.model,
-        case.candidate,
-        case.inputs,
-        training=case.training,
-        seed=seed,
-        progress=progress,
-    )
+def verify_case(case: Case, seed: int = 0, progress: Progress = silent) -> Verification:
+    """``verify`` the case's candidate against its model."""
+    models, training = (case.model, case.candidate), case.training
+    return verify(*models, case.inputs, training=training, seed=seed, progress=progress)
 
 
 def _row(case: Case, verification: Verification) -> Row:

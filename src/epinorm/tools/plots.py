@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from epinorm.tools.results import Row
+from epinorm.tools.tables import setting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,8 +52,7 @@ def _time(row: Row, key: str, unit_us: float = 1.0) -> float | None:
 
 
 def _label(row: Row) -> str:
-    setting = row.dtype if row.precision == "native" else f"{row.dtype} {row.precision}"
-    return f"{row.shape}\n{setting}, {row.pass_}"
+    return f"{row.shape}\n{setting(row)}, {row.pass_}"
 
 
 def figure(rows: Sequence[Row]) -> Figure:

@@ -18,6 +18,9 @@ COMPETITORS = (
 )
 """Each by its key in a row, and its name."""
 
+MARKDOWN = "{} `{}`"
+"""A setting's form where the precision is a word of code."""
+
 Cell = Callable[[Row], str]
 
 
@@ -53,14 +56,18 @@ def over_text(row: Row, key: str) -> str:
     return "noise" if ratio is not None and row.is_noise(key) else times(ratio)
 
 
-def setting(row: Row) -> str:
-    """The row's dtype, with the precision of its products where PyTorch has a choice."""
-    return setting_of(vars(row))
+def setting(row: Any, form: str = "{} {}") -> str:
+    """The dtype of a row, case or row as JSON holds it, and in this form the precision of its
+    products where PyTorch has a choice."""
+    of = row if isinstance(row, Mapping) else vars(row)
+    dtype = str(of["dtype"]).removeprefix("torch.")
+    return dtype if of["precision"] == "native" else form.format(dtype, of["precision"])
 
 
-def setting_of(row: Mapping[str, Any]) -> str:
-    """As ``setting``, of a row as JSON holds it."""
-    return row["dtype"] + ("" if row["precision"] == "native" else f" `{row['precision']}`")
+def not_run(row: Row) -> list[tuple[str, str]]:
+    """The names of competitors that did not run, and why."""
+    reasons = ((name, getattr(row, f"{key}_reason", None)) for key, name in COMPETITORS)
+    return [(name, reason) for name, reason in reasons if reason]
 
 
 def size(row: Row) -> str:
@@ -89,7 +96,7 @@ def _errors(row: Row) -> str:
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("shape", lambda r: r.shape),
     ("m, k → n", size),
-    ("dtype", setting),
+    ("dtype", lambda r: setting(r, MARKDOWN)),
     ("pass", lambda r: r.pass_),
     ("epinorm", _ours),
     ("prepacked", _time("ours_prepacked")),
