@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,9 +45,6 @@ class Recipe:
     shapes: list[list[int]]
     trained: list[str]
     longest: int
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def next_state(state: Tensor, sums: Tensor) -> Tensor:

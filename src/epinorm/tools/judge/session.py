@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from epinorm.tools.accuracy import RATIO_RESOLUTION, Comparison, Outcome, compare
 from epinorm.tools.judge.facts import JudgeOptions
 from epinorm.tools.judge.process import SolutionProcess
-from epinorm.tools.kernelbench.problem import ProblemFile
-from epinorm.tools.verify import Truth, expected, randomize_parameters, run_model
+from epinorm.tools.kernelbench.problem import ProblemFile, placed
+from epinorm.tools.verify import (
+    InputKind,
+    Truth,
+    draw_inputs,
+    expected,
+    is_floating,
+    randomize_parameters,
+    run_model,
+)
 
 PUBLIC_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}
 """KernelBench compares with atol = rtol = 1e-4 in fp32 and 1e-2 in 16 bit."""
@@ -68,6 +76,7 @@ class Session:
         example, inputs = problem.make(dtype, device, options.seed)
         tensors = [*example.state_dict().values(), *run_model(example, inputs, False).outputs]
         tensors += [v for v in inputs if isinstance(v, Tensor)]
+        process.device = device
         process.most = SPARE_BYTES + 4 * sum(t.numel() * t.element_size() for t in tensors)
         torch.manual_seed(options.seed)
         init = problem.get_init_inputs()
@@ -119,9 +128,7 @@ class Session:
         widths = {layer.in_features for layer in layers}
 
         def loud(v: Any) -> bool:
-            return (
-                isinstance(v, Tensor) and v.is_floating_point() and v.shape[-1:].numel() in widths
-            )
+            return is_floating(v) and v.shape[-1:].numel() in widths
 
         if not any(loud(v) for v in inputs):
             return None
@@ -129,26 +136,21 @@ class Session:
             for layer in layers:
                 layer.weight[:, 0] = 0
         self.process.set_state(self.model.state_dict())
-        changed = [v.clone() if loud(v) else v for v in inputs]
-        for tensor in changed:
-            if loud(tensor):
-                tensor[..., 0] = value
-        return tuple(changed)
+        return tuple(_with_first_feature(v, value) if loud(v) else v for v in inputs)
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Give both models these parameters."""
         self.model.load_state_dict(state)
         self.process.set_state(state)
 
+    def drawn(self, number: int, kind: InputKind = "randn") -> tuple[Any, ...]:
+        """Random values in the shapes of the inputs; another number, other values."""
+        return draw_inputs(self.inputs, kind, self.options.seed + number)
+
     def fresh_inputs(self, seed: int) -> tuple[Any, ...]:
         """What get_inputs gives under a seed, in the dtype and on the device that are judged."""
         torch.manual_seed(seed)
-        return tuple(
-            v.to(device=self.device, dtype=self.dtype if v.is_floating_point() else None)
-            if isinstance(v, Tensor)
-            else v
-            for v in self.problem.get_inputs()
-        )
+        return placed(self.problem.get_inputs(), self.dtype, self.device)
 
     def compared(
         self,
@@ -167,7 +169,7 @@ class Session:
         """
         truth = self.expected(inputs, training)
         self.process.take_inputs(inputs, into_old)
-        ours = self.process.run(training, truth.seed, truth.kept, self.device)
+        ours = self.process.run(training, truth.seed, truth.kept)
         found = self.judged(label, truth, ours, stress)
         return [replace(c, allowed=max(c.allowed, floor)) for c in found]
 
@@ -211,6 +213,12 @@ class Session:
     def expected(self, inputs: Sequence[Any], training: bool = False) -> Truth:
         """Truth and eager and, in training, which elements lie away from a kink (see kinks.py)."""
         return expected(self.model, inputs, self.dtype, training, self.options.seed)
+
+
+def _with_first_feature(x: Tensor, value: float) -> Tensor:
+    changed = x.clone()
+    changed[..., 0] = value
+    return changed
 
 
 def outside_public_tolerance(result: Tensor, eager: Tensor, tolerance: float) -> tuple[int, float]:

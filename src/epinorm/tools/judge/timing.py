@@ -14,7 +14,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -184,7 +184,7 @@ def time_solution(
     recipe, loop = _recipe(session, session.model, training)
     judge = _Checksums(session, loop)
     session.process.take_inputs(session.inputs)
-    session.process.ask("prepare", **recipe.as_json())
+    session.process.ask("prepare", **asdict(recipe))
     batch = _Batches(session, judge, eager)
     if wrong := batch.take():
         return None, [Check(right, "failed", wrong)]

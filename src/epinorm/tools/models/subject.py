@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from epinorm.tools.kernelbench.problem import load_problem
+from epinorm.tools.kernelbench.problem import load_problem, placed
 from epinorm.tools.models.named import NAMED, Made
 
 
@@ -67,13 +67,7 @@ class Subject:
         with device:  # a CPU takes long for millions of random numbers
             model, inputs = self.factory()
         model = model.to(device=device, dtype=setting.dtype)
-
-        def place(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.to(device, setting.dtype if value.is_floating_point() else None)
-
-        return model, tuple(map(place, inputs))
+        return model, placed(inputs, setting.dtype, device)
 
 
 def load_subject(text: str, small: bool = False) -> Subject:
