@@ -96,18 +96,16 @@ def bench(
                 f"{model} is a whole model: --settings highest, high, bf16 or bf16-autocast"
             )
         raise typer.Exit(0 if bench_models(model, settings, training, small, *how) else 1)
-    from epinorm.tools.bench import Competitors
     from epinorm.tools.bench import bench as run_case
     from epinorm.tools.console import pass_name, print_json, progress
 
     file = Path(model)
     cases = _cases(file, dtype, precision, device, training, scale, strategy)
+    competitors = ["compile"] * compile_ + ["compile_autotune"] * autotune
     rows, verifications = [], []
     for case in cases:
         with progress(pass_name(case.training)) as notify:
-            row, verification = run_case(
-                case, competitors=Competitors(compile_, autotune), notify=notify
-            )
+            row, verification = run_case(case, competitors=competitors, notify=notify)
         rows.append(row)
         verifications.append(verification)
     if as_json:

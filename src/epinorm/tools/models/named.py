@@ -81,25 +81,17 @@ def _stack(small: bool, layers: int, width: int, rows: int, behind: Layer) -> Ma
     return nn.Sequential(*modules), (torch.randn(rows, width),)
 
 
-def _relu(width: int) -> tuple[nn.Module, ...]:
-    return (nn.ReLU(),)
-
-
-def _layer_norm_mish(width: int) -> tuple[nn.Module, ...]:
-    return nn.LayerNorm(width), nn.Mish()
-
-
-def _rms_norm_silu(width: int) -> tuple[nn.Module, ...]:
-    return nn.RMSNorm(width), nn.SiLU()
-
-
 NAMED: Mapping[str, Callable[[bool], Made]] = {
     "bert_base": partial(_bert, dropout=0.0),
     "bert_base_dropout": partial(_bert, dropout=0.1),
     "vit_b": _vit,
     "llama_4": _llama,
-    "mlp_2048": partial(_stack, layers=4, width=2048, rows=4096, behind=_relu),
-    "tdmpc2": partial(_stack, layers=4, width=512, rows=1280, behind=_layer_norm_mish),
-    "dreamer": partial(_stack, layers=5, width=1024, rows=1024, behind=_rms_norm_silu),
+    "mlp_2048": partial(_stack, layers=4, width=2048, rows=4096, behind=lambda _: (nn.ReLU(),)),
+    "tdmpc2": partial(
+        _stack, layers=4, width=512, rows=1280, behind=lambda n: (nn.LayerNorm(n), nn.Mish())
+    ),
+    "dreamer": partial(
+        _stack, layers=5, width=1024, rows=1024, behind=lambda n: (nn.RMSNorm(n), nn.SiLU())
+    ),
 }
 """By name: from whether it is to be small to the model and its inputs, float32, on the CPU."""
