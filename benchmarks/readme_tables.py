@@ -10,20 +10,14 @@ from typing import Any
 
 from epinorm.tools.models.rows import COMPETITORS, OURS, ModelRow
 from epinorm.tools.models.suite import SuiteRow
-from epinorm.tools.models.tables import (
-    NAMES,
-    SUITE,
-    milliseconds,
-    pair,
-    suite_cells,
-    suite_sentence,
-)
+from epinorm.tools.models.tables import NAMES, SUITE, milliseconds, suite_cells, suite_sentence
 from epinorm.tools.results import Row
 from epinorm.tools.tables import (
     COLUMNS,
     MARKDOWN,
     microseconds,
     over,
+    pair,
     provenance,
     setting,
     table,

@@ -127,13 +127,15 @@ def _cases(
 ) -> list[Any]:
     from epinorm.tools.console import progress
     from epinorm.tools.kernelbench.problem import load_problem
-    from epinorm.tools.kernelbench.protocol import make_cases
+    from epinorm.tools.kernelbench.protocol import make_case
 
     chosen, products, where, how = options_of(dtype, precision, device, strategy)
     with progress(file.name) as notify:
         notify("making and fusing the model", 0.3)
         problem = load_problem(file, scale)
-        return make_cases(problem, chosen, products, where, passes_of(training), how)
+        name = problem.name if scale == 1 else f"{problem.name} (1/{scale})"
+        of = (name, *problem.make(chosen, where), chosen, products, where)
+        return [make_case(*of, training, how) for training in passes_of(training)]
 
 
 def _show_bench(rows: list[Any]) -> None:

@@ -195,17 +195,12 @@ def _compiled_runner(case: Case, mode: str | None) -> Runner | str:
 
 def _prepacked(case: Case) -> nn.Module | None:
     """The candidate with its weights converted once, verified; None where that does not exist."""
-    import epinorm
+    if case.dtype != torch.float32 or case.training or case.device.type != "cuda":
+        return None
+    from epinorm import prepack  # here: the judge imports this file, and needs no operator
 
-    prepack = getattr(epinorm, "prepack", None)
-    if prepack is None or case.dtype != torch.float32 or case.training:
-        return None
-    if case.device.type != "cuda":
-        return None
     packed = prepack(copy.deepcopy(case.candidate))
-    if not verify(case.model, packed, case.inputs, training=False, seed=2).passed:
-        return None
-    return packed
+    return packed if verify_case(replace(case, candidate=packed), 2).passed else None
 
 
 def model_runner(

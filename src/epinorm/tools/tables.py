@@ -31,13 +31,14 @@ def microseconds(value: float | None, of: float | None = None) -> str:
     """
     if value is None:
         return "–"
-    in_ms = (of or value) >= 20_000
-    number = value / 1000 if in_ms else value
     return (
-        f"{number:.0f} {'ms' if in_ms else 'µs'}"
-        if number >= 100
-        else (f"{number:.3g} {'ms' if in_ms else 'µs'}")
+        three_digits(value / 1000, "ms") if (of or value) >= 20_000 else three_digits(value, "µs")
     )
+
+
+def three_digits(number: float, unit: str) -> str:
+    """A number with its unit, without an exponent."""
+    return f"{number:.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
 def times(value: float | None) -> str:
@@ -87,10 +88,8 @@ def _time(key: str) -> Cell:
 
 
 def _errors(row: Row) -> str:
-    if row.ours_error is None or row.eager_error is None:
-        return "–"
     ratio = f" ({row.error_ratio:.2f}×)" if row.error_ratio is not None else ""
-    return f"{row.ours_error:.1e} / {row.eager_error:.1e}{ratio}"
+    return pair(row.ours_error, row.eager_error, ".1e") + ratio
 
 
 COLUMNS: tuple[tuple[str, Cell], ...] = (
@@ -110,7 +109,7 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("over eager", lambda r: over_text(r, "eager")),
     ("over compile", lambda r: over_text(r, "compile")),
     ("error, ours / eager", _errors),
-    ("peak MB, ours / eager", lambda r: _pair(r.ours_peak_mb, r.eager_peak_mb)),
+    ("peak MB, ours / eager", lambda r: pair(r.ours_peak_mb, r.eager_peak_mb, ".0f")),
     ("strategy", lambda r: r.strategy or "–"),
 )
 
@@ -131,8 +130,9 @@ def _short(row: Row, ours: float | None, other: float | None) -> str:
     return f"{microseconds(ours, other)} / {microseconds(other)}"
 
 
-def _pair(ours: float | None, eager: float | None) -> str:
-    return "–" if ours is None or eager is None else f"{ours:.0f} / {eager:.0f}"
+def pair(ours: float | None, eager: float | None, form: str) -> str:
+    """Ours and eager's in this form; a dash where one is missing."""
+    return "–" if ours is None or eager is None else f"{ours:{form}} / {eager:{form}}"
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

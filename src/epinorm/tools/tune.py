@@ -36,7 +36,7 @@ from epinorm.problem import Forward, Inputs, Layout, Plan, Problem
 from epinorm.tools.accuracy import FLOOR_ULPS, allowed_error, relative_error
 from epinorm.tools.progress import Notify, silent
 from epinorm.tools.timing import DEFAULT_SETTINGS, Runner, Settings, time_interleaved
-from epinorm.tools.verify import poisoned_memory
+from epinorm.tools.verify import of_floats, poisoned_memory
 
 MOST_TILES = 12
 """Tiles that are tried, the model's best: each is a kernel to compile."""
@@ -275,13 +275,8 @@ def _truth(problem: Problem, inputs: Inputs) -> Forward:
     exact = dataclasses.replace(
         problem, dtype=double, norm_dtype=double, out_dtype=double, precision="native"
     )
-    bias, weight, norm_bias = (None if t is None else t.double() for t in inputs[2:5])
-    operands = tuple(t.double() if t.is_floating_point() else t for t in inputs.operands)
-    wide = Inputs(
-        *(inputs.x.double(), inputs.weight.double(), bias, weight, norm_bias, operands),
-        inputs.constants,
-    )
-    return reference_backend.forward(exact, wide)
+    tensors, operands = (of_floats(ts, torch.Tensor.double) for ts in (inputs[:5], inputs.operands))
+    return reference_backend.forward(exact, Inputs(*(*tensors, operands, inputs.constants)))
 
 
 def _on_poisoned_memory(problem: Problem, run: Run, inputs: Inputs) -> Forward:
