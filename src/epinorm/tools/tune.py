@@ -67,32 +67,33 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured for one problem. ``not_kept``: why it is not on disk; None if it is."""
+    """What was measured for one problem, the plan's own choice first. ``not_kept``: why it is not
+    on disk; None if it is."""
 
     problem: Problem
-    before: Way
     trials: tuple[Trial, ...]
     best: Trial
     not_kept: str | None
 
     @property
+    def before(self) -> Way:
+        return self.trials[0].way
+
+    @property
     def before_microseconds(self) -> float:
-        times = [t.microseconds for t in self.trials if t.way == self.before]
-        assert times[0] is not None
-        return times[0]
+        time = self.trials[0].microseconds
+        assert time is not None
+        return time
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: the problem's key, the choice before, every trial, the best."""
-        trials = [dataclasses.asdict(trial) for trial in self.trials]
-        best = self.trials.index(self.best)
-        before = next(i for i, t in enumerate(self.trials) if t.way == self.before)
         return {
             "problem": tuned.key_of(self.problem),
             "chain": str(self.problem.chain),
             "gpu": tuned.gpu_name(self.problem.device),
-            "trials": trials,
-            "before": before,
-            "best": best,
+            "trials": [dataclasses.asdict(trial) for trial in self.trials],
+            "before": 0,
+            "best": self.trials.index(self.best),
             "not_kept": self.not_kept,
         }
 
@@ -200,7 +201,7 @@ def tune(
     strategy = "single" if best.tile is not None else "epilogue"
     not_kept = tuned.remember(problem, Choice(strategy, best.tile, best.microseconds))  # type: ignore[arg-type]
     memo.clear()
-    return Tuning(problem, ways[0], trials, best, not_kept)
+    return Tuning(problem, trials, best, not_kept)
 
 
 def _fastest(trials: tuple[Trial, ...]) -> Trial:

@@ -33,17 +33,14 @@ class Setting:
         """The model's result in this setting."""
         if not self.autocast:
             return model(*inputs)
-        with torch.autocast(_device_of(inputs).type, torch.bfloat16):
+        device = next(value.device for value in inputs if isinstance(value, Tensor))
+        with torch.autocast(device.type, torch.bfloat16):
             return model(*inputs)
 
     @property
     def products(self) -> torch.dtype:
         """The dtype of the matrix products' operands."""
         return torch.bfloat16 if self.autocast else self.dtype
-
-
-def _device_of(inputs: tuple[Any, ...]) -> torch.device:
-    return next(value.device for value in inputs if isinstance(value, Tensor))
 
 
 SETTINGS: Mapping[str, Setting] = {
