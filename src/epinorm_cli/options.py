@@ -66,12 +66,11 @@ DTYPES = {
 PRECISIONS = ("highest", "high")
 STRATEGIES = ("auto", "single", "planes", "epilogue", "cpu", "reference")
 
-File = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE", help="Python file that defines Model, get_inputs() and get_init_inputs()."
-    ),
-]
+_FILE = typer.Argument(
+    metavar="FILE", help="Python file that defines Model, get_inputs() and get_init_inputs()."
+)
+File = Annotated[Path, _FILE]
+MaybeFile = Annotated[Path | None, _FILE]
 Dtype = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")]
 Precision = Annotated[
     str | None,

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from epinorm_cli import options
-from epinorm_cli.options import (
-    Refusal,
-    UsageError,
-    app,
-    device_of,
-    one_sentence,
-    options_of,
-    passes_of,
-)
+from epinorm_cli.options import Refusal, UsageError, app, one_sentence
 
 if TYPE_CHECKING:
     from epinorm.tools.tune import Trial, Tuning
@@ -25,13 +17,7 @@ if TYPE_CHECKING:
 @app.command()
 @one_sentence()
 def tune(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="FILE",
-            help="Python file that defines Model, get_inputs() and get_init_inputs().",
-        ),
-    ] = None,
+    file: options.MaybeFile = None,
     dtype: options.Dtype = "float32",
     precision: options.Precision = None,
     device: options.Device = None,
@@ -51,10 +37,10 @@ def tune(
     from epinorm.tools.console import print_json
     from epinorm.tools.tune import why_not
 
-    where = device_of(device)
+    where = options.device_of(device)
     if (refusal := why_not(where)) is not None:
         raise Refusal(refusal)
-    chosen, products, where, _ = options_of(dtype, precision, str(where), "auto")
+    chosen, products, where, _ = options.options_of(dtype, precision, str(where), "auto")
     tunings = _tune(file, scale, chosen, products, where, training)
     if as_json:
         print_json([tuning.as_json() for tuning in tunings])
@@ -92,7 +78,7 @@ def _tune(
             model, inputs = problem_file.make(dtype, device)
             candidate, _ = fused_copy(problem_file.name, model, inputs)
             with recorded() as found:
-                for backward in passes_of(training):
+                for backward in options.passes_of(training):
                     with torch.set_grad_enabled(backward):
                         candidate(*inputs)
         for problem, tensors in found:

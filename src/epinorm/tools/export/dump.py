@@ -26,6 +26,7 @@ those allocated, the constants)
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,9 +133,8 @@ class Tables:
             raise ValueError(f"a chain {what} cannot be exported: {chain}")
         number = len(self.chains)
         self.chains.append(_Chain(chain, m, k, n, has, facts, dims))
-        for gpu in self.gpus:
-            for mode in self.modes:
-                self._add(number, gpu, mode)
+        for gpu, mode in itertools.product(self.gpus, self.modes):
+            self._add(number, gpu, mode)
         return number
 
     def _add(self, number: int, gpu: str, mode: str) -> None:

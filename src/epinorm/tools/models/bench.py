@@ -22,12 +22,7 @@ from epinorm.tools.models.subject import Setting, Subject, dropout_off, most_dro
 from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
 from epinorm.tools.progress import Notify, in_a_line, silent
 from epinorm.tools.results import measured_on
-from epinorm.tools.timing import (
-    Settings,
-    peak_memory_mb,
-    sample_interleaved,
-    wall_times,
-)
+from epinorm.tools.timing import Settings, peak_memory_mb, sample_interleaved, wall_times
 from epinorm.tools.verdict import spreads
 
 FEW_RUNS = Settings(runs=12, warmup=3, cpu_runs=3, cpu_seconds=4.0, wall_calls=30, wall_blocks=3)
