@@ -10,16 +10,19 @@ from typing import Any
 
 from epinorm.tools.models.rows import COMPETITORS, OURS, ModelRow
 from epinorm.tools.models.suite import SuiteRow
-from epinorm.tools.models.tables import (
-    NAMES,
-    SUITE,
-    milliseconds,
-    pair,
-    suite_cells,
-    suite_sentence,
-)
+from epinorm.tools.models.tables import NAMES, SUITE, milliseconds, suite_cells, suite_sentence
 from epinorm.tools.results import Row
-from epinorm.tools.tables import COLUMNS, microseconds, over, provenance, setting_of, table, times
+from epinorm.tools.tables import (
+    COLUMNS,
+    MARKDOWN,
+    microseconds,
+    over,
+    pair,
+    provenance,
+    setting,
+    table,
+    times,
+)
 
 NOT_MEASURED = "Not measured yet."
 
@@ -86,7 +89,7 @@ def judged_table(folder: Path) -> str:
         timings = verdict["timings"] or [dict.fromkeys(("pass", "solution_us", "eager_us"))]
         for timing in timings:
             ours, eager = timing["solution_us"], timing["eager_us"]
-            cells = [verdict["problem"], setting_of(verdict), timing["pass"] or "–"]
+            cells = [verdict["problem"], setting(verdict, MARKDOWN), timing["pass"] or "–"]
             cells += [microseconds(ours), microseconds(eager, ours), times(over(eager, ours)), said]
             lines.append(cells)
     return measured_table(heads, lines, verdicts)
@@ -99,7 +102,7 @@ def exported_table(folder: Path) -> str:
     heads = ("dtype", "pass", "exported file", "library", "file / library", "over eager")
     lines = []
     for row in timed:
-        cells = [setting_of(row), row["pass"]]
+        cells = [setting(row, MARKDOWN), row["pass"]]
         if row["verified"]:
             file, library = row["exported_us"], row["fused_us"]
             cells += [microseconds(file, library), microseconds(library, file)]
@@ -121,7 +124,7 @@ def accumulation_table(folder: Path) -> str:
     names = ("in_place", "ours", "eager", "compile")
     lines = []
     for row in measured:
-        cells = [row["shape"], setting_of(row)]
+        cells = [row["shape"], setting(row, MARKDOWN)]
         if row["verified"]:
             cells += [microseconds(row[f"{name}_us"]) for name in names]
             cells += [times(over(row[f"{name}_us"], row["in_place_us"])) for name in names[2:]]
@@ -246,10 +249,10 @@ def models_section(rows: Sequence[ModelRow]) -> str:
     for name in _NAMED_PASSES.values():
         heads += [f"{name}: eager → epinorm", "`torch.compile`"]
     cells = []
-    for model, setting in dict.fromkeys((row.model, row.setting) for row in rows):
-        line = [model, setting]
+    for case in dict.fromkeys((row.model, row.setting) for row in rows):
+        line = [*case]
         for pass_ in _NAMED_PASSES:
-            line += _beside_eager(known.get((model, setting, pass_)))
+            line += _beside_eager(known.get((*case, pass_)))
         cells.append(line)
     said = (
         f"By the faster of {NAMES['fused']} and {NAMES['backend']}; `epinorm bench bert_base` "

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from epinorm.backends.cuda.plan.strategy import wanted_core
-from epinorm.tools.bench import Competitors, bench
+from epinorm.tools.bench import bench
 from epinorm.tools.kernelbench.protocol import make_case
 from epinorm.tools.results import Row, device_name, device_slug, merge_rows
 from epinorm.tools.timing import Settings
@@ -143,7 +143,8 @@ def measure(what: Wanted, chosen: argparse.Namespace, device: torch.device) -> R
         *(what.shape.name, model, inputs, dtype, what.precision, device, training),
         strategy=chosen.strategy,
     )
-    competitors = Competitors(not chosen.no_compile, chosen.autotune and not chosen.quick)
+    competitors = ["compile"] * (not chosen.no_compile)
+    competitors += ["compile_autotune"] * (chosen.autotune and not chosen.quick)
     row, _ = bench(case, settings, competitors)
     return row
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from epinorm.tools import bench as bench_module
 from epinorm.tools.bench import (
     Case,
-    Competitors,
     bench,
     fp32_precision_set,
     linear_calls,
@@ -28,7 +27,7 @@ from epinorm.tools.timing import (
 
 CPU = torch.device("cpu")
 FAST = Settings(runs=3, cpu_runs=2, cpu_seconds=0.5)
-NO_COMPILE = Competitors(compile=False)
+NO_COMPILE = ()
 
 
 class Model(nn.Module):
@@ -101,7 +100,7 @@ def test_a_compiler_that_fails_costs_its_column_alone(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch, "compile", broken)
     model = Model()
-    row, _ = bench(case_of(model, copy.deepcopy(model)), FAST, Competitors(True, True))
+    row, _ = bench(case_of(model, copy.deepcopy(model)), FAST, ("compile", "compile_autotune"))
     assert row.verified
     assert row.ours_us > 0
     assert row.compile_us is None
@@ -112,7 +111,7 @@ def test_a_compiler_that_fails_costs_its_column_alone(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_torch_compile_is_timed() -> None:
     model = Model()
-    row, _ = bench(case_of(model, copy.deepcopy(model)), FAST, Competitors(True, False))
+    row, _ = bench(case_of(model, copy.deepcopy(model)), FAST, ("compile",))
     assert (row.compile_us is None) == (row.compile_reason is not None)
     assert row.compile_reason is None or "ompiler" in row.compile_reason
 

@@ -409,7 +409,7 @@ def test_what_other_processes_compute_for_a_solution_counts(tmp_path: Path, ende
         solution.construct([], 0)
         solution.take_inputs([torch.zeros(1)])
         before = solution.cpu_seconds()
-        solution.run(False, 0, (), torch.device("cpu"))
+        solution.run()
         assert solution.cpu_seconds() - before >= 0.29
 
 

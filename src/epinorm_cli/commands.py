@@ -15,25 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from epinorm_cli import kernelbench, machine, tune  # noqa: F401  (they add commands to the app)
+from epinorm_cli import kernelbench, machine, options, tune  # noqa: F401  (they add commands)
 from epinorm_cli.models import bench_models, bench_suite, is_whole_model
-from epinorm_cli.options import (
-    INTERRUPTED,
-    DetailsOption,
-    DeviceOption,
-    DtypeOption,
-    FileArgument,
-    JsonOption,
-    PrecisionOption,
-    ScaleOption,
-    StrategyOption,
-    TrainingOption,
-    UsageError,
-    app,
-    one_sentence,
-    options_of,
-    passes_of,
-)
+from epinorm_cli.options import INTERRUPTED, UsageError, app, one_sentence, options_of, passes_of
 
 ON_A_CPU = (
     "On a CPU the gain is small, since most of the time goes into PyTorch's own matrix product: "
@@ -45,6 +29,7 @@ SHOWN = 12
 
 
 @app.command()
+@one_sentence()
 def bench(
     model: Annotated[
         str | None,
@@ -67,12 +52,12 @@ def bench(
     problems: Annotated[
         str | None, typer.Option(help="With --kernelbench: these alone, such as 12,62.")
     ] = None,
-    dtype: DtypeOption = "float32",
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
-    training: TrainingOption = None,
-    scale: ScaleOption = 1,
-    strategy: StrategyOption = "auto",
+    dtype: options.Dtype = "float32",
+    precision: options.Precision = None,
+    device: options.Device = None,
+    training: options.Training = None,
+    scale: options.Scale = 1,
+    strategy: options.Strategy = "auto",
     out_folder: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where results are written.")
     ] = Path("epinorm-results"),
@@ -95,43 +80,39 @@ def bench(
     runs: Annotated[
         int | None, typer.Option(min=2, help="How often each way of a whole model is timed.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: options.Json = False,
 ) -> None:
     """Fuse MODEL, verify it, time it against PyTorch; write JSON, page and, of FILE, picture."""
     if (model is None) == (suite is None):
-        with one_sentence():
-            raise UsageError("expected either MODEL or --kernelbench FOLDER")
+        raise UsageError("expected either MODEL or --kernelbench FOLDER")
+    how = device, compile_, runs, out_folder, as_json
     if suite is not None:
-        right = bench_suite(*(suite, problems, device, compile_, runs, scale, out_folder, as_json))
-        raise typer.Exit(0 if right else 1)
+        raise typer.Exit(0 if bench_suite(suite, problems, scale, *how) else 1)
     assert model is not None
     if is_whole_model(model):
-        of_a_file = (dtype, precision, scale, strategy) != ("float32", None, 1, "auto")
-        verified = bench_models(
-            *(model, settings, device, training, small, compile_, runs, out_folder, as_json),
-            of_a_file,
-        )
-        raise typer.Exit(0 if verified else 1)
-    with one_sentence():
-        from epinorm.tools.bench import Competitors
-        from epinorm.tools.bench import bench as run_case
-        from epinorm.tools.console import pass_name, print_json, progress
+        if (dtype, precision, scale, strategy) != ("float32", None, 1, "auto"):
+            raise UsageError(
+                "--dtype, --precision, --scale and --strategy are for a problem FILE; "
+                f"{model} is a whole model: --settings highest, high, bf16 or bf16-autocast"
+            )
+        raise typer.Exit(0 if bench_models(model, settings, training, small, *how) else 1)
+    from epinorm.tools.bench import bench as run_case
+    from epinorm.tools.console import pass_name, print_json, progress
 
-        file = Path(model)
-        cases = _cases(file, dtype, precision, device, training, scale, strategy)
-        rows, verifications = [], []
-        for case in cases:
-            with progress(pass_name(case.training)) as notify:
-                row, verification = run_case(
-                    case, competitors=Competitors(compile_, autotune), notify=notify
-                )
-            rows.append(row)
-            verifications.append(verification)
-        if as_json:
-            print_json([row.as_json() for row in rows])
-        else:
-            _show_bench(rows)
-        _write_results(out_folder, file.stem, rows, show=not as_json)
+    file = Path(model)
+    cases = _cases(file, dtype, precision, device, training, scale, strategy)
+    competitors = ["compile"] * compile_ + ["compile_autotune"] * autotune
+    rows, verifications = [], []
+    for case in cases:
+        with progress(pass_name(case.training)) as notify:
+            row, verification = run_case(case, competitors=competitors, notify=notify)
+        rows.append(row)
+        verifications.append(verification)
+    if as_json:
+        print_json([row.as_json() for row in rows])
+    else:
+        _show_bench(rows)
+    _write_results(out_folder, file.stem, rows, show=not as_json)
     raise typer.Exit(0 if all(v.passed for v in verifications) else 1)
 
 
@@ -146,17 +127,20 @@ def _cases(
 ) -> list[Any]:
     from epinorm.tools.console import progress
     from epinorm.tools.kernelbench.problem import load_problem
-    from epinorm.tools.kernelbench.protocol import make_cases
+    from epinorm.tools.kernelbench.protocol import make_case
 
     chosen, products, where, how = options_of(dtype, precision, device, strategy)
     with progress(file.name) as notify:
         notify("making and fusing the model", 0.3)
         problem = load_problem(file, scale)
-        return make_cases(problem, chosen, products, where, passes_of(training), how)
+        name = problem.name if scale == 1 else f"{problem.name} (1/{scale})"
+        of = (name, *problem.make(chosen, where), chosen, products, where)
+        return [make_case(*of, training, how) for training in passes_of(training)]
 
 
 def _show_bench(rows: list[Any]) -> None:
     from epinorm.tools.console import bench_table, headline, out
+    from epinorm.tools.tables import not_run
     from epinorm.tools.verdict import verdict
 
     out.print(headline(rows[0]), markup=False)
@@ -164,12 +148,8 @@ def _show_bench(rows: list[Any]) -> None:
     out.print(bench_table(rows))
     out.print()
     for row in rows:
-        for name, reason in (
-            ("torch.compile", row.compile_reason),
-            ("torch.compile max-autotune", row.compile_autotune_reason),
-        ):
-            if reason:
-                out.print(f"{name} did not run ({row.pass_}): {reason}", markup=False)
+        for name, reason in not_run(row):
+            out.print(f"{name} did not run ({row.pass_}): {reason}", markup=False)
         if row.verified:
             out.print(
                 f"[green]verified[/] {row.pass_}: closest to its limit is {row.error_of}, error "
@@ -214,104 +194,90 @@ def _write_results(folder: Path, name: str, rows: list[Any], show: bool) -> None
 
 
 @app.command()
+@one_sentence()
 def check(
-    file: FileArgument,
-    dtype: DtypeOption = "float32",
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
-    training: TrainingOption = None,
-    scale: ScaleOption = 1,
-    strategy: StrategyOption = "auto",
-    details: DetailsOption = False,
-    as_json: JsonOption = False,
+    file: options.File,
+    dtype: options.Dtype = "float32",
+    precision: options.Precision = None,
+    device: options.Device = None,
+    training: options.Training = None,
+    scale: options.Scale = 1,
+    strategy: options.Strategy = "auto",
+    details: options.Details = False,
+    as_json: options.Json = False,
 ) -> None:
     """Fuse the model of FILE and compare output and all gradients with eager and float64."""
-    with one_sentence():
-        from epinorm.tools.bench import fp32_precision_set
-        from epinorm.tools.console import (
-            out,
-            pass_name,
-            print_json,
-            progress,
-            verification_table,
-        )
-        from epinorm.tools.verify import verify
+    from epinorm.tools import console
+    from epinorm.tools.bench import fp32_precision_set, verify_case
+    from epinorm.tools.console import out, pass_name
+    from epinorm.tools.tables import setting
 
-        cases = _cases(file, dtype, precision, device, training, scale, strategy)
-        results = []
-        for case in cases:
-            with progress(pass_name(case.training)) as notify, fp32_precision_set(case.precision):
-                results.append(
-                    verify(
-                        case.model,
-                        case.candidate,
-                        case.inputs,
-                        training=case.training,
-                        progress=partial(notify, "verifying"),
-                    )
-                )
-        passed = all(result.passed for result in results)
-        if as_json:
-            print_json([r.as_json() for r in results])
-        else:
-            for case, result in zip(cases, results, strict=True):
-                kind = str(case.dtype).removeprefix("torch.")
-                how = kind if case.precision == "native" else f"{kind} {case.precision}"
-                pass_ = pass_name(case.training)
-                out.print(f"[bold]{pass_}[/], {how} on {case.device}, strategy {case.strategy}")
-                out.print(verification_table(result, None if details else SHOWN))
-                out.print()
-            out.print("[green]verified[/]" if passed else "[red]not verified[/]")
+    cases = _cases(file, dtype, precision, device, training, scale, strategy)
+    results = []
+    for case in cases:
+        label = pass_name(case.training)
+        with console.progress(label) as notify, fp32_precision_set(case.precision):
+            results.append(verify_case(case, progress=partial(notify, "verifying")))
+    passed = all(result.passed for result in results)
+    if as_json:
+        console.print_json([r.as_json() for r in results])
+    else:
+        for case, result in zip(cases, results, strict=True):
+            pass_, how = pass_name(case.training), setting(case)
+            out.print(f"[bold]{pass_}[/], {how} on {case.device}, strategy {case.strategy}")
+            out.print(console.verification_table(result, None if details else SHOWN))
+            out.print()
+        out.print("[green]verified[/]" if passed else "[red]not verified[/]")
     raise typer.Exit(0 if passed else 1)
 
 
 @app.command()
+@one_sentence()
 def explain(
     file: Annotated[
         Path,
         typer.Argument(metavar="MODEL", help="A problem FILE.py, or a whole model as bench's."),
     ],
-    dtype: DtypeOption = "float32",
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
-    scale: ScaleOption = 1,
+    dtype: options.Dtype = "float32",
+    precision: options.Precision = None,
+    device: options.Device = None,
+    scale: options.Scale = 1,
     plan: Annotated[
         bool, typer.Option("--plan", help="Every launch of a training step, and why it is so.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: options.Json = False,
 ) -> None:
     """Say which chains MODEL holds, what is fused and how, and why the rest is not."""
-    with one_sentence():
-        from epinorm.capture import explain as explain_model
-        from epinorm.tools.bench import fp32_precision_set
-        from epinorm.tools.console import out, progress
-        from epinorm.tools.kernelbench.problem import load_problem
-        from epinorm.tools.plans import plans_of
-        from epinorm.tools.results import device_name
+    from epinorm.capture import explain as explain_model
+    from epinorm.tools.bench import fp32_precision_set
+    from epinorm.tools.console import out, progress
+    from epinorm.tools.kernelbench.problem import load_problem
+    from epinorm.tools.plans import plans_of
+    from epinorm.tools.results import device_name
 
-        chosen, products, where, _ = options_of(dtype, precision, device, "auto")
-        with progress(file.name) as notify, fp32_precision_set(products):
-            notify("making the model", 0.3)
-            if is_whole_model(str(file)):
-                from epinorm.tools.models.subject import Setting, load_subject
+    chosen, products, where, _ = options_of(dtype, precision, device, "auto")
+    with progress(file.name) as notify, fp32_precision_set(products):
+        notify("making the model", 0.3)
+        if is_whole_model(str(file)):
+            from epinorm.tools.models.subject import Setting, load_subject
 
-                setting = Setting(str(chosen), chosen, products)
-                model, inputs = load_subject(str(file)).make(setting, where)
-            else:
-                model, inputs = load_problem(file, scale).make(chosen, where)
-            notify("looking for chains", 0.6)
-            explained = explain_model(model, *inputs)
-        if as_json:
-            print(explained.to_json())
+            setting = Setting(str(chosen), chosen, products)
+            model, inputs = load_subject(str(file)).make(setting, where)
         else:
-            out.print(f"plans for {device_name(where)}, {dtype}", markup=False, highlight=False)
-            out.print(str(explained), markup=False)
-        if plan and not as_json:
-            with fp32_precision_set(products):
-                for problem, planned in plans_of(model, inputs):
-                    shape = f"({problem.m}, {problem.k}) → ({problem.m}, {problem.n})"
-                    out.print(f"\n{problem.chain}  {shape}", markup=False)
-                    out.print(str(planned), markup=False, soft_wrap=True)
+            model, inputs = load_problem(file, scale).make(chosen, where)
+        notify("looking for chains", 0.6)
+        explained = explain_model(model, *inputs)
+    if as_json:
+        print(explained.to_json())
+    else:
+        out.print(f"plans for {device_name(where)}, {dtype}", markup=False, highlight=False)
+        out.print(str(explained), markup=False)
+    if plan and not as_json:
+        with fp32_precision_set(products):
+            for problem, planned in plans_of(model, inputs):
+                shape = f"({problem.m}, {problem.k}) → ({problem.m}, {problem.n})"
+                out.print(f"\n{problem.chain}  {shape}", markup=False)
+                out.print(str(planned), markup=False, soft_wrap=True)
     raise typer.Exit(0 if explained.fused else 1)
 
 

@@ -8,20 +8,8 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from epinorm_cli.options import (
-    DetailsOption,
-    DeviceOption,
-    DtypeOption,
-    FileArgument,
-    JsonOption,
-    PrecisionOption,
-    ScaleOption,
-    UsageError,
-    app,
-    one_of,
-    one_sentence,
-    options_of,
-)
+from epinorm_cli import options
+from epinorm_cli.options import UsageError, app, one_of, one_sentence, options_of
 
 if TYPE_CHECKING:
     from epinorm.tools.judge.facts import Status, Verdict
@@ -31,18 +19,19 @@ LARGEST_SEED = 2**31
 
 
 @app.command()
+@one_sentence()
 def judge(
-    problem: FileArgument,
+    problem: options.File,
     solution: Annotated[
         Path, typer.Argument(metavar="SOLUTION", help="Python file that defines ModelNew.")
     ],
-    dtype: DtypeOption = "float32",
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
+    dtype: options.Dtype = "float32",
+    precision: options.Precision = None,
+    device: options.Device = None,
     forward_only: Annotated[
         bool, typer.Option("--forward", help="Judge the forward pass alone, no gradients.")
     ] = False,
-    scale: ScaleOption = 1,
+    scale: options.Scale = 1,
     timing: Annotated[
         bool, typer.Option("--timing/--no-timing", help="Time a solution that is right.")
     ] = True,
@@ -53,34 +42,33 @@ def judge(
         int | None,
         typer.Option(help="Decides every input and parameter; by default a new one each time."),
     ] = None,
-    details: DetailsOption = False,
-    as_json: JsonOption = False,
+    details: options.Details = False,
+    as_json: options.Json = False,
 ) -> None:
     """Judge the ModelNew of SOLUTION against the Model of FILE: right, honest, and how fast."""
-    with one_sentence():
-        from epinorm.tools.console import print_json, progress
-        from epinorm.tools.judge.facts import JudgeOptions
-        from epinorm.tools.judge.judge import judge as run
+    from epinorm.tools.console import print_json, progress
+    from epinorm.tools.judge.facts import JudgeOptions
+    from epinorm.tools.judge.judge import judge as run
 
-        chosen, products, where, _ = options_of(dtype, precision, device, "auto")
-        if not time_limit > 0:
-            raise UsageError(f"--time-limit must be a number of seconds > 0, got {time_limit:g}")
-        options = JudgeOptions(
-            dtype=str(chosen).removeprefix("torch."),
-            precision=products,
-            device=str(where),
-            training=not forward_only,
-            timing=timing,
-            scale=scale,
-            seed=secrets.randbelow(LARGEST_SEED) if seed is None else seed,
-            time_limit=time_limit,
-        )
-        with progress(solution.name) as notify:
-            verdict = run(problem, solution, options, notify)
-        if as_json:
-            print_json(verdict.as_json())
-        else:
-            _show(verdict, details)
+    chosen, products, where, _ = options_of(dtype, precision, device, "auto")
+    if not time_limit > 0:
+        raise UsageError(f"--time-limit must be a number of seconds > 0, got {time_limit:g}")
+    asked = JudgeOptions(
+        dtype=str(chosen).removeprefix("torch."),
+        precision=products,
+        device=str(where),
+        training=not forward_only,
+        timing=timing,
+        scale=scale,
+        seed=secrets.randbelow(LARGEST_SEED) if seed is None else seed,
+        time_limit=time_limit,
+    )
+    with progress(solution.name) as notify:
+        verdict = run(problem, solution, asked, notify)
+    if as_json:
+        print_json(verdict.as_json())
+    else:
+        _show(verdict, details)
     raise typer.Exit(0 if verdict.clean else 1)
 
 
@@ -130,8 +118,9 @@ def _show(verdict: Verdict, details: bool) -> None:
 
 
 @app.command()
+@one_sentence()
 def export(
-    file: FileArgument,
+    file: options.File,
     out_file: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="Where to write the file.")
     ] = Path("model_new.py"),
@@ -149,28 +138,27 @@ def export(
     ] = "eager",
 ) -> None:
     """Write FILE's Model as ModelNew: one file that needs nothing but torch and a compiler."""
-    with one_sentence():
-        from epinorm.chain import Rounding
-        from epinorm.problem import Strategy
-        from epinorm.tools.console import out, progress
-        from epinorm.tools.export.dump import GPUS
-        from epinorm.tools.export.export import DEFAULT_GPUS, STRATEGIES
-        from epinorm.tools.export.export import export as run
-        from epinorm.tools.results import write_atomic
+    from epinorm.chain import Rounding
+    from epinorm.problem import Strategy
+    from epinorm.tools.console import out, progress
+    from epinorm.tools.export.dump import GPUS
+    from epinorm.tools.export.export import DEFAULT_GPUS, STRATEGIES
+    from epinorm.tools.export.export import export as run
+    from epinorm.tools.results import write_atomic
 
-        one_of("--strategy", strategy, STRATEGIES)
-        for name in gpu or ():
-            one_of("--gpu", name, tuple(GPUS))
-        one_of("--rounding", rounding, get_args(Rounding))
-        with progress(file.name) as notify:
-            notify("reading and writing", 0.3)
-            chosen = cast("Strategy", strategy), cast("Rounding", rounding)
-            exported = run(file, *chosen, tuple(gpu or DEFAULT_GPUS))
-        try:
-            write_atomic(out_file, exported.text)
-        except OSError as error:
-            raise UsageError(f"{out_file} cannot be written: {error.strerror}") from error
-        out.print(f"wrote {out_file}: Linear → {exported.chain.replace('|', ' → ')}", markup=False)
-        for remark in exported.remarks:
-            out.print(f"note: {remark}", markup=False)
-        out.print(f"judge it on a GPU: epinorm judge {file} {out_file}", markup=False)
+    one_of("--strategy", strategy, STRATEGIES)
+    for name in gpu or ():
+        one_of("--gpu", name, tuple(GPUS))
+    one_of("--rounding", rounding, get_args(Rounding))
+    with progress(file.name) as notify:
+        notify("reading and writing", 0.3)
+        chosen = cast("Strategy", strategy), cast("Rounding", rounding)
+        exported = run(file, *chosen, tuple(gpu or DEFAULT_GPUS))
+    try:
+        write_atomic(out_file, exported.text)
+    except OSError as error:
+        raise UsageError(f"{out_file} cannot be written: {error.strerror}") from error
+    out.print(f"wrote {out_file}: Linear → {exported.chain.replace('|', ' → ')}", markup=False)
+    for remark in exported.remarks:
+        out.print(f"note: {remark}", markup=False)
+    out.print(f"judge it on a GPU: epinorm judge {file} {out_file}", markup=False)

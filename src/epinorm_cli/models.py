@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from epinorm_cli.options import UsageError, device_of, one_of, one_sentence, passes_of
+from epinorm_cli.options import UsageError, device_of, one_of, passes_of
 
 if TYPE_CHECKING:
     from epinorm.tools.models.rows import ModelRow
@@ -19,66 +19,54 @@ def is_whole_model(text: str) -> bool:
 def bench_models(
     text: str,
     settings: str,
-    device: str | None,
     training: bool | None,
     small: bool,
+    device: str | None,
     compile_: bool,
     runs: int | None,
     out_folder: Path,
     as_json: bool,
-    of_a_file: bool,
 ) -> bool:
-    """Measure a model in each setting and pass; whether all of it was verified.
+    """Measure a model in each setting and pass; whether all of it was verified."""
+    from dataclasses import replace
 
-    of_a_file: whether there are options that are a problem file's alone, which is an error.
-    """
-    with one_sentence():
-        if of_a_file:
-            raise UsageError(
-                "--dtype, --precision, --scale and --strategy are for a problem FILE; "
-                f"{text} is a whole model: --settings highest, high, bf16 or bf16-autocast"
-            )
-        from dataclasses import replace
+    from epinorm.tools.console import err, out, pass_name, print_json, progress
+    from epinorm.tools.models import SETTINGS, bench_model, load_subject
+    from epinorm.tools.models.bench import FEW_RUNS
+    from epinorm.tools.results import device_slug, merge_rows
+    from epinorm.tools.verdict import verdict
 
-        from epinorm.tools.console import err, out, pass_name, print_json, progress
-        from epinorm.tools.models import SETTINGS, bench_model, load_subject
-        from epinorm.tools.models.bench import FEW_RUNS
-        from epinorm.tools.results import device_slug, merge_rows
-        from epinorm.tools.verdict import verdict
-
-        where = device_of(device)
-        chosen = [SETTINGS[one_of("--settings", s, tuple(SETTINGS))] for s in settings.split(",")]
-        if where.type != "cuda" and any(s.precision == "high" for s in chosen):
-            raise UsageError(f"setting high (TF32) exists on CUDA alone, the device is {where}")
-        subject = load_subject(text, small)
-        timing = FEW_RUNS if runs is None else replace(FEW_RUNS, runs=runs)
-        rows = []
-        for setting in chosen:
-            for is_training in passes_of(training):
-                label = f"{subject.name}, {setting.name}, {pass_name(is_training)}"
-                with progress(label) as notify:
-                    competitors = ("compile", "backend") if compile_ else ()
-                    row = bench_model(
-                        subject, setting, is_training, where, competitors, timing, notify
-                    )
-                rows.append(row)
-                path = out_folder / "models" / f"{device_slug(row.gpu)}.json"
-                try:
-                    merge_rows(path, [row])
-                except (OSError, ValueError) as error:
-                    err.print(f"results were not written to {path}: {error}", markup=False)
-                if not as_json:
-                    _show(row)
-        page = _write_page(out_folder / f"{subject.name}.html", rows)
-        if as_json:
-            print_json([row.as_json() for row in rows])
-        else:
-            for row in rows:
-                out.print(f"{row.setting}: {verdict(row.as_row())}", style="bold", markup=False)
-            out.print(f"results: {path}", markup=False)
-            if page:
-                out.print(f"page: {page}", markup=False)
-        return all(row.verified for row in rows)
+    where = device_of(device)
+    chosen = [SETTINGS[one_of("--settings", s, tuple(SETTINGS))] for s in settings.split(",")]
+    if where.type != "cuda" and any(s.precision == "high" for s in chosen):
+        raise UsageError(f"setting high (TF32) exists on CUDA alone, the device is {where}")
+    subject = load_subject(text, small)
+    timing = FEW_RUNS if runs is None else replace(FEW_RUNS, runs=runs)
+    rows = []
+    for setting in chosen:
+        for is_training in passes_of(training):
+            label = f"{subject.name}, {setting.name}, {pass_name(is_training)}"
+            with progress(label) as notify:
+                competitors = ("compile", "backend") if compile_ else ()
+                row = bench_model(subject, setting, is_training, where, competitors, timing, notify)
+            rows.append(row)
+            path = out_folder / "models" / f"{device_slug(row.gpu)}.json"
+            try:
+                merge_rows(path, [row])
+            except (OSError, ValueError) as error:
+                err.print(f"results were not written to {path}: {error}", markup=False)
+            if not as_json:
+                _show(row)
+    page = _write_page(out_folder / f"{subject.name}.html", rows)
+    if as_json:
+        print_json([row.as_json() for row in rows])
+    else:
+        for row in rows:
+            out.print(f"{row.setting}: {verdict(row.as_row())}", style="bold", markup=False)
+        out.print(f"results: {path}", markup=False)
+        if page:
+            out.print(f"page: {page}", markup=False)
+    return all(row.verified for row in rows)
 
 
 def _write_page(path: Path, rows: list[ModelRow]) -> Path | None:
@@ -142,56 +130,55 @@ def _ratio(row: ModelRow, name: str) -> str:
 def bench_suite(
     folder: Path,
     problems: str | None,
+    scale: int,
     device: str | None,
     compile_: bool,
     runs: int | None,
-    scale: int,
     out_folder: Path,
     as_json: bool,
 ) -> bool:
     """Run KernelBench's problems that begin with a product; whether all of them are right."""
-    with one_sentence():
-        from dataclasses import replace
+    from dataclasses import replace
 
-        from epinorm.tools.console import err, out, plain_table, print_json, progress
-        from epinorm.tools.models import suite
-        from epinorm.tools.models.bench import FEW_RUNS
-        from epinorm.tools.models.tables import SUITE, suite_cells, suite_sentence
-        from epinorm.tools.results import device_slug, merge_rows
-        from epinorm.tools.tables import times
+    from epinorm.tools.console import err, out, plain_table, print_json, progress
+    from epinorm.tools.models import suite
+    from epinorm.tools.models.bench import FEW_RUNS
+    from epinorm.tools.models.tables import SUITE, suite_cells, suite_sentence
+    from epinorm.tools.results import device_slug, merge_rows
+    from epinorm.tools.tables import times
 
-        where = device_of(device)
-        files = suite.problem_files(folder)
-        if problems is not None:
-            chosen = [one_of("--problems", p, tuple(map(str, files))) for p in problems.split(",")]
-            files = {int(p): files[int(p)] for p in chosen}
-        timing = FEW_RUNS if runs is None else replace(FEW_RUNS, runs=runs)
-        rows: list[suite.SuiteRow] = []
-        for done, (number, path) in enumerate(files.items(), 1):
-            with progress(f"{done} of {len(files)}, {path.stem}") as notify:
-                row = suite.bench_problem(
-                    *(number, path, where),
-                    compile=compile_, scale=scale, timing=timing, notify=notify,
-                )  # fmt: skip
-            rows.append(row)
-            results = out_folder / "kernelbench" / f"{device_slug(row.gpu)}.json"
-            try:
-                merge_rows(results, [row])
-            except (OSError, ValueError) as error:
-                err.print(f"results were not written to {results}: {error}", markup=False)
-            said = times(row.over("eager")) if row.right else f"not right: {row.reason}"
-            err.print(f"{done} of {len(files)}, {row.name}: {said}", markup=False)
-        if as_json:
-            print_json([row.as_json() for row in rows])
-        else:
-            table = plain_table()
-            for head in SUITE:
-                table.add_column(head, no_wrap=True)
-            for row in rows:
-                table.add_row(*suite_cells(row))
-            out.print(table)
-            for row in rows:
-                if row.reason:
-                    out.print(f"{row.name}: {row.reason}", style="red", markup=False)
-            out.print(suite_sentence(rows), markup=False)
-        return all(row.right for row in rows)
+    where = device_of(device)
+    files = suite.problem_files(folder)
+    if problems is not None:
+        chosen = [one_of("--problems", p, tuple(map(str, files))) for p in problems.split(",")]
+        files = {int(p): files[int(p)] for p in chosen}
+    timing = FEW_RUNS if runs is None else replace(FEW_RUNS, runs=runs)
+    rows: list[suite.SuiteRow] = []
+    for done, (number, path) in enumerate(files.items(), 1):
+        with progress(f"{done} of {len(files)}, {path.stem}") as notify:
+            row = suite.bench_problem(
+                *(number, path, where),
+                compile=compile_, scale=scale, timing=timing, notify=notify,
+            )  # fmt: skip
+        rows.append(row)
+        results = out_folder / "kernelbench" / f"{device_slug(row.gpu)}.json"
+        try:
+            merge_rows(results, [row])
+        except (OSError, ValueError) as error:
+            err.print(f"results were not written to {results}: {error}", markup=False)
+        said = times(row.over("eager")) if row.right else f"not right: {row.reason}"
+        err.print(f"{done} of {len(files)}, {row.name}: {said}", markup=False)
+    if as_json:
+        print_json([row.as_json() for row in rows])
+    else:
+        table = plain_table()
+        for head in SUITE:
+            table.add_column(head, no_wrap=True)
+        for row in rows:
+            table.add_row(*suite_cells(row))
+        out.print(table)
+        for row in rows:
+            if row.reason:
+                out.print(f"{row.name}: {row.reason}", style="red", markup=False)
+        out.print(suite_sentence(rows), markup=False)
+    return all(row.right for row in rows)

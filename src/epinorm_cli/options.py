@@ -66,37 +66,40 @@ DTYPES = {
 PRECISIONS = ("highest", "high")
 STRATEGIES = ("auto", "single", "planes", "epilogue", "cpu", "reference")
 
-FileArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE", help="Python file that defines Model, get_inputs() and get_init_inputs()."
-    ),
-]
-DtypeOption = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")]
-PrecisionOption = Annotated[
+_FILE = typer.Argument(
+    metavar="FILE", help="Python file that defines Model, get_inputs() and get_init_inputs()."
+)
+File = Annotated[Path, _FILE]
+MaybeFile = Annotated[Path | None, _FILE]
+Dtype = Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")]
+Precision = Annotated[
     str | None,
     typer.Option(help="fp32 products on CUDA: highest (IEEE, the default) or high (TF32)."),
 ]
-DeviceOption = Annotated[
+Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:N; by default the best that is there.")
 ]
-TrainingOption = Annotated[
+Training = Annotated[
     bool | None,
     typer.Option("--training/--forward", help="Only that pass; by default both."),
 ]
-ScaleOption = Annotated[
+Scale = Annotated[
     int,
     typer.Option(
         help="Divide every module-level size of FILE (lines such as batch_size = 1024) by this."
     ),
 ]
-StrategyOption = Annotated[str, typer.Option(help=f"How to compute: {', '.join(STRATEGIES)}.")]
-DetailsOption = Annotated[bool, typer.Option("--details", help="Show everything that was checked.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+Strategy = Annotated[str, typer.Option(help=f"How to compute: {', '.join(STRATEGIES)}.")]
+Details = Annotated[bool, typer.Option("--details", help="Show everything that was checked.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 
 
 class UsageError(Exception):
     """Bad input; the message is one sentence."""
+
+
+class Refusal(Exception):
+    """What is asked for cannot be done on this machine; the message is one sentence."""
 
 
 @contextlib.contextmanager
@@ -121,7 +124,7 @@ def one_sentence() -> Iterator[None]:
             yield
     except (UsageError, ProblemError) as error:
         raise fail(str(error), 2) from error
-    except NoChainError as error:
+    except (Refusal, NoChainError) as error:
         raise fail(str(error), 1) from error
     except torch.OutOfMemoryError as error:
         raise fail("out of GPU memory; try a larger --scale or a 16-bit --dtype", 2) from error

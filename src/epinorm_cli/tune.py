@@ -7,70 +7,45 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epinorm_cli.options import (
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    PrecisionOption,
-    ScaleOption,
-    TrainingOption,
-    UsageError,
-    app,
-    device_of,
-    one_sentence,
-    options_of,
-    passes_of,
-)
+from epinorm_cli import options
+from epinorm_cli.options import Refusal, UsageError, app, one_sentence
 
 if TYPE_CHECKING:
     from epinorm.tools.tune import Trial, Tuning
 
 
 @app.command()
+@one_sentence()
 def tune(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="FILE",
-            help="Python file that defines Model, get_inputs() and get_init_inputs().",
-        ),
-    ] = None,
-    dtype: DtypeOption = "float32",
-    precision: PrecisionOption = None,
-    device: DeviceOption = None,
-    training: TrainingOption = None,
-    scale: ScaleOption = 1,
+    file: options.MaybeFile = None,
+    dtype: options.Dtype = "float32",
+    precision: options.Precision = None,
+    device: options.Device = None,
+    training: options.Training = None,
+    scale: options.Scale = 1,
     clear: Annotated[
         bool, typer.Option("--clear", help="Forget what was measured, for every GPU.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure every tile for the shapes of FILE on this Hopper GPU, and remember the fastest."""
-    refusal = None
-    with one_sentence():
-        if clear:
-            _clear(file)
-            return
-        if file is None:
-            raise UsageError("epinorm tune takes a FILE, or --clear to forget what was measured")
-        from epinorm.tools.console import print_json
-        from epinorm.tools.tune import why_not
+    if clear:
+        _clear(file)
+        return
+    if file is None:
+        raise UsageError("epinorm tune takes a FILE, or --clear to forget what was measured")
+    from epinorm.tools.console import print_json
+    from epinorm.tools.tune import why_not
 
-        where = device_of(device)
-        refusal = why_not(where)
-        if refusal is None:
-            chosen, products, where, _ = options_of(dtype, precision, str(where), "auto")
-            tunings = _tune(file, scale, chosen, products, where, training)
-            if as_json:
-                print_json([tuning.as_json() for tuning in tunings])
-            else:
-                _show(tunings)
-    if refusal is not None:
-        from epinorm.tools.console import err
-
-        err.print("[bold red]error:[/] ", end="")
-        err.print(refusal, markup=False)  # a GPU's name may hold [brackets]
-        raise typer.Exit(1)
+    where = options.device_of(device)
+    if (refusal := why_not(where)) is not None:
+        raise Refusal(refusal)
+    chosen, products, where, _ = options.options_of(dtype, precision, str(where), "auto")
+    tunings = _tune(file, scale, chosen, products, where, training)
+    if as_json:
+        print_json([tuning.as_json() for tuning in tunings])
+    else:
+        _show(tunings)
 
 
 def _clear(file: Path | None) -> None:
@@ -103,7 +78,7 @@ def _tune(
             model, inputs = problem_file.make(dtype, device)
             candidate, _ = fused_copy(problem_file.name, model, inputs)
             with recorded() as found:
-                for backward in passes_of(training):
+                for backward in options.passes_of(training):
                     with torch.set_grad_enabled(backward):
                         candidate(*inputs)
         for problem, tensors in found:

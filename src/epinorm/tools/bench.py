@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from epinorm.tools.accuracy import Verification
 from epinorm.tools.progress import Notify, Progress, in_a_line, silent
-from epinorm.tools.results import Row, commit, device_name, today
+from epinorm.tools.results import Row, measured_on
 from epinorm.tools.timing import (
     DEFAULT_SETTINGS,
     Runner,
@@ -32,16 +32,8 @@ from epinorm.tools.timing import (
 from epinorm.tools.verdict import spreads
 from epinorm.tools.verify import draw_dy, of_floats, verify
 
-
-@dataclass(frozen=True)
-class Competitors:
-    """What is timed besides ours, eager and the linear alone."""
-
-    compile: bool = True
-    autotune: bool = False
-
-
-DEFAULT_COMPETITORS = Competitors()
+COMPETITORS = {"compile": None, "compile_autotune": "max-autotune-no-cudagraphs"}
+"""What can be timed besides ours, eager and the linear alone: modes of torch.compile."""
 
 WALL_BLOCK_US = 20_000.0
 """Of calls in a loop, if five of the longest fit: fewer of long ones say as much."""
@@ -83,38 +75,37 @@ def fp32_precision_set(precision: str) -> Iterator[None]:
 def bench(
     case: Case,
     settings: Settings = DEFAULT_SETTINGS,
-    competitors: Competitors = DEFAULT_COMPETITORS,
+    competitors: Sequence[str] = ("compile",),
     notify: Notify = silent,
 ) -> tuple[Row, Verification]:
-    """Verify, time and verify again; the row has times only if both verifications pass."""
+    """Verify, time and verify again; the row has times only if both verifications pass.
+
+    ``competitors``: of COMPETITORS.
+    """
     with fp32_precision_set(case.precision):
-        verification = _verify(case, 0, lambda share: notify("verifying", 0.1 * share))
+        verification = verify_case(case, progress=lambda share: notify("verifying", 0.1 * share))
         row = _row(case, verification)
         if not verification.passed:
             return row, verification
         runners, reasons = _runners(case, competitors, notify)
         measured = _measure(case, runners, settings, notify)
-        again = _verify(case, 1, lambda share: notify("verifying again", 0.9 + 0.1 * share))
+        again = verify_case(case, 1, lambda share: notify("verifying again", 0.9 + 0.1 * share))
         if not again.passed:
             return _row(case, again), again
-        values: dict[str, Any] = {**measured, **reasons}
-        return replace(row, **values), verification
+        return replace(row, **measured, **reasons), verification
 
 
-def _verify(case: Case, seed: int, progress: Progress) -> Verification:
-    return verify(
-        case.model,
-        case.candidate,
-        case.inputs,
-        training=case.training,
-        seed=seed,
-        progress=progress,
-    )
+def verify_case(case: Case, seed: int = 0, progress: Progress = silent) -> Verification:
+    """``verify`` the case's candidate against its model."""
+    models, training = (case.model, case.candidate), case.training
+    return verify(*models, case.inputs, training=training, seed=seed, progress=progress)
 
 
 def _row(case: Case, verification: Verification) -> Row:
     worst = verification.worst
-    facts = {name: case.facts.get(name) for name in ("m", "k", "n", "groups", "norm", "chain")}
+    facts: dict[str, Any] = {
+        name: case.facts.get(name) for name in ("m", "k", "n", "groups", "norm", "chain")
+    }
     return Row(
         shape=case.name,
         dtype=str(case.dtype).removeprefix("torch."),
@@ -122,15 +113,12 @@ def _row(case: Case, verification: Verification) -> Row:
         pass_="training" if case.training else "forward",
         verified=verification.passed,
         strategy=case.strategy,
-        gpu=device_name(case.device),
-        torch=torch.__version__,
-        commit=commit(),
-        date=today(),
         ours_error=worst.ours,
         eager_error=worst.eager,
         error_of=f"{worst.what}, {worst.inputs}",
         reason=None if verification.passed else str(worst),
         **facts,
+        **measured_on(case.device),
     )
 
 
@@ -162,8 +150,8 @@ def _measure(
 
 
 def _runners(
-    case: Case, competitors: Competitors, notify: Notify
-) -> tuple[dict[str, Runner], dict[str, str]]:
+    case: Case, competitors: Sequence[str], notify: Notify
+) -> tuple[dict[str, Runner], dict[str, Any]]:
     """All that can be timed, and a reason for each competitor that cannot."""
     runners = {
         "ours": model_runner(case.candidate, case.inputs, case.training),
@@ -172,13 +160,11 @@ def _runners(
     linear = linear_runner(case.model, case.inputs, case.training)
     if linear is not None:
         runners["linear"] = linear
-    reasons: dict[str, str] = {}
+    reasons: dict[str, Any] = {}
     # Compilations of earlier rows would count towards dynamo's limit for this model's code.
     torch._dynamo.reset()
-    modes = {"compile": None, "compile_autotune": "max-autotune-no-cudagraphs"}
-    wanted = {"compile": competitors.compile, "compile_autotune": competitors.autotune}
-    for index, (name, mode) in enumerate(modes.items()):
-        if not wanted[name]:
+    for index, (name, mode) in enumerate(COMPETITORS.items()):
+        if name not in competitors:
             continue
         notify(f"torch.compile{' max-autotune' if mode else ''} is compiling", 0.1 + 0.2 * index)
         result = _compiled_runner(case, mode)
@@ -209,24 +195,18 @@ def _compiled_runner(case: Case, mode: str | None) -> Runner | str:
 
 def _prepacked(case: Case) -> nn.Module | None:
     """The candidate with its weights converted once, verified; None where that does not exist."""
-    import epinorm
+    if case.dtype != torch.float32 or case.training or case.device.type != "cuda":
+        return None
+    from epinorm import prepack  # here: the judge imports this file, and needs no operator
 
-    prepack = getattr(epinorm, "prepack", None)
-    if prepack is None or case.dtype != torch.float32 or case.training:
-        return None
-    if case.device.type != "cuda":
-        return None
     packed = prepack(copy.deepcopy(case.candidate))
-    if not verify(case.model, packed, case.inputs, training=False, seed=2).passed:
-        return None
-    return packed
+    return packed if verify_case(replace(case, candidate=packed), 2).passed else None
 
 
 def model_runner(
     model: nn.Module,
     inputs: Sequence[Any],
     training: bool,
-    dy_seed: int = 0,
     call: Callable[..., Any] | None = None,
 ) -> Runner:
     """Forward under no_grad, or forward and backward to every input and parameter.
@@ -257,7 +237,7 @@ def model_runner(
         # Some outputs of a model may have no gradient. If none has one, autograd says so.
         outputs = [v for v in tensors if v.requires_grad] or tensors
         if not dys:
-            dys.extend(draw_dy(outputs, dy_seed))
+            dys.extend(draw_dy(outputs, seed=0))
         torch.autograd.backward(outputs, dys)
         return outputs
 

@@ -134,7 +134,7 @@ def headline(row: Row) -> str:
     """What was run: chain, size, dtype, machine, strategy; two lines."""
     sizes = "" if row.m is None else f" at {size(row)}"
     how = f", strategy {row.strategy}" if row.strategy else ""
-    return f"Linear → {row.chain}{sizes}\n{setting(row).replace('`', '')} on {row.gpu}{how}"
+    return f"Linear → {row.chain}{sizes}\n{setting(row)} on {row.gpu}{how}"
 
 
 def verification_table(verification: Verification, most: int | None = None) -> Table:

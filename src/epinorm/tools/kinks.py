@@ -48,6 +48,12 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _distances(exact_model: nn.Module, inputs: Sequence[Any]) -> list[Tensor]:
+    with torch.no_grad(), _Recorder() as recorder:
+        exact_model(*inputs)
+    return recorder.distances
+
+
 def away_from_kinks(
     exact_model: nn.Module, inputs: Sequence[Any], shapes: Sequence[torch.Size], error: float
 ) -> list[Tensor | None]:
@@ -57,11 +63,10 @@ def away_from_kinks(
     operations whose input has the output's shape. A kink before the norm is not taken out: the
     norm spreads its gradient over the group.
     """
-    with torch.no_grad(), _Recorder() as recorder:
-        exact_model(*inputs)
+    distances = _distances(exact_model, inputs)
     kept: list[Tensor | None] = []
     for shape in shapes:
-        near = [d < MARGIN * error for d in recorder.distances if d.shape == shape]
+        near = [d < MARGIN * error for d in distances if d.shape == shape]
         kept.append(~torch.stack(near).any(0) if near else None)
     return kept
 
@@ -75,11 +80,10 @@ def rows_away_from_kinks(
 ) -> list[Tensor | None]:
     """As ``away_from_kinks`` for a model of many layers, whose rows do not mix: for each output
     shape (..., C), False in rows where any operation of as many rows comes near a kink."""
-    with torch.no_grad(), _Recorder() as recorder:
-        exact_model(*inputs)
+    distances = _distances(exact_model, inputs)
     kept: list[Tensor | None] = []
     for shape in shapes:
-        rows = [d for d in recorder.distances if d.shape[:-1] == shape[:-1]]
+        rows = [d for d in distances if d.shape[:-1] == shape[:-1]]
         near = [(d < MARGIN * error).any(-1, keepdim=True) for d in rows]
         away = ~torch.stack(near).any(0) if near else None
         few = away is not None and away.double().mean() < MOST_LEFT_OUT

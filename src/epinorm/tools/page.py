@@ -13,6 +13,7 @@ from epinorm.tools.results import Row, write_atomic
 from epinorm.tools.tables import (
     COMPETITORS,
     microseconds,
+    not_run,
     over_text,
     provenance,
     setting,
@@ -106,7 +107,7 @@ HOW_TO_READ = (
 
 def _heading(row: Row) -> str:
     passed = PASSES.get(row.pass_, row.pass_)
-    return f"{row.shape}, {passed.lower()}, {setting(row).replace('`', '')}"
+    return f"{row.shape}, {passed.lower()}, {setting(row)}"
 
 
 def _bars(row: Row) -> list[str]:
@@ -176,12 +177,8 @@ def _html_cell(text: str) -> str:
 def _html_reasons(rows: Sequence[Row]) -> list[str]:
     reasons = []
     for row in rows:
-        for what, reason in (
-            ("not verified", row.reason),
-            ("torch.compile", row.compile_reason),
-            ("torch.compile max-autotune", row.compile_autotune_reason),
-        ):
-            if reason:
-                where = f"{row.shape}, {row.dtype}, {row.pass_}: {what}: {reason}"
-                reasons.append(f"<li>{html.escape(where)}</li>")
+        of_ours = [("not verified", row.reason)] if row.reason else []
+        for what, reason in (*of_ours, *not_run(row)):
+            where = f"{row.shape}, {row.dtype}, {row.pass_}: {what}: {reason}"
+            reasons.append(f"<li>{html.escape(where)}</li>")
     return ["<h2>What did not run</h2>", f"<ul>{''.join(reasons)}</ul>"] if reasons else []

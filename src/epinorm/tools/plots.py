@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from epinorm.tools.results import Row
+from epinorm.tools.tables import setting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,14 +46,8 @@ ROW_INCHES = 0.5
 LABEL_SIZE = 9
 
 
-def _time(row: Row, key: str, unit_us: float = 1.0) -> float | None:
-    value = getattr(row, f"{key}_us")
-    return None if value is None else value / unit_us
-
-
 def _label(row: Row) -> str:
-    setting = row.dtype if row.precision == "native" else f"{row.dtype} {row.precision}"
-    return f"{row.shape}\n{setting}, {row.pass_}"
+    return f"{row.shape}\n{setting(row)}, {row.pass_}"
 
 
 def figure(rows: Sequence[Row]) -> Figure:
@@ -102,16 +97,16 @@ def _plain_log(axis: Any, values: Sequence[float]) -> None:
 
 
 def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
-    every = [t for r in rows for s in SERIES if (t := _time(r, s.key)) is not None]
+    timed = [
+        {s: t for s in SERIES if (t := getattr(row, f"{s.key}_us")) is not None} for row in rows
+    ]
+    every = [t for times in timed for t in times.values()]
     unit, unit_us = ("ms", 1000) if max(every) >= 20_000 and min(every) >= 500 else ("µs", 1)
-    drawn: list[float] = []
-    for line, row in enumerate(rows):
-        present = [t for s in SERIES if (t := _time(row, s.key, unit_us)) is not None]
-        axis.plot([min(present), max(present)], [line, line], color="#cccccc", lw=1.2, zorder=1)
-        drawn += present
+    for line, times in enumerate(timed):
+        ends = [end(times.values()) / unit_us for end in (min, max)]
+        axis.plot(ends, [line, line], color="#cccccc", lw=1.2, zorder=1)
     for series in SERIES:
-        times = [_time(row, series.key, unit_us) for row in rows]
-        points = [(t, line) for line, t in enumerate(times) if t is not None]
+        points = [(t[series] / unit_us, line) for line, t in enumerate(timed) if series in t]
         if points:
             hollow = series.key == "ours_prepacked"
             line_like = series.marker == "|"
@@ -131,7 +126,7 @@ def _draw_times(axis: Any, rows: Sequence[Row]) -> None:
         assert row.ours_us is not None
         value = row.ours_us / unit_us
         _note(axis, value, line, f"{value:.3g}" if value < 1000 else f"{value:,.0f}")
-    _plain_log(axis, drawn)
+    _plain_log(axis, [time / unit_us for time in every])
     axis.set_title(f"Time, {unit} (less is better)", fontsize=10, loc="left")
 
 
@@ -157,7 +152,7 @@ def _draw_speedups(axis: Any, rows: Sequence[Row]) -> None:
     drawn = [1.0]
     for line, row in enumerate(rows):
         for offset, key in ((-0.18, "eager"), (0.18, "compile")):
-            base, ours = _time(row, key), row.ours_us
+            base, ours = getattr(row, f"{key}_us"), row.ours_us
             if base is None or ours is None:
                 continue
             ratio, y, of = base / ours, line + offset, series[key]

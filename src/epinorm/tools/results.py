@@ -150,6 +150,12 @@ def device_name(device: torch.device) -> str:
     return f"CPU {model}, {torch.get_num_threads()} threads"
 
 
+def measured_on(device: torch.device) -> dict[str, Any]:
+    """What every row says of where, with what and when it was measured."""
+    facts = {"gpu": device_name(device), "torch": torch.__version__}
+    return {**facts, "commit": commit(), "date": today()}
+
+
 def device_slug(name: str) -> str:
     """A device's name as a file name: "NVIDIA H200" is nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

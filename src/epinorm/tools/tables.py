@@ -18,6 +18,9 @@ COMPETITORS = (
 )
 """Each by its key in a row, and its name."""
 
+MARKDOWN = "{} `{}`"
+"""A setting's form where the precision is a word of code."""
+
 Cell = Callable[[Row], str]
 
 
@@ -28,13 +31,14 @@ def microseconds(value: float | None, of: float | None = None) -> str:
     """
     if value is None:
         return "–"
-    in_ms = (of or value) >= 20_000
-    number = value / 1000 if in_ms else value
     return (
-        f"{number:.0f} {'ms' if in_ms else 'µs'}"
-        if number >= 100
-        else (f"{number:.3g} {'ms' if in_ms else 'µs'}")
+        three_digits(value / 1000, "ms") if (of or value) >= 20_000 else three_digits(value, "µs")
     )
+
+
+def three_digits(number: float, unit: str) -> str:
+    """A number with its unit, without an exponent."""
+    return f"{number:.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
 def times(value: float | None) -> str:
@@ -53,14 +57,18 @@ def over_text(row: Row, key: str) -> str:
     return "noise" if ratio is not None and row.is_noise(key) else times(ratio)
 
 
-def setting(row: Row) -> str:
-    """The row's dtype, with the precision of its products where PyTorch has a choice."""
-    return setting_of(vars(row))
+def setting(row: Any, form: str = "{} {}") -> str:
+    """The dtype of a row, case or row as JSON holds it, and in this form the precision of its
+    products where PyTorch has a choice."""
+    of = row if isinstance(row, Mapping) else vars(row)
+    dtype = str(of["dtype"]).removeprefix("torch.")
+    return dtype if of["precision"] == "native" else form.format(dtype, of["precision"])
 
 
-def setting_of(row: Mapping[str, Any]) -> str:
-    """As ``setting``, of a row as JSON holds it."""
-    return row["dtype"] + ("" if row["precision"] == "native" else f" `{row['precision']}`")
+def not_run(row: Row) -> list[tuple[str, str]]:
+    """The names of competitors that did not run, and why."""
+    reasons = ((name, getattr(row, f"{key}_reason", None)) for key, name in COMPETITORS)
+    return [(name, reason) for name, reason in reasons if reason]
 
 
 def size(row: Row) -> str:
@@ -80,16 +88,14 @@ def _time(key: str) -> Cell:
 
 
 def _errors(row: Row) -> str:
-    if row.ours_error is None or row.eager_error is None:
-        return "–"
     ratio = f" ({row.error_ratio:.2f}×)" if row.error_ratio is not None else ""
-    return f"{row.ours_error:.1e} / {row.eager_error:.1e}{ratio}"
+    return pair(row.ours_error, row.eager_error, ".1e") + ratio
 
 
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("shape", lambda r: r.shape),
     ("m, k → n", size),
-    ("dtype", setting),
+    ("dtype", lambda r: setting(r, MARKDOWN)),
     ("pass", lambda r: r.pass_),
     ("epinorm", _ours),
     ("prepacked", _time("ours_prepacked")),
@@ -103,7 +109,7 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("over eager", lambda r: over_text(r, "eager")),
     ("over compile", lambda r: over_text(r, "compile")),
     ("error, ours / eager", _errors),
-    ("peak MB, ours / eager", lambda r: _pair(r.ours_peak_mb, r.eager_peak_mb)),
+    ("peak MB, ours / eager", lambda r: pair(r.ours_peak_mb, r.eager_peak_mb, ".0f")),
     ("strategy", lambda r: r.strategy or "–"),
 )
 
@@ -124,8 +130,9 @@ def _short(row: Row, ours: float | None, other: float | None) -> str:
     return f"{microseconds(ours, other)} / {microseconds(other)}"
 
 
-def _pair(ours: float | None, eager: float | None) -> str:
-    return "–" if ours is None or eager is None else f"{ours:.0f} / {eager:.0f}"
+def pair(ours: float | None, eager: float | None, form: str) -> str:
+    """Ours and eager's in this form; a dash where one is missing."""
+    return "–" if ours is None or eager is None else f"{ours:{form}} / {eager:{form}}"
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

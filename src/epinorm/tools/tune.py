@@ -31,7 +31,7 @@ from epinorm.problem import Forward, Inputs, Layout, Plan, Problem
 from epinorm.tools.accuracy import FLOOR_ULPS, allowed_error, relative_error
 from epinorm.tools.progress import Notify, silent
 from epinorm.tools.timing import DEFAULT_SETTINGS, Runner, Settings, time_interleaved
-from epinorm.tools.verify import poisoned_memory
+from epinorm.tools.verify import of_floats, poisoned_memory
 
 MOST_TILES = 12
 """Tiles that are tried, the model's best: each is a kernel to compile."""
@@ -62,32 +62,33 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured for one problem. ``not_kept``: why it is not on disk; None if it is."""
+    """What was measured for one problem, the plan's own choice first. ``not_kept``: why it is not
+    on disk; None if it is."""
 
     problem: Problem
-    before: Way
     trials: tuple[Trial, ...]
     best: Trial
     not_kept: str | None
 
     @property
+    def before(self) -> Way:
+        return self.trials[0].way
+
+    @property
     def before_microseconds(self) -> float:
-        times = [t.microseconds for t in self.trials if t.way == self.before]
-        assert times[0] is not None
-        return times[0]
+        time = self.trials[0].microseconds
+        assert time is not None
+        return time
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: the problem's key, the choice before, every trial, the best."""
-        trials = [dataclasses.asdict(trial) for trial in self.trials]
-        best = self.trials.index(self.best)
-        before = next(i for i, t in enumerate(self.trials) if t.way == self.before)
         return {
             "problem": tuned.key_of(self.problem),
             "chain": str(self.problem.chain),
             "gpu": tuned.gpu_name(self.problem.device),
-            "trials": trials,
-            "before": before,
-            "best": best,
+            "trials": [dataclasses.asdict(trial) for trial in self.trials],
+            "before": 0,
+            "best": self.trials.index(self.best),
             "not_kept": self.not_kept,
         }
 
@@ -195,7 +196,7 @@ def tune(
     strategy = "single" if best.tile is not None else "epilogue"
     not_kept = tuned.remember(problem, Choice(strategy, best.tile, best.microseconds))  # type: ignore[arg-type]
     memo.clear()
-    return Tuning(problem, ways[0], trials, best, not_kept)
+    return Tuning(problem, trials, best, not_kept)
 
 
 def _fastest(trials: tuple[Trial, ...]) -> Trial:
@@ -270,13 +271,8 @@ def _truth(problem: Problem, inputs: Inputs) -> Forward:
     exact = dataclasses.replace(
         problem, dtype=double, norm_dtype=double, out_dtype=double, precision="native"
     )
-    bias, weight, norm_bias = (None if t is None else t.double() for t in inputs[2:5])
-    operands = tuple(t.double() if t.is_floating_point() else t for t in inputs.operands)
-    wide = Inputs(
-        *(inputs.x.double(), inputs.weight.double(), bias, weight, norm_bias, operands),
-        inputs.constants,
-    )
-    return reference_backend.forward(exact, wide)
+    tensors, operands = (of_floats(ts, torch.Tensor.double) for ts in (inputs[:5], inputs.operands))
+    return reference_backend.forward(exact, Inputs(*(*tensors, operands, inputs.constants)))
 
 
 def _on_poisoned_memory(problem: Problem, run: Run, inputs: Inputs) -> Forward:

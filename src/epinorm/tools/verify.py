@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -43,11 +44,6 @@ def randomize_parameters(model: nn.Module, seed: int = 0) -> None:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             value = 1 + noise / 4 if id(parameter) in norms else noise / 2
             parameter.copy_(value.to(parameter.dtype))
-
-
-def share_state(source: nn.Module, target: nn.Module) -> None:
-    """Copy the state_dict of ``source`` into ``target``; raises RuntimeError where keys differ."""
-    target.load_state_dict(source.state_dict(), strict=True)
 
 
 def of_floats(values: Iterable[Any], change: Callable[[Tensor], Any]) -> tuple[Any, ...]:
@@ -166,6 +162,42 @@ def _floating_leaves(output: Any) -> tuple[Tensor, ...]:
     return tuple(filter(is_floating, tree_leaves(output)))
 
 
+@dataclass(frozen=True)
+class Truth:
+    """What float64 and eager give on the same inputs; for each output where dy is not zero (None:
+    everywhere); ``seed``: of dy."""
+
+    exact: Outcome
+    eager: Outcome
+    kept: Sequence[Tensor | None] = ()
+    seed: int = 0
+
+
+def expected(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    dtype: torch.dtype,
+    training: bool,
+    seed: int = 0,
+    away: Callable[..., list[Tensor | None]] | None = None,
+    call: Callable[..., Any] | None = None,
+) -> Truth:
+    """Run the model in float64 and as it is, or as ``call`` does on its parameters.
+
+    ``dtype``: of its products; in training, dy is zero where ``away`` finds a kink within the error
+    that eager's forward pass has; without it ``away_from_kinks``, within an ulp too."""
+    twin, wide = copy.deepcopy(model).double(), of_floats(inputs, Tensor.double)
+    exact, eager = run_model(twin, wide, False), run_model(model, inputs, False, call=call)
+    if not training:
+        return Truth(exact, eager)
+    errors = [c.eager for c in compare(exact, eager, eager, dtype, "")]
+    if away is None:
+        away, errors = away_from_kinks, [*errors, torch.finfo(dtype).eps]
+    kept = away(twin, wide, [output.shape for output in exact.outputs], max(errors))
+    exact = run_model(twin, wide, True, seed, kept)
+    return Truth(exact, run_model(model, inputs, True, seed, kept, call), kept, seed)
+
+
 def verify(
     model: nn.Module,
     candidate: nn.Module,
@@ -183,47 +215,28 @@ def verify(
     candidate runs twice: freed memory is poisoned before each run, and the runs must agree bit for
     bit. Raises RuntimeError if the candidate cannot load the model's state_dict.
     """
-    saved = copy.deepcopy(model.state_dict())
-    saved_candidate = copy.deepcopy(candidate.state_dict())
+    dtype = next(filter(is_floating, inputs)).dtype
+    comparisons: list[Comparison] = []
+    saved, saved_candidate = (copy.deepcopy(m.state_dict()) for m in (model, candidate))
     try:
         randomize_parameters(model, seed)
-        share_state(model, candidate)
-        return _verify(model, candidate, inputs, training, kinds, seed, progress)
+        candidate.load_state_dict(model.state_dict())
+        for index, kind in enumerate(kinds):
+            fresh = draw_inputs(inputs, kind, seed + 1000 * (index + 1))
+            progress(index / len(kinds))
+            truth = expected(model, fresh, dtype, training, seed)
+            progress((index + 0.5) / len(kinds))
+            ours, again = (_on_poisoned_memory(candidate, fresh, training, truth) for _ in range(2))
+            comparisons += compare(truth.exact, truth.eager, ours, dtype, kind)
+            comparisons += differences(ours, again, kind)
     finally:
         model.load_state_dict(saved)
         candidate.load_state_dict(saved_candidate)
-
-
-def _verify(
-    model: nn.Module,
-    candidate: nn.Module,
-    inputs: Sequence[Any],
-    training: bool,
-    kinds: Sequence[InputKind],
-    seed: int,
-    progress: Progress,
-) -> Verification:
-    dtype = next(filter(is_floating, inputs)).dtype
-    exact_model = copy.deepcopy(model).double()
-    comparisons: list[Comparison] = []
-    for index, kind in enumerate(kinds):
-        fresh = draw_inputs(inputs, kind, seed + 1000 * (index + 1))
-        exact = of_floats(fresh, Tensor.double)
-        progress(index / len(kinds))
-        truth, eager = (run_model(m, x, False) for m, x in ((exact_model, exact), (model, fresh)))
-        kept: list[Tensor | None] = []
-        if training:
-            error = max((c.eager for c in compare(truth, eager, eager, dtype, kind)), default=0.0)
-            shapes = [output.shape for output in truth.outputs]
-            kept = away_from_kinks(exact_model, exact, shapes, max(error, torch.finfo(dtype).eps))
-            truth = run_model(exact_model, exact, True, seed, kept)
-            progress((index + 0.5) / len(kinds))
-            eager = run_model(model, fresh, True, seed, kept)
-        like = [tensor for _, tensor in eager.tensors()]
-        with poisoned_memory(like):
-            ours = run_model(candidate, fresh, training, seed, kept)
-        comparisons += compare(truth, eager, ours, dtype, kind)
-        with poisoned_memory(like):
-            again = run_model(candidate, fresh, training, seed, kept)
-        comparisons += differences(ours, again, kind)
     return Verification(dtype, training, tuple(comparisons))
+
+
+def _on_poisoned_memory(
+    candidate: nn.Module, inputs: Sequence[Any], training: bool, truth: Truth
+) -> Outcome:
+    with poisoned_memory([tensor for _, tensor in truth.eager.tensors()]):
+        return run_model(candidate, inputs, training, truth.seed, truth.kept)

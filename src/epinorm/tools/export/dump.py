@@ -26,6 +26,7 @@ those allocated, the constants)
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ time through a retained graph, where what forward left for backward is used up."
 
 NAMES = ("x", "weight", "bias", "norm_weight", "norm_bias")
 KEPT = ("z", "mean", "rstd")
+LEFT = ("left_x", "left_weight")
 PLACE = "=Iiiiq"
 """``Place`` of program.h: where, buffer, map, padding, offset."""
 
@@ -126,34 +128,22 @@ class Tables:
         """Record a chain over x (m, k) and weight (n, k) and give its number; has: a bias, the
         norm's weight and its bias; dims: of x, whose first ones are folded to m. Raises ValueError
         for a chain that returns its sum too, that drops, or that has numbers of rows."""
-        if chain.returns_sum:
-            raise ValueError(f"a chain with two results cannot be exported: {chain}")
-        if {"seed", "row"}.intersection(chain.operand_kinds):
-            raise ValueError(
-                f"a chain that drops or has numbers of rows cannot be exported: {chain}"
-            )
+        if chain.returns_sum or {"seed", "row"}.intersection(chain.operand_kinds):
+            what = "with two results" if chain.returns_sum else "that drops or has numbers of rows"
+            raise ValueError(f"a chain {what} cannot be exported: {chain}")
         number = len(self.chains)
         self.chains.append(_Chain(chain, m, k, n, has, facts, dims))
-        for gpu in self.gpus:
-            for mode in self.modes:
-                self._add(number, gpu, mode)
+        for gpu, mode in itertools.product(self.gpus, self.modes):
+            self._add(number, gpu, mode)
         return number
 
     def _add(self, number: int, gpu: str, mode: str) -> None:
         dtype, precision = MODES[mode]
         of = self.chains[number]
         for training in (False, True):
+            chain = of.chain.rounded_for(dtype, dtype, "cuda")
             problem = Problem(
-                *(
-                    of.chain.rounded_for(dtype, dtype, "cuda"),
-                    of.m,
-                    of.k,
-                    of.n,
-                    dtype,
-                    dtype,
-                    dtype,
-                    *of.has,
-                ),
+                *(chain, of.m, of.k, of.n, dtype, dtype, dtype, *of.has),
                 *(training, torch.device("cpu"), precision),
                 whole_step=training,
             )
@@ -172,6 +162,12 @@ class Tables:
         if source not in self.sources:
             self.sources.append(source)
         return self.sources.index(source)
+
+
+def _planes(out: Forward) -> tuple[Tensor | None, Tensor | None]:
+    """Those of x and weight that a forward pass leaves for backward."""
+    left = getattr(out, "left", None)
+    return (None, None) if left is None else (left.x, left.weight)
 
 
 class _Step:
@@ -201,29 +197,23 @@ class _Step:
     def passes(self) -> dict[str, str]:
         """The table of each pass by its name."""
         out = self.executable.forward(*self.inputs)
-        left = getattr(out, "left", None)
+        if not self.problem.training:
+            return {"inference": self._table(self.given, lambda: self._forward()[:1])}
+        left = _planes(out)
+        waiting = {name: t for name, t in zip(LEFT, left, strict=True) if t is not None}
         kept = {n: t for n, t in zip(KEPT, out[1:4], strict=True) if t.numel()}
         if self.problem.chain.saves_y:
             kept, out = {"y": out.y, **kept}, out._replace(z=out.y)
-        planes = (("left_x", left and left.x), ("left_weight", left and left.weight))
-        waiting = {name: t for name, t in planes if t is not None}
-
-        def forward() -> list[Tensor]:
-            made = self.executable.forward(*self.inputs)
-            if not self.problem.training:
-                return [made.y]
-            left = getattr(made, "left", None)
-            planes = () if left is None else (left.x, left.weight)
-            return [t for t in (made.y, *made[1:4], *planes) if t is not None and t.numel()]
-
-        if not self.problem.training:
-            return {"inference": self._table(self.given, forward)}
-        found = {"forward": self._table(self.given, forward)}
+        found = {"forward": self._table(self.given, self._forward)}
         found["backward"] = self._backward(out, True, kept, waiting)
         found["backward without x"] = self._backward(out, False, kept, waiting)
         if waiting:
             found["backward again"] = self._backward(out, True, kept, {})
         return found
+
+    def _forward(self) -> list[Tensor]:
+        made = self.executable.forward(*self.inputs)
+        return [t for t in (*made[:4], *_planes(made)) if t is not None and t.numel()]
 
     def _backward(
         self, out: Forward, of_x: bool, kept: dict[str, Tensor], left: dict[str, Tensor]
@@ -235,7 +225,7 @@ class _Step:
         dy = torch.empty_like(out.y)
 
         def backward() -> list[Tensor | None]:
-            planes = KeptPlanes(left.get("left_x"), left.get("left_weight")) if left else None
+            planes = KeptPlanes(*map(left.get, LEFT)) if left else None
             if planes is not None:
                 planes.restrict(of_x, True)
             found = self.executable.backward(inputs, [Forward(*out)], dy, want, planes)
@@ -257,17 +247,11 @@ class _Step:
         constants = [(tuple(t.shape), str(t.dtype)[6:]) for t in facts.constants]
         maps = [(*m.sizes, m.stride, *m.box, m.type, m.swizzle, m.promotion) for m in facts.maps]
         head = (tuple(given), tuple(t is not None for t in found), made, constants)
-        lines = [*head, facts.large, facts.results, maps]
+        lines = (*head, facts.large, facts.results, maps)
         steps = [self._step(*step) for step in facts.steps]
-        return "".join(
-            [
-                "(\n",
-                *(f"        {line!r},\n" for line in lines),
-                "        (\n",
-                *(f"            {step!r},\n" for step in steps),
-                "        ),\n    )",
-            ]
-        )
+        of_lines = "".join(f"        {line!r},\n" for line in lines)
+        of_steps = "".join(f"            {step!r},\n" for step in steps)
+        return f"(\n{of_lines}        (\n{of_steps}        ),\n    )"
 
     def _step(
         self,

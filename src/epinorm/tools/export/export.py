@@ -18,11 +18,10 @@ from epinorm.chain import Rounding
 from epinorm.problem import Strategy
 from epinorm.tools.export.dump import MODES, Tables
 from epinorm.tools.export.header import covered, header
-from epinorm.tools.export.recipe import read_recipes
+from epinorm.tools.export.recipe import read_recipes, refusal
 from epinorm.tools.export.source import chain_of, forward_of, model_class, split_problem
 from epinorm.tools.export.text import template, values_of
 from epinorm.tools.kernelbench.problem import ProblemError, ProblemFile, load_problem
-from epinorm.tools.kernelbench.protocol import NoChainError
 
 STRATEGIES: tuple[Strategy, ...] = ("auto", "single", "planes", "epilogue")
 DEFAULT_GPUS = ("h200", "a100")
@@ -58,22 +57,18 @@ def export(
     _check_imports(path)
     tables, recipes = Tables(gpus, modes, strategy), []
     for recipe in found:
+        values = tuple(value for _, value in recipe.facts)
         chain = dataclasses.replace(recipe.chain, rounding=rounding)
-        tables.add(chain, *recipe.m_k_n, recipe.has, recipe.facts, recipe.dims)
+        tables.add(chain, *recipe.m_k_n, recipe.has, values, recipe.dims)
         recipes.append(dataclasses.replace(recipe, chain=chain))
     if not tables.tables:
-        why = "; ".join(dict.fromkeys(tables.refused))
-        raise NoChainError(f"{path.name} cannot be exported: {why}")
-    parts = split_problem(path, recipes)
-    values = {
-        "future": parts.future,
+        raise refusal(path, "; ".join(dict.fromkeys(tables.refused)))
+    parts = {
+        **split_problem(path, recipes),
         "header": header(path.name, recipes, tables),
-        "before": parts.before.strip("\n"),
-        "model": parts.model_new.strip("\n"),
-        "after": parts.after.strip("\n"),
         **values_of(tables),
     }
-    text = re.sub(r"@(\w+)@", lambda match: values[match[1]], template("model_new.py.in"))
+    text = re.sub(r"@(\w+)@", lambda match: parts[match[1]], template("model_new.py.in"))
     text = re.sub(r"\n{4,}", "\n\n\n", text).rstrip("\n") + "\n"
     compile(text, "model_new.py", "exec")
     remarks = (*covered(tables), *(f"left to PyTorch: {said}" for said in left))

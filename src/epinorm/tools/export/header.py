@@ -29,7 +29,7 @@ def header(name: str, recipes: Sequence[Recipe], tables: Tables) -> str:
     lines = [
         f"ModelNew for {name}.",
         "",
-        *(_said(number, recipe) for number, recipe in enumerate(recipes)),
+        *("{}: {}, ({}, {}) → {}.".format(i, chain_of(r), *r.m_k_n) for i, r in enumerate(recipes)),
         "",
         "The launches are those of the library, written down as tables; everything around these "
         "chains is the problem file's own text.",
@@ -45,8 +45,3 @@ def header(name: str, recipes: Sequence[Recipe], tables: Tables) -> str:
         "with float64. `epinorm judge` compares this very file.",
     ]
     return "\n".join(textwrap.fill(line, 98) for line in lines)
-
-
-def _said(number: int, recipe: Recipe) -> str:
-    m, k, n = recipe.m_k_n
-    return f"{number}: {chain_of(recipe)}, ({m}, {k}) → {n}."

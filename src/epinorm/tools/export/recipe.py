@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx, nn
 
@@ -22,17 +22,9 @@ from epinorm.capture.found import Found
 from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import is_dropout
 from epinorm.chain import Chain
-from epinorm.chain.pointwise import Pointwise, of_module
+from epinorm.chain.pointwise import of_module
 from epinorm.tools.export.statements import Body, Span, parameters_of
 from epinorm.tools.kernelbench.protocol import NoChainError
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A number of the chain; ``expression`` reads it from ``self``, None: it never changes."""
-
-    value: float
-    expression: str | None
 
 
 @dataclass(frozen=True)
@@ -43,14 +35,12 @@ class Recipe:
     ``has``: is there a bias, a norm weight, a norm bias as the problem file constructs it; dims: of
     x, whose first ones are folded to m.
 
-    ``operations`` pairs each pointwise operation, pre before post, with its constants. ``checks``
-    are expressions that the chain was read with, and the values that they must keep.
+    ``facts`` are expressions of what the chain was read with and the model could change, and their
+    values.
     """
 
     chain: Chain
     span: Span
-    operations: tuple[tuple[Pointwise, tuple[Constant, ...]], ...]
-    eps: Constant | None
     m_k_n: tuple[int, int, int]
     dims: int
     has: tuple[bool, bool, bool]
@@ -60,25 +50,7 @@ class Recipe:
     norm_weight: str
     norm_bias: str
     operands: tuple[str, ...]
-    checks: Mapping[str, Any]
-
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """What the text was read with and the model could change."""
-        return (*(c.value for c in self.constants if c.expression), *self.checks.values())
-
-    @property
-    def fact_expressions(self) -> tuple[str, ...]:
-        """What reads ``facts`` from self."""
-        return (*(c.expression for c in self.constants if c.expression), *self.checks)
-
-    @property
-    def constants(self) -> tuple[Constant, ...]:
-        """Every number of the chain in its order: pre, eps, post."""
-        before = len(self.chain.pre)
-        flat = [c for _, constants in self.operations[:before] for c in constants]
-        flat += [] if self.eps is None else [self.eps]
-        return (*flat, *(c for _, constants in self.operations[before:] for c in constants))
+    facts: tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -96,12 +68,15 @@ class _Reading:
     names: Mapping[fx.Node, str]
     modules: Mapping[str, str]
 
-    def module_of(self, node: fx.Node) -> str | None:
-        """The path of the PyTorch layer that a node comes from."""
-        key = next(reversed(node.meta.get("nn_module_stack") or {}), None)
-        path = self.modules.get(str(key))
-        leaf = path is not None and type(self.model.get_submodule(path)).__module__
-        return path if leaf and leaf.startswith("torch.nn.modules") else None
+    def module_of(self, node: fx.Node | None) -> tuple[nn.Module, str] | None:
+        """The PyTorch layer that a node comes from, and what reads it from self."""
+        stack = {} if node is None else node.meta.get("nn_module_stack") or {}
+        path = self.modules.get(str(next(reversed(stack), None)))
+        if path is None:
+            return None
+        module = self.model.get_submodule(path)
+        leaf = type(module).__module__.startswith("torch.nn.modules")
+        return (module, path_expression(self.model, path)) if leaf else None
 
     def expression(self, node: fx.Node | None) -> str | None:
         """What reads a node's tensor from self or the arguments; None: it is computed."""
@@ -112,12 +87,9 @@ class _Reading:
         return path_expression(self.model, self.paths[node]) if node in self.paths else None
 
 
-class _Captured(NamedTuple):
-    """A graph, the paths of the model's tensors among its inputs, and of modules by their id."""
-
-    gm: fx.GraphModule
-    paths: Mapping[fx.Node, str]
-    modules: Mapping[str, str]
+def refusal(path: Path, reason: str) -> NoChainError:
+    """Why nothing of a problem file can be exported."""
+    return NoChainError(f"{path.name} cannot be exported: {reason}")
 
 
 def read_recipes(
@@ -125,13 +97,8 @@ def read_recipes(
 ) -> tuple[list[Recipe], list[str]]:
     """The chains that whole statements of ``forward`` compute, in their order, and why others are
     left to PyTorch; raises NoChainError with the reason where none can be exported."""
-
-    def refuse(reason: str) -> NoChainError:
-        return NoChainError(f"{path.name} cannot be exported: {reason}")
-
-    train, evaluate = (
-        _read_mode(path, forward, model, inputs, training, refuse) for training in (True, False)
-    )
+    of = path, forward, model, inputs
+    train, evaluate = _read_mode(*of, training=True), _read_mode(*of, training=False)
     ends: set[int] | None = None
     for reading in (train, evaluate, train):  # what is in one mode a chain's end is so in the other
         chains, left = _chains(reading, ends)
@@ -147,7 +114,7 @@ def read_recipes(
         except NoChainError as error:
             left.append(f"{found.chain}: {error}")
     if not recipes:
-        raise refuse("; ".join(left) or "there is no Linear in it")
+        raise refusal(path, "; ".join(left) or "there is no Linear in it")
     return recipes, left
 
 
@@ -190,11 +157,10 @@ def _read_mode(
     model: nn.Module,
     inputs: Sequence[Any],
     training: bool,
-    refuse: Any,
 ) -> _Reading:
     """Capture the model's call in one mode; of several graphs the first, in which the arguments are
     what they are called."""
-    graphs: list[_Captured] = []
+    graphs: list[tuple[fx.GraphModule, dict[fx.Node, str], dict[str, str]]] = []
     before = model.training
 
     def backend_for(twin: nn.Module) -> Any:
@@ -207,7 +173,7 @@ def _read_mode(
             paths = {
                 n: of_model[id(t)] for n, t in zip(nodes, given, strict=True) if id(t) in of_model
             }
-            graphs.append(_Captured(gm, paths, modules))
+            graphs.append((gm, paths, modules))
             return gm.forward
 
         return backend
@@ -215,17 +181,17 @@ def _read_mode(
     try:
         run_without_values(model.train(training), backend_for, tuple(inputs), {})
     except Exception as error:
-        raise refuse(f"its forward cannot be captured: {error}") from error
+        raise refusal(path, f"its forward cannot be captured: {error}") from error
     finally:
         model.train(before)
     if not graphs:
-        raise refuse("nothing of its forward was captured")
+        raise refusal(path, "nothing of its forward was captured")
     (gm, paths, of_modules), *others = graphs
     rest = [n for n in gm.graph.nodes if n.op == "placeholder" and n not in paths]
     rest = [node for node in rest if value_of(node) is not None]
     arguments = dict(zip(parameters_of(forward), rest, strict=False))
-    broken = [n.meta.get("stack_trace") or "" for other in others for n in other.gm.graph.nodes]
-    reasons = [getattr(one.gm, "compile_subgraph_reason", None) for one in graphs]
+    broken = [n.meta.get("stack_trace") or "" for other, *_ in others for n in other.graph.nodes]
+    reasons = [getattr(one, "compile_subgraph_reason", None) for one, *_ in graphs]
     broken += ["".join(traceback.format_list(r.user_stack or ())) for r in reasons if r and others]
     body = Body(str(path), forward, gm.graph, arguments, broken)
     return _Reading(model, gm.graph, body, paths, {}, of_modules)
@@ -243,13 +209,10 @@ def _recipe(reading: _Reading, found: Found, span: Span) -> Recipe:
     x, weight = value_of(found.linear.x), value_of(found.linear.weight)
     assert x is not None
     assert weight is not None
-    eps = _eps(reading, found)
     norm = found.norm
     return Recipe(
         chain=found.chain,
         span=span,
-        operations=_operations(reading, found),
-        eps=eps,
         m_k_n=(x.shape[:-1].numel(), x.shape[-1], weight.shape[0]),
         dims=x.dim(),
         has=(found.bias is not None, norm.weight is not None, norm.bias is not None),
@@ -259,7 +222,7 @@ def _recipe(reading: _Reading, found: Found, span: Span) -> Recipe:
         norm_weight=_tensor(reading, found.norm_node, norm.weight, "weight", text),
         norm_bias=_tensor(reading, found.norm_node, norm.bias, "bias", text),
         operands=tuple(text(node) for node in found.operands),
-        checks=_checks(reading, found),
+        facts=(*_numbers(reading, found), *_checks(reading, found).items()),
     )
 
 
@@ -267,11 +230,11 @@ def _tensor(
     reading: _Reading, layer: fx.Node | None, tensor: fx.Node | None, name: str, text: Any
 ) -> str:
     """What reads a layer's tensor: of its module also where this one has none, as others may."""
-    path = None if layer is None else reading.module_of(layer)
-    if tensor is not None or path is None:
+    owner = reading.module_of(layer)
+    if tensor is not None or owner is None:
         return text(tensor)
-    module = reading.model.get_submodule(path)
-    return f"{path_expression(reading.model, path)}.{name}" if hasattr(module, name) else "None"
+    module, expression = owner
+    return f"{expression}.{name}" if hasattr(module, name) else "None"
 
 
 def path_expression(root: nn.Module, path: str) -> str:
@@ -288,48 +251,27 @@ def path_expression(root: nn.Module, path: str) -> str:
     return expression
 
 
-def _eps(reading: _Reading, found: Found) -> Constant | None:
-    norm = found.norm.norm
-    if norm is None or norm.eps is None or found.norm_node is None:
-        return None
-    path = reading.module_of(found.norm_node)
-    owner = None if path is None else path_expression(reading.model, path)
-    return Constant(norm.eps, None if owner is None else f"{owner}.eps")
-
-
-def _operations(
-    reading: _Reading, found: Found
-) -> tuple[tuple[Pointwise, tuple[Constant, ...]], ...]:
-    """Each operation with where its constants come from, in the chain's order."""
-    paired = []
+def _numbers(reading: _Reading, found: Found) -> list[tuple[str, float]]:
+    """Where the chain's numbers stand in its layers, in its order: pre, eps, post."""
+    numbers: list[list[tuple[str, float]]] = []
     for node, operation in zip(found.spelt, (*found.pre, *found.post), strict=True):
-        path = reading.module_of(node)
-        names: Sequence[str] = ()
-        if path is not None:
-            module = reading.model.get_submodule(path)
-            names = operation.definition.modules.get(type(module), ())
-        owner = "" if path is None else path_expression(reading.model, path)
-        expressions: list[str | None] = [f"{owner}.{name}" for name in names]
-        expressions = expressions or [None] * len(operation.constants)
-        constants = tuple(
-            Constant(value, text)
-            for value, text in zip(operation.constants, expressions, strict=True)
-            if isinstance(value, float)
-        )
-        paired.append((operation, constants))
-    return tuple(paired)
+        module, owner = reading.module_of(node) or (reading.model, "")
+        names = operation.definition.modules.get(type(module), ())
+        pairs = zip(names, operation.constants, strict=True) if names else ()
+        numbers.append([(f"{owner}.{name}", v) for name, v in pairs if isinstance(v, float)])
+    norm, layer = found.norm.norm, reading.module_of(found.norm_node)
+    if norm is not None and norm.eps is not None and layer is not None:
+        numbers.insert(len(found.chain.pre), [(f"{layer[1]}.eps", norm.eps)])
+    return [pair for pairs in numbers for pair in pairs]
 
 
 def _checks(reading: _Reading, found: Found) -> dict[str, Any]:
     """Plain attributes that ``forward`` reads and that the text therefore depends on."""
     kept: dict[str, Any] = {}
-    for node in found.spelt:
-        path = reading.module_of(node)
-        if path is None:
-            continue
-        operation = of_module(reading.model.get_submodule(path))
+    for module, owner in filter(None, map(reading.module_of, found.spelt)):
+        operation = of_module(module)
         for name, value in operation.definition.where.items() if operation else ():
-            kept[f"{path_expression(reading.model, path)}.{name}"] = value
+            kept[f"{owner}.{name}"] = value
     code: Any = type(reading.model).forward
     for name in code.__code__.co_names:
         value = vars(reading.model).get(name, reading)

@@ -7,7 +7,6 @@ import dataclasses
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from epinorm.tools.export.recipe import Recipe
@@ -15,16 +14,6 @@ from epinorm.tools.kernelbench.problem import ProblemError
 
 OWN_IMPORTS = ("import functools", "import hashlib", "import inspect", "import torch")
 """Lines that the exported file has anyway."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The problem file in parts, each a text of whole lines."""
-
-    future: str
-    before: str
-    model_new: str
-    after: str
 
 
 def model_class(path: Path) -> ast.ClassDef:
@@ -44,34 +33,28 @@ def forward_of(model: ast.ClassDef) -> ast.FunctionDef:
     return next(s for s in model.body if isinstance(s, ast.FunctionDef) and s.name == "forward")
 
 
-def split_problem(path: Path, recipes: Sequence[Recipe]) -> Parts:
-    """The file's text around its class Model, and that class as ModelNew."""
+def split_problem(path: Path, recipes: Sequence[Recipe]) -> dict[str, str]:
+    """The file's text before its class Model and after, and that class as ModelNew, by their names
+    in the template; imports from __future__ apart, which must come first."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
     lines = text.splitlines(keepends=True)
     model = model_class(path)
-    first = min([model.lineno, *(d.lineno for d in model.decorator_list)])
-    before, skip = lines[: first - 1], set[int]()
-    future = ""
+    skip, future = set[int](), ""
     for index, statement in enumerate(tree.body):
-        docstring = index == 0 and _is_text(statement)
         from_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-        if docstring or from_future:
-            skip |= set(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
+        if from_future or (index == 0 and _is_text(statement)):
+            skip |= set(_span(statement))
         if from_future:
-            future = ast.get_source_segment(text, statement) or ""
-    assert model.end_lineno is not None
-    return Parts(
-        future=f"{future}\n\n" if future else "",
-        before="".join(
-            line
-            for n, line in enumerate(before, 1)
-            if n not in skip and line.strip() not in OWN_IMPORTS
-        ).strip()
-        + "\n",
-        model_new=_model_new(lines, model, recipes),
-        after="".join(lines[model.end_lineno :]).strip() + "\n",
-    )
+            future = (ast.get_source_segment(text, statement) or "") + "\n\n"
+    before = enumerate(lines[: _span(model)[0] - 1], 1)
+    kept = [line for n, line in before if n not in skip and line.strip() not in OWN_IMPORTS]
+    return {
+        "future": future,
+        "before": "".join(kept).strip(),
+        "model": _model_new(lines, model, recipes).strip("\n"),
+        "after": "".join(lines[model.end_lineno :]).strip(),
+    }
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -122,12 +105,13 @@ def _changed(
         of = forward.body[recipe.span.first : recipe.span.last + 1]
         span = range(of[0].lineno, (of[-1].end_lineno or of[-1].lineno) + 1)
         indent = " " * of[0].col_offset
+        facts = _tuple(expression for expression, _ in recipe.facts)
         call = [
             f"# {chain_of(recipe)}",
             f"{fused} = _fused(",
             f"    {number}, {recipe.x}, {recipe.weight}, {recipe.bias},",
             f"    {recipe.norm_weight}, {recipe.norm_bias},",
-            f"    operands={_tuple(recipe.operands)}, facts={_tuple(recipe.fact_expressions)},",
+            f"    operands={_tuple(recipe.operands)}, facts={facts},",
             ")",
         ]
         own = [lines[n - 1] for n in span]

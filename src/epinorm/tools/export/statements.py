@@ -15,6 +15,7 @@ from torch import fx
 
 from epinorm.capture.found import Found
 from epinorm.capture.purity import is_pure
+from epinorm.tools.kernelbench.problem import target_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Body:
         if index is None or self._nodes[index][-1] is not node or index in self._broken:
             return None
         statement = self.statements[index]
-        return index if isinstance(statement, ast.Return) or _target(statement) else None
+        return index if isinstance(statement, ast.Return) or target_of(statement) else None
 
     def span(self, found: Found) -> Span | str:
         """The statements that a chain can stand for; a str: why there are none."""
@@ -87,13 +88,13 @@ class Body:
         if later := self._needed_later(first, last):
             return f"its value on the way, {later}, is read after it"
         statement = self.statements[last]
-        target = None if isinstance(statement, ast.Return) else _target(statement)
+        target = None if isinstance(statement, ast.Return) else target_of(statement)
         return Span(first, last, self._names_before(first), target)
 
     def _names_before(self, index: int) -> dict[fx.Node, str]:
         known = dict(self.arguments)
         for statement, nodes in zip(self.statements[:index], self._nodes[:index], strict=True):
-            target = _target(statement)
+            target = target_of(statement)
             value = getattr(statement, "value", None)
             alias = known.get(value.id) if isinstance(value, ast.Name) else None
             for name in _stored(statement):
@@ -106,24 +107,13 @@ class Body:
     def _needed_later(self, first: int, last: int) -> str | None:
         """A variable that the statements set on their way and that a later one reads."""
         names = {n for s in self.statements[first : last + 1] for n in _stored(s)}
-        names.discard(_target(self.statements[last]) or "")
+        names.discard(target_of(self.statements[last]) or "")
         for statement in self.statements[last + 1 :]:
             read = names & _loaded(statement)
             if read:
                 return min(read)
             names -= _stored(statement)
         return None
-
-
-def _target(statement: ast.stmt) -> str | None:
-    """The one name that a statement assigns to."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target: ast.expr = statement.targets[0]
-    elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
-        target = statement.target
-    else:
-        return None
-    return target.id if isinstance(target, ast.Name) else None
 
 
 def _names(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:
@@ -136,7 +126,7 @@ def _stored(statement: ast.stmt) -> set[str]:
 
 
 def _loaded(statement: ast.stmt) -> set[str]:
-    of_augmented = {_target(statement) or ""} if isinstance(statement, ast.AugAssign) else set()
+    of_augmented = {target_of(statement) or ""} if isinstance(statement, ast.AugAssign) else set()
     return _names(statement, ast.Load) | of_augmented
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from epinorm.tools.judge.conduct import conduct, untouched
 from epinorm.tools.judge.facts import Result
 from epinorm.tools.judge.process import SolutionError
 from epinorm.tools.judge.session import LARGE_MEAN_FLOOR_64, Session, outside_public_tolerance
-from epinorm.tools.verify import InputKind, draw_inputs, of_floats, run_model
+from epinorm.tools.verify import draw_inputs, is_floating, of_floats, run_model
 
 PUBLIC_TRIALS = 5
 MAGNITUDES = (0.01, 100.0)
@@ -67,8 +68,8 @@ def _parameters(session: Session) -> list[Result]:
     ours = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
     model = session.model
     theirs = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}
-    names = _names(ours, theirs, [n for n, p in model.named_parameters() if p.requires_grad])
-    wrong = names(trained)
+    trained_there = [n for n, p in model.named_parameters() if p.requires_grad]
+    wrong = _differs(ours, theirs, trained, trained_there)
     values = [
         name
         for name, tensor in model.state_dict().items()
@@ -86,26 +87,24 @@ def _parameters(session: Session) -> list[Result]:
     return [("passed", f"{len(theirs)} tensors, loads both ways, strictly"), equal]
 
 
-def _names(
-    ours: dict[str, Any], theirs: dict[str, Any], trained_there: Sequence[str]
-) -> Callable[[Sequence[str]], str]:
-    def say(trained: Sequence[str]) -> str:
-        parts = []
-        if missing := [n for n in theirs if n not in ours]:
-            parts.append(f"its state_dict lacks {', '.join(missing)}")
-        if extra := [n for n in ours if n not in theirs]:
-            parts.append(f"its state_dict has, and Model's has not, {', '.join(extra)}")
-        parts += [
-            f"{name} is {ours[name]}, Model's is {theirs[name]}"
-            for name in theirs
-            if name in ours and ours[name] != theirs[name]
-        ]
-        if not parts and sorted(trained) != sorted(trained_there):
-            odd = sorted(set(trained) ^ set(trained_there))
-            parts.append(f"requires_grad differs for {', '.join(odd)}")
-        return "; ".join(parts)
-
-    return say
+def _differs(
+    ours: dict[str, Any], theirs: dict[str, Any], trained: list[str], trained_there: list[str]
+) -> str:
+    """What of names, shapes, dtypes and trained parameters is not as Model has it."""
+    parts = []
+    if missing := [n for n in theirs if n not in ours]:
+        parts.append(f"its state_dict lacks {', '.join(missing)}")
+    if extra := [n for n in ours if n not in theirs]:
+        parts.append(f"its state_dict has, and Model's has not, {', '.join(extra)}")
+    parts += [
+        f"{name} is {ours[name]}, Model's is {theirs[name]}"
+        for name in theirs
+        if name in ours and ours[name] != theirs[name]
+    ]
+    if not parts and sorted(trained) != sorted(trained_there):
+        odd = sorted(set(trained) ^ set(trained_there))
+        parts.append(f"requires_grad differs for {', '.join(odd)}")
+    return "; ".join(parts)
 
 
 def _public(session: Session) -> list[Result]:
@@ -115,7 +114,7 @@ def _public(session: Session) -> list[Result]:
         inputs = session.fresh_inputs(session.options.seed + 1 + trial)
         eager = run_model(session.model, inputs, False)
         session.process.take_inputs(inputs)
-        ours = session.process.run(False, 0, (), session.device)
+        ours = session.process.run()
         if len(ours.outputs) != len(eager.outputs):
             return [("failed", f"{len(ours.outputs)} outputs, eager has {len(eager.outputs)}")]
         for mine, theirs in zip(ours.outputs, eager.outputs, strict=True):
@@ -150,11 +149,11 @@ def _further_than_eager(
 
     In 16 bit eager itself leaves the public tolerance, so that a better result can differ from it.
     """
-    truth, _ = session.expected_outputs(inputs)
+    exact = session.expected(inputs).exact
     counts = [
         sum(
-            outside_public_tolerance(t, exact, session.tolerance)[0]
-            for t, exact in zip(outcome.outputs, truth.outputs, strict=True)
+            outside_public_tolerance(t, right, session.tolerance)[0]
+            for t, right in zip(outcome.outputs, exact.outputs, strict=True)
         )
         for outcome in (ours, eager)
     ]
@@ -163,52 +162,38 @@ def _further_than_eager(
 
 def _accuracy(session: Session) -> list[Result]:
     session.randomize(session.options.seed + 11)
-    found: list[Comparison] = []
-    kinds: tuple[InputKind, InputKind] = ("rand", "randn")
-    for index, kind in enumerate(kinds):
-        inputs = draw_inputs(session.inputs, kind, session.options.seed + 1000 * (index + 1))
-        found += session.compared(kind, inputs)
+    found = session.compared("rand", session.drawn(1000, "rand"))
+    found += session.compared("randn", session.drawn(2000))
     return [from_comparisons(found)]
 
 
 def _gradients(session: Session) -> list[Result]:
-    found: list[Comparison] = []
-    kinds: tuple[InputKind, InputKind] = ("rand", "randn")
-    for index, kind in enumerate(kinds):
-        inputs = draw_inputs(session.inputs, kind, session.options.seed + 3000 * (index + 1))
-        found += session.compared(kind, inputs, training=True)
+    found = session.compared("rand", session.drawn(3000, "rand"), training=True)
+    found += session.compared("randn", session.drawn(6000), training=True)
     return [from_comparisons(found)]
 
 
 def _magnitudes(session: Session) -> list[Result]:
     found = []
-    for index, factor in enumerate(MAGNITUDES):
-        drawn = draw_inputs(session.inputs, "randn", session.options.seed + 500 * (index + 1))
-        found += session.compared(f"randn × {factor:g}", _times(drawn, factor), stress=True)
+    for index, factor in enumerate(MAGNITUDES, 1):
+        inputs = of_floats(session.drawn(500 * index), partial(torch.mul, other=factor))
+        found += session.compared(f"randn × {factor:g}", inputs, stress=True)
     if session.dtype != torch.float16:
-        drawn = draw_inputs(session.inputs, "randn", session.options.seed + 5000)
-        found += session.compared("rows of 1e-4 to 1e4", _rows_apart(drawn), stress=True)
+        inputs = of_floats(session.drawn(5000), _rows_apart)
+        found += session.compared("rows of 1e-4 to 1e4", inputs, stress=True)
     return [from_comparisons(found)]
 
 
-def _times(inputs: Sequence[Any], factor: float) -> tuple[Any, ...]:
-    return of_floats(inputs, lambda v: v * factor)
-
-
-def _rows_apart(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    def scaled(v: Tensor) -> Tensor:
-        if not v.dim():
-            return v
-        rows = v.shape[0]
-        powers = torch.linspace(-4, 4, rows, device=v.device, dtype=torch.float64)
-        return (v.double() * (10**powers).view(-1, *[1] * (v.dim() - 1))).to(v.dtype)
-
-    return of_floats(inputs, scaled)
+def _rows_apart(v: Tensor) -> Tensor:
+    if not v.dim():
+        return v
+    powers = torch.linspace(-4, 4, v.shape[0], device=v.device, dtype=torch.float64)
+    return (v.double() * (10**powers).view(-1, *[1] * (v.dim() - 1))).to(v.dtype)
 
 
 def _large_mean(session: Session) -> list[Result]:
     session.randomize(session.options.seed + 12, large_mean=True)
-    inputs = draw_inputs(session.inputs, "rand", session.options.seed + 6000)
+    inputs = session.drawn(6000, "rand")
     floor = LARGE_MEAN_FLOOR_64 if session.dtype == torch.float64 else 0.0
     found = session.compared("rand, biases far from zero", inputs, stress=True, floor=floor)
     session.randomize(session.options.seed + 11)
@@ -220,8 +205,7 @@ def _outliers(session: Session) -> list[Result]:
     if session.dtype == torch.float16:
         return [("skipped", f"float16 does not hold {OUTLIER:g}")]
     state = copy.deepcopy(session.model.state_dict())
-    drawn = draw_inputs(session.inputs, "randn", session.options.seed + 6500)
-    inputs = session.with_a_silent_feature(drawn, OUTLIER)
+    inputs = session.with_a_silent_feature(session.drawn(6500), OUTLIER)
     if inputs is None:
         return [("skipped", "no input goes into a linear layer")]
     try:
@@ -232,15 +216,15 @@ def _outliers(session: Session) -> list[Result]:
 
 
 def _not_finite(session: Session) -> list[Result]:
-    inputs = draw_inputs(session.inputs, "randn", session.options.seed + 7000)
+    inputs = session.drawn(7000)
     for value in inputs:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+        if is_floating(value) and value.numel():
             flat = value.view(value.shape[0], -1) if value.dim() > 1 else value.view(1, -1)
             flat[0, 0] = torch.nan
             flat[-1, -1] = torch.inf
     eager = run_model(session.model, inputs, False)
     session.process.take_inputs(inputs)
-    ours = session.process.run(False, 0, (), session.device)
+    ours = session.process.run()
     if len(ours.outputs) != len(eager.outputs):
         return [("failed", f"{len(ours.outputs)} outputs, eager has {len(eager.outputs)}")]
     for mine, theirs in zip(ours.outputs, eager.outputs, strict=True):
@@ -254,19 +238,13 @@ def _not_finite(session: Session) -> list[Result]:
 
 
 def _other_batches(session: Session) -> list[Result]:
-    tensors = [v for v in session.inputs if isinstance(v, Tensor) and v.is_floating_point()]
-    rows = {v.shape[0] if v.dim() else None for v in tensors}
+    rows = {v.shape[0] if v.dim() else None for v in session.inputs if is_floating(v)}
     if len(rows) != 1 or None in rows:
         return [("skipped", "the inputs share no batch dimension")]
     (batch,) = rows
     found, tried = [], []
     for size in (*OTHER_BATCHES, (batch or 0) + 1):
-        sized = tuple(
-            v.new_empty((size, *v.shape[1:]))
-            if isinstance(v, Tensor) and v.is_floating_point()
-            else v
-            for v in session.inputs
-        )
+        sized = of_floats(session.inputs, partial(_of_rows, rows=size))
         inputs = draw_inputs(sized, "randn", session.options.seed + 8000 + size)
         try:
             run_model(session.model, inputs, False)
@@ -283,30 +261,31 @@ def _other_batches(session: Session) -> list[Result]:
     return [from_comparisons(found)]
 
 
-def _layout(session: Session) -> list[Result]:
-    def other(v: Any) -> Any:
-        if not isinstance(v, Tensor) or v.dim() < 2 or not v.is_floating_point():
-            return v
-        return v.transpose(0, 1).contiguous().transpose(0, 1)
+def _of_rows(v: Tensor, rows: int) -> Tensor:
+    return v.new_empty((rows, *v.shape[1:]))
 
-    drawn = draw_inputs(session.inputs, "randn", session.options.seed + 9000)
+
+def _layout(session: Session) -> list[Result]:
+    def other(v: Tensor) -> Tensor:
+        return v if v.dim() < 2 else v.transpose(0, 1).contiguous().transpose(0, 1)
+
+    inputs = of_floats(session.drawn(9000), other)
     try:
-        found = session.compared("transposed memory", tuple(map(other, drawn)), stress=True)
+        found = session.compared("transposed memory", inputs, stress=True)
     except SolutionError as error:
         return [("skipped", f"refuses inputs that are not contiguous: {error}")]
     return [from_comparisons(found)]
 
 
 def _new_inputs(session: Session) -> list[Result]:
-    seed = session.options.seed
-    found = session.compared("input A", draw_inputs(session.inputs, "randn", seed + 101))
-    fresh = draw_inputs(session.inputs, "randn", seed + 102)
+    found = session.compared("input A", session.drawn(101))
+    fresh = session.drawn(102)
     found += session.compared("new values in the memory of input A", fresh, into_old=True)
     return [from_comparisons(found)]
 
 
 def _new_weights(session: Session) -> list[Result]:
-    inputs = draw_inputs(session.inputs, "randn", session.options.seed + 103)
+    inputs = session.drawn(103)
     found = session.compared("first weights", inputs)
     session.randomize(session.options.seed + 13)
     found += session.compared("new weights by load_state_dict", inputs)
@@ -319,12 +298,11 @@ def _new_weights(session: Session) -> list[Result]:
 
 
 def _repeatable(session: Session) -> list[Result]:
-    training = session.options.training
-    inputs = draw_inputs(session.inputs, "randn", session.options.seed + 104)
-    seed = session.options.seed
+    training, seed = session.options.training, session.options.seed
+    inputs = session.drawn(104)
     eager = [run_model(session.model, inputs, training, seed) for _ in range(2)]
     session.process.take_inputs(inputs)
-    ours = [session.process.run(training, seed, (), session.device) for _ in range(2)]
+    ours = [session.process.run(training, seed) for _ in range(2)]
     changing = {c.what for c in differences(eager[0], eager[1], "randn")}
     found = [c for c in differences(ours[0], ours[1], "randn") if c.what not in changing]
     if found:

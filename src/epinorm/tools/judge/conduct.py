@@ -3,45 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
-from epinorm.tools.accuracy import Comparison
+from epinorm.tools.accuracy import Comparison, Outcome
 from epinorm.tools.judge.facts import Result
 from epinorm.tools.judge.observe import Observed, observe
 from epinorm.tools.judge.session import Session
-from epinorm.tools.verify import draw_inputs
 
 
 def conduct(session: Session) -> list[Result]:
     """What one call does besides its result; held against what the original itself does."""
-    inputs = draw_inputs(session.inputs, "randn", session.options.seed + 105)
-    theirs = observe(session.model, _copies(inputs))[1]
-    truth, eager = session.expected_outputs(inputs)
+    inputs = session.drawn(105)
+    copies = [v.clone() if isinstance(v, Tensor) else v for v in inputs]
+    theirs = observe(session.model, copies)[1]
+    truth = session.expected(inputs)
     streams = (False, True) if session.device.type == "cuda" else (False,)
     found: list[Comparison] = []
-    seen = Observed()
+    seen: Observed = {name: [] for name in theirs}
     for other in streams:
         session.process.take_inputs(inputs)
-        outcome, observed = session.process.observe(other, session.device)
+        outcome, observed = session.process.observe(other)
         label = "randn, on a stream of its own" if other else "randn, inputs arriving late"
         if session.device.type == "cuda":
             outputs = tuple(t for t in outcome.outputs if t.is_floating_point())
-            found += session.judged(label, truth, eager, type(truth)(outputs, {}), True)
-        for name, known in theirs.as_json().items():
-            getattr(seen, name).extend(e for e in observed.get(name, ()) if e not in known)
+            found += session.judged(label, truth, Outcome(outputs, {}), True)
+        for name, known in theirs.items():
+            seen[name] += [e for e in observed.get(name, ()) if e not in known]
     return [
-        _seen(seen.changed, "changed its ", "inputs, parameters and buffers as before"),
-        _seen(seen.aliases, "", "outputs have memory of their own"),
-        _seen(seen.odd_types, "", "outputs are plain tensors"),
-        _stream(session, seen, found),
-        _seen(seen.threads, "started threads that still run: ", "no thread left behind"),
+        _seen(seen["changed"], "changed its ", "inputs, parameters and buffers as before"),
+        _seen(seen["aliases"], "", "outputs have memory of their own"),
+        _seen(seen["odd types"], "", "outputs are plain tensors"),
+        _stream(session, seen["late"], found),
+        _seen(seen["threads"], "started threads that still run: ", "no thread left behind"),
     ]
-
-
-def _copies(inputs: Sequence[Any]) -> list[Any]:
-    return [v.clone() if isinstance(v, Tensor) else v for v in inputs]
 
 
 def _seen(entries: Sequence[str], before: str, otherwise: str) -> Result:
@@ -51,9 +46,9 @@ def _seen(entries: Sequence[str], before: str, otherwise: str) -> Result:
     return "passed", otherwise
 
 
-def _stream(session: Session, seen: Observed, found: Sequence[Comparison]) -> Result:
-    if seen.late:
-        return "failed", "; ".join(dict.fromkeys(seen.late))
+def _stream(session: Session, late: Sequence[str], found: Sequence[Comparison]) -> Result:
+    if late:
+        return "failed", "; ".join(dict.fromkeys(late))
     failed = [c for c in found if not c.passed]
     if failed:
         return "failed", f"does not work on the current stream: {failed[0]}"

@@ -137,9 +137,9 @@ def descendants(ancestor: int) -> list[tuple[int, str]]:
     return found
 
 
-def sweep(spared: frozenset[int] = frozenset(), seconds: float = SWEEP_SECONDS) -> bool:
+def sweep(spared: frozenset[int] = frozenset()) -> bool:
     """Kill all descendants but the ``spared`` ones, and reap; whether none is left."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + SWEEP_SECONDS
     while True:
         below = [pid for pid, _ in descendants(os.getpid()) if pid not in spared]
         for pid in below:

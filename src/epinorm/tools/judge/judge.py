@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -54,17 +53,22 @@ def judge(problem: Path, solution: Path, options: JudgeOptions, notify: Notify =
         process = SolutionProcess(options.time_limit, solution)
         session = Session.start(loaded, options, process)
         passes = () if not options.timing else (False, True) if options.training else (False,)
-        eager = _eager_times(session, passes, notify)
+        if passes:
+            notify("timing eager", 0.0)
+        # Before anything of the solution runs, and again when all of it has ended.
+        eager = {training: time_eager(session, training) for training in passes}
         with process:
             checks = _run_checks(session, notify)
-            timings: tuple[Timing, ...] = ()
+            timings: list[Timing] = []
             if not any(c.status == "failed" for c in checks):
                 timings, more = _time(session, eager, notify)
                 checks += more
         if process.left_behind:
             checks.append(Check("processes", "failed", "started what could not be ended"))
-        if timings:
-            timings = _with_eager_of_afterwards(session, timings, eager)
+        for index, timing in enumerate(timings):
+            before = eager[timing.pass_ == "training"]
+            again = time_eager(session, timing.pass_ == "training")
+            timings[index] = before.best(again).against(timing)
         facts = {
             "gpu": device_name(session.device),
             "dtype": options.dtype,
@@ -79,27 +83,9 @@ def judge(problem: Path, solution: Path, options: JudgeOptions, notify: Notify =
     not_held = tuple(said for name, said in _NOT_HELD.items() if name not in process.held)
     if os.geteuid() == 0:
         not_held += (_AS_ROOT,)
-    return Verdict(problem.name, solution.name, tuple(checks), timings, notes, facts, not_held)
-
-
-def _eager_times(
-    session: Session, passes: Sequence[bool], notify: Notify
-) -> dict[bool, EagerTimes]:
-    """Eager's times, before anything of the solution has run."""
-    if passes:
-        notify("timing eager", 0.0)
-    return {training: time_eager(session, training) for training in passes}
-
-
-def _with_eager_of_afterwards(
-    session: Session, timings: Sequence[Timing], before: dict[bool, EagerTimes]
-) -> tuple[Timing, ...]:
-    """Eager once more, after all of the solution has ended; the faster time counts."""
-    found = []
-    for timing in timings:
-        training = timing.pass_ == "training"
-        found.append(before[training].best(time_eager(session, training)).against(timing))
-    return tuple(found)
+    return Verdict(
+        problem.name, solution.name, tuple(checks), tuple(timings), notes, facts, not_held
+    )
 
 
 def _run_checks(session: Session, notify: Notify) -> list[Check]:
@@ -119,35 +105,33 @@ def _run_checks(session: Session, notify: Notify) -> list[Check]:
 
 def _run_check(session: Session, named: NamedCheck) -> tuple[list[Check], str | None]:
     """The lines of one check, and the reason why there can be no further ones."""
+    first, *others = named.names
+    ended = f"not reached: {first} failed"
     try:
         results = named.run(session)
-    except SolutionError as error:
-        ends = named.vital or named.errors_end
-        stopped = f"not reached: {named.names[0]} failed" if ends else None
-        return _failed(named, str(error)), stopped
-    except SolutionGone as error:
-        return _failed(named, str(error)), "not reached: its process is gone"
-    except Exception as error:  # what the solution answered broke the judge: that is no pass
-        return _failed(named, _broken(error)), None
+    except Exception as error:
+        checks = [Check(first, "failed", _said(error))]
+        checks += [Check(name, "skipped", ended) for name in others]
+        if isinstance(error, SolutionGone):
+            return checks, "not reached: its process is gone"
+        raised = isinstance(error, SolutionError) and (named.vital or named.errors_end)
+        return checks, ended if raised else None
     checks = [Check(name, *result) for name, result in zip(named.names, results, strict=True)]
     wrong = named.vital and checks[0].status == "failed"
-    return checks, f"not reached: {named.names[0]} failed" if wrong else None
+    return checks, ended if wrong else None
 
 
-def _broken(error: Exception) -> str:
+def _said(error: Exception) -> str:
+    """What the solution did; or that what it answered broke the judge, which is no pass."""
+    if isinstance(error, (SolutionError, SolutionGone)):
+        return str(error)
     detail = " ".join(str(error).split())[:200]
     return f"the judge could not finish this: {type(error).__name__}: {detail}"
 
 
-def _failed(named: NamedCheck, reason: str) -> list[Check]:
-    first, *others = named.names
-    left = [Check(name, "skipped", f"not reached: {first} failed") for name in others]
-    return [Check(first, "failed", reason), *left]
-
-
 def _time(
     session: Session, eager: dict[bool, EagerTimes], notify: Notify
-) -> tuple[tuple[Timing, ...], list[Check]]:
+) -> tuple[list[Timing], list[Check]]:
     """Times, of a solution that is right so far; what is wrong has no speed."""
     timings, checks = list[Timing](), list[Check]()
     for training, times in eager.items():
@@ -155,13 +139,11 @@ def _time(
         notify(label, 0.8 + 0.1 * training)
         try:
             timing, found = time_solution(session, training, times)
-        except (SolutionError, SolutionGone) as error:
-            return (), [*checks, Check(label, "failed", str(error))]
         except Exception as error:
-            return (), [*checks, Check(label, "failed", _broken(error))]
+            return [], [*checks, Check(label, "failed", _said(error))]
         timings += [timing] if timing else []
         checks += found
     if eager:  # functions and settings once more: timing may be what they were changed for
         checks += [c for c in _run_check(session, CHECKS[-1])[0] if c.status == "failed"]
     failed = any(c.status == "failed" for c in checks)
-    return (() if failed else tuple(timings)), checks
+    return ([] if failed else timings), checks

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,9 +46,6 @@ class Recipe:
     trained: list[str]
     longest: int
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def next_state(state: Tensor, sums: Tensor) -> Tensor:
     """The state after a run (int64, no dimension), from its checksums (float32 or float64)."""
@@ -63,8 +60,10 @@ class Loop:
 
     def __init__(self, model: nn.Module, inputs: Sequence[Any], recipe: Recipe) -> None:
         self.model, self.recipe, self.given, self.clock = model, recipe, inputs, _clock
-        floating = [v for v in inputs if isinstance(v, Tensor) and v.is_floating_point()]
-        self.device, self._dtype = floating[0].device, floating[0].dtype
+        tensors = {i: v for i, v in enumerate(inputs) if isinstance(v, Tensor)}
+        floating = {i: v for i, v in tensors.items() if v.is_floating_point()}
+        first = next(iter(floating.values()))
+        self.device, self._dtype = first.device, first.dtype
         exact = torch.float64 if self._dtype == torch.float64 else torch.float32
         generator = torch.Generator(self.device).manual_seed(recipe.seed)
 
@@ -73,8 +72,7 @@ class Loop:
 
         self._bank = {
             index: tuple(draw(torch.rand, v.shape, torch.float32) for _ in range(2))
-            for index, v in enumerate(inputs)
-            if isinstance(v, Tensor) and v.is_floating_point()
+            for index, v in floating.items()
         }
         self._masks = [draw(torch.randn, [recipe.longest], exact) for _ in range(2)]
         self._orders = torch.tensor(ORDERS, device=self.device)

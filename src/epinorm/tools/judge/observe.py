@@ -12,7 +12,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,18 +32,8 @@ BUSY_CYCLES = 20_000_000
 """About 10 ms of a GPU's clock, for which the inputs are not there yet on the current stream."""
 
 
-@dataclass(frozen=True)
-class Observed:
-    """What one call did besides its result; each entry is the end of a sentence."""
-
-    aliases: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-    late: list[str] = field(default_factory=list)
-    odd_types: list[str] = field(default_factory=list)
-    threads: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, list[str]]:
-        return asdict(self)
+Observed = dict[str, list[str]]
+"""What one call did besides its result, by kind; each entry is the end of a sentence."""
 
 
 def observe(
@@ -65,20 +54,23 @@ def observe(
         result = model(*inputs)
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         returned = [leaf.detach().clone() for leaf in leaves]
-    seen = Observed()
     _settle(device)
-    for index, (leaf, first) in enumerate(zip(leaves, returned, strict=True)):
-        if type(leaf) not in (Tensor, nn.Parameter):
-            seen.odd_types.append(f"output {index} is a {type(leaf).__name__}, no plain Tensor")
-        if not _same_bits(leaf.detach(), first):
-            seen.late.append(f"output {index} still changed after the call had returned")
-    for name, tensor in known.items():
-        if not _same_bits(tensor.detach(), before[name]):
-            seen.changed.append(name)
-    seen.aliases.extend(_aliases(leaves, known))
+    seen: Observed = {
+        "odd types": [
+            f"output {index} is a {type(leaf).__name__}, no plain Tensor"
+            for index, leaf in enumerate(leaves)
+            if type(leaf) not in (Tensor, nn.Parameter)
+        ],
+        "late": [
+            f"output {index} still changed after the call had returned"
+            for index, (leaf, first) in enumerate(zip(leaves, returned, strict=True))
+            if not _same_bits(leaf.detach(), first)
+        ],
+        "changed": [n for n, t in known.items() if not _same_bits(t.detach(), before[n])],
+        "aliases": _aliases(leaves, known),
+    }
     started = [t for t in threading.enumerate() if t not in threads and t.is_alive()]
-    seen.threads.extend(thread.name for thread in started)
-    return returned, seen
+    return returned, {**seen, "threads": [thread.name for thread in started]}
 
 
 def _named_tensors(model: nn.Module, inputs: Sequence[Any]) -> dict[str, Tensor]:

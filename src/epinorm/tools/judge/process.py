@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -68,11 +67,13 @@ class SolutionProcess:
     what the solution does wrong and SolutionGone once the process is no more.
 
     ``seconds``: what the last request took by the judge's clock. ``most``: the bytes of tensors
-    that an answer may have. ``held``: what the guard took from the solution (see guard).
+    that an answer may have; ``device``: where they are brought. ``held``: what the guard took from
+    the solution (see guard).
     """
 
     def __init__(self, time_limit: float, solution: Path, most: int = 1 << 26) -> None:
         self.time_limit, self.solution, self.most = time_limit, str(solution.resolve()), most
+        self.device = torch.device("cpu")
         self.seconds = 0.0
         self.held: list[str] = []
         self.left_behind = False
@@ -109,12 +110,7 @@ class SolutionProcess:
             os.close(number)
         self._deadline = time.monotonic() + self.time_limit
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
         self._stack.close()
 
@@ -282,27 +278,21 @@ class SolutionProcess:
         self.ask("take_inputs", into_old=into_old)
 
     def run(
-        self,
-        training: bool,
-        dy_seed: int,
-        kept: Sequence[Tensor | None],
-        device: torch.device,
+        self, training: bool = False, dy_seed: int = 0, kept: Sequence[Tensor | None] = ()
     ) -> Outcome:
-        """One run on the inputs taken; outputs and gradients, brought to ``device``."""
+        """One run on the inputs taken; outputs and gradients."""
         if kept:
             self._send([None if k is None else k.cpu() for k in kept])
         answer = self.ask("run", training=training, dy_seed=dy_seed, masked=bool(kept))
-        return self._outcome(answer, device)
+        return self._outcome(answer)
 
-    def observe(
-        self, other_stream: bool, device: torch.device
-    ) -> tuple[Outcome, dict[str, list[str]]]:
+    def observe(self, other_stream: bool) -> tuple[Outcome, dict[str, list[str]]]:
         """One observed run; what it returned and what was seen."""
         answer = self.ask("observe", other_stream=other_stream)
         seen = answer.get("seen")
         if not isinstance(seen, dict):
             raise SolutionError("did not say what was seen of a call")
-        return self._outcome(answer, device), {str(k): _texts(v) for k, v in seen.items()}
+        return self._outcome(answer), {str(k): _texts(v) for k, v in seen.items()}
 
     def time(
         self, state: int, runs: int, parts: int, cold: bool
@@ -322,11 +312,11 @@ class SolutionProcess:
         answer = self.ask("changes")
         return _texts(answer.get("functions")), _texts(answer.get("settings"))
 
-    def _outcome(self, answer: dict[str, Any], device: torch.device) -> Outcome:
+    def _outcome(self, answer: dict[str, Any]) -> Outcome:
         tensors = self._tensors(answer)
         outputs, gradients = [], {}
         for name, tensor in tensors.items():
-            there = None if tensor is None else tensor.to(device)
+            there = None if tensor is None else tensor.to(self.device)
             if name.startswith("output ") and there is not None:
                 outputs.append(there)
             else:

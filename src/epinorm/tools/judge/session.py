@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,9 +13,16 @@ from torch import Tensor, nn
 from epinorm.tools.accuracy import RATIO_RESOLUTION, Comparison, Outcome, compare
 from epinorm.tools.judge.facts import JudgeOptions
 from epinorm.tools.judge.process import SolutionProcess
-from epinorm.tools.kernelbench.problem import ProblemFile
-from epinorm.tools.kinks import away_from_kinks
-from epinorm.tools.verify import of_floats, randomize_parameters, run_model
+from epinorm.tools.kernelbench.problem import ProblemFile, placed
+from epinorm.tools.verify import (
+    InputKind,
+    Truth,
+    draw_inputs,
+    expected,
+    is_floating,
+    randomize_parameters,
+    run_model,
+)
 
 PUBLIC_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}
 """KernelBench compares with atol = rtol = 1e-4 in fp32 and 1e-2 in 16 bit."""
@@ -70,6 +76,7 @@ class Session:
         example, inputs = problem.make(dtype, device, options.seed)
         tensors = [*example.state_dict().values(), *run_model(example, inputs, False).outputs]
         tensors += [v for v in inputs if isinstance(v, Tensor)]
+        process.device = device
         process.most = SPARE_BYTES + 4 * sum(t.numel() * t.element_size() for t in tensors)
         torch.manual_seed(options.seed)
         init = problem.get_init_inputs()
@@ -121,9 +128,7 @@ class Session:
         widths = {layer.in_features for layer in layers}
 
         def loud(v: Any) -> bool:
-            return (
-                isinstance(v, Tensor) and v.is_floating_point() and v.shape[-1:].numel() in widths
-            )
+            return is_floating(v) and v.shape[-1:].numel() in widths
 
         if not any(loud(v) for v in inputs):
             return None
@@ -131,26 +136,21 @@ class Session:
             for layer in layers:
                 layer.weight[:, 0] = 0
         self.process.set_state(self.model.state_dict())
-        changed = [v.clone() if loud(v) else v for v in inputs]
-        for tensor in changed:
-            if loud(tensor):
-                tensor[..., 0] = value
-        return tuple(changed)
+        return tuple(_with_first_feature(v, value) if loud(v) else v for v in inputs)
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Give both models these parameters."""
         self.model.load_state_dict(state)
         self.process.set_state(state)
 
+    def drawn(self, number: int, kind: InputKind = "randn") -> tuple[Any, ...]:
+        """Random values in the shapes of the inputs; another number, other values."""
+        return draw_inputs(self.inputs, kind, self.options.seed + number)
+
     def fresh_inputs(self, seed: int) -> tuple[Any, ...]:
         """What get_inputs gives under a seed, in the dtype and on the device that are judged."""
         torch.manual_seed(seed)
-        return tuple(
-            v.to(device=self.device, dtype=self.dtype if v.is_floating_point() else None)
-            if isinstance(v, Tensor)
-            else v
-            for v in self.problem.get_inputs()
-        )
+        return placed(self.problem.get_inputs(), self.dtype, self.device)
 
     def compared(
         self,
@@ -167,28 +167,26 @@ class Session:
         STRESS_RATIO. ``into_old``: the inputs come in the memory of those before. ``floor``: an
         error that always passes.
         """
-        truth, eager, kept = self._expected(inputs, training)
+        truth = self.expected(inputs, training)
         self.process.take_inputs(inputs, into_old)
-        ours = self.process.run(training, self.options.seed, kept, self.device)
-        found = self.judged(label, truth, eager, ours, stress)
+        ours = self.process.run(training, truth.seed, truth.kept)
+        found = self.judged(label, truth, ours, stress)
         return [replace(c, allowed=max(c.allowed, floor)) for c in found]
 
-    def judged(
-        self, label: str, truth: Outcome, eager: Outcome, ours: Outcome, stress: bool
-    ) -> list[Comparison]:
+    def judged(self, label: str, truth: Truth, ours: Outcome, stress: bool) -> list[Comparison]:
         """``compare``, with the limits for ``stress`` and a word on answers given before."""
-        stale = self._stale(eager, ours)
+        stale = self._stale(ours)
         self.earlier.append((label, ours.outputs[0] if ours.outputs else torch.empty(0)))
         found = []
-        for one in compare(truth, eager, ours, self.dtype, label):
+        for one in compare(truth.exact, truth.eager, ours, self.dtype, label):
             if not math.isfinite(one.eager):
                 continue
             one = replace(one, allowed=self._allowed(one, stress))
             if stale and not one.passed and one.what.startswith("output"):
                 one = replace(one, reason=f"is, bit for bit, the answer to {stale}")
             found.append(one)
-        if len(ours.outputs) != len(truth.outputs):
-            reason = f"{len(ours.outputs)} outputs, the original has {len(truth.outputs)}"
+        if len(ours.outputs) != len(truth.exact.outputs):
+            reason = f"{len(ours.outputs)} outputs, the original has {len(truth.exact.outputs)}"
             found.append(Comparison("output", label, math.inf, 0.0, 0.0, reason))
         return found
 
@@ -200,7 +198,7 @@ class Session:
             limits.append(TF32_ROUNDING if stress else TF32_RATIO * one.eager)
         return max(limits)
 
-    def _stale(self, eager: Outcome, ours: Outcome) -> str | None:
+    def _stale(self, ours: Outcome) -> str | None:
         """The inputs of an earlier call that had this very answer, if it is no coincidence."""
         if not ours.outputs or not ours.outputs[0].numel():
             return None
@@ -212,30 +210,15 @@ class Session:
                 return f"{label} before"
         return None
 
-    def _expected(
-        self, inputs: Sequence[Any], training: bool
-    ) -> tuple[Outcome, Outcome, list[Tensor | None]]:
-        """Truth, eager and, in training, which elements lie away from a kink (see kinks.py)."""
-        exact_model = copy.deepcopy(self.model).double()
-        exact = of_floats(inputs, Tensor.double)
-        truth, eager = run_model(exact_model, exact, False), run_model(self.model, inputs, False)
-        if not training:
-            return truth, eager, []
-        errors = [c.eager for c in compare(truth, eager, eager, self.dtype, "")]
-        error = max([*errors, torch.finfo(self.dtype).eps])
-        shapes = [output.shape for output in truth.outputs]
-        kept = away_from_kinks(exact_model, exact, shapes, error)
-        seed = self.options.seed
-        return (
-            run_model(exact_model, exact, True, seed, kept),
-            run_model(self.model, inputs, True, seed, kept),
-            kept,
-        )
+    def expected(self, inputs: Sequence[Any], training: bool = False) -> Truth:
+        """Truth and eager and, in training, which elements lie away from a kink (see kinks.py)."""
+        return expected(self.model, inputs, self.dtype, training, self.options.seed)
 
-    def expected_outputs(self, inputs: Sequence[Any]) -> tuple[Outcome, Outcome]:
-        """Truth and eager, forward."""
-        truth, eager, _ = self._expected(inputs, False)
-        return truth, eager
+
+def _with_first_feature(x: Tensor, value: float) -> Tensor:
+    changed = x.clone()
+    changed[..., 0] = value
+    return changed
 
 
 def outside_public_tolerance(result: Tensor, eager: Tensor, tolerance: float) -> tuple[int, float]:

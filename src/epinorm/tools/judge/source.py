@@ -26,41 +26,16 @@ def remarks(path: Path) -> tuple[str, ...]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ()  # the check of the file says it
-    found = []
-    imported = sorted(_imports(tree) - {"torch"} - set(sys.stdlib_module_names))
-    if imported:
-        found.append(f"imports {', '.join(imported)}")
-    calls = sorted({_LIBRARY[name] for name in _called(tree) if name in _LIBRARY})
-    if calls:
+    found, nodes = [], list(ast.walk(tree))
+    modules = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    modules |= {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+    imported = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
+    if others := sorted(imported - {"torch"}):
+        found.append(f"imports {', '.join(others)}")
+    called = {ast.unparse(n.func).rpartition(".")[2] for n in nodes if isinstance(n, ast.Call)}
+    if calls := sorted({_LIBRARY[name] for name in called if name in _LIBRARY}):
         found.append(f"calls {', '.join(calls)}")
-    kinds = {
-        "try": ast.Try,
-        "pass": ast.Pass,
-    }
-    words = [word for word, kind in kinds.items() if _has(tree, kind)]
-    if words:
+    kinds = (("try", ast.Try), ("pass", ast.Pass))
+    if words := [word for word, kind in kinds if any(isinstance(n, kind) for n in nodes)]:
         found.append(f"holds {' and '.join(words)}, which static checkers of that community reject")
     return tuple(found)
-
-
-def _has(tree: ast.Module, kind: type[ast.AST]) -> bool:
-    return any(isinstance(node, kind) for node in ast.walk(tree))
-
-
-def _imports(tree: ast.Module) -> set[str]:
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.partition(".")[0])
-    return names
-
-
-def _called(tree: ast.Module) -> set[str]:
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return {
-        f.attr if isinstance(f, ast.Attribute) else f.id
-        for f in calls
-        if isinstance(f, (ast.Attribute, ast.Name))
-    }

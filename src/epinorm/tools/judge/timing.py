@@ -14,7 +14,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from epinorm.tools.accuracy import Outcome
 from epinorm.tools.judge.facts import Check, Timing
 from epinorm.tools.judge.loop import Loop, Recipe, next_state
 from epinorm.tools.judge.session import Session
-from epinorm.tools.verify import of_floats
+from epinorm.tools.verify import Truth, of_floats
 
 BATCH_SECONDS = 0.08
 """A batch takes about this long, so that a message's cost is a few per cent of it at most."""
@@ -184,7 +184,7 @@ def time_solution(
     recipe, loop = _recipe(session, session.model, training)
     judge = _Checksums(session, loop)
     session.process.take_inputs(session.inputs)
-    session.process.ask("prepare", **recipe.as_json())
+    session.process.ask("prepare", **asdict(recipe))
     batch = _Batches(session, judge, eager)
     if wrong := batch.take():
         return None, [Check(right, "failed", wrong)]
@@ -216,7 +216,7 @@ class _Checksums:
         self.sizes = self.sizes or [0.0] * len(parts)
         named = [{str(i): t for i, t in enumerate(tensors)} for tensors in (truth, eager)]
         exact, theirs = (Outcome((), tensors) for tensors in named)
-        for one in session.judged("", exact, theirs, theirs, False):
+        for one in session.judged("", Truth(exact, theirs), theirs, False):
             index = int(one.what)
             size = _rms(truth[index])
             self.units[index] = max(self.units[index], (one.allowed + one.eager) * size)

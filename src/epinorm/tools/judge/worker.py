@@ -27,6 +27,7 @@ from epinorm.tools.accuracy import Outcome
 from epinorm.tools.judge import wire
 from epinorm.tools.judge.loop import Loop, Recipe
 from epinorm.tools.judge.observe import Untouched, observe
+from epinorm.tools.kernelbench.problem import told
 from epinorm.tools.verify import draw_inputs, poisoned_memory, run_model
 
 _clock = time.perf_counter
@@ -112,7 +113,7 @@ class Worker:
 
     def observe(self, other_stream: bool) -> dict[str, Any]:
         outputs, seen = observe(self.model, self.inputs, other_stream)
-        return {**self._outcome(Outcome(tuple(outputs), {})), "seen": seen.as_json()}
+        return {**self._outcome(Outcome(tuple(outputs), {})), "seen": seen}
 
     def keeps(self) -> dict[str, Any]:
         """Is the first call's output still what it was after a second call on other inputs?"""
@@ -178,10 +179,7 @@ def _sentence(path: Path, error: BaseException) -> str:
         return f"{path.name} {error}"
     if isinstance(error, wire.BadData):
         return str(error)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    line = f" at line {frames[-1].lineno}" if frames else ""
-    detail = " ".join(str(error).split())[:400]
-    return f"{type(error).__name__}{line}: {detail}" if detail else f"{type(error).__name__}{line}"
+    return told(path, error, 400)
 
 
 def main(channel: int, inbox: int, outbox: int) -> None:

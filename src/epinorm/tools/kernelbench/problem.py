@@ -13,8 +13,9 @@ import re
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,53 +57,50 @@ class ProblemFile:
         Raises ProblemError if the file's functions raise or return the wrong thing, or if the
         model does not run on the inputs.
         """
+        speaking_for = partial(_speaking_for, self.path)
         torch.manual_seed(seed)
-        with self._speaking_for("get_init_inputs()"):
+        with speaking_for("get_init_inputs()"):
             init = self.get_init_inputs()
         if not isinstance(init, (list, tuple)):
-            raise ProblemError(
-                f"{self.path.name}: get_init_inputs() must return a list of arguments for Model, "
-                f"got {_type(init)}"
-            )
-        with self._speaking_for(f"Model({', '.join(map(_short, init))})"):
+            returned = f"a list of arguments for Model, got {_type(init)}"
+            raise self._wrong(f"get_init_inputs() must return {returned}")
+        with speaking_for(f"Model({', '.join(map(_short, init))})"):
             model = self.model_type(*init)
-        with self._speaking_for("get_inputs()"):
+        with speaking_for("get_inputs()"):
             inputs = self.get_inputs()
         self._check_inputs(inputs)
         model = model.to(device=device, dtype=dtype)
-        ready = tuple(_place(value, dtype, device) for value in inputs)
-        with self._speaking_for("Model.forward on the inputs of get_inputs()"), torch.no_grad():
+        ready = placed(inputs, dtype, device)
+        with speaking_for("Model.forward on the inputs of get_inputs()"), torch.no_grad():
             output = model(*ready)
         if not isinstance(output, (Tensor, list, tuple, dict)):
-            raise ProblemError(
-                f"{self.path.name}: Model.forward must return a tensor, got {_type(output)}"
-            )
+            raise self._wrong(f"Model.forward must return a tensor, got {_type(output)}")
         return model, ready
 
     def _check_inputs(self, inputs: Any) -> None:
-        where = f"{self.path.name}: get_inputs() must return a list of tensors"
-        if not isinstance(inputs, (list, tuple)):
-            raise ProblemError(f"{where}, got {_type(inputs)}")
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        if not tensors:
-            raise ProblemError(f"{where}, got a list of {len(inputs)} without any tensor")
-        if not any(t.is_floating_point() for t in tensors):
-            kinds = ", ".join(sorted({str(t.dtype) for t in tensors}))
-            raise ProblemError(
-                f"{self.path.name}: get_inputs() must return at least one floating-point tensor, "
-                f"got {kinds}"
-            )
+        wanted, got = "a list of tensors", _type(inputs)
+        if isinstance(inputs, (list, tuple)):
+            kinds = [v.dtype for v in inputs if isinstance(v, Tensor)]
+            if any(dtype.is_floating_point for dtype in kinds):
+                return
+            got = f"a list of {len(inputs)} without any tensor"
+            if kinds:
+                wanted = "at least one floating-point tensor"
+                got = ", ".join(sorted(set(map(str, kinds))))
+        raise self._wrong(f"get_inputs() must return {wanted}, got {got}")
 
-    @contextlib.contextmanager
-    def _speaking_for(self, what: str) -> Iterator[None]:
-        """Turn what the user's code raises into one sentence; send what it prints to stderr."""
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                yield
-        except ProblemError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise ProblemError(_raised(self.path, what, error)) from error
+    def _wrong(self, what: str) -> ProblemError:
+        return ProblemError(f"{self.path.name}: {what}")
+
+
+@contextlib.contextmanager
+def _speaking_for(path: Path, what: str) -> Iterator[None]:
+    """Turn what the user's code raises into one sentence; send what it prints to stderr."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:
+        raise ProblemError(f"{path.name}: {what} raised {told(path, error)}") from error
 
 
 def load_problem(path: str | Path, scale: int = 1) -> ProblemFile:
@@ -130,16 +128,14 @@ def load_problem(path: str | Path, scale: int = 1) -> ProblemFile:
         raise ProblemError(
             f"{path.name}: Model must be a subclass of torch.nn.Module, got {_type(model_type)}"
         )
-    functions = {}
+    functions: list[Any] = []
     for name in ("get_inputs", "get_init_inputs"):
-        function = getattr(module, name, None)
-        if not callable(function):
-            what = "defines no" if function is None else f"has a {_type(function)} as"
+        functions.append(getattr(module, name, None))
+        if not callable(functions[-1]):
+            what = "defines no" if functions[-1] is None else f"has a {_type(functions[-1])} as"
             raise ProblemError(f"{path.name} {what} function {name}()")
-        functions[name] = function
-    return ProblemFile(
-        path, model_type, functions["get_inputs"], functions["get_init_inputs"], scale, scaled
-    )
+    get_inputs, get_init_inputs = functions
+    return ProblemFile(path, model_type, get_inputs, get_init_inputs, scale, scaled)
 
 
 def _parse(path: Path) -> ast.Module:
@@ -171,22 +167,22 @@ def _module_sizes(tree: ast.Module) -> dict[str, ast.Constant]:
     """The integer literals of module-level lines ``name = integer`` whose name says size."""
     sizes = {}
     for statement in tree.body:
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target: ast.expr = statement.targets[0]
-        elif isinstance(statement, ast.AnnAssign):
-            target = statement.target
-        else:
+        name, value = target_of(statement), getattr(statement, "value", None)
+        if name is None or isinstance(statement, ast.AugAssign) or not _is_size(name):
             continue
-        value = statement.value
-        if (
-            isinstance(target, ast.Name)
-            and isinstance(value, ast.Constant)
-            and type(value.value) is int
-            and value.value > 0
-            and _is_size(target.id)
-        ):
-            sizes[target.id] = value
+        if isinstance(value, ast.Constant) and type(value.value) is int and value.value > 0:
+            sizes[name] = value
     return sizes
+
+
+def target_of(statement: ast.stmt) -> str | None:
+    """The one name that a statement assigns to."""
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, (ast.AugAssign, ast.AnnAssign)):
+        targets = [statement.target]
+    return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
 
 
 def _scale_sizes(path: Path, sizes: dict[str, ast.Constant], scale: int) -> dict[str, int]:
@@ -225,29 +221,34 @@ def _execute(path: Path, tree: ast.Module) -> ModuleType:
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with _speaking_for(path, "importing it"):
             exec(compile(tree, str(path), "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:
+    except ProblemError:
         del sys.modules[name]
-        raise ProblemError(_raised(path, "importing it", error)) from error
+        raise
     finally:
         sys.path.remove(folder)
     return module
 
 
-def _place(value: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+def placed(
+    values: Iterable[Any], dtype: torch.dtype, device: torch.device | str
+) -> tuple[Any, ...]:
+    """The values, each tensor among them on the device, floating ones in ``dtype``."""
+    return tuple(
+        v.to(device=device, dtype=dtype if v.is_floating_point() else None)
+        if isinstance(v, Tensor)
+        else v
+        for v in values
+    )
 
 
-def _raised(path: Path, what: str, error: BaseException) -> str:
-    """One sentence: what raised which error, and at which line of the user's file."""
+def told(path: Path, error: BaseException, most: int = 300) -> str:
+    """Which error it is, at which line of the user's file, and what it says."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     line = f" at line {frames[-1].lineno}" if frames else ""
-    detail = " ".join(str(error).split())
-    detail = f": {detail[:300]}" if detail else ""
-    return f"{path.name}: {what} raised {type(error).__name__}{line}{detail}"
+    detail = " ".join(str(error).split())[:most]
+    return f"{type(error).__name__}{line}" + (f": {detail}" if detail else "")
 
 
 def _type(value: Any) -> str:

@@ -13,7 +13,6 @@ from epinorm.capture import Explanation, explain, fuse
 from epinorm.chain import Chain, GroupNorm, LayerNorm
 from epinorm.problem import Strategy
 from epinorm.tools.bench import Case, fp32_precision_set, linear_calls
-from epinorm.tools.kernelbench.problem import ProblemFile
 
 Precision = Literal["highest", "high", "native"]
 
@@ -63,26 +62,6 @@ def make_case(
         strategy="+".join(sorted({row.strategy for row in explanation.rows if row.fused})),
         facts=_facts(model, inputs, explanation),
     )
-
-
-def make_cases(
-    problem: ProblemFile,
-    dtype: torch.dtype,
-    precision: Precision,
-    device: torch.device,
-    passes: Sequence[bool],
-    strategy: Strategy = "auto",
-) -> list[Case]:
-    """One case for each of ``passes`` (False: forward, True: training) of a problem file.
-
-    Raises ProblemError for what is wrong with the file, NoChainError if nothing can be fused.
-    """
-    model, inputs = problem.make(dtype, device)
-    name = problem.name if problem.scale == 1 else f"{problem.name} (1/{problem.scale})"
-    return [
-        make_case(name, model, inputs, dtype, precision, device, training, strategy)
-        for training in passes
-    ]
 
 
 def _facts(model: nn.Module, inputs: Sequence[Any], explanation: Explanation) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import copy
 import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,8 @@ from epinorm.tools.models.rows import AGAINST, OURS, ModelRow
 from epinorm.tools.models.subject import Setting, Subject, dropout_off, most_dropout
 from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
 from epinorm.tools.progress import Notify, in_a_line, silent
-from epinorm.tools.results import commit, device_name, today
-from epinorm.tools.timing import (
-    Settings,
-    peak_memory_mb,
-    sample_interleaved,
-    wall_times,
-)
+from epinorm.tools.results import measured_on
+from epinorm.tools.timing import Settings, peak_memory_mb, sample_interleaved, wall_times
 from epinorm.tools.verdict import spreads
 
 FEW_RUNS = Settings(runs=12, warmup=3, cpu_runs=3, cpu_seconds=4.0, wall_calls=30, wall_blocks=3)
@@ -66,21 +61,25 @@ def bench_model(
         ways = _ways(model, setting, competitors)
         judged, reasons = _verify(ways, inputs, setting, training, notify)
         explained = epinorm.explain(ways["fused"].model)
-        row = _row(subject, setting, training, device, judged.get("fused"), most_dropout(model))
-        row = replace(
-            row,
-            verified=all(
-                name in judged and judged[name].reason is None for name in OURS if name in ways
-            ),
-            places=len(explained.rows),
-            fused_places=explained.fused,
-            linears=len(explained.linears),
-            fused_linears=sum(row.fused for row in explained.linears),
-            reasons=reasons or None,
-        )
         good = {name: way for name, way in ways.items() if name not in reasons}
         measured = _measure(good, inputs, training, device, timing, notify)
-        return replace(row, **measured)
+    return ModelRow(
+        model=subject.name,
+        setting=setting.name,
+        dtype=str(setting.dtype).removeprefix("torch."),
+        precision=setting.precision,
+        pass_="training" if training else "forward",
+        verified=reasons.keys().isdisjoint(OURS),
+        places=len(explained.rows),
+        fused_places=explained.fused,
+        linears=len(explained.linears),
+        fused_linears=sum(row.fused for row in explained.linears),
+        dropout=most_dropout(model) if training else 0.0,
+        reasons=reasons or None,
+        **_errors(judged.get("fused")),
+        **measured,
+        **measured_on(device),
+    )
 
 
 def _ways(model: nn.Module, setting: Setting, competitors: Sequence[str]) -> dict[str, _Way]:
@@ -119,16 +118,11 @@ def _verify(
                     continue  # its exactness is its own matter: once shows whether it runs
                 way = ways[name]
                 notify(f"verifying {name}", 0.1 + 0.4 * seed / count)
+                of = (truth, way.model, way.call, inputs, setting, training)
                 try:
-                    compared = compare_candidate(
-                        truth, way.model, way.call, inputs, setting, training
-                    )
-                except (
-                    Exception
-                ) as error:  # a compiler's failure costs its column alone; the row says it
+                    draws[name].append(compare_candidate(*of))
+                except Exception as error:  # a compiler's costs its column alone; the row says it
                     reasons[name] = in_a_line(error)
-                    continue
-                draws[name].append(compared)
             del truth  # of the next draw there is one more
     judged = {name: judge(each, setting) for name, each in draws.items() if name not in reasons}
     for name in OURS:
@@ -137,38 +131,15 @@ def _verify(
     return judged, reasons
 
 
-def _row(
-    subject: Subject,
-    setting: Setting,
-    training: bool,
-    device: torch.device,
-    judged: Judged | None,
-    dropout: float,
-) -> ModelRow:
-    row = ModelRow(
-        model=subject.name,
-        setting=setting.name,
-        dtype=str(setting.dtype).removeprefix("torch."),
-        precision=setting.precision,
-        pass_="training" if training else "forward",
-        verified=False,
-        places=0,
-        fused_places=0,
-        linears=0,
-        fused_linears=0,
-        gpu=device_name(device),
-        torch=torch.__version__,
-        commit=commit(),
-        date=today(),
-        dropout=dropout if training else 0.0,
-    )
-    if judged is None:
-        return row
-    row = replace(row, ours_error=judged.output.ours, eager_error=judged.output.eager)
-    if judged.pooled is None:
-        return row
-    ours, eager = judged.pooled.ours, judged.pooled.eager
-    return replace(row, ours_gradient_error=ours, eager_gradient_error=eager)
+def _errors(fused: Judged | None) -> dict[str, Any]:
+    """Ours and eager's, of the output and of all gradients, as far as they were compared."""
+    found = {} if fused is None else {"error": fused.output, "gradient_error": fused.pooled}
+    return {
+        f"{whose}_{what}": getattr(comparison, whose)
+        for what, comparison in found.items()
+        for whose in ("ours", "eager")
+        if comparison is not None
+    }
 
 
 def _measure(

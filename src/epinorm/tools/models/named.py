@@ -17,6 +17,12 @@ Made = tuple[nn.Module, tuple[Any, ...]]
 """A model and the inputs of its call."""
 
 
+SMALL = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2)
+LLAMA_LAYERS = dict(
+    hidden_size=2048, intermediate_size=5504, num_attention_heads=16, num_hidden_layers=4
+)
+
+
 class LastHidden(nn.Module):
     """A transformer of Hugging Face, as the function from its input to the last layer's result."""
 
@@ -40,33 +46,22 @@ def _hugging_face(name: str, **values: Any) -> nn.Module:
 
 
 def _bert(small: bool, dropout: float) -> Made:
-    sizes = (
-        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        | {"intermediate_size": 128, "vocab_size": 99, "max_position_embeddings": 64}
-    )  # fmt: skip
+    sizes = {**SMALL, "vocab_size": 99, "max_position_embeddings": 64} if small else {}
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    model = _hugging_face("Bert", **dropouts, **(sizes if small else {}))
+    model = _hugging_face("Bert", **dropouts, **sizes)
     return model, (torch.randint(0, 99 if small else 30522, (2, 32) if small else (16, 512)),)
 
 
 def _vit(small: bool) -> Made:
-    sizes = (
-        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-        | {"intermediate_size": 128, "image_size": 32, "patch_size": 8}
-    )  # fmt: skip
-    model = _hugging_face("ViT", **(sizes if small else {}))
+    sizes = {**SMALL, "image_size": 32, "patch_size": 8} if small else {}
+    model = _hugging_face("ViT", **sizes)
     return model, (torch.randn((2, 3, 32, 32) if small else (32, 3, 224, 224)),)
 
 
 def _llama(small: bool) -> Made:
-    wide = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    if not small:
-        wide = {"hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16}
     words = 99 if small else 32000
-    layers = 2 if small else 4
-    model = _hugging_face(
-        "Llama", **wide, num_hidden_layers=layers, vocab_size=words, use_cache=False
-    )
+    sizes = SMALL if small else LLAMA_LAYERS
+    model = _hugging_face("Llama", **sizes, vocab_size=words, use_cache=False)
     return model, (torch.randint(0, words, (2, 32) if small else (8, 1024)),)
 
 
@@ -81,25 +76,17 @@ def _stack(small: bool, layers: int, width: int, rows: int, behind: Layer) -> Ma
     return nn.Sequential(*modules), (torch.randn(rows, width),)
 
 
-def _relu(width: int) -> tuple[nn.Module, ...]:
-    return (nn.ReLU(),)
-
-
-def _layer_norm_mish(width: int) -> tuple[nn.Module, ...]:
-    return nn.LayerNorm(width), nn.Mish()
-
-
-def _rms_norm_silu(width: int) -> tuple[nn.Module, ...]:
-    return nn.RMSNorm(width), nn.SiLU()
-
-
 NAMED: Mapping[str, Callable[[bool], Made]] = {
     "bert_base": partial(_bert, dropout=0.0),
     "bert_base_dropout": partial(_bert, dropout=0.1),
     "vit_b": _vit,
     "llama_4": _llama,
-    "mlp_2048": partial(_stack, layers=4, width=2048, rows=4096, behind=_relu),
-    "tdmpc2": partial(_stack, layers=4, width=512, rows=1280, behind=_layer_norm_mish),
-    "dreamer": partial(_stack, layers=5, width=1024, rows=1024, behind=_rms_norm_silu),
+    "mlp_2048": partial(_stack, layers=4, width=2048, rows=4096, behind=lambda _: (nn.ReLU(),)),
+    "tdmpc2": partial(
+        _stack, layers=4, width=512, rows=1280, behind=lambda n: (nn.LayerNorm(n), nn.Mish())
+    ),
+    "dreamer": partial(
+        _stack, layers=5, width=1024, rows=1024, behind=lambda n: (nn.RMSNorm(n), nn.SiLU())
+    ),
 }
 """By name: from whether it is to be small to the model and its inputs, float32, on the CPU."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from epinorm.tools.kernelbench.problem import load_problem
+from epinorm.tools.kernelbench.problem import load_problem, placed
 from epinorm.tools.models.named import NAMED, Made
 
 
@@ -33,17 +33,14 @@ class Setting:
         """The model's result in this setting."""
         if not self.autocast:
             return model(*inputs)
-        with torch.autocast(_device_of(inputs).type, torch.bfloat16):
+        device = next(value.device for value in inputs if isinstance(value, Tensor))
+        with torch.autocast(device.type, torch.bfloat16):
             return model(*inputs)
 
     @property
     def products(self) -> torch.dtype:
         """The dtype of the matrix products' operands."""
         return torch.bfloat16 if self.autocast else self.dtype
-
-
-def _device_of(inputs: tuple[Any, ...]) -> torch.device:
-    return next(value.device for value in inputs if isinstance(value, Tensor))
 
 
 SETTINGS: Mapping[str, Setting] = {
@@ -67,13 +64,7 @@ class Subject:
         with device:  # a CPU takes long for millions of random numbers
             model, inputs = self.factory()
         model = model.to(device=device, dtype=setting.dtype)
-
-        def place(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.to(device, setting.dtype if value.is_floating_point() else None)
-
-        return model, tuple(map(place, inputs))
+        return model, placed(inputs, setting.dtype, device)
 
 
 def load_subject(text: str, small: bool = False) -> Subject:

@@ -29,7 +29,7 @@ from epinorm.tools.models.bench import FEW_RUNS
 from epinorm.tools.models.subject import SETTINGS, dropout_off
 from epinorm.tools.models.verify import compare_candidate, judge, truth_of
 from epinorm.tools.progress import Notify, in_a_line, silent
-from epinorm.tools.results import JsonRow, commit, device_name, today
+from epinorm.tools.results import JsonRow, measured_on
 from epinorm.tools.timing import Settings, sample_interleaved
 from epinorm.tools.verify import of_floats
 
@@ -115,10 +115,7 @@ def bench_problem(
     notify: Notify = silent,
 ) -> SuiteRow:
     """Fuse, verify and time one problem; whatever goes wrong with it is the row's reason."""
-    row = SuiteRow(
-        number, path.stem, False, 0, 0, 0, 0,
-        device_name(device), torch.__version__, commit(), today(),
-    )  # fmt: skip
+    row = SuiteRow(number, path.stem, False, 0, 0, 0, 0, **measured_on(device))
     torch._dynamo.reset()
     try:
         with fp32_precision_set("highest"), torch.no_grad():

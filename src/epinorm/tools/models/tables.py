@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from epinorm.tools.models.suite import SEEDS, SuiteRow, geometric_mean
-from epinorm.tools.tables import microseconds, times
+from epinorm.tools.tables import microseconds, pair, three_digits, times
 
 NAMES = {
     "eager": "eager",
@@ -17,14 +17,7 @@ NAMES = {
 
 def milliseconds(value: float | None) -> str:
     """Three digits, with the unit; a dash for None."""
-    if value is None:
-        return "–"
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
-
-
-def pair(ours: float | None, eager: float | None, form: str) -> str:
-    """Ours and eager's in this form; a dash where one is missing."""
-    return "–" if ours is None or eager is None else f"{ours:{form}} / {eager:{form}}"
+    return "–" if value is None else three_digits(value, "ms")
 
 
 SUITE = ("problem", "epinorm", "eager", "compile", "over eager", "error, ours / eager")

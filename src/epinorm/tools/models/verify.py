@@ -8,7 +8,6 @@ several draws (docs/measuring.md has the derivation, and how far two orders of s
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from epinorm.tools.accuracy import FLOOR_ULPS, Comparison, Outcome, allowed_error, compare
 from epinorm.tools.kinks import rows_away_from_kinks
 from epinorm.tools.models.subject import Setting
-from epinorm.tools.verify import of_floats, poisoned_memory, randomize_parameters, run_model
+from epinorm.tools.verify import Truth, expected, poisoned_memory, randomize_parameters, run_model
 
 DRAWS = 4
 """Of parameters and dy, over which a gradient's error is the root of the mean square."""
@@ -33,17 +32,6 @@ attention's keys: it counts among all gradients together alone."""
 POOLED_LIMIT = 1.1
 """How many times eager's error that of all gradients together may be."""
 POOLED = "all gradients together"
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What float64 and eager give, and for each output where dy is not zero (None: everywhere);
-    seed: of the parameters and dy."""
-
-    exact: Outcome
-    eager: Outcome
-    kept: tuple[Tensor | None, ...]
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -78,18 +66,10 @@ def truth_of(
     Raises ValueError where the model as it is does not repeat its own result.
     """
     randomize_parameters(model, seed)
-    twin = copy.deepcopy(model).double()
-    wide = of_floats(inputs, Tensor.double)
     eager = partial(setting.call, model)
-    exact = run_model(twin, wide, False)
-    plain = run_model(model, inputs, False, call=eager)
-    _must_repeat(plain, run_model(model, inputs, False, call=eager))
-    if not training:
-        return Truth(exact, plain, (), seed)
-    error = max(c.eager for c in compare(exact, plain, plain, setting.products, "as given"))
-    kept = rows_away_from_kinks(twin, wide, [t.shape for t in exact.outputs], error)
-    exact = run_model(twin, wide, True, seed, kept)
-    return Truth(exact, run_model(model, inputs, True, seed, kept, eager), tuple(kept), seed)
+    _must_repeat(*(run_model(model, inputs, False, call=eager) for _ in range(2)))
+    of = (inputs, setting.products, training, seed)
+    return expected(model, *of, rows_away_from_kinks, eager)
 
 
 def _must_repeat(first: Outcome, second: Outcome) -> None:
