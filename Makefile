@@ -24,7 +24,7 @@ PYTEST := -n $(WORKERS) --dist worksteal --timeout $(TEST_SECONDS) --durations 1
 # For the targets that run on a GPU machine as it is, with nothing installed.
 PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}
 
-.PHONY: help setup run record test figures matrix models coverage lint format docs test-gpu test-gpus sanitize-gpu fuzz bench-gpu report build clean
+.PHONY: help setup run record test figures matrix models coverage lint format docs test-gpu test-gpus sanitize-gpu fuzz instructions bench-gpu report build clean
 
 help:  ## say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1|/' | \
@@ -109,6 +109,9 @@ sanitize-gpu:  ## run every kind of kernel under compute-sanitizer (nothing is i
 FUZZ_SECONDS ?= 600
 fuzz: $(READY)  ## random chains against float64 for FUZZ_SECONDS, on a GPU if there is one
 	@$(BIN)/python scripts/fuzz.py --seconds $(FUZZ_SECONDS) $(ARGS)
+
+instructions: $(READY)  ## count what a fused call and one left alone take on the host, by valgrind, without a GPU
+	@$(BIN)/python benchmarks/instructions.py $(ARGS)
 
 bench-gpu:  ## time every named shape with the Python that is there (nothing is installed)
 	@$(PYTHON_HERE) benchmarks/run.py $(ARGS)

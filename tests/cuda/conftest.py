@@ -110,6 +110,16 @@ class ImaginaryGPU:
 
     refuses_graphs: bool = False
 
+    refuses_maps: bool = False
+    """Whether tensor maps cannot be encoded while a stream is captured here."""
+
+    maps_refused: int = 0
+
+    streams: int = 0
+    """Created and not destroyed."""
+
+    capture_mode: int = 0
+
     graphs: dict[int, list[Callable[[int], int]]] = field(default_factory=dict)
     graph_launches: int = 0
 
@@ -132,7 +142,9 @@ class ImaginaryGPU:
     ) -> int:
         words = (ctypes.c_uint64 * 5).from_address(into)
         words[:] = (dtype, address, sizes[1], sizes[0], strides[0])
-        return 0
+        refused = self.refuses_maps and self.captured is not None
+        self.maps_refused += refused
+        return int(refused)
 
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, blocks: Any, *_: Any) -> int:
         blocks._obj.value = 4
@@ -182,9 +194,16 @@ class ImaginaryGPU:
 
     def cuStreamCreate(self, stream: int, _flags: int) -> int:
         ctypes.c_uint64.from_address(stream).value = CAPTURE_STREAM
+        self.streams += 1
         return 0
 
-    def cuThreadExchangeStreamCaptureMode(self, _mode: int) -> int:
+    def cuStreamDestroy_v2(self, _stream: int) -> int:
+        self.streams -= 1
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> int:
+        there = ctypes.c_int.from_address(mode)
+        there.value, self.capture_mode = self.capture_mode, there.value
         return 0
 
     def cuStreamBeginCapture_v2(self, stream: int, _mode: int) -> int:
@@ -213,7 +232,7 @@ class ImaginaryGPU:
     def cuGraphDestroy(self, _graph: int) -> int:
         return 0
 
-    cuGraphExecDestroy = cuStreamDestroy_v2 = cuGraphDestroy
+    cuGraphExecDestroy = cuGraphDestroy
 
     def native(self) -> SimpleNamespace:
         """The driver's functions as native code calls them."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from epinorm import said
 from epinorm.backends import unpromised
@@ -345,6 +346,38 @@ def test_what_cannot_be_a_graph_is_launched_or_raises(gpu, caller):
             check(caller, given)
     gpu.refused = ""
     until_a_graph(gpu, caller, given)
+
+
+def test_what_raises_while_a_graph_is_made_is_launched_and_tried_again(gpu, monkeypatch):
+    """The maps of x and W have one place among those kept: a captured launch encodes both anew."""
+    monkeypatch.setattr("epinorm.backends.cuda.runtime.replay.FEWEST_LAUNCHES", 1)
+    m, k, n, places, step = 24, 64, 128, 512, 256  # maps kept; bytes from one place to the next
+    weight, *vectors = (torch.randn(size).bfloat16() for size in ((n, k), n, n, n))
+    memory = torch.empty((places + 1) * step + 2 * m * k, dtype=torch.uint8)
+    first = -(-memory.data_ptr() // step)
+    # Of maps with ids that follow each other: 479 * 31 % 512 == 1.
+    apart = (weight.data_ptr() // step - first + 479) % places
+    begin = (first + apart) * step - memory.data_ptr()
+    x = memory[begin:][: 2 * m * k].view(torch.bfloat16).view(m, k).normal_()
+    x64, weight64, bias, *affine = (t.double() for t in (x, weight, *vectors))
+    z = nn.functional.linear(x64, weight64, bias)
+    expected = nn.functional.group_norm(z, 8, *affine, 1e-5)
+    caller = Caller("group_norm(8,1e-05)", "single")
+
+    def call_until(happened):
+        for _ in range(50):
+            with torch.no_grad():
+                y = caller(x, weight, *vectors, ())
+            torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
+            if happened():
+                return
+        pytest.fail("no graph was tried")
+
+    gpu.refuses_maps = True
+    call_until(lambda: gpu.maps_refused > 2)  # sixteen times end it for good
+    assert (gpu.graph_launches, gpu.captured, gpu.streams, gpu.capture_mode) == (0, None, 0, 0)
+    gpu.refuses_maps = False
+    call_until(lambda: gpu.graph_launches)
 
 
 def test_large_and_short_passes_are_no_graphs(gpu, monkeypatch):

@@ -46,12 +46,16 @@ class Graphs {
     const uint64_t hash = hash_of(addresses);
     // A graph is one thread's at a time; a call meanwhile, or in the middle of this one, needs none.
     if (busy_.test_and_set(std::memory_order_acquire)) return false;
-    const bool launched = launch_alone(hash, addresses, stream, launches);
-    busy_.clear(std::memory_order_release);
-    return launched;
+    const Release release{busy_};
+    return launch_alone(hash, addresses, stream, launches);
   }
 
  private:
+  struct Release {
+    std::atomic_flag& flag;
+    ~Release() { flag.clear(std::memory_order_release); }
+  };
+
   bool launch_alone(uint64_t hash, const Addresses& addresses, void* stream,
                     const Launches& launches) {
     ++calls_;
@@ -72,6 +76,7 @@ class Graphs {
   static constexpr uint64_t kLongUnused = 16 * kMost;  // calls
   static constexpr int kMostFailures = 16;             // then launches stay as they are
   static constexpr int kRelaxed = 2;                   // CU_STREAM_CAPTURE_MODE_RELAXED
+  static constexpr int kUnknown = 999;                 // CUDA_ERROR_UNKNOWN
   static constexpr unsigned kNonBlocking = 1;          // CU_STREAM_NON_BLOCKING
 
   struct Made {
@@ -110,17 +115,26 @@ class Graphs {
   Made* make(uint64_t hash, const Addresses& addresses, const Launches& launches) {
     if (made_.empty()) made_.reserve(kMost);
     Made* const room = made_.size() < kMost ? nullptr : &oldest();
+    Made made{hash, calls_, addresses, nullptr};
     // Waiting for memory is forbidden to all threads while one captures, unless they are relaxed.
     int mode = kRelaxed;
     if (cuda_.exchange_capture_mode(&mode)) return nullptr;
-    void* const exec = captured(launches);
+    made.exec = captured(launches);
     cuda_.exchange_capture_mode(&mode);
-    if (exec == nullptr) return nullptr;
-    Made made{hash, calls_, addresses, exec};
+    if (made.exec == nullptr) return nullptr;
     if (room == nullptr) return &made_.emplace_back(std::move(made));
     cuda_.destroy_exec(room->exec);
     *room = std::move(made);
     return room;
+  }
+
+  // To a CUresult. What raises here raises again, or does not, where the steps are launched instead.
+  static int tried(const Launches& launches, void* stream) noexcept {
+    try {
+      return launches(stream);
+    } catch (...) {
+      return kUnknown;
+    }
   }
 
   // On a stream of its own, as PyTorch's default one cannot be captured.
@@ -128,7 +142,7 @@ class Graphs {
     void *stream = nullptr, *graph = nullptr, *exec = nullptr;
     if (cuda_.create_stream(&stream, kNonBlocking)) return nullptr;
     if (cuda_.begin_capture(stream, kRelaxed) == 0) {
-      const int status = launches(stream);
+      const int status = tried(launches, stream);
       if (cuda_.end_capture(stream, &graph) == 0) {
         if (status || cuda_.instantiate(&exec, graph, 0)) exec = nullptr;
         cuda_.destroy(graph);
