@@ -146,7 +146,7 @@ def test_a_single_row_at_high_is_fp32(gpu: Any) -> None:
         for rows, planes in ((1, 2), (2, 1)):
             linear(torch.randn(rows, K), torch.randn(N, K), strategy="single")
             (product,) = [launch for launch in gpu.launches if launch.kind == "linear_norm"]
-            assert product.source.planes == planes
+            assert product.source.problem.planes == planes
             gpu.launches.clear()
 
 

@@ -130,7 +130,7 @@ Norm = GroupNorm | LayerNorm | RMSNorm
 _NORM_TYPES = get_args(Norm)  # Dynamo of PyTorch 2.9 knows no union in isinstance
 
 AUTOCAST_TO_FP32 = ("softplus",)
-_NORM_NAMES = tuple(norm.operator for norm in _NORM_TYPES)
+_NORM_NAMES = ("group_norm", "layer_norm", "rms_norm")
 _RETURNS_SUM = "returns(sum)"
 
 

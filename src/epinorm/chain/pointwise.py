@@ -139,7 +139,7 @@ class Pointwise:
             if isinstance(value, float):
                 is_power = self.name == "scale" and value > 0 and math.frexp(value)[0] == 0.5
                 name = "power_of_two" if is_power else names[i]
-                constants[i] = Argument(name + _EXACT * self.keeps_16_bits)
+                constants[i] = Argument(name + OF_16_BITS * self.keeps_16_bits)
         return Pointwise(self.name, tuple(constants))
 
     @property
@@ -147,7 +147,7 @@ class Pointwise:
         """Whether it makes numbers of bf16 of such, and numbers of fp16 of such: rounding them once
         more changes nothing. Of a structure: whether that is so of all that share it."""
         return self.definition.selects and all(
-            c.name.endswith(_EXACT) if isinstance(c, Argument) else _has_16_bits(c)
+            c.name.endswith(OF_16_BITS) if isinstance(c, Argument) else _has_16_bits(c)
             for c in self.constants
         )
 
@@ -181,7 +181,8 @@ class Pointwise:
         return f"{self.name}({','.join(format_number(c) for c in self.constants)})"
 
 
-_EXACT = "_of_16_bits"
+OF_16_BITS = "_of_16_bits"
+"""Behind an argument's name where bf16 and fp16 have its values."""
 
 
 def _has_16_bits(value: float) -> bool:
