@@ -23,7 +23,7 @@ from epinorm.backends.cuda.fp32 import norm_planes
 from epinorm.backends.cuda.norm import backward_text, forward
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
-from epinorm.backends.cuda.runtime import device, driver, jit, launch, tensor_map
+from epinorm.backends.cuda.runtime import device, driver, jit, launch, replay, tensor_map
 from epinorm.operator import calls
 from epinorm.problem import Inputs
 
@@ -165,7 +165,7 @@ def imaginary_h200(gpu: device.Gpu = H200, compiles: bool = False) -> Any:
 
     calls_precision = calls.product_precision
     patches = [
-        *((module, "driver", lambda: api) for module in (driver, jit, launch, tensor_map)),
+        *((module, "driver", lambda: api) for module in (driver, jit, launch, replay, tensor_map)),
         (jit, "_loaded", jit.Loaded()),
         *((module, "compiled", text_of) for module in (jit, *(() if compiles else TRYING))),
         (device, "device_index", lambda device=None: 0),
