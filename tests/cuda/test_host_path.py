@@ -22,6 +22,7 @@ from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.chain import Chain
 from epinorm.operator import kinds as kinds_module
 from epinorm.problem import Inputs, Problem
+from imaginary import imaginary_h200
 
 K, N, GROUPS, ROWS = 64, 128, 8, 24
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -283,6 +284,17 @@ def test_leading_dimensions(
         middle = torch.randn(*shape[:-1], K + 8).to(dtype)[..., :K]
         check(fused, middle)
     assert short[:3] == [False, True, True]
+
+
+def test_leading_dimensions_of_an_x_that_is_converted_on_the_way() -> None:
+    """The product itself reads it, by a map of a matrix."""
+    torch.set_float32_matmul_precision("high")
+    layer = epinorm.LinearNorm(1024, 128, norm=epinorm.LayerNorm(), post="relu")
+    with imaginary_h200() as api, torch.no_grad():
+        for _ in range(3):
+            api.launches.clear()
+            assert layer(torch.empty(128, 128, 1024)).shape == (128, 128, 128)
+            assert [launch["kernel"] for launch in api.launches][1] == "linear_norm_fp32_input"
 
 
 def test_operands_of_other_shapes_and_strides(way: Any, gpu: Any) -> None:

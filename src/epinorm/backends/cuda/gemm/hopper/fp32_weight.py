@@ -151,7 +151,7 @@ class Converting(Launch):
                 plane + of_plain.spoilt, fp32_at, stride, *own, *rows, *numbers[2:],
             )  # fmt: skip
             key = ordered_at, fp32_at, stride
-            found = maps(key, lambda: (ordered, fp32))
+            found = maps(key, lambda: (ordered, fp32.view(-1, fp32.shape[-1])))
             parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = out.addresses
             dense = [operand.contiguous() for operand in operands] if operands else ()
