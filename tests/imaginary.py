@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
 from epinorm.backends import memo, unpromised
-from epinorm.backends.cuda import replayed
 from epinorm.backends.cuda.fp32 import norm_planes
 from epinorm.backends.cuda.norm import backward_text, forward
 from epinorm.backends.cuda.plan import strategy as cuda_plan
@@ -178,7 +177,6 @@ def imaginary_h200(gpu: device.Gpu = H200, compiles: bool = False) -> Any:
         (torch.cuda, "device", lambda index: contextlib.nullcontext()),
         (torch.cuda, "init", lambda: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (replayed, "native", lambda: None),
         (cuda_plan, "supported", lambda device: None),
         (tuned, "choice", lambda *_: None),
         (calls, "plan_for", plan_for),
