@@ -110,7 +110,7 @@ class Kernel:
         stream of it unless ``stream`` names another.
 
         signature: a letter an argument: p pointer (given as an int, `tensor.data_ptr()`, 0 for
-        null), m tensor map (its `data`), i int, l long long, u unsigned, v unsigned long long,
+        null), m tensor map (its bytes), i int, l long long, u unsigned, v unsigned long long,
         f float, d double. `grid` counts blocks, with a cluster too; `shared_bytes` is the dynamic
         shared memory of a block. `dependent` lets this kernel start before the one ahead of it in
         the stream has ended: it must execute `griddepcontrol.wait` before it reads what that one
