@@ -546,6 +546,24 @@ def test_the_first_calls_graph_is_freed_with_its_results(
         gc.enable()
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "invalidate_compile_context_weakrefs"),
+    reason="no compiled model's parameters can be swapped before PyTorch 2.11",
+)
+def test_parameters_can_be_swapped(x: Any) -> None:
+    """As ``Module.to`` does with tensors of other classes: DTensors, quantised ones."""
+    model = randomised(Model())
+    fused = fused_copy(model)
+    fused(x).sum().backward()
+    fused.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        fused.float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert fused(x.float()).dtype == torch.float32
+
+
 def test_a_fused_model_can_be_freed(x: Any) -> None:
     """With what was captured of it, though Dynamo keeps each backend."""
 

@@ -65,6 +65,7 @@ _DYNAMO = {
     "suppress_errors": False,
     "repro_after": None,
     "nested_graph_breaks": False,
+    "invalidate_compile_context_weakrefs": True,  # as for PyTorch's own backends: swap_tensors
     # And those that cost time at each call: marks for profilers, a guard in Python for each object
     # that is read in two places, which only serves the recursive tags that are off above.
     "record_runtime_overhead": False,
