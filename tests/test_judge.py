@@ -247,6 +247,14 @@ def test_remarks(tmp_path: Path) -> None:
     )
 
 
+def test_remarks_on_a_text_as_deep_as_it_may_be(tmp_path: Path) -> None:
+    path = tmp_path / "solution.py"
+    path.write_text(f"import torch\ny = torch.mm(x, x){'.sin()' * 300}\n")
+    assert remarks(path) == ("calls a library product",)
+    path.write_text(f"y = x{'.y' * 100_000}\n")
+    assert remarks(path) == ()
+
+
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     run = CliRunner().invoke

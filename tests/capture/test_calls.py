@@ -8,6 +8,7 @@ import gc
 import logging
 import threading
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import epinorm
+from epinorm.capture import rewriting
 from epinorm.capture.rewriting import Recorder
 from own_masks import own_masks
 
@@ -497,6 +499,69 @@ def test_what_is_tried_on_values_is_freed(x: Any) -> None:
     gc.collect()
     assert results() == before
     assert epinorm.explain(fused).fused == 1
+
+
+class Kept:
+    """What a model makes and returns beside its result, as a cache."""
+
+    h: Tensor
+
+
+class Results(OrderedDict[str, Any]):
+    pass
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(K, N), nn.Linear(N, N), nn.LayerNorm(N)
+
+    def forward(self, x: Tensor) -> Results:
+        kept, results = Kept(), Results()
+        kept.h = self.first(x)
+        torch._dynamo.graph_break()
+        results["y"], results["kept"] = self.norm(self.second(kept.h)), kept
+        vars(results)["extra"] = results["y"]
+        return results
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_calls_graph_is_freed_with_its_results(
+    x: Any, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_: Any) -> None:
+        raise RuntimeError("wrong")
+
+    fused = fused_copy(randomised(Caching()))
+    if fails:
+        monkeypatch.setattr(rewriting, "rewrite", wrong)
+    gc.collect()
+    gc.disable()
+    try:
+        results = fused(x)
+        kept = weakref.ref(results["kept"])
+        del results
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "invalidate_compile_context_weakrefs"),
+    reason="no compiled model's parameters can be swapped before PyTorch 2.11",
+)
+def test_parameters_can_be_swapped(x: Any) -> None:
+    """As ``Module.to`` does with tensors of other classes: DTensors, quantised ones."""
+    model = randomised(Model())
+    fused = fused_copy(model)
+    fused(x).sum().backward()
+    fused.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        fused.float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert fused(x.float()).dtype == torch.float32
 
 
 def test_a_fused_model_can_be_freed(x: Any) -> None:

@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import epinorm
 from epinorm.backends import cpu, memo
 from epinorm.capture.chains import Search
+from epinorm.capture.paying import Settings
+from epinorm.capture.rewriting import Recorder
 from epinorm.problem import Strategy
 from own_masks import own_masks
 
@@ -235,6 +238,32 @@ def test_where_pytorchs_layers_compute_the_chain_they_drop_too() -> None:
     (row,) = epinorm.explain(fused).rows
     assert not row.fused
     assert "its dropout is PyTorch's own here: the CPU kernels know" in row.reason
+
+
+SIZES_MARKED: dict[str, tuple[Callable[[Tensor], None], bool]] = {
+    "dynamic": (lambda x: mark_dynamic(x, 0), True),
+    "one is left": (lambda x: mark_dynamic(x, 0), False),
+    "in its range": (lambda x: mark_dynamic(x, 0, min=2, max=3), True),
+    "out of its range": (lambda x: mark_dynamic(x, 0, min=2, max=64), False),
+    "unbacked": (lambda x: mark_unbacked(x, 0), False),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_MARKED)
+def test_sizes_that_are_marked_are_guarded_where_the_marks_allow_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, taken = SIZES_MARKED[name]
+    monkeypatch.setattr(cpu, "LEAST_VALUES_TRAINING", 32 * N)
+    memo.clear()
+    model = nn.Sequential(nn.Linear(K, N), nn.Dropout(0.5), nn.LayerNorm(N))
+    recorder = Recorder(Settings(), model)
+    # Below 32 rows the plan is PyTorch's layers: of 15 each, these are 2 samples and no others.
+    x = torch.randn(2, 15 if name == "one is left" else 40, K)
+    mark(x)
+    torch.compile(model, backend=recorder, fullgraph=True)(x).sum().backward()
+    (site,) = recorder.graphs[0].sites
+    assert (site.obstacle == "") is taken, site.obstacle
 
 
 def test_the_seeds_of_a_graph_are_drawn_at_once() -> None:

@@ -22,6 +22,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.variables import dicts
 from torch._dynamo.variables import torch as dynamo_functions
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.torch_version import TorchVersion
@@ -64,6 +65,7 @@ _DYNAMO = {
     "suppress_errors": False,
     "repro_after": None,
     "nested_graph_breaks": False,
+    "invalidate_compile_context_weakrefs": True,  # as for PyTorch's own backends: swap_tensors
     # And those that cost time at each call: marks for profilers, a guard in Python for each object
     # that is read in two places, which only serves the recursive tags that are off above.
     "record_runtime_overhead": False,
@@ -157,6 +159,39 @@ def _guards_as_needed(has_zero: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
+_DICTS: Any = getattr(dicts, "SideEffectsProxyDict", None)
+"""What stands for an object's ``__dict__`` while Dynamo of PyTorch 2.13 and later traces."""
+
+
+@contextmanager
+def _without_cycles() -> Iterator[None]:
+    """Such a dict and its object hold each other, and they what the frame had: activations, and
+    with them their graph, would stay until the garbage is collected."""
+    if _DICTS is None:
+        yield
+        return
+    made, begin = [], _DICTS.__init__
+
+    def noted(self: Any, *arguments: Any, **named: Any) -> None:
+        made.append(self)
+        begin(self, *arguments, **named)
+
+    with mock.patch.object(_DICTS, "__init__", noted):
+        try:
+            yield
+        finally:
+            for each in made:
+                vars(each).clear()
+
+
+def _reason(error: Exception) -> str:
+    """In a frame of its own: one that keeps an error is kept by its traceback, and keeps all that
+    it knows."""
+    cause = getattr(error, "inner_exception", error)
+    said = str(cause).strip().splitlines() or [""]
+    return f"{type(cause).__name__}: {said[0]}"
+
+
 class Callback:
     """What Dynamo calls for a frame that it has not captured yet, under settings of our own.
 
@@ -177,14 +212,12 @@ class Callback:
         guards = _guards_as_needed(lambda: self.has_zero)
         settings = {key: v for key, v in _DYNAMO.items() if hasattr(dynamo.config, key)}
         try:
-            with dynamo.config.patch(settings), _answers_as_in_eager(), guards:
+            with dynamo.config.patch(settings), _answers_as_in_eager(), guards, _without_cycles():
                 self.has_zero = False
                 result = self._inner(frame, *arguments)
         except Exception as error:
             result = ConvertFrameReturn()
-            cause = getattr(error, "inner_exception", error)
-            said = str(cause).strip().splitlines() or [""]
-            self._say(code, f"{type(cause).__name__}: {said[0]}")
+            self._say(code, _reason(error))
         self._see(frame)
         action = result.frame_exec_strategy.cur_action
         if result.guarded_code is None and action == _FrameAction.SKIP:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from epinorm.backends.engine import plan_for
-from epinorm.backends.prepack import keeps
+from epinorm.backends.prepack import keeps, marked
 from epinorm.capture.dynamo import run_without_values
 from epinorm.capture.fuse import checked_settings, fused_of, without_forward
 from epinorm.capture.paying import Settings
@@ -238,7 +238,8 @@ def _row(site: Site, recorder: Recorder) -> Row:
         return Row(site.chain, site.where, False, "layers", site.obstacle, site.shape)
     settings, problem = recorder.settings, site.problem
     strategy, _ = settings.of(problem.chain.norm is not None)
-    weight = None if site.weight is None else site.weight()
+    mark = None if site.weight is None else marked.get(site.weight)
+    weight = None if mark is None else mark.weight()
     if weight is not None and keeps(weight) and not problem.training:
         problem = replace(problem, prepacked=True)
     if not site.taken:

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, statically_known_true
+
 from epinorm.backends.engine import plan_for
 from epinorm.capture.distributed import layout_of_found
 from epinorm.capture.found import Found, Place
@@ -46,10 +49,10 @@ def with_paying_dropout(place: Place, settings: Settings) -> Place:
     if found is None or not found.drops or settings.strategy != "auto":
         return place
     plan = _plan_of_step(found)
-    if plan.strategy != "reference":
+    if plan is not None and plan.strategy != "reference":
         return place
-    reason = f"its dropout is PyTorch's own here: {plan.reason}"
-    return replace(place, found=None, obstacle=reason)
+    why = "its number of rows may not be looked at" if plan is None else plan.reason
+    return replace(place, found=None, obstacle=f"its dropout is PyTorch's own here: {why}")
 
 
 def may_pay(place: Place, settings: Settings) -> bool:
@@ -72,7 +75,8 @@ def pays(place: Place, settings: Settings, prepacked: bool = False) -> bool:
     if settings.of(False)[0] == "reference":
         return True
     if place.found.drops:
-        return _plan_of_step(place.found).strategy != "reference"
+        plan = _plan_of_step(place.found)
+        return plan is not None and plan.strategy != "reference"
     problem = problem_of(place.found)
     prepacked = prepacked and not problem.training
     problem = replace(problem, prepacked=prepacked, whole_step=problem.training)
@@ -81,9 +85,10 @@ def pays(place: Place, settings: Settings, prepacked: bool = False) -> bool:
     return any(plan_for(each).strategy != "reference" for each in sizes)
 
 
-def _plan_of_step(found: Found) -> Plan:
+def _plan_of_step(found: Found) -> Plan | None:
     """The plan by which a chain that drops values is taken or left: that of a training step with
-    the power of two below its number of rows.
+    the power of two below its number of rows. None where nothing may depend on that number, as the
+    user has marked a size of it.
 
     Checkpointing runs a call again, perhaps by another of the graphs that were captured, and the
     first time perhaps without gradients: the masks are the same only if all graphs leave the same
@@ -107,10 +112,32 @@ def _plan_of_step(found: Found) -> Plan:
             first -= 1
         while last < _MOST_BITS and plan(last + 1).strategy == made.strategy:
             last += 1
+        low, high = 1 << first >> 1, math.inf if last == _MOST_BITS else 1 << last
+        if not _may_guard(rows, low, high):
+            return None
         # To compare is to guard.
-        bool(rows >= 1 << first >> 1)
-        bool(last == _MOST_BITS or rows < 1 << last)
+        bool(rows >= low)
+        bool(high == math.inf or rows < high)
     return made
+
+
+def _may_guard(rows: Any, low: int, high: float) -> bool:
+    """Whether to guard low <= rows < high raises nothing: not for sizes that have no value while
+    the graph is captured (``mark_unbacked``), nor within a range for which the user wants one graph
+    (``mark_dynamic`` with min or max)."""
+    if rows.node.hint is None:
+        return False
+    if statically_known_true(rows >= low) and (
+        high == math.inf or statically_known_true(rows < high)
+    ):
+        return True
+    for tracked in rows.node.shape_env.tracked_fakes or ():
+        limits = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+        for size, limit in zip(getattr(tracked.fake, "shape", ()), limits, strict=False):
+            has_range = isinstance(limit, StrictMinMaxConstraint) and isinstance(size, torch.SymInt)
+            if has_range and size.node.expr.free_symbols & rows.node.expr.free_symbols:
+                return False
+    return True
 
 
 def _rows_of(found: Found) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,8 @@ from epinorm.problem import Problem
 class Site:
     """One place of a captured graph, without its nodes. ``problem``: None where it cannot be fused.
 
-    weight: the tensor that the Linear had, which may be prepacked since. taken: whether our
+    weight: id of the tensor that the Linear had, which may be prepacked since; no weak reference,
+    which ``swap_tensors`` would refuse. taken: whether our
     operation computes it. split: what each process computes of DTensors, and what is communicated.
     """
 
@@ -35,7 +35,7 @@ class Site:
     ends: str = ""
     shape: str = ""
     problem: Problem | None = None
-    weight: weakref.ref[Tensor] | None = None
+    weight: int | None = None
     taken: bool = True
     split: str = ""
 
@@ -92,7 +92,7 @@ def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Si
         return Site(text, where, place.obstacle, taken=False)
     problem, shape = _problem(found)
     weight = inputs.get(found.linear.weight)
-    known = weakref.ref(weight) if isinstance(weight, Tensor) else None
+    known = id(weight) if isinstance(weight, Tensor) else None
     layout = layout_of_found(found)
     split = "" if layout is None else str(layout)
     return Site(str(found.chain), where, "", place.ends, shape, problem, known, place.taken, split)

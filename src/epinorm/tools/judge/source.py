@@ -24,7 +24,7 @@ def remarks(path: Path) -> tuple[str, ...]:
     """Library calls, third-party imports, and what static checkers of KernelBench reject."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return ()  # the check of the file says it
     found, nodes = [], list(ast.walk(tree))
     modules = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
@@ -32,7 +32,8 @@ def remarks(path: Path) -> tuple[str, ...]:
     imported = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
     if others := sorted(imported - {"torch"}):
         found.append(f"imports {', '.join(others)}")
-    called = {ast.unparse(n.func).rpartition(".")[2] for n in nodes if isinstance(n, ast.Call)}
+    functions = [n.func for n in nodes if isinstance(n, ast.Call)]
+    called = {getattr(f, "attr", getattr(f, "id", "")) for f in functions}
     if calls := sorted({_LIBRARY[name] for name in called if name in _LIBRARY}):
         found.append(f"calls {', '.join(calls)}")
     kinds = (("try", ast.Try), ("pass", ast.Pass))
