@@ -9,6 +9,7 @@ from epinorm_cli.options import UsageError, device_of, one_of, passes_of
 
 if TYPE_CHECKING:
     from epinorm.tools.models.rows import ModelRow
+    from epinorm.tools.models.suite import SuiteRow
 
 
 def is_whole_model(text: str) -> bool:
@@ -30,10 +31,9 @@ def bench_models(
     """Measure a model in each setting and pass; whether all of it was verified."""
     from dataclasses import replace
 
-    from epinorm.tools.console import err, out, pass_name, print_json, progress
+    from epinorm.tools.console import out, pass_name, print_json, progress
     from epinorm.tools.models import SETTINGS, bench_model, load_subject
     from epinorm.tools.models.bench import FEW_RUNS
-    from epinorm.tools.results import device_slug, merge_rows
     from epinorm.tools.verdict import verdict
 
     where = device_of(device)
@@ -50,11 +50,7 @@ def bench_models(
                 competitors = ("compile", "backend") if compile_ else ()
                 row = bench_model(subject, setting, is_training, where, competitors, timing, notify)
             rows.append(row)
-            path = out_folder / "models" / f"{device_slug(row.gpu)}.json"
-            try:
-                merge_rows(path, [row])
-            except (OSError, ValueError) as error:
-                err.print(f"results were not written to {path}: {error}", markup=False)
+            path = _write_row(out_folder / "models", row)
             if not as_json:
                 _show(row)
     page = _write_page(out_folder / f"{subject.name}.html", rows)
@@ -67,6 +63,19 @@ def bench_models(
         if page:
             out.print(f"page: {page}", markup=False)
     return all(row.verified for row in rows)
+
+
+def _write_row(folder: Path, row: ModelRow | SuiteRow) -> Path:
+    """Add a row to its GPU's results in the folder, or say why that failed; the file's path."""
+    from epinorm.tools.console import err
+    from epinorm.tools.results import device_slug, merge_rows
+
+    path = folder / f"{device_slug(row.gpu)}.json"
+    try:
+        merge_rows(path, [row])
+    except (OSError, ValueError) as error:
+        err.print(f"results were not written to {path}: {error}", markup=False)
+    return path
 
 
 def _write_page(path: Path, rows: list[ModelRow]) -> Path | None:
@@ -144,7 +153,6 @@ def bench_suite(
     from epinorm.tools.models import suite
     from epinorm.tools.models.bench import FEW_RUNS
     from epinorm.tools.models.tables import SUITE, suite_cells, suite_sentence
-    from epinorm.tools.results import device_slug, merge_rows
     from epinorm.tools.tables import times
 
     where = device_of(device)
@@ -161,11 +169,7 @@ def bench_suite(
                 compile=compile_, scale=scale, timing=timing, notify=notify,
             )  # fmt: skip
         rows.append(row)
-        results = out_folder / "kernelbench" / f"{device_slug(row.gpu)}.json"
-        try:
-            merge_rows(results, [row])
-        except (OSError, ValueError) as error:
-            err.print(f"results were not written to {results}: {error}", markup=False)
+        _write_row(out_folder / "kernelbench", row)
         said = times(row.over("eager")) if row.right else f"not right: {row.reason}"
         err.print(f"{done} of {len(files)}, {row.name}: {said}", markup=False)
     if as_json:
