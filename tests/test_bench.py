@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import epinorm
+from epinorm.backends.prepack import marked
 from epinorm.tools import bench as bench_module
 from epinorm.tools.bench import (
     Case,
@@ -14,6 +16,7 @@ from epinorm.tools.bench import (
     fp32_precision_set,
     linear_calls,
     model_runner,
+    packed_copy,
 )
 from epinorm.tools.kernelbench.protocol import NoChainError, make_case
 from epinorm.tools.timing import (
@@ -68,6 +71,19 @@ def test_a_right_candidate_is_timed(training: bool) -> None:
     for key in ("compile_us", "compile_autotune_us", "ours_prepacked_us", "ours_peak_mb"):
         assert getattr(row, key) is None
     assert row.ours_error == row.eager_error > 0
+
+
+@pytest.mark.filterwarnings("ignore:prepack keeps nothing")
+def test_what_is_timed_as_prepacked_is_fused_as_the_candidate_is() -> None:
+    case = make_case(
+        "case", Model(), (torch.rand(16, 32),), torch.float32, "highest", CPU, False, "cpu"
+    )
+    packed = packed_copy(case)
+    with torch.no_grad():
+        packed(*case.inputs)
+    assert [row.strategy for row in epinorm.explain(packed).rows] == ["cpu"]
+    assert id(packed.fc.weight) in marked
+    assert id(case.candidate.fc.weight) not in marked
 
 
 def test_a_wrong_candidate_gets_no_time() -> None:

@@ -427,7 +427,7 @@ class ImaginaryGPU:
         x, x_stride, w, w_stride, hi, _lo, _scale, _flags, _spoilt, *numbers = arguments
         rows, second, all_rows, columns, padded = numbers
         self.split[hi] = matrix_at(x, rows, columns, x_stride, torch.float32).clone()
-        if w:
+        if all_rows > second:
             more = matrix_at(w, all_rows - second, columns, w_stride, torch.float32)
             self.split[hi + second * padded * 2] = more.clone()
 

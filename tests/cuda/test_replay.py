@@ -22,6 +22,7 @@ from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.replayed import ReplayedBackward
 from epinorm.backends.cuda.runtime import launch, prepared
 from epinorm.backends.cuda.runtime.replay import CannotReplay, recording, replay
+from epinorm.backends.prepack import prepacked
 from epinorm.chain import Chain
 from epinorm.chain.reference import linear_norm
 from epinorm.operator import calls
@@ -104,6 +105,36 @@ def test_a_call_in_the_middle_of_a_recorded_one(gpu):
     for _ in range(4):
         gpu.interrupt = lambda: check(caller, tensors())  # as a signal handler's or a finalizer's
         check(caller, tensors())
+
+
+@pytest.mark.filterwarnings("ignore:prepack keeps nothing")
+def test_a_prepacked_weight_is_read_where_it_is_kept(gpu, monkeypatch):
+    event = SimpleNamespace(record=lambda _: None, wait=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+
+    def run(weight, m=M):
+        gpu.replayed = 0
+        check(caller, [(given := tensors(m))[0], weight, *given[2:]])
+        return gpu.kinds().count("split"), gpu.replayed
+
+    caller, packed, plain = Caller(CHAIN, "planes"), torch.randn(N, K), torch.randn(N, K)
+    with prepacked(packed):
+        assert run(packed)[0] == 2  # the weight's, and x's at each call
+        assert run(packed) == run(packed) == (1, 0)
+        assert run(packed) == (1, 4)
+        for change in (lambda: packed.mul_(2), lambda: packed.set_(torch.randn(N, K))):
+            change()
+            assert run(packed) == (2, 0)
+            assert run(packed) == (1, 4)
+        gpu.stream += 1
+        assert run(packed) == (1, 0)  # it waits for the conversion
+        assert run(packed) == (1, 4)
+        for _ in range(3):
+            run(plain, M + 8)
+        assert run(plain, M + 8)[1] == 4
 
 
 def note(run, *given):

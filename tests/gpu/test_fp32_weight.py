@@ -325,3 +325,16 @@ def test_gradients_with_planes_left_and_without(monkeypatch, change):
                     continue
             allowed = allowed_error(relative_error(theirs, exact), torch.float32)
             assert relative_error(ours, exact) <= max(allowed, 4e-4)
+
+
+def test_rows_with_leading_dimensions_again_and_again():
+    x = torch.randn(128, 128, 1024, device="cuda")
+    layers = nn.Sequential(nn.Linear(1024, 128), nn.LayerNorm(128), nn.ReLU()).cuda()
+    with matmul_precision("high"), torch.no_grad():
+        expected = copy.deepcopy(layers).double()(x.double())
+        allowed = allowed_error(relative_error(layers(x), expected), torch.float32)
+        fused = epinorm.fuse(layers)
+        for _ in range(6):
+            y = fused(x)
+            assert y.shape == expected.shape
+            assert relative_error(y, expected) <= allowed

@@ -15,6 +15,7 @@ import epinorm
 from epinorm import GroupNorm, LinearNorm, linear_norm
 from epinorm.backends import memo
 from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.backends.prepack import marked, prepack, prepacked, unprepack
 from epinorm.capture.backend import compile_graph
 
@@ -367,6 +368,23 @@ def test_fused_models_and_modules(precision):
         assert torch.equal(changed, fused(x))
         assert not torch.equal(changed, expected)
     torch._dynamo.reset()
+
+
+def test_calls_repeated_by_native_code(precision):
+    """Of a short pass as a CUDA graph too, where addresses come back."""
+    settle()
+    made, x = prepack(model()), rows()
+    for _ in range(3):
+        found = []
+        for _ in range(8):
+            check_fresh(made)
+            with torch.no_grad():
+                found.append(single(made, x))
+        assert all(torch.equal(y, found[0]) for y in found)
+        in_place(made)
+    made.linear.weight.data = torch.randn(N, K, device="cuda")
+    for _ in range(8):
+        check_fresh(made)
 
 
 def test_planes_die_with_the_weight():

@@ -99,6 +99,21 @@ class Marked:
             self._join(stream)
         return self.buffer
 
+    @property
+    def converter(self) -> Converter | None:
+        """What has converted it last."""
+        return self._converter
+
+    def current(self, weight: Tensor, converter: Converter | None) -> Tensor | None:
+        """What ``converted`` gives where that has nothing to do, else None."""
+        if self._state is None or converter is not self._converter:
+            return None
+        if unpromised.current_stream(weight.device.index) not in self._streams:
+            return None
+        if self.weight() is not weight or _state(weight) != self._state:
+            return None
+        return None if torch.cuda.is_current_stream_capturing() else self.buffer
+
     def _convert(self, weight: Tensor, converter: Converter, state: _State, stream: int) -> None:
         # In place only where the weight itself was changed in place: whoever did that has waited
         # for the readers of the old values. It makes graphs see the new ones, too.

@@ -37,7 +37,9 @@ class NativeCalls:
     def find(self, tensors: Sequence[Any]) -> Results | None:
         """What a call like one that was kept gives, else None; tensors: operands last."""
         calls = self._calls
-        return None if calls is None or marked else calls(*tensors)
+        if calls is None or (marked and id(tensors[1]) in marked):
+            return None  # what is kept converted is looked at first
+        return calls(*tensors)
 
     def keep(
         self,

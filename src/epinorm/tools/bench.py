@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from epinorm.problem import Strategy
 from epinorm.tools.accuracy import Verification
 from epinorm.tools.progress import Notify, Progress, in_a_line, silent
 from epinorm.tools.results import Row, measured_on
@@ -43,7 +44,8 @@ WALL_BLOCK_US = 20_000.0
 class Case:
     """What one row measures: ``model`` and ``candidate`` on ``inputs``.
 
-    ``facts`` are the row's m, k, n, groups, norm and chain as far as they are known.
+    ``asked``: the strategy that the candidate was fused with, ``strategy`` those it took; ``facts``
+    are the row's m, k, n, groups, norm and chain as far as they are known.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Case:
     device: torch.device
     training: bool
     strategy: str | None
+    asked: Strategy = "auto"
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -197,10 +200,15 @@ def _prepacked(case: Case) -> nn.Module | None:
     """The candidate with its weights converted once, verified; None where that does not exist."""
     if case.dtype != torch.float32 or case.training or case.device.type != "cuda":
         return None
-    from epinorm import prepack  # here: the judge imports this file, and needs no operator
-
-    packed = prepack(copy.deepcopy(case.candidate))
+    packed = packed_copy(case)
     return packed if verify_case(replace(case, candidate=packed), 2).passed else None
+
+
+def packed_copy(case: Case) -> nn.Module:
+    """A copy of the candidate, fused as it is (a copy is plain), with its weights prepacked."""
+    from epinorm import fuse, prepack  # here: the judge imports this file, and needs no operator
+
+    return prepack(fuse(copy.deepcopy(case.candidate), strategy=case.asked))
 
 
 def model_runner(

@@ -25,7 +25,7 @@ from epinorm.backends.cuda.runtime.replay import (
     recording,
     replay,
 )
-from epinorm.backends.prepack import marked
+from epinorm.backends.prepack import Converter, marked
 from epinorm.problem import Forward, Gradients, Inputs, NativePasses, StepForward, Wanted
 from epinorm.said import log_once
 
@@ -145,11 +145,16 @@ def _known(program: Any, constants: tuple[float, ...], out: Forward) -> _Known:
 
 
 class ReplayedForward:
-    """A forward pass that is repeated once it was recorded; holds: as ``replay`` takes it."""
+    """A forward pass that is repeated once it was recorded; holds: as ``replay`` takes it.
+
+    A prepacked weight's converted form is one tensor more that it is given, where it is up to date.
+    """
 
     def __init__(self, run: Callable[[Inputs], Forward], *, holds: bool) -> None:
         self._run, self._recorder, self._holds = run, _Recorder(), holds
         self._known: _Known | None = None
+        self._converter: Converter | None = None
+        self._may_be_packed = True  # until a run has made no use of it
 
     def __call__(
         self,
@@ -162,10 +167,23 @@ class ReplayedForward:
         constants: tuple[float, ...] = (),
     ) -> Forward:
         whole = Inputs(x, weight, bias, norm_weight, norm_bias, operands, constants)
-        if id(weight) in marked or not all([t.is_contiguous() for t in operands]):
+        if not all([t.is_contiguous() for t in operands]):
             return self._run(whole)
         given = [t for t in (x, weight, bias, norm_weight, norm_bias) if t is not None]
         given += operands
+        packed: list[Tensor] = []
+        entry = marked.get(id(weight)) if marked and self._may_be_packed else None
+        if entry is not None and weight.dtype == torch.float32:
+            kept = entry.current(weight, self._converter)
+            if kept is None:
+                made = self._run(whole)
+                self._converter = entry.converter
+                self._may_be_packed = (
+                    self._converter is not None or torch.cuda.is_current_stream_capturing()
+                )
+                return made
+            packed = [kept]
+            given += packed
         found = self._known
         if found is not None:
             room = not found.nbytes or make_room(found.nbytes, x.device)
@@ -174,7 +192,7 @@ class ReplayedForward:
         if found is not None or not self._recorder.wants(x.device):
             return self._run(whole)
         whole = _apart(whole)
-        given = [t for t in (*whole[:5], *whole.operands) if t is not None]
+        given = [t for t in (*whole[:5], *whole.operands, *packed) if t is not None]
         out, program = self._recorder.record(
             lambda: self._run(whole),
             given,
@@ -189,7 +207,7 @@ class ReplayedForward:
     def native(self, constants: tuple[float, ...]) -> NativePasses | None:
         """The pass with these constants, as native code repeats it; None before it was recorded."""
         known = self._known
-        if known is None or known.constants != constants:
+        if known is None or known.constants != constants or self._converter is not None:
             return None
         results = itertools.count()
         fields = [

@@ -60,6 +60,7 @@ def make_case(
         device=device,
         training=training,
         strategy="+".join(sorted({row.strategy for row in explanation.rows if row.fused})),
+        asked=strategy,
         facts=_facts(model, inputs, explanation),
     )
 
