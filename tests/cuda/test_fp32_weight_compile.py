@@ -23,6 +23,7 @@ from epinorm.backends.cuda.plan.hopper_tile import (
     fp32_weight_tiles,
     stages_of_fp32,
 )
+from epinorm.backends.cuda.plan.planes import product_of
 from epinorm.backends.cuda.runtime.jit import Compiled, compiled
 from epinorm.problem import Problem
 
@@ -145,3 +146,12 @@ def test_it_is_for_one_plane_of_a_weight_as_it_is():
     ):
         assert other is not None
         assert not other.fp32_weight
+
+
+def test_a_prepacked_weight_is_left_where_converting_x_on_the_way_is_faster():
+    problem = product_of(problem_of(16384, 3072, 768, 1, kind="high", chain="layer_norm"))
+    assert problem.chain.norm is None
+    for prepacked in (False, True):
+        tile = hopper_plan.choose_tile(problem, SMS, prepacked)
+        assert tile is not None
+        assert tile.fp32_input

@@ -218,10 +218,9 @@ def choose_tile(
 ) -> Tile | None:
     """The tile that was measured fastest, else that of the least estimated time; None if none fits.
 
-    converts: W or x may be converted on the way; neither is where W is prepacked. `epinorm tune`
-    clears what is kept here.
+    converts: W or x may be converted on the way; where W is prepacked its planes are not read then.
+    `epinorm tune` clears what is kept here.
     """
-    converts = converts and not prepacked
     # It measures with conversions of W, and they are what decides whether TF32 is faster.
     if not (prepacked and problem.precision == "high"):
         remembered = tuned.choice(problem, candidates)

@@ -154,11 +154,12 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
 
 
 def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
-    """The conversion of x, and of W where it is not prepacked, and what surrounds it."""
+    """The conversion of x, and of W where it is not prepacked, and what surrounds it; a kernel that
+    converts on the way reads no prepacked planes."""
     if problem.dtype != torch.float32 or tile.tf32:
         return 0.0
     of_x = 0 if tile.fp32_input else problem.m
-    of_w = 0 if prepacked or tile.fp32_weight else problem.n
+    of_w = 0 if (prepacked and not tile.converts) or tile.fp32_weight else problem.n
     moved = (of_x + of_w) * problem.k * (4 + 2 * problem.planes)
     if tile.converts:
         sampled = problem.n if tile.fp32_weight else problem.m

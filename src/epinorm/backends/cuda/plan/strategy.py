@@ -236,6 +236,8 @@ def _tile_text(problem: Problem, core: Core) -> str:
         kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
         if tile.converts:
             operands += f", the {'weight' if tile.fp32_weight else 'input'}'s made on the way"
+            if problem.prepacked:
+                operands += ", which is faster than with W prepacked"
     return f"one kernel{operands}, tiles of {tile.block_m} x {tile.block_n}, {kind}"
 
 
