@@ -1,7 +1,8 @@
 """Other libraries beside eager and epinorm on the same work, in one process, verified alike.
 
-    python benchmarks/others.py quack apex    # or Liger-Kernel: rows in results/others/<gpu>.json
+    python benchmarks/others.py quack apex    # or Liger-Kernel, "Transformer Engine"
 
+Rows are in results/others/<gpu>.json.
 Their norms stand in the place of PyTorch's, behind PyTorch's Linear; in a Llama Liger-Kernel's
 rotary embedding and SwiGLU too, as its own patch puts them there. Epinorm is held to the
 verification's bounds; another library, whose roundings are its own, to WRONG times these, and its
@@ -161,10 +162,23 @@ def apexes(model: nn.Module) -> nn.Module:
     return with_norms(model, made)
 
 
+def engines(model: nn.Module) -> nn.Module:
+    """Its norms alone: its LayerNormLinear is for one Linear behind a norm, which no case has."""
+    from transformer_engine.pytorch import LayerNorm, RMSNorm
+
+    def made(norm: nn.Module) -> nn.Module | None:
+        if isinstance(norm, nn.LayerNorm):
+            return LayerNorm(norm.normalized_shape, norm.eps)
+        return None if (rms := rms_of(norm)) is None else RMSNorm(*rms)
+
+    return with_norms(model, made)
+
+
 LIBRARIES = {
     "Liger-Kernel": (ligers, "liger-kernel"),
     "quack": (quacks, "quack-kernels"),
     "apex": (apexes, "apex"),
+    "Transformer Engine": (engines, "transformer-engine"),
 }
 """What puts a library's modules into a model, and the package that has its version."""
 
