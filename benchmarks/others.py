@@ -28,10 +28,11 @@ import torch
 from torch import Tensor, nn
 
 import epinorm
+from epinorm.tools.accuracy import DRAWS
 from epinorm.tools.bench import fp32_precision_set, model_runner
 from epinorm.tools.models import NAMED, SETTINGS
 from epinorm.tools.models.subject import Setting, Subject
-from epinorm.tools.models.verify import DRAWS, compare_candidate, judge, truth_of
+from epinorm.tools.models.verify import compare_candidate, judge, truth_of
 from epinorm.tools.results import commit, device_name, device_slug, put_values, today
 from epinorm.tools.timing import Settings, sample_interleaved
 from epinorm.tools.verdict import spreads

@@ -159,6 +159,15 @@ def test_wrong_solutions_are_caught_with_their_reason(name: str) -> None:
         assert [c.name for c in verdict.failures] == [where]
 
 
+@pytest.mark.usefixtures("forked")
+def test_at_high_tf32_is_right_where_eager_takes_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("verify", "judge.timing"):
+        monkeypatch.setattr(f"epinorm.tools.{module}.allows_tf32", lambda *_: True)
+    verdict = judged("tf32", precision="high", timing=True, training=False)
+    assert verdict.clean, verdict.failures
+    assert "eager in TF32" in check(verdict, "accuracy").reason
+
+
 def test_every_animal_of_the_zoo_is_here_or_needs_a_gpu() -> None:
     gpu = {"side_stream", "side_stream_late", "events"}
     animals = {path.stem for path in ZOO.glob("*.py")} - {"problem", "right"}

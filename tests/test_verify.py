@@ -8,14 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from epinorm.tools import console
 from epinorm.tools.accuracy import (
     FLOOR_ULPS,
     Comparison,
+    Outcome,
     Verification,
     allowed_error,
+    compare,
+    over_draws,
     relative_error,
 )
 from epinorm.tools.kinks import away_from_kinks
+from epinorm.tools.tf32 import round_to_tf32
 from epinorm.tools.verify import (
     draw_inputs,
     poisoned_memory,
@@ -389,3 +394,151 @@ def test_a_wrong_slope_of_the_activation_is_caught() -> None:
     result = verify(model, make(Slope)[0], inputs)
     assert not any(c.what == "output" for c in result.failures)
     assert any(c.what == "gradient of fc.weight" for c in result.failures)
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """x Wᵀ of rounded operands, as its gradients are."""
+
+    @staticmethod
+    def forward(ctx, x, weight, rounded):
+        ctx.save_for_backward(x, weight)
+        ctx.rounded = rounded
+        return rounded(x) @ rounded(weight).t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy = ctx.rounded(dy)
+        return dy @ ctx.rounded(weight), dy.t() @ ctx.rounded(x), None
+
+
+class InTf32(Model):
+    rounded = staticmethod(round_to_tf32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = _RoundedProduct.apply(x, self.fc.weight, self.rounded) + self.fc.bias
+        return 2 * F.leaky_relu(self.gn(z), 0.01)
+
+
+class InBf16(InTf32):
+    rounded = staticmethod(lambda t: t.bfloat16().float())
+
+
+@pytest.fixture
+def tf32_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU too, whose products are in fp32 all the same."""
+    monkeypatch.setattr("epinorm.tools.verify.allows_tf32", lambda dtype, _: dtype == torch.float32)
+
+
+@pytest.mark.usefixtures("tf32_is_allowed")
+@pytest.mark.parametrize("training", [False, True])
+def test_tf32_passes_where_it_is_allowed_and_eager_takes_fp32(training: bool) -> None:
+    model, inputs = make(Model)
+    result = verify(model, make(InTf32)[0], inputs, training=training)
+    assert result.passed, result.failures
+    by_tf32 = [c for c in result.comparisons if c.inputs.endswith("n, eager in TF32")]
+    assert {c.what for c in by_tf32} >= {"output"}
+    assert all(c.eager > 1e-5 for c in by_tf32 if c.ours > 1e-6)
+    of_16_bit = verify(model, make(InBf16)[0], inputs, training=training)
+    with_products = {c.what for c in result.comparisons} - {"gradient of gn.bias"}
+    assert {c.what for c in of_16_bit.failures} >= with_products
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_tf32_fails_where_it_is_not_allowed(training: bool) -> None:
+    torch.set_float32_matmul_precision("high")  # which says nothing of a CPU
+    model, inputs = make(Model)
+    assert not verify(model, make(InTf32)[0], inputs, training=training).passed
+
+
+@pytest.mark.usefixtures("tf32_is_allowed")
+def test_tf32_is_emulated_only_after_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epinorm.tools.verify.RoundedOperands", None)  # so calling it raises
+    model, inputs = make(Model)
+    assert verify(model, copy.deepcopy(model), inputs).passed
+
+
+class Noisy(nn.Module):
+    """x with noise of some size in fp32, drawn from the bits of x; in float64 x itself."""
+
+    def __init__(self, noise: float, seed: int) -> None:
+        super().__init__()
+        self.noise, self.seed, self.calls = noise, seed, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return x.clone()
+        self.calls += 1
+        seed = self.seed + int(x.view(torch.int32).sum())
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+        return x + self.noise * noise
+
+
+def test_a_narrow_miss_is_judged_over_further_draws() -> None:
+    eager, shares = Noisy(1e-3, 0), []
+    x = (torch.empty(64, 128),)
+    found = {}
+    for seed in range(8):
+        ours = Noisy(1e-3, 1)
+        result = verify(
+            eager, ours, x, training=False, kinds=("randn",), seed=seed, progress=shares.append
+        )
+        assert result.passed, result.failures
+        (found[seed],) = result.comparisons
+        draws = found[seed].inputs.removeprefix("randn")
+        assert ours.calls == 2 + (int(draws.split()[1]) - 1 if draws else 0)
+        assert shares == sorted(shares)
+        assert 0 <= shares[0] <= shares.pop() < 1
+        shares.clear()
+        with console.out.capture() as shown:
+            console.out.print(console.verification_table(result))
+        assert found[seed].inputs in shown.get()
+    assert {c.inputs for c in found.values()} > {"randn", "randn, 4 draws"}
+    for worse in (1.02, 1.2):
+        ours = Noisy(1e-3 * worse, 1)
+        (failed,) = verify(eager, ours, x, training=False, kinds=("randn",)).failures
+        assert failed.ratio == pytest.approx(worse, rel=0.005 if worse == 1.02 else 0.05)
+        assert failed.inputs == ("randn, 32 draws" if worse == 1.02 else "randn")
+        assert ours.calls == (33 if worse == 1.02 else 2)
+
+
+@pytest.mark.parametrize(("worse", "verifications"), [(1.0, 200), (1.02, 40)])
+def test_luck_decides_hardly_any_verification(worse: float, verifications: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = Outcome((torch.zeros(8192, dtype=torch.float64),), {})
+    firsts: list[bool] = []
+
+    def draw(number: int) -> tuple[Comparison, ...]:
+        noise = torch.randn(2, 8192, generator=generator)
+        eager, ours = (Outcome((part,), {}) for part in (noise[0], worse * noise[1]))
+        found = compare(exact, eager, ours, torch.float32, "")
+        firsts.extend(c.passed for c in found if number == 0)
+        return found
+
+    def passes() -> bool:
+        drawn = over_draws(draw, lambda _, eager: allowed_error(eager, torch.float32))
+        return all(c.passed for c in drawn)
+
+    passed = [passes() & passes() for _ in range(verifications)]  # on both kinds of inputs
+    if worse == 1.0:
+        assert sum(firsts) < 0.75 * len(firsts)
+        assert sum(passed) >= 0.99 * verifications
+    else:
+        assert sum(passed) <= 0.05 * verifications
+
+
+def test_what_is_wrong_beside_its_error_is_drawn_once() -> None:
+    class WrongAtOnce(Noisy):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, 1:]
+
+    ours = WrongAtOnce(1e-3, 1)
+    result = verify(Noisy(1e-3, 0), ours, (torch.empty(64, 128),), training=False)
+    assert all("has shape" in c.reason for c in result.failures)
+    assert ours.calls == 4  # two runs on inputs of both kinds
+
+
+def test_what_a_further_draw_shows_wrong_counts() -> None:
+    right, wrong = (Comparison("output", "randn", 1.01, 1.0, 1.005, r) for r in (None, "missing"))
+    found = over_draws(lambda number: [wrong if number == 2 else right], lambda _, eager: eager)
+    assert [c.reason for c in found] == ["missing"]

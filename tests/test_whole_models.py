@@ -14,15 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from epinorm.tools.accuracy import Comparison
+from epinorm.tools.accuracy import DRAWS, Comparison
 from epinorm.tools.kinks import rows_away_from_kinks
 from epinorm.tools.models import SETTINGS, bench_model, load_subject
 from epinorm.tools.models.families import family
 from epinorm.tools.models.rows import ModelRow
 from epinorm.tools.models.subject import dropout_off, most_dropout
-from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
+from epinorm.tools.models.verify import Judged, compare_candidate, judge, truth_of
 from epinorm.tools.page import html_page
 from epinorm.tools.results import merge_rows, read_rows_of
+from epinorm.tools.tf32 import RoundedOperands
 from epinorm.tools.timing import Settings
 from epinorm_cli.commands import app
 from processes import run_script
@@ -63,13 +64,15 @@ def rows() -> list[ModelRow]:
 
 def test_torch_compile_is_run_once_and_ours_at_every_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    asked = iter([DRAWS, 0, 0, 0])  # of both ways, twice: one missed narrowly over the first draws
+    monkeypatch.setattr("epinorm.tools.models.bench.more_draws", lambda *_: next(asked))
     told: list[str] = []
     ways, setting = ("compile", "backend"), SETTINGS["highest"]
     subject = load_subject(f"{__name__}:net")
     row = bench_model(subject, setting, True, CPU, ways, FAST, lambda stage, _: told.append(stage))
     assert {"fused", "backend", "fused over compile", "backend over compile"} < set(row.spreads)
     assert told.count("verifying compile") == 1
-    assert told.count("verifying fused") == told.count("verifying backend") == DRAWS
+    assert told.count("verifying fused") == told.count("verifying backend") == 2 * DRAWS
 
 
 def test_each_row_says_what_was_measured(rows: list[ModelRow]) -> None:
@@ -162,6 +165,27 @@ def test_one_wrong_gradient_is_found(wrong: Callable[[Net], None], gradient: str
     assert not found.pop(f"gradient of {gradient}")
     assert not found.pop("all gradients together") or gradient == "norm.bias"
     assert all(found.values())
+
+
+@pytest.mark.parametrize(("operands", "right"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_tf32_is_the_yardstick_where_it_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, operands: torch.dtype, right: bool
+) -> None:
+    model, inputs = net()
+    model.drop.p = 0.0
+
+    def call(*inputs: Tensor) -> Any:
+        with RoundedOperands(), torch.autocast("cpu", torch.bfloat16, operands == torch.bfloat16):
+            return model(*inputs).float()
+
+    said = []
+    for allowed in (False, True):
+        monkeypatch.setattr("epinorm.tools.verify.allows_tf32", lambda *_, found=allowed: found)
+        truth = truth_of(model, inputs, HIGHEST, False)
+        of = (truth, model, call, inputs, HIGHEST, False)
+        said.append(judge([compare_candidate(*of)], HIGHEST).reason)
+    assert said[0]
+    assert (said[1] is None) == right
 
 
 class Attention(nn.Module):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import epinorm
 from epinorm import GroupNorm, LayerNorm, RMSNorm
 from epinorm.capture.backend import compile_graph
-from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.accuracy import DRAWS, allowed_error, relative_error
 from epinorm.tools.models import SETTINGS
-from epinorm.tools.models.verify import DRAWS, compare_candidate, judge, truth_of
+from epinorm.tools.models.verify import compare_candidate, judge, truth_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 HEADS, ROWS, BOTH = ("", ""), ("mul_row|add_residual", "gelu"), ("silu|mul_row", "mul_row|silu")

@@ -10,8 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import epinorm
 from epinorm.backends.prepack import prepacked
+from epinorm.tools.accuracy import DRAWS
 from epinorm.tools.models import SETTINGS
-from epinorm.tools.models.verify import DRAWS, compare_candidate, judge, truth_of
+from epinorm.tools.models.verify import compare_candidate, judge, truth_of
 
 ROWS, WIDTH = 4096, 768  # large enough that each alone is ours too
 

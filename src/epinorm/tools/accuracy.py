@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,15 @@ fp64: the truth has the same precision, so eager's error against it is often zer
 between two correct results is all there is to judge."""
 
 
+DRAWS = 4
+"""Where the error of one draw is luck, those of several are pooled, as root mean squares."""
+MOST_DRAWS = 32
+"""The ratio of two root mean squares of 8192 values each has 1.1 % of noise; over so many draws
+0.2 %, less than half of RATIO_RESOLUTION."""
+NARROW = 1.05
+"""An error of up to so many times the allowed one may be noise: further draws tell."""
+
+
 def allowed_error(eager_error: float, dtype: torch.dtype) -> float:
     """The largest relative error that passes, given eager's own (dimensionless)."""
     limit = RATIO_LIMITS[dtype] + RATIO_RESOLUTION
@@ -70,6 +79,11 @@ class Comparison:
     @property
     def passed(self) -> bool:
         return self.reason is None and self.ours <= self.allowed
+
+    @property
+    def missed(self) -> bool:
+        """Whether the error is too large, and nothing else is wrong."""
+        return self.reason is None and not self.passed
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for JSON; an infinite error is None, and ``reason`` says what it is."""
@@ -182,6 +196,52 @@ def compare(
                 reason = f"eager's own result is not finite in {dtype}, so there is no yardstick"
         comparisons.append(Comparison(what, inputs, error, eager_error, allowed, reason))
     return tuple(comparisons)
+
+
+def pooled(
+    draws: Sequence[Sequence[Comparison]], allowed: Callable[[str, float], float]
+) -> tuple[Comparison, ...]:
+    """The same comparisons over several draws: errors as root mean squares.
+
+    ``allowed``: the largest error that passes, of what is compared and eager's error.
+    """
+    found = []
+    for comparisons in zip(*draws, strict=True):
+        first = comparisons[0]
+        reason = next((c.reason for c in comparisons if c.reason), None)
+        ours, eager = (_rms([getattr(c, name) for c in comparisons]) for name in ("ours", "eager"))
+        inputs = first.inputs if len(draws) == 1 else f"{first.inputs}, {len(draws)} draws"
+        limit = allowed(first.what, eager)
+        found.append(Comparison(first.what, inputs, ours, eager, limit, reason))
+    return tuple(found)
+
+
+def _rms(errors: Sequence[float]) -> float:
+    return math.hypot(*errors) / len(errors) ** 0.5
+
+
+def more_draws(comparisons: Sequence[Comparison], draws: int) -> int:
+    """How many draws, beside those that were compared, may tell whether this is right.
+
+    None where nothing failed, where something is wrong beside errors or by far, and after
+    MOST_DRAWS; else up to the next multiple of DRAWS.
+    """
+    failed = [c for c in comparisons if not c.passed]
+    if not failed or draws >= MOST_DRAWS or max(c.strain for c in failed) > NARROW:
+        return 0
+    return DRAWS - draws % DRAWS
+
+
+def over_draws(
+    draw: Callable[[int], Sequence[Comparison]], allowed: Callable[[str, float], float]
+) -> tuple[Comparison, ...]:
+    """The comparisons of ``draw(0)``; where they miss narrowly, those of further draws with it."""
+    draws = [draw(0)]
+    found = tuple(draws[0])
+    while more := more_draws(found, len(draws)):
+        draws += [draw(len(draws) + index) for index in range(more)]
+        found = pooled(draws, allowed)
+    return found
 
 
 def _mismatch(result: Tensor | None, theirs: Tensor) -> str | None:

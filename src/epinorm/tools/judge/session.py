@@ -17,6 +17,7 @@ from epinorm.tools.kernelbench.problem import ProblemFile, placed
 from epinorm.tools.verify import (
     InputKind,
     Truth,
+    by_the_larger_yardstick,
     draw_inputs,
     expected,
     is_floating,
@@ -169,13 +170,17 @@ class Session:
         """
         truth = self.expected(inputs, training)
         self.process.take_inputs(inputs, into_old)
-        ours = self.process.run(training, truth.seed, truth.kept)
-        found = self.judged(label, truth, ours, stress)
+
+        def judged(truth: Truth) -> list[Comparison]:
+            ours = self.process.run(training, truth.seed, truth.kept)
+            return self.judged(label, truth, ours, stress)
+
+        found = by_the_larger_yardstick(truth, judged)
         return [replace(c, allowed=max(c.allowed, floor)) for c in found]
 
     def judged(self, label: str, truth: Truth, ours: Outcome, stress: bool) -> list[Comparison]:
         """``compare``, with the limits for ``stress`` and a word on answers given before."""
-        stale = self._stale(ours)
+        stale = self._stale(label, ours)
         self.earlier.append((label, ours.outputs[0] if ours.outputs else torch.empty(0)))
         found = []
         for one in compare(truth.exact, truth.eager, ours, self.dtype, label):
@@ -198,16 +203,17 @@ class Session:
             limits.append(TF32_ROUNDING if stress else TF32_RATIO * one.eager)
         return max(limits)
 
-    def _stale(self, ours: Outcome) -> str | None:
-        """The inputs of an earlier call that had this very answer, if it is no coincidence."""
+    def _stale(self, label: str, ours: Outcome) -> str | None:
+        """The other inputs of an earlier call that had this answer, if it is no coincidence."""
         if not ours.outputs or not ours.outputs[0].numel():
             return None
         output = ours.outputs[0]
         if bool((output == output.flatten()[0]).all()):
             return None  # a constant is not remembered, it is wrong in its own way
-        for label, before in self.earlier:
-            if before.shape == output.shape and torch.equal(before, output):
-                return f"{label} before"
+        for other, before in self.earlier:
+            same = before.shape == output.shape and torch.equal(before, output)
+            if same and other != label:
+                return f"{other} before"
         return None
 
     def expected(self, inputs: Sequence[Any], training: bool = False) -> Truth:

@@ -24,6 +24,7 @@ from epinorm.tools.accuracy import Outcome
 from epinorm.tools.judge.facts import Check, Timing
 from epinorm.tools.judge.loop import Loop, Recipe, next_state
 from epinorm.tools.judge.session import Session
+from epinorm.tools.tf32 import RoundedOperands, allows_tf32
 from epinorm.tools.verify import Truth, of_floats
 
 BATCH_SECONDS = 0.08
@@ -202,6 +203,9 @@ class _Checksums:
         self.units, self.sizes = list[float](), list[float]()
         for _ in range(SAMPLES):
             self._calibrate(session)
+            if allows_tf32(session.dtype, session.device):  # the library may not have taken it
+                with RoundedOperands():
+                    self._calibrate(session)
 
     @property
     def said(self) -> str:

@@ -15,11 +15,12 @@ from torch import nn
 
 import epinorm
 from epinorm.capture.backend import compile_graph
+from epinorm.tools.accuracy import DRAWS, more_draws
 from epinorm.tools.bench import fp32_precision_set, model_runner
 from epinorm.tools.models.families import families_of
 from epinorm.tools.models.rows import AGAINST, OURS, ModelRow
 from epinorm.tools.models.subject import Setting, Subject, dropout_off, most_dropout
-from epinorm.tools.models.verify import DRAWS, Judged, compare_candidate, judge, truth_of
+from epinorm.tools.models.verify import Judged, compare_candidate, judge, truth_of
 from epinorm.tools.progress import Notify, in_a_line, silent
 from epinorm.tools.results import measured_on
 from epinorm.tools.timing import Settings, peak_memory_mb, sample_interleaved, wall_times
@@ -107,9 +108,9 @@ def _verify(
     model, fused = ways["eager"].model, ways["fused"].model
     draws: dict[str, list[Any]] = {name: [] for name in ways if name != "eager"}
     reasons: dict[str, str] = {}
-    count = DRAWS if training else 1
+    seed, count = 0, DRAWS if training else 1
     with dropout_off(model, fused):
-        for seed in range(count):
+        while seed < count:
             notify("running it in float64", 0.05 + 0.4 * seed / count)
             truth = truth_of(model, inputs, setting, training, seed)
             fused.load_state_dict(model.state_dict())
@@ -124,6 +125,11 @@ def _verify(
                 except Exception as error:  # a compiler's costs its column alone; the row says it
                     reasons[name] = in_a_line(error)
             del truth  # of the next draw there is one more
+            seed += 1
+            if seed == count:
+                ours = [draws[name] for name in OURS if name in draws and name not in reasons]
+                found = [judge(each, setting).comparisons for each in ours]
+                count += max((more_draws(each, seed) for each in found), default=0)
     judged = {name: judge(each, setting) for name, each in draws.items() if name not in reasons}
     for name in OURS:
         if name in judged and (reason := judged[name].reason):

@@ -17,13 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epinorm.tools.accuracy import FLOOR_ULPS, Comparison, Outcome, allowed_error, compare
+from epinorm.tools.accuracy import (
+    FLOOR_ULPS,
+    Comparison,
+    Outcome,
+    allowed_error,
+    compare,
+    pooled,
+)
 from epinorm.tools.kinks import rows_away_from_kinks
 from epinorm.tools.models.subject import Setting
-from epinorm.tools.verify import Truth, expected, poisoned_memory, randomize_parameters, run_model
+from epinorm.tools.verify import (
+    Truth,
+    by_the_larger_yardstick,
+    expected,
+    poisoned_memory,
+    randomize_parameters,
+    run_model,
+)
 
-DRAWS = 4
-"""Of parameters and dy, over which a gradient's error is the root of the mean square."""
 SINGLE_LIMIT = 2.0
 """How many times eager's error that of a single gradient may be."""
 NO_DIGIT = 0.5
@@ -92,11 +104,20 @@ def compare_candidate(
 ) -> tuple[Comparison, ...]:
     """Compare ``call`` on ``model``, which has the parameters that the truth was made with: each
     output, and in training each gradient and all of them together."""
-    with poisoned_memory([tensor for _, tensor in truth.eager.tensors()], copies=1):
-        ours = run_model(model, inputs, training, truth.seed, truth.kept, call)
-    compared = compare(truth.exact, truth.eager, ours, setting.products, "as given")
-    if not training:
-        return tuple(c for c in compared if c.what.startswith("output"))
+
+    def judged(truth: Truth) -> tuple[Comparison, ...]:
+        with poisoned_memory([tensor for _, tensor in truth.eager.tensors()], copies=1):
+            ours = run_model(model, inputs, training, truth.seed, truth.kept, call)
+        compared = compare(truth.exact, truth.eager, ours, setting.products, "as given")
+        if training:
+            compared = (*compared, _all_gradients(truth, compared))
+        return judge([compared], setting).comparisons
+
+    return tuple(by_the_larger_yardstick(truth, judged))
+
+
+def _all_gradients(truth: Truth, compared: Sequence[Comparison]) -> Comparison:
+    """Of one vector, made of every gradient among what was compared."""
     norms = {name: _norm(tensor) for name, tensor in truth.exact.tensors() if tensor is not None}
     gradients = [c for c in compared if not c.what.startswith("output")]
     weights = [norms[c.what] for c in gradients]
@@ -104,19 +125,12 @@ def compare_candidate(
         _together([c.ours for c in gradients], weights),
         _together([c.eager for c in gradients], weights),
     )
-    return (*compared, Comparison(POOLED, "as given", *errors, math.inf))
+    return Comparison(POOLED, "as given", *errors, math.inf)
 
 
 def judge(draws: Sequence[Sequence[Comparison]], setting: Setting) -> Judged:
     """The verdict over one or several draws, each as ``compare_candidate`` gives it."""
-    found = []
-    for comparisons in zip(*draws, strict=True):
-        first = comparisons[0]
-        reason = next((c.reason for c in comparisons if c.reason), None)
-        ours, eager = (_rms([getattr(c, name) for c in comparisons]) for name in ("ours", "eager"))
-        allowed = _allowed(first.what, eager, setting.products)
-        found.append(Comparison(first.what, first.inputs, ours, eager, allowed, reason))
-    return Judged(tuple(found))
+    return Judged(pooled(draws, lambda what, eager: _allowed(what, eager, setting.products)))
 
 
 def _allowed(what: str, eager: float, dtype: torch.dtype) -> float:
@@ -126,10 +140,6 @@ def _allowed(what: str, eager: float, dtype: torch.dtype) -> float:
     if what.startswith("output"):
         return least
     return max(least, SINGLE_LIMIT * eager) if eager < NO_DIGIT else math.inf
-
-
-def _rms(errors: Sequence[float]) -> float:
-    return math.hypot(*errors) / len(errors) ** 0.5
 
 
 def _norm(tensor: Tensor) -> float:
