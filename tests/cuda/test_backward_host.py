@@ -24,9 +24,11 @@ from epinorm.backends.cuda.gemm.hopper import product as hopper_product
 from epinorm.backends.cuda.norm import backward as norm_backward
 from epinorm.backends.cuda.plan import gradients
 from epinorm.backends.cuda.runtime.device import Gpu
+from epinorm.backends.cuda.runtime.replay import recorded, recording
+from epinorm.chain import Chain
 from epinorm.operator import calls
 from epinorm.problem import Inputs, Plan
-from imaginary import believe_in
+from imaginary import believe_in, imaginary_h200
 
 CPU = torch.device("cpu")
 SHARED = 232448
@@ -357,3 +359,52 @@ def test_no_rows_need_no_kernel(launched):
     found = calls.run_backward(tensors, FACTS, kept, torch.empty(0, N), (False, False, *ALL[2:]))
     assert launched == []
     assert all(not g.any() for g in found)
+
+
+def most_bytes(m, k, n, chain):
+    """Of z, planes and what a recorded backward pass allocates: where its memory peaks."""
+    facts = (chain, "auto", False, None)
+    parsed = Chain.parse(chain)
+    vectors = [torch.empty(n) for _ in range(3)]
+    operands = tuple(torch.empty(m, n) for _ in parsed.operand_kinds)
+    tensors = (torch.empty(m, k), torch.empty(n, k), *vectors)
+    with imaginary_h200(), torch.no_grad():
+        inputs = Inputs(*tensors, operands, calls.constants_of(facts))
+        made = calls.executable_of(inputs, facts, True, True)
+        out, dy = made.forward(*inputs), torch.empty(m, n)
+        saved, left = (out.saved(parsed), out.mean, out.rstd), out.left
+        own = {t.data_ptr() for t in (left.x, left.weight, saved[0])}
+        given = [dy, *tensors, *operands, *saved, left.x, left.weight]
+        wanted = (True,) * (len(tensors) + len(operands))
+        with recording([t for t in given if t.numel()]) as noted:
+            known = made, left
+            found = calls.run_backward(
+                (*tensors, operands), facts, list(saved), dy, wanted, None, *known
+            )
+        facts_of_run = recorded(noted, [t for t in found if t is not None])
+    buffers, steps = noted.buffers, facts_of_run.steps
+    alive = {i: b.end - b.begin for i, b in enumerate(buffers[: noted.given]) if b.begin in own}
+    peak = 0
+    for *_, allocated, done in steps:
+        for i in allocated:
+            over = facts_of_run.made[i - noted.given][2]
+            alive[i] = alive.pop(over) if over >= 0 else buffers[i].end - buffers[i].begin
+        peak = max(peak, sum(alive.values()))
+        for i in done:
+            alive.pop(i, None)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chain", "matrices"),
+    [
+        # z, which dz takes the place of; x's and W's planes; dz's twice; dX and its two parts.
+        ((1024, 1024, 1024), "rms_norm|silu", 1 + 2 + 2 + 3),
+        # z; x's planes, four times as wide; dz's; the residual's gradient; a quarter of it scratch.
+        ((8192, 3072, 768), "add_residual|layer_norm(1e-05)", 1 + 4 + 1 + 1 + 0.25),
+    ],
+)
+def test_the_most_that_a_backward_pass_holds(sizes, chain, matrices):
+    """In results of the linear: Dreamer's layer, and the one of BERT's where its step peaks."""
+    m, _, n = sizes
+    assert most_bytes(*sizes, chain) < (matrices + 0.1) * 4 * m * n

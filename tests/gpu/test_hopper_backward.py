@@ -88,9 +88,8 @@ def gradients(dz: Tensor, weight: Tensor, x: Tensor, planes: int) -> tuple[Tenso
         torch.zeros(m, dtype=torch.uint8, device="cuda"),
         torch.zeros(n, dtype=torch.uint8, device="cuda"),
     )
-    largest = Largest(
-        dz, rows.data_ptr(), 1, columns.data_ptr(), flags[0].data_ptr(), flags[1].data_ptr()
-    )
+    addresses = rows.data_ptr(), 1, columns.data_ptr(), *(each.data_ptr() for each in flags)
+    largest = Largest(dz, [rows, columns], *addresses)
     operands = [products.operands(inputs, None)]
     by = list(products.split_gradient(dz, operands[0].factors, largest))
     dx, dw = products.multiply(inputs, operands, lambda: dz, by)

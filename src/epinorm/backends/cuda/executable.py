@@ -208,7 +208,7 @@ def _planes(problem: Problem, core: Core, layout: Layout) -> Bound:
     pre, keeps_z, returns_sum = problem.chain.pre, problem.keeps_z, problem.chain.returns_sum
     of_pre = sum(op.operand is not None for op in pre)
     constants_of_pre = sum(len(op.arguments) for op in pre)
-    multiply = single.bind(product_of(problem), core, layout)
+    multiply = single.bind(product_of(problem), core, layout, problem)
     normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size)
 
     def run(inputs: Inputs) -> Forward:

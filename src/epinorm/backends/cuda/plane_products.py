@@ -84,6 +84,7 @@ class PlaneProducts:
             assert whole is not None
             assert largest is not None
             parts = list(self.split_gradient(whole, operands[0].factors, largest))
+            largest.scratch.clear()
             return norm, *self.multiply(inputs, operands, lambda: whole, parts, into)
         norm, written = found
 
@@ -115,7 +116,7 @@ class PlaneProducts:
             weight = None if kept is None else kept.take_weight()
             if weight is None:
                 weight = _split(self.split_weight, inputs.weight)
-            columns = weight.data_ptr() + self.split_weight.scale
+            columns = self.split_weight.origin(weight) + self.split_weight.scale
         if self.choice.weight:
             x = None if kept is None else kept.take_x()
             if x is None:
@@ -153,6 +154,8 @@ class PlaneProducts:
         weight, by_row = of.pop(), of.pop()
         if self.dx is None or weight is None or by_row is None:
             return None
+        if weight.numel() < self.split_weight.nbytes:  # its planes did not wait
+            weight = _split(self.split_weight, inputs.weight)
         dx = self.dx(*self._given(by_row, weight, self.split_weight))
         flags = by_row.flags, *_flags_in(weight, self.split_weight), by_row.scale
         prepare_rescue(dx, dz(), inputs.weight, False, *flags)()

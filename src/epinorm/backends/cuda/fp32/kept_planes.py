@@ -23,7 +23,8 @@ VARIABLE = "EPINORM_KEPT_PLANES_MB"
 
 
 class KeptPlanes:
-    """The planes of x and of W as `planes.Splitter` lays them out, one matrix a buffer; or None."""
+    """The planes of x and of W as `planes.Splitter` lays them out, one matrix a buffer; or None. Of
+    W, all but the planes where these are made again (`plan/gradients.py`, ``weight_waits``)."""
 
     def __init__(self, x: Tensor | None, weight: Tensor | None) -> None:
         self.x = x

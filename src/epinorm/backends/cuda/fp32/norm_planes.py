@@ -56,8 +56,9 @@ UNIT_BYTES = 16
 
 
 class PlanesRead(NamedTuple):
-    """The buffers of W's and x's planes, as `planes.Splitter` lays them out, and their scales as dz
-    takes them over; None where that gradient is not computed from planes."""
+    """The buffers of W's and x's planes, as `planes.Splitter` lays them out, W's perhaps without
+    its planes, and their scales as dz takes them over; None where that gradient is not computed
+    from planes."""
 
     weight: Tensor | None
     x: Tensor | None
@@ -212,7 +213,7 @@ class _Launches:
             *matrices[4:],
             *[t.data_ptr() for t in elements if t is not None],
         )
-        at, w, split = x.data_ptr(), weight.data_ptr(), self.split_x
+        at, w, split = x.data_ptr(), self.split_w.origin(weight), self.split_x
         column_scale = hi + self.column_scale
         rescale = partial(
             self.rescale,

@@ -119,16 +119,20 @@ class Splitter(PlaneLayout):
         self.device = device
         self._launches: dict[bool, Callable[..., None]] = {}
 
-    def __call__(self, buffer: int, first: Tensor, second: Tensor | None = None) -> None:
+    def __call__(
+        self, buffer: int, first: Tensor, second: Tensor | None = None, rest: int | None = None
+    ) -> None:
         """Launch; buffer: the address of ``nbytes`` bytes, a multiple of 16. The matrices are fp32
-        with contiguous columns; rows may have a stride."""
+        with contiguous columns; rows may have a stride. rest: the ``origin`` of another buffer, for
+        all but the planes."""
         address, stride = first.data_ptr(), first.stride(0)
         more, more_stride = (0, 0) if second is None else (second.data_ptr(), second.stride(0))
         aligned = (address | more | 4 * (stride | more_stride)) % VECTOR_BYTES == 0
+        rest = buffer if rest is None else rest
         self.launch(aligned)(
             *(address, stride, more, more_stride),
             *(buffer, buffer + self.lo),
-            *(buffer + self.scale, buffer + self.flags, buffer + self.spoilt),
+            *(rest + self.scale, rest + self.flags, rest + self.spoilt),
             *self.numbers,
         )
 
@@ -144,6 +148,11 @@ class Splitter(PlaneLayout):
         not possible while a CUDA graph is captured.
         """
         return self._launches.get(aligned) or self._prepare(aligned)
+
+    def origin(self, buffer: Tensor) -> int:
+        """The address from which the layout counts; buffer: of ``nbytes`` bytes, or without the
+        planes in front."""
+        return buffer.data_ptr() + buffer.numel() - self.nbytes
 
     def planes_in(self, buffer: Tensor, second: bool = False) -> Planes:
         """The first or the second matrix's planes in a buffer; buffer: (nbytes,) uint8."""

@@ -10,14 +10,13 @@ themselves. Where x has few rows, Hopper's core converts W on its way into the p
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
-from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, Planes, splitter
+from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, splitter
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting, readable
 from epinorm.backends.cuda.gemm.hopper.linear_norm import HopperLinearNorm
@@ -32,7 +31,7 @@ from epinorm.backends.cuda.gemm.launch import (
 from epinorm.backends.cuda.gemm.portable.launch import PortableLinearNorm
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan import hopper, portable
-from epinorm.backends.cuda.plan.gradients import planes_taken
+from epinorm.backends.cuda.plan.gradients import planes_taken, weight_waits
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
@@ -43,16 +42,17 @@ from epinorm.backends.prepack import marked
 from epinorm.problem import Core, Forward, Inputs, Layout, Problem, StepForward
 
 
-def bind(problem: Problem, core: Core, layout: Layout) -> Bound:
-    """The forward pass of tensors of this layout."""
-    return SingleForward(problem, core).bind(*layout)
+def bind(problem: Problem, core: Core, layout: Layout, whole: Problem | None = None) -> Bound:
+    """The forward pass of tensors of this layout; whole: the problem whose product it is."""
+    return SingleForward(problem, core, whole).bind(*layout)
 
 
 class SingleForward:
     """y and what backward needs, by one kernel (fp32: and the conversion of x and W to planes)."""
 
-    def __init__(self, problem: Problem, core: Core) -> None:
+    def __init__(self, problem: Problem, core: Core, whole: Problem | None = None) -> None:
         self.problem, self.core = problem, core
+        self.weight_waits = weight_waits(whole or problem)
         self.ordinary = _launch_of(problem, core, prepacked=False)
 
     def bind(self, *layout: Any) -> Bound:
@@ -95,7 +95,7 @@ class SingleForward:
             return None
         if isinstance(ordinary, _Converting):
             return _Converting(problem, ordinary.tile, leaves=True)
-        return _Split(problem, ordinary.kernel, prepacked=True)
+        return _Split(problem, ordinary.kernel, True, self.weight_waits)
 
 
 def _launch_of(problem: Problem, core: Core, prepacked: bool, converts: bool = True) -> _Launch:
@@ -193,9 +193,12 @@ class _Direct(Launch):
 
 
 class _Split(Launch):
-    """fp32 x and W as planes; W's are made in each call, or ``prepacked``."""
+    """fp32 x and W as planes; W's are made in each call, or ``prepacked``. weight_waits: whether
+    they are left with what belongs to them."""
 
-    def __init__(self, problem: Problem, kernel: LinearNorm, prepacked: bool) -> None:
+    def __init__(
+        self, problem: Problem, kernel: LinearNorm, prepacked: bool, weight_waits: bool = True
+    ) -> None:
         super().__init__(problem)
         self.kernel, self.given = kernel, KeptOperands(kernel.given)
         planes = problem.planes
@@ -205,7 +208,10 @@ class _Split(Launch):
         self.split = splitter(planes, problem.k, problem.m, rows, device)
         self.split_weight = splitter(planes, problem.k, problem.n, 0, device)
         self.new_buffer = new_tensor((self.split.nbytes,), torch.uint8, device)
-        self.new_weight = new_tensor((self.split_weight.nbytes,), torch.uint8, device)
+        nbytes = self.split_weight.nbytes
+        self.dropped = 0 if weight_waits else self.split_weight.spoilt
+        self.new_weight = new_tensor((self.dropped or nbytes,), torch.uint8, device)
+        self.new_rest = new_tensor((nbytes - self.dropped,), torch.uint8, device)
         self.kernels: dict[bool, tuple[Callable[..., None], Callable[..., None] | None]] = {}
         if problem.m:
             self._load(aligned=True)  # now: a CUDA graph may be captured when it is first needed
@@ -280,33 +286,46 @@ class _Split(Launch):
     def _operands(self, buffer: Tensor, weight: _Weight | None) -> Operands:
         """x's planes, and W's: its own or the second of the buffer."""
         x = self.split.planes_in(buffer)
-        w = self.split.planes_in(buffer, True) if weight is None else weight[3]()
+        if weight is not None:
+            return x.hi, x.lo, *weight[3]()
+        w = self.split.planes_in(buffer, True)
         return x.hi, x.lo, w.hi, w.lo
 
     @property
     def nbytes_left(self) -> int:
         """Bytes of the planes that ``bind_leaving`` leaves."""
-        return self.split.nbytes + self.split_weight.nbytes
+        return self.split.nbytes + self.split_weight.nbytes - self.dropped
 
     def bind_leaving(self, *layout: Any) -> Bound:
-        """As ``bind``, and planes are left: W's by a launch and in a buffer of their own."""
+        """As ``bind``, and planes are left: W's by a launch and in a buffer of their own; or all
+        but W's (``weight_waits``)."""
         run = self.bind(*layout)
 
         def run_and_leave(inputs: Inputs) -> Forward:
             buffer = self.new_weight()
-            self.split_weight(buffer.data_ptr(), inputs.weight)
-            return run(inputs, self.weight_in(buffer), buffer)
+            left = self.new_rest() if self.dropped else buffer
+            self.split_weight(
+                buffer.data_ptr(), inputs.weight, None, self.split_weight.origin(left)
+            )
+            return run(inputs, self.weight_in(buffer, left), left)
 
         return run_and_leave
 
-    def weight_in(self, kept: Tensor) -> _Weight:
-        """Where the parts of a converted weight are."""
-        at, split = kept.data_ptr(), self.split_weight
-        return at, at + split.scale, at + split.flags, partial(split.planes_in, kept)
+    def weight_in(self, kept: Tensor, rest: Tensor | None = None) -> _Weight:
+        """Where the parts of a converted weight are; rest: what holds all but the planes."""
+        split = self.split_weight
+        origin = split.origin(kept if rest is None else rest)
+
+        def planes() -> tuple[Tensor, Tensor]:
+            shape = (split.planes, split.rows, split.padded)
+            stored = kept[: split.spoilt].view(torch.float16).view(shape)
+            return stored[0], stored[-1]
+
+        return kept.data_ptr(), origin + split.scale, origin + split.flags, planes
 
 
-_Weight = tuple[int, int, int, Callable[[], Planes]]
-"""Where a weight's hi plane, scales and flags are; and the planes themselves."""
+_Weight = tuple[int, int, int, Callable[[], tuple[Tensor, Tensor]]]
+"""Where a weight's hi plane, scales and flags are; and its planes hi and lo."""
 
 
 _Launch = _Direct | _Split | _Converting

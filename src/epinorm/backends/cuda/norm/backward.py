@@ -51,14 +51,16 @@ class Factors(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """Addresses of what the scales of dz's planes are made from, inside ``storage``.
+    """Addresses of what the scales of dz's planes are made from, and of the flags in ``flags``.
 
     rows: (M, row_parts), the largest magnitudes of dz[i, n] * columns[n] of `Factors`, as bits;
     columns: (N,), of dz[i, n] * rows[i]. row_flags (M,) and column_flags (N,) uint8:
-    zeros, for what finds that planes do not hold a row or a column.
+    zeros, for what finds that planes do not hold a row or a column. scratch: holds the magnitudes,
+    until the planes are made.
     """
 
-    storage: Tensor
+    flags: Tensor
+    scratch: list[Tensor]
     rows: int
     row_parts: int
     columns: int
@@ -203,6 +205,7 @@ class _Launches:
         parts = max(1, min(passes, resident // strips, LARGEST_GRID_Y))
         self.scratch = _Scratch(problem, outputs, strips * tile.row_warps, parts)
         self.new_scratch = new_tensor((self.scratch.nbytes,), torch.uint8, device)
+        self.new_flags = new_tensor((self.scratch.column_flags + n,), torch.uint8, device)
         if plan.row_sums is not None:
             shape = (m, self.groups, 2)
             self.new_row_sums = new_tensor(shape, problem.stats_dtype, device)
@@ -248,7 +251,8 @@ class _Launches:
         largest: Largest | None = None
         last: tuple[int, ...] = (if_wanted,) if if_wanted else ()
         if factors is not None:
-            largest = scratch.largest_in(storage, at)
+            # Flags are read until the last product.
+            largest = scratch.largest_in(storage, at, self.new_flags())
             last = (*factors, *largest.outputs)
         self.main(
             *rows,
@@ -312,13 +316,12 @@ class _Scratch:
         self.rows, end = end, end + 4 * m * row_parts * outputs.row_largest
         self.has_columns = outputs.column_largest
         self.columns, end = end, end + 4 * parts * n * outputs.column_largest
-        self.row_flags = ceil_div(end, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
-        self.column_flags = self.row_flags + ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
-        splitting = outputs.row_largest or outputs.column_largest
-        self.nbytes = self.column_flags + n if splitting else end
+        self.nbytes = end
+        self.column_flags = ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
 
-    def largest_in(self, storage: Tensor, at: int) -> Largest:
+    def largest_in(self, storage: Tensor, at: int, flags: Tensor) -> Largest:
+        of_rows = flags.data_ptr()
         return Largest(
-            *(storage, at + self.rows, self.row_parts, at + self.columns),
-            *(at + self.row_flags, at + self.column_flags),
+            *(flags, [storage], at + self.rows, self.row_parts, at + self.columns),
+            *(of_rows, of_rows + self.column_flags),
         )

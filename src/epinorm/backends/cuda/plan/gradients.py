@@ -32,6 +32,19 @@ def planes_taken(
     return _cheapest(problem, want_x, want_weight, core)[1]
 
 
+def weight_waits(problem: Problem) -> bool:
+    """Whether W's planes wait for the backward pass; else their scales alone, and the planes are
+    made again before dX.
+
+    Where dW comes first they lie idle. Where dz is written for a residual too, beside its planes
+    and those of a wider x, as in a transformer's second Linear, a step's memory peaks.
+    """
+    pre = problem.chain.pre
+    residual = bool(pre) and pre[0].name == "add_residual"
+    peaks = residual and problem.m > problem.n and problem.k > problem.n
+    return problem.planes == 1 or not peaks
+
+
 def products(problem: Problem, core: Core | None) -> float:
     """Estimated microseconds of dX and dW, conversions included; without a core, the library's."""
     if core is None or problem.dtype != torch.float32:

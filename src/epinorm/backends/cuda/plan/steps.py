@@ -15,6 +15,7 @@ from epinorm.backends.cuda.plan.gradients import (
     backward_choice,
     planes_taken,
     residual_has_dz,
+    weight_waits,
 )
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.hopper_tile import Tile
@@ -48,7 +49,7 @@ def dz_alone(problem: Problem) -> Wanted:
 
 def completed(problem: Problem, plan: Plan) -> Plan:
     """The plan with all its steps, and what memory they take."""
-    forward = _Forward(problem, plan)
+    forward = _Forward(problem, plan, weight_waits(problem))
     scratch, saved = forward.scratch, tuple(forward.saved)
     backward: tuple[Step, ...] = ()
     if problem.training:
@@ -79,8 +80,9 @@ class _Pass:
 class _Forward(_Pass):
     """Collects the forward pass."""
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
+    def __init__(self, problem: Problem, plan: Plan, weight_waits: bool) -> None:
         super().__init__(problem)
+        self.weight_waits = weight_waits
         self.saved: list[Buffer] = []
         self.y = problem.made_by_forward
         if plan.strategy == "epilogue":
@@ -107,7 +109,7 @@ class _Forward(_Pass):
 
     def _planes(self, core: Core) -> None:
         """The product as a chain of its own, then the norm kernel."""
-        product = _Forward(product_of(self.problem), Plan("single", "", core))
+        product = _Forward(product_of(self.problem), Plan("single", "", core), self.weight_waits)
         z = "the sum" if self.problem.chain.saves_sum else "z"
         self.steps += [
             dataclasses.replace(step, makes=step.makes.replace("y", z)) for step in product.steps
@@ -152,9 +154,14 @@ class _Forward(_Pass):
         if self._leaves(core):
             reason = f"{_planes(planes)}; the backward pass reads them too"
             otherwise = "x and W in one launch, where no memory may be taken for planes that wait"
-            self._step("split", "W's planes", reason, otherwise=otherwise)
+            of_weight = reason if self.weight_waits else f"{_planes(planes)}; their scales wait"
+            self._step("split", "W's planes", of_weight, otherwise=otherwise)
             self._step("split", "x's planes", reason)
-            self._save("W's planes", of_w.nbytes, "dX")
+            if self.weight_waits:
+                self._save("W's planes", of_w.nbytes, "dX")
+            else:
+                self._save("W's scales and flags", of_w.nbytes - of_w.spoilt, "dX")
+                self._take("W's planes", of_w.spoilt, "split", kernel)
             self._save("x's planes", of_x.nbytes, "dW")
         elif problem.prepacked:
             reason = f"{_planes(planes)}; W's are kept from call to call"
@@ -309,6 +316,8 @@ class _Backward(_Pass):
             self._take("dz's planes", nbytes, "split_gradient", "dW")
             products = [("dX", m, n)] * x + [("dW", n, m)] * weight
             for product in reversed(products) if self.choice.weight_first else products:
+                if product[0] == "dX":
+                    self._weight_again(k, n)
                 self._guarded(*product)
             return
         vector = vector_width(n // problem.groups, problem.dtype.itemsize, ())
@@ -331,10 +340,17 @@ class _Backward(_Pass):
         if self.choice.weight_first:
             self._guarded("dW", n, m)
         if not beside:
+            self._weight_again(k, n)
             self._product_of_planes("dX", m, n)
         self._step("rescue_gradient", "dX", _GUARD)
         if not self.choice.weight_first:
             self._guarded("dW", n, m)
+
+    def _weight_again(self, k: int, n: int) -> None:
+        if self.left and not weight_waits(self.problem):
+            reason = "a step's memory peaks before"
+            self._step("split", "W's planes", reason)
+            self._take("W's planes again", PlaneLayout(2, k, n, 0).nbytes, "split", "dX")
 
     def _guarded(self, name: str, rows: int, length: int) -> None:
         self._product_of_planes(name, rows, length)
