@@ -347,6 +347,39 @@ def test_without_room_for_planes_the_bits_are_the_same(precision, monkeypatch):
     memo.clear()
 
 
+class Second(nn.Module):
+    """The second Linear of a transformer's block, with what is behind it."""
+
+    def __init__(self, k, n):
+        super().__init__()
+        self.fc, self.norm = nn.Linear(k, n), nn.LayerNorm(n)
+
+    def forward(self, x):
+        return self.norm(self.fc(x) + x[:, : self.fc.out_features].contiguous())
+
+
+def test_where_scales_of_w_alone_wait_the_bits_are_the_same(precision, monkeypatch):
+    """W is split again before dX; where nothing waits, x and W are before all else."""
+    m, k, n = 8192, 3072, 768
+    torch.manual_seed(0)
+    model = epinorm.fuse(Second(k, n).cuda())
+    x, target = torch.randn(m, k, device="cuda"), torch.randn(m, n, device="cuda")
+    expected = gradients(model, x, target)
+    for _ in range(3):
+        same_bits(gradients(model, x, target), expected)
+    if precision == "highest":
+        before = waiting(x.device)
+        loss = loss_of(model, x, target)
+        assert 4 * m * k < waiting(x.device) - before < 4 * m * k + 4 * n * k
+        loss.backward()
+    monkeypatch.setenv(kept_planes.VARIABLE, "0")
+    memo.clear()
+    for _ in range(3):
+        same_bits(gradients(model, x, target), expected)
+    monkeypatch.undo()
+    memo.clear()
+
+
 def test_a_changed_weight_is_an_error_also_with_kept_planes(precision):
     model, (x, target) = epinorm.fuse(network(torch.float32)), batch(torch.float32)
     for _ in range(2):
