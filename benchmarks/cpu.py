@@ -2,34 +2,29 @@
 
     PYTHONPATH=src python3 benchmarks/cpu.py [--shapes skinny,kb62_v0] [--dtypes float32] [--check]
 
-Rows go into benchmarks/results/cpu.json, each in place of the one with the same shape, dtype, pass,
-CPU and number of threads, and the table in docs/internals/cpu.md is written from that file. With
---check the exit code says whether the limits that the project set itself are met (LIMITS below);
-without it, whether every row was verified.
+Rows go into benchmarks/results/cpu.json, of which `make report` writes the tables of
+docs/internals/cpu.md. With --check the exit code says whether the limits that the project set
+itself are met (LIMITS below); without it, whether every row was verified.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from epinorm.tools.bench import bench
 from epinorm.tools.kernelbench.protocol import make_case
-from epinorm.tools.results import Row, device_name, write_atomic
+from epinorm.tools.results import Row, merge_rows
 from epinorm.tools.timing import Settings
 from run import summary
 from shapes import SHAPES, Shape
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "internals" / "cpu.md"
-BEGIN, END = "<!-- table from benchmarks/results/cpu.json -->", "<!-- end of the table -->"
 CPU_SHAPES = {
     shape.name: shape
     for shape in (
@@ -40,7 +35,6 @@ CPU_SHAPES = {
         SHAPES["layer_norm_512"],
     )
 }
-KEY = ("shape", "dtype", "pass", "cpu", "threads")
 
 
 @dataclass(frozen=True)
@@ -77,13 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for dtype in chosen.dtypes.split(","):
             for pass_ in chosen.passes.split(","):
                 row = measure(CPU_SHAPES[name], getattr(torch, dtype), pass_, chosen.seconds)
-                keep(chosen.out, row)
+                merge_rows(chosen.out, [row])
                 verdict = judge(row)
                 print(f"{name} {dtype} {pass_}: {summary(row)}{verdict}", flush=True)
                 failed += not row.verified
                 missed += "MISSED" in verdict
-    if chosen.out == RESULTS:
-        write_table(json.loads(RESULTS.read_text()))
     print(f"{failed} rows not verified, {missed} limits missed; results in {chosen.out}")
     return int(failed > 0 or (chosen.check and missed > 0))
 
@@ -113,43 +105,6 @@ def judge(row: Row) -> str:
         for ratio, least, than in parts
     ]
     return "; " + ", ".join(words)
-
-
-def keep(path: Path, row: Row) -> None:
-    """Put the row into the file, with the CPU's name and the threads that it ran on."""
-    name = device_name(torch.device("cpu"))
-    values = {**row.as_json(), "cpu": name, "threads": torch.get_num_threads()}
-    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    merged = {tuple(old[key] for key in KEY): old for old in rows}
-    merged[tuple(values[key] for key in KEY)] = values
-    write_atomic(path, json.dumps(list(merged.values()), indent=1, allow_nan=False) + "\n")
-
-
-def write_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Put the rows into docs/internals/cpu.md, between the two marks."""
-    lines = [
-        "| shape (m, k → n, groups) | dtype | pass | eager ms | compile ms | linear ms | ours ms "
-        "| × eager | × compile | error / eager's |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        times = [row[f"{name}_us"] for name in ("eager", "compile", "linear", "ours")]
-        shown = ["–" if time is None else f"{time / 1000:.3g}" for time in times]
-        ratios = [
-            f"{time / times[3]:.2f}" if time and times[3] else "–" for time in (times[0], times[1])
-        ]
-        error = f"{row['ours_error'] / row['eager_error']:.2f}" if row["eager_error"] else "–"
-        groups = row["groups"] or "LayerNorm"
-        shape = f"{row['shape']} ({row['m']}, {row['k']} → {row['n']}, {groups})"
-        if not row["verified"]:
-            shape += f"; not verified, so no times: {row['reason']}"
-        cells = [shape, row["dtype"], row["pass"], *shown, *ratios, error]
-        lines.append(f"| {' | '.join(cells)} |")
-    machines = sorted({(row["cpu"], row["torch"], row["date"]) for row in rows})
-    lines += ["", *(f"{cpu}, PyTorch {version}, {day}." for cpu, version, day in machines)]
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    write_atomic(PAGE, "\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from epinorm.tools.results import Row
 from epinorm.tools.tables import (
     COLUMNS,
     MARKDOWN,
+    Cell,
     microseconds,
     over,
+    over_text,
     pair,
     provenance,
     setting,
@@ -56,6 +58,51 @@ def short_table(rows: Sequence[Row]) -> str:
     return measured_table(SHORT, cells, chosen)
 
 
+def _case(row: Row) -> str:
+    return f"{setting(row, MARKDOWN)}, {row.strategy}"
+
+
+def _beside(key: str) -> Cell:
+    """The competitor's time, and how many times as fast ours is."""
+
+    def cell(row: Row) -> str:
+        time = getattr(row, f"{key}_us")
+        ratio = over_text(row, key)
+        return microseconds(time, row.eager_us) + (f" ({ratio})" if ratio != "–" else "")
+
+    return cell
+
+
+_OWN = {"dtype, strategy": _case, "eager": _beside("eager"), "compile": _beside("compile")}
+KINDS = {
+    "": ("shape", "m, k → n", "dtype, strategy", "epinorm", "eager", "compile"),
+    "-details": (
+        *("shape", "dtype, strategy", "linear alone", "prepacked"),
+        *("error, ours / eager", "peak MB, ours / eager"),
+    ),
+    "-loop": (
+        *("shape", "dtype, strategy"),
+        *("on the GPU, ours / linear", "in a loop, ours / eager"),
+    ),
+}
+"""The columns of a table of rows, by what its marker ends in."""
+
+
+def columns_table(rows: Sequence[Row], heads: Sequence[str]) -> str:
+    """These columns of the rows; a row or a column that holds nothing else is left out."""
+    names = ("shape", "m, k → n", "dtype, strategy")
+    columns = {head: (dict(COLUMNS) | _OWN)[head] for head in heads}
+    cells = [{head: cell(row) for head, cell in columns.items()} for row in rows]
+    filled = {head for line in cells for head in line if line[head] != "–"}
+    kept = [
+        (row, [line[head] for head in heads if head in filled])
+        for row, line in zip(rows, cells, strict=True)
+        if any(text != "–" for head, text in line.items() if head not in names)
+    ]
+    shown = [head for head in heads if head in filled]
+    return measured_table(shown, [line for _, line in kept], [row for row, _ in kept])
+
+
 def markdown_lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table."""
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
@@ -78,18 +125,23 @@ def _rank(row: Row) -> tuple[str, float]:
     return row.date, -(row.ours_us or math.inf)
 
 
+def _of_folder(folder: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())]
+
+
 def judged_table(folder: Path) -> str:
     """A line for each verdict's pass, with the machine, torch and commit below; a verdict that is
     not clean has no times."""
     verdicts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    heads = ("problem", "dtype", "pass", "exported file", "eager", "over eager", "verdict")
+    heads = ("problem", "dtype, pass", "exported file", "eager", "over eager", "verdict")
     lines = []
     for verdict in verdicts:
         said = "clean" if verdict["clean"] else "not clean"
         timings = verdict["timings"] or [dict.fromkeys(("pass", "solution_us", "eager_us"))]
         for timing in timings:
             ours, eager = timing["solution_us"], timing["eager_us"]
-            cells = [verdict["problem"], setting(verdict, MARKDOWN), timing["pass"] or "–"]
+            case = f"{setting(verdict, MARKDOWN)}, {timing['pass'] or 'not timed'}"
+            cells = [verdict["problem"].removesuffix(".py"), case]
             cells += [microseconds(ours), microseconds(eager, ours), times(over(eager, ours)), said]
             lines.append(cells)
     return measured_table(heads, lines, verdicts)
@@ -97,7 +149,7 @@ def judged_table(folder: Path) -> str:
 
 def exported_table(folder: Path) -> str:
     """A line for each pass that ``benchmarks/exported.py`` timed; one not verified has no times."""
-    rows = [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())]
+    rows = _of_folder(folder)
     timed = [row for row in rows if row["pass"] != "start"]
     heads = ("dtype", "pass", "exported file", "library", "file / library", "over eager")
     lines = []
@@ -114,32 +166,31 @@ def exported_table(folder: Path) -> str:
 
 
 def accumulation_table(folder: Path) -> str:
-    """A line for each row of ``benchmarks/accumulation.py``."""
-    files = sorted(folder.glob("*.json"))
-    measured = [row for path in files for row in json.loads(path.read_text())]
+    """A line for each row of ``benchmarks/accumulation.py``; in brackets, how many times as fast
+    the sum in place is."""
+    measured = _of_folder(folder)
     heads = (
-        *("shape", "dtype", "in place", "added by autograd", "eager", "compile"),
-        *("over eager", "over compile", "peak MB, in place / added / eager"),
+        *("shape, dtype", "in place", "added by autograd", "eager", "compile"),
+        "peak MB, in place / added / eager",
     )
     names = ("in_place", "ours", "eager", "compile")
     lines = []
     for row in measured:
-        cells = [row["shape"], setting(row, MARKDOWN)]
+        cells = [f"{row['shape']}, {setting(row, MARKDOWN)}"]
         if row["verified"]:
-            cells += [microseconds(row[f"{name}_us"]) for name in names]
-            cells += [times(over(row[f"{name}_us"], row["in_place_us"])) for name in names[2:]]
+            cells.append(microseconds(row["in_place_us"]))
+            for us in (row[f"{name}_us"] for name in names[1:]):
+                cells.append(f"{microseconds(us)} ({times(over(us, row['in_place_us']))})")
             cells.append(" / ".join(f"{row[f'{name}_peak_mb']:.0f}" for name in names[:3]))
         else:
-            cells += ["not verified", *["–"] * 6]
+            cells += ["not verified", *["–"] * 4]
         lines.append(cells)
     return measured_table(heads, lines, measured)
 
 
 def sums_table(folder: Path) -> str:
     """A line for each row of ``benchmarks/sums.py``, forward: what the second result costs."""
-    measured = [
-        row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())
-    ]
+    measured = _of_folder(folder)
     lines = [
         [
             row["shape"],
@@ -154,9 +205,7 @@ def sums_table(folder: Path) -> str:
 
 def others_table(folder: Path) -> str:
     """A line for each row of ``benchmarks/others.py``, with the libraries' versions below."""
-    measured = [
-        row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())
-    ]
+    measured = _of_folder(folder)
     heads = ("beside", "what", "setting", "eager", "with its norms", "epinorm")
     lines = []
     for row in measured:
@@ -178,9 +227,7 @@ def others_table(folder: Path) -> str:
 
 def host_table(folder: Path) -> str:
     """A line for each model and pass of ``benchmarks/host.py``; first calls in a sentence below."""
-    measured = [
-        row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())
-    ]
+    measured = _of_folder(folder)
     loops = [row for row in measured if "us" in row]
     names = ("eager", "fuse", "inductor", "backend")
     heads = ("model", "pass", "eager", "`fuse`", "Inductor", '`backend="epinorm"`')
@@ -199,9 +246,39 @@ def host_table(folder: Path) -> str:
     return measured_table(heads, cells, loops) + first
 
 
+def rounding_table(folder: Path) -> str:
+    """A line for each shape of ``benchmarks/rounding.py``: eager's roundings over rounding once."""
+    measured = _of_folder(folder)
+    ratio = {(r["shape"], r["dtype"], r["pass"]): r["eager_us"] / r["once_us"] for r in measured}
+    passes = [(dtype, pass_) for dtype in ("bf16", "fp16") for pass_ in _NAMED_PASSES]
+    lines = [
+        [
+            shape,
+            *(f"{ratio[(shape, *key)]:.3f}" if (shape, *key) in ratio else "–" for key in passes),
+        ]
+        for shape in dict.fromkeys(row["shape"] for row in measured)
+    ]
+    return measured_table(("shape", *(", ".join(key) for key in passes)), lines, measured)
+
+
+def coverage_table(folder: Path) -> str:
+    """A line for each kind of norm that ``make coverage`` counted, with the packages below."""
+    measured = _of_folder(folder)
+    if not measured:
+        return NOT_MEASURED
+    lines = [
+        [row["kind"], *(f"{row[f'{pass_}_fused']} of {row[f'{pass_}_places']}" for pass_ in _MODES)]
+        for row in measured
+    ]
+    (packages,) = {f"{row['models']} architectures; {row['packages']}" for row in measured}
+    (when,) = {f"commit {row['commit']}, {row['date']}" for row in measured}
+    heads = ("places where a Linear's result reaches", *(f"fused in {mode}" for mode in _MODES))
+    return "\n".join([*markdown_lines(heads, lines), "", f"{packages}, {when}."])
+
+
 def matrix_table(folder: Path) -> str:
     """A line for each version of PyTorch that ``make matrix`` ran the tests against."""
-    rows = [row for path in sorted(folder.glob("*.json")) for row in json.loads(path.read_text())]
+    rows = _of_folder(folder)
     if not rows:
         return NOT_MEASURED
     rows.sort(key=lambda row: [int(part) for part in row["torch"].split(".")])
@@ -236,6 +313,7 @@ def models_table(rows: Sequence[ModelRow]) -> str:
 SHORT_MODELS = ("bert_base", "vit_b", "llama_4", "mlp_2048", "tdmpc2", "dreamer")
 SHORT_SETTINGS = ("highest", "bf16")
 _NAMED_PASSES = {"forward": "inference", "training": "training"}
+_MODES = ("training", "eval")
 
 
 def models_section(rows: Sequence[ModelRow]) -> str:

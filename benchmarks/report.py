@@ -4,15 +4,16 @@
     python benchmarks/report.py FILE.json   draw a results file: FILE.png, FILE.svg and FILE.html
 
 A marked place is ``<!-- begin:NAME -->`` ... ``<!-- end:NAME -->``, where NAME is a results file
-and a pass: ``nvidia-h200-forward`` is the forward rows of ``benchmarks/results/nvidia-h200.json``,
-and ``nvidia-h200-forward-short`` a few of them in six columns.
+and a pass: ``nvidia-h200-forward`` is the times of the forward rows of
+``benchmarks/results/nvidia-h200.json``, with ``-details`` their errors and memory, with ``-loop``
+what short calls wait for, and ``-short`` a few of the times. A table has at most six columns.
 ``models-nvidia-h200-forward`` is the forward rows of ``benchmarks/results/models``, with
 ``-details`` their errors, memory and coverage, ``models-nvidia-h200-section`` README's choice of
 them; ``kernelbench-nvidia-h200`` is ``benchmarks/results/kernelbench``.
 ``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``;
 ``exported`` the rows of ``benchmarks/exported.py``,
-``accumulation`` those of ``benchmarks/accumulation.py``, ``others`` those of
-``benchmarks/others.py``, ``host`` of ``benchmarks/host.py``, ``matrix`` those of ``make matrix``.
+``accumulation``, ``others``, ``host`` and ``rounding`` those of ``benchmarks/accumulation.py`` and
+so on, ``matrix`` and ``coverage`` those of ``make matrix`` and ``make coverage``.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ from epinorm.tools.models.suite import SuiteRow
 from epinorm.tools.page import write_report
 from epinorm.tools.results import Row, read_rows, read_rows_of, write_atomic
 from readme_tables import (
+    KINDS,
     accumulation_table,
+    columns_table,
+    coverage_table,
     details_table,
     exported_table,
     host_table,
     judged_table,
-    markdown_table,
     matrix_table,
     models_section,
     models_table,
     others_table,
+    rounding_table,
     short_table,
     suite_table,
     sums_table,
@@ -58,6 +62,8 @@ FOLDERS = {
     "matrix": matrix_table,
     "sums": sums_table,
     "host": host_table,
+    "rounding": rounding_table,
+    "coverage": coverage_table,
 }
 """What makes a table of a folder of results, by its name."""
 
@@ -84,18 +90,15 @@ def marked_table(name: str, results: Path) -> str:
     for kind, table in (("models-", _models_table), ("kernelbench-", _suite_table)):
         if name.startswith(kind):
             return table(name.removeprefix(kind), results)
-    short = name.endswith("-short")
-    slug, _, pass_ = name.removesuffix("-short").rpartition("-")
-    if pass_ == "micro":
-        keep = [r for r in _rows_of(slug, results) if r.pass_ not in ("forward", "training")]
-    elif pass_ in ("forward", "training"):
-        keep = [r for r in _rows_of(slug, results) if r.pass_ == pass_]
-    else:
+    found = re.fullmatch(r"(.+)-(forward|training)(-short|-details|-loop)?", name)
+    if found is None:
         raise ValueError(
-            f"marker {name!r} must end in -forward, -training or -micro (and then -short for "
-            f"six columns), after the name of a results file, or be one of {', '.join(FOLDERS)}"
+            f"marker {name!r} must end in -forward or -training (and then -short, -details or "
+            f"-loop), after the name of a results file, or be one of {', '.join(FOLDERS)}"
         )
-    return short_table(keep) if short else markdown_table(keep)
+    slug, pass_, kind = found.groups()
+    rows = [row for row in _rows_of(slug, results) if row.pass_ == pass_]
+    return short_table(rows) if kind == "-short" else columns_table(rows, KINDS[kind or ""])
 
 
 def _models_table(name: str, results: Path) -> str:

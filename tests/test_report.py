@@ -207,10 +207,10 @@ def test_accumulation_table(tmp_path: Path) -> None:
     (tmp_path / "g.json").write_text(json.dumps([row, refused]))
     lines = readme_tables.accumulation_table(tmp_path).splitlines()
     assert lines[2] == (
-        "| kb62 | float32 `high` | 800 µs | 950 µs | 2400 µs | 1600 µs | 3.00× | 2.00× "
+        "| kb62, float32 `high` | 800 µs | 950 µs (1.19×) | 2400 µs (3.00×) | 1600 µs (2.00×) "
         "| 286 / 404 / 436 |"
     )
-    assert lines[3].startswith("| kb62 | bfloat16 | not verified |")
+    assert lines[3].startswith("| kb62, bfloat16 | not verified |")
     assert lines[2].count("|") == lines[3].count("|") == lines[0].count("|")
     assert "commit abc" in lines[-1]
 
@@ -226,9 +226,40 @@ def test_judged_table(tmp_path: Path) -> None:
     wrong = {**verdict, "clean": False, "timings": [], "dtype": "bfloat16", "precision": "native"}
     (tmp_path / "b.json").write_text(json.dumps(wrong))
     lines = readme_tables.judged_table(tmp_path).splitlines()
-    assert lines[2] == "| p.py | float32 `high` | forward | 100 µs | 250 µs | 2.50× | clean |"
-    assert lines[3] == "| p.py | bfloat16 | – | – | – | – | not clean |"
+    assert lines[2] == "| p | float32 `high`, forward | 100 µs | 250 µs | 2.50× | clean |"
+    assert lines[3] == "| p | bfloat16, not timed | – | – | – | not clean |"
     assert lines[-1] == "G, PyTorch 2, commit abc, 2026-01-01. Medians of interleaved runs."
+
+
+def test_tables_of_rows_have_six_columns_and_none_that_is_empty(tmp_path: Path) -> None:
+    merge_rows(tmp_path / "gpu.json", [replace(ROW, ours_peak_mb=3.0, eager_peak_mb=5.0), FAILED])
+    lines = report.marked_table("gpu-forward", tmp_path).splitlines()
+    assert lines[0] == "| shape | m, k → n | dtype, strategy | epinorm | eager | compile |"
+    assert lines[2].endswith(" | 714 µs | 3070 µs (4.30×) | 2707 µs (3.79×) |")
+    assert lines[3].endswith(" | not verified | – | – |")
+    lines = report.marked_table("gpu-forward-details", tmp_path).splitlines()
+    assert lines[0].endswith("| linear alone | error, ours / eager | peak MB, ours / eager |")
+    assert lines[2].endswith(" | 2688 µs | 5.4e-07 / 1.5e-06 (0.36×) | 3 / 5 |")
+    assert report.marked_table("gpu-forward-loop", tmp_path) == "Not measured yet."
+
+
+def test_rounding_table(tmp_path: Path) -> None:
+    row = {"shape": "mid", "dtype": "fp16", "pass": "training", "once_us": 100.0, "eager_us": 102.0}
+    row |= {"gpu": "G", "torch": "2", "commit": "abc", "date": "2026-01-01"}
+    (tmp_path / "g.json").write_text(json.dumps([row]))
+    lines = readme_tables.rounding_table(tmp_path).splitlines()
+    assert lines[0].endswith("| fp16, forward | fp16, training |")
+    assert lines[2] == "| mid | – | – | – | 1.020 |"
+
+
+def test_coverage_table(tmp_path: Path) -> None:
+    assert readme_tables.coverage_table(tmp_path) == "Not measured yet."
+    row = {"kind": "BatchNorm", "training_fused": 0, "training_places": 6, "eval_fused": 6}
+    row |= {"eval_places": 6, "models": 2, "packages": "timm 1", "commit": "a", "date": "today"}
+    (tmp_path / "g.json").write_text(json.dumps([row]))
+    lines = readme_tables.coverage_table(tmp_path).splitlines()
+    assert lines[2] == "| BatchNorm | 0 of 6 | 6 of 6 |"
+    assert lines[-1] == "2 architectures; timm 1, commit a, today."
 
 
 def test_sums_table(tmp_path: Path) -> None:
@@ -348,6 +379,19 @@ def test_the_cost_model_of_several_gpus_is_that_of_the_results(tmp_path: Path) -
     scale_model = importlib.import_module("scale_model")
     scale_model.write(scale_model.RESULTS, copied)
     assert copied.read_text() == page.read_text(), "run: make report"
+
+
+@pytest.mark.parametrize("name", ["precision", "training"])
+def test_a_page_with_a_plot_is_that_of_the_results(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = ROOT / "docs" / "internals" / f"{name}.md"
+    (tmp_path / page.name).write_text(page.read_text())
+    monkeypatch.syspath_prepend(page.parent)
+    plot = importlib.import_module(f"plot_{name}")
+    monkeypatch.setattr(plot, "HERE", tmp_path)
+    plot.main()
+    assert (tmp_path / page.name).read_text() == page.read_text(), "run: make report"
 
 
 def test_every_results_file_reads_back() -> None:

@@ -99,17 +99,17 @@ def write_table(facts: dict[str, Any], by_precision: dict[str, list[Run]]) -> No
         f"{config['channels']}, batches of {config['batch']}, {config['steps']} steps of AdamW, "
         f"{facts['gpu']}, PyTorch {facts['torch']}, commit {facts['commit'][:7]}:",
         "",
-        "| precision | eager, s | epinorm, s | times | last losses, eager and epinorm | epinorm "
+        "| precision | eager, s | epinorm, s | last losses, eager and epinorm | epinorm "
         "from eager | eager from itself |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|",
     ]
     for precision, found in by_precision.items():
         eager, ours = found[:2]
         last = [f"{statistics.fmean(run.losses[-LAST:]):.4f}" for run in (eager, ours)]
         distance, itself = spread(found)
         lines.append(
-            f"| {NAMES[precision]} | {eager.seconds:.2f} | {ours.seconds:.2f} | "
-            f"{eager.seconds / ours.seconds:.2f} | {last[0]}, {last[1]} | {distance:.1e} | "
+            f"| {NAMES[precision]} | {eager.seconds:.2f} | {ours.seconds:.2f} "
+            f"({eager.seconds / ours.seconds:.2f}×) | {last[0]}, {last[1]} | {distance:.1e} | "
             f"{itself:.1e} |"
         )
     replace_marked(HERE / "training.md", "training", lines)

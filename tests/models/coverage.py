@@ -1,20 +1,30 @@
 """Count the places where a Linear's result reaches a norm, and those that can be fused.
 
-`make coverage`, or `python tests/models/coverage.py [NAME...] [--all]`: a line for each model, in
-training and in eval, then the share of all; BatchNorm counts by itself. Whether a plan then
-leaves a chain to PyTorch's layers does not count. --all: each place that cannot be fused, and why.
+`make coverage`, or `python tests/models/coverage.py [NAME...] [--all] [--out FILE]`: a line for
+each model, in training and in eval, then the sum of all; BatchNorm counts by itself. Whether a plan
+then leaves a chain to PyTorch's layers does not count. --all: each place that cannot be fused, and
+why.
+--out: the sums as a results file (benchmarks/results/coverage/cpu.json, for docs/internals).
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
 from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
 import epinorm
 from epinorm.capture.explain import Row
+from epinorm.tools.results import commit, today, write_atomic
 from zoo import CASES, Missing
+
+KINDS = {"norm": "a norm of rows or groups", "BatchNorm": "BatchNorm"}
+MODES = ("training", "eval")
+PACKAGES = ("torch", "transformers", "timm", "torchvision", "diffusers", "x-transformers")
 
 
 def rows_of(name: str, training: bool) -> list[Row]:
@@ -33,34 +43,43 @@ def _is_batch_norm(row: Row) -> bool:
     return "BatchNorm" in row.reason or (of_chain and "norm" not in row.chain)
 
 
-def main(arguments: list[str]) -> None:
-    names = [a for a in arguments if not a.startswith("-")] or list(CASES)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    names = chosen.names or list(CASES)
     totals: Counter[str] = Counter()
     for name in names:
         parts = []
-        for training in (True, False):
-            mode = "training" if training else "eval"
+        for mode in MODES:
             try:
-                rows = rows_of(name, training)
+                rows = rows_of(name, mode == "training")
             except Missing as error:
                 parts.append(f"{mode}: {error}")
                 continue
-            for kind in ("norm", "BatchNorm"):
+            for kind in KINDS:
                 those = [row for row in rows if _is_batch_norm(row) == (kind != "norm")]
                 fused = sum(row.fused for row in those)
-                totals[kind, mode, "fused"] += fused
-                totals[kind, mode, "places"] += len(those)
+                totals[kind, f"{mode}_fused"] += fused
+                totals[kind, f"{mode}_places"] += len(those)
                 if those:
                     parts.append(f"{mode} {kind} {fused}/{len(those)}")
-            if "--all" in arguments:
+            if chosen.all:
                 parts += [f"\n    {mode} {r.where}: {r.reason}" for r in rows if not r.fused]
         print(f"{name:28} {'  '.join(parts)}", flush=True)
-    for kind in ("norm", "BatchNorm"):
-        for mode in ("training", "eval"):
-            fused, places = (totals[kind, mode, what] for what in ("fused", "places"))
-            share = f"{100 * fused / places:.0f} %" if places else "none"
-            print(f"{kind}, {mode}: {fused} of {places} can be fused ({share})")
+    sums = {kind: {what: n for (of, what), n in totals.items() if of == kind} for kind in KINDS}
+    for kind, numbers in sums.items():
+        for mode in MODES:
+            fused, places = numbers.get(f"{mode}_fused", 0), numbers.get(f"{mode}_places", 0)
+            print(f"{kind}, {mode}: {fused} of {places} can be fused")
+    if chosen.out:
+        facts = {"models": len(names), "packages": ", ".join(f"{p} {version(p)}" for p in PACKAGES)}
+        facts |= {"commit": commit(), "date": today()}
+        counted = [{"kind": KINDS[kind], **numbers, **facts} for kind, numbers in sums.items()]
+        write_atomic(chosen.out, json.dumps(counted, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
