@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 import epinorm
 from epinorm.tools.console import interruptible, progress
-from epinorm.tools.kernelbench import protocol
+from epinorm.tools.kernelbench import load_problem, protocol
 from epinorm_cli.commands import app
 from epinorm_cli.options import DTYPES
 
@@ -77,7 +78,7 @@ def test_bench_as_make_run_calls_it(here: Path) -> None:
     assert page.startswith("page: ")
     assert re.match(r"Forward: .*eager.* \(\d+\.\d\d to \d+\.\d\d over \d+ runs\)\.$", forward)
     assert training.startswith("Forward and backward: ")
-    assert note.startswith("On a CPU the gain is small")
+    assert note.startswith("On a CPU the product is PyTorch's own")
     for text in ("epinorm ", "eager ", "linear alone", "verified forward", "verified training"):
         assert text in done.stdout
     assert "timing" in done.stderr
@@ -88,6 +89,22 @@ def test_bench_as_make_run_calls_it(here: Path) -> None:
     rows = json.loads((here / "epinorm-results" / f"{STEM}.json").read_text())
     assert [row["pass"] for row in rows] == ["forward", "training"]
     assert all(row["verified"] and row["ours_us"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_make_run_takes_a_problem_that_shows_something_on_this_machine(
+    gpu: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "make").symlink_to(str(shutil.which("make")))
+    if gpu:
+        (tmp_path / "nvidia-smi").symlink_to("/bin/true")
+    command = ["make", "--dry-run", "--assume-old=.venv/.ready", "run"]
+    said = subprocess.run(
+        command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True
+    ).stdout
+    (file,) = re.findall(r"epinorm bench (\S+) --scale 1\b", said)
+    assert file == f"examples/{STEM if gpu else 'groupnorm_rows'}.py"
+    load_problem(ROOT / file)
 
 
 def test_bench_json_is_json_and_nothing_else(here: Path) -> None:

@@ -20,7 +20,7 @@ from epinorm_cli.models import bench_models, bench_suite, is_whole_model
 from epinorm_cli.options import INTERRUPTED, UsageError, app, one_sentence, options_of, passes_of
 
 ON_A_CPU = (
-    "On a CPU the gain is small, since most of the time goes into PyTorch's own matrix product: "
+    "On a CPU the product is PyTorch's own, and what is gained is what stands around it: "
     "epinorm is for GPUs."
 )
 
