@@ -44,10 +44,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built: Path) -> Path:
+    """By pip into a folder of its own, where the wheel's is the only epinorm."""
     (wheel,) = built.glob("epinorm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(built / "site")
         assert sum(file.file_size for file in archive.infolist()) < LARGEST_BYTES
+    pip = (sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet")
+    subprocess.run([*pip, "--target", str(built / "site"), str(wheel)], check=True)
     return built / "site"
 
 
@@ -80,6 +82,13 @@ def run(installed: Path, device: str, environment: dict[str, str]) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_command_is_installed_with_it(installed: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, str(installed / "bin" / "epinorm"), "--version"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.startswith("epinorm ")
 
 
 @pytest.mark.slow
