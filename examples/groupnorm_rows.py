@@ -1,4 +1,4 @@
-"""Many rows of few channels: a linear layer, GroupNorm in groups of eight, LeakyReLU and a doubling.
+"""Many rows of few channels: Linear, GroupNorm in groups of eight, LeakyReLU and a doubling.
 
     epinorm bench examples/groupnorm_rows.py
 
