@@ -195,6 +195,7 @@ def test_check(dtype: str) -> None:
     assert "gradient of fc.weight" in result.stdout
     assert "gradient of gn.bias" in result.stdout
     assert f"forward, {DTYPES[dtype]}" in result.stdout
+    assert len(result.stdout.splitlines()) < 24  # one screen
 
 
 def test_check_json() -> None:
