@@ -295,6 +295,29 @@ def test_what_the_host_takes_decides_about_small_problems(kind, hopper, monkeypa
     assert cuda_plan.plan_cuda(problem, "auto").strategy == "epilogue"
 
 
+LOST = [
+    # Sums that the library splits over idle multiprocessors: 44.5 us for 29.7, 49.5 for 43.6.
+    (11, 8192, 12, 16, "highest", False, "add_residual|group_norm({groups})|gelu", "epilogue"),
+    (15, 8192, 256, 1, "high", True, "add_residual|identity|gelu", "reference"),
+    # Blocks that each read fp32 rows of their own: 230.7 for 203.7.
+    (9817, 8192, 256, 1, "high", False, "add_residual|layer_norm|leaky_relu(0.01)", "epilogue"),
+    # 16 bit without a norm: 888.7 for 804.3, 465.1 for 453.0.
+    (5271, 4096, 4096, 1, "bfloat16", True, "silu|identity|silu", "reference"),
+    (3223, 8192, 2048, 1, "bfloat16", True, "add_residual|identity", "reference"),
+]
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "channels", "groups", "kind", "training", "chain", "best"), LOST
+)
+def test_what_lost_to_pytorch_is_not_taken(
+    m, k, channels, groups, kind, training, chain, best, hopper
+):
+    """Rows of benchmarks/sweep.py on an H200, by the GPU's time."""
+    problem = problem_of(m, k, channels, groups, kind, training, chain)
+    assert cuda_plan.plan_cuda(problem, "auto").strategy == best
+
+
 @pytest.mark.parametrize("m", [128, 1280])
 def test_training_small_fp32_layers_is_not_left_to_pytorch(m, hopper):
     """TD-MPC2 at `highest`: the host takes 0.65 to 0.8 of the time that eager takes it."""

@@ -6,6 +6,8 @@ ones (portable.py).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from epinorm.backends.cuda.plan import portable as portable_plan
@@ -28,9 +30,12 @@ TILES = {
 SPLIT_LENGTH, SPLIT_GAIN = 1024, 0.45
 """Longer sums of so few tiles that one round has them all are split; what that brings, as a power
 of the length."""
-FEW_ROWS, FEW_ROWS_TERM, FEW_ROWS_COLUMN, MOST_COLUMNS = 16, 5.5e-3, 3e-6, 4096
-"""So few rows of fp32 have kernels of their own: what a term takes, and a column more up to so
-many, from where on the GPU is full."""
+SHORTEST_PART, PARTS_GAIN = 512, 0.55
+"""Sums of a few tiles are split further, into as many parts as idle multiprocessors and the sum's
+length allow; the same of their number. Fitted to forward products: dW's are not split so."""
+FEW_ROWS, FEW_ROWS_TERM, FEW_ROWS_COLUMNS, FEW_ROWS_PART = 16, 22e-3, 64, 256
+"""So few rows of fp32 have kernels of their own: what a term takes before it is split,
+columns of a tile, and the shortest part."""
 BYTES = 3.6e6
 """That a kernel which only moves memory moves a microsecond."""
 LAUNCH = 2.5
@@ -50,36 +55,45 @@ def _bytes(gpu: Gpu) -> float:
     return BYTES if gpu.capability == HOPPER else portable_plan.bytes_per_microsecond(gpu)
 
 
-def library_product(problem: Problem, of_weight: bool = False) -> float:
-    """A product of this problem's size by PyTorch; of_weight: as dW is laid out."""
+def library_product(problem: Problem, of: Literal["y", "dX", "dW"] = "y") -> float:
+    """A product of this problem by PyTorch."""
     gpu, size = gpu_of(problem.device), problem.dtype.itemsize
     m, k, n = problem.m, problem.k, problem.n
     kind = "highest" if problem.dtype == torch.float64 else problem.precision
     if gpu.capability != HOPPER:
         arithmetic = 2.0 * m * k * n / portable_plan.library_flops(problem, gpu)
     else:
-        rate = FLOPS[kind] * (DW_SHARE[kind] if of_weight else 1.0)
-        rows, columns, length = (n, k, m) if of_weight else (m, n, k)
-        arithmetic = _arithmetic(rows, columns, length, kind, rate, gpu)
+        sizes = {"y": (m, n, k), "dX": (m, k, n), "dW": (n, k, m)}[of]
+        arithmetic = _arithmetic(*sizes, kind, of == "dW", gpu)
     moved = size * (m * k + n * k + m * n)
     return PRODUCT_LAUNCH + max(arithmetic, moved / _bytes(gpu))
 
 
-def _arithmetic(rows: int, columns: int, length: int, kind: str, rate: float, gpu: Gpu) -> float:
+def _arithmetic(
+    rows: int, columns: int, length: int, kind: str, of_weight: bool, gpu: Gpu
+) -> float:
     """By whole rounds of tiles; a single row or column is left to kernels that memory rules."""
     if min(rows, columns) == 1:
         return 0.0
     if kind == "highest" and rows <= FEW_ROWS:
-        return length * (FEW_ROWS_TERM + FEW_ROWS_COLUMN * min(columns, MOST_COLUMNS))
-    found = []
+        tiles = -(-columns // FEW_ROWS_COLUMNS)
+        return FEW_ROWS_TERM * length / _split_gain(tiles, length, FEW_ROWS_PART, gpu)
+    found, rate = [], FLOPS[kind] * (DW_SHARE[kind] if of_weight else 1.0)
     for (tile_rows, tile_columns), share in TILES[kind]:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         rounds = -(-tiles // gpu.multiprocessors)
         padded = rounds * gpu.multiprocessors * tile_rows * tile_columns * 2.0 * length
+        gain = 1.0 if of_weight else _split_gain(tiles, length, SHORTEST_PART, gpu)
         if rounds == 1 and length > SPLIT_LENGTH:
-            padded *= (SPLIT_LENGTH / length) ** SPLIT_GAIN
-        found.append(padded / (rate * share))
+            gain = max(gain, (length / SPLIT_LENGTH) ** SPLIT_GAIN)
+        found.append(padded / (rate * share * gain))
     return min(found)
+
+
+def _split_gain(tiles: int, length: int, shortest: int, gpu: Gpu) -> float:
+    """How many times as fast a sum is that is split over multiprocessors which tiles leave idle."""
+    parts = min(gpu.multiprocessors // max(tiles, 1), length // shortest)
+    return float(max(parts, 1)) ** PARTS_GAIN
 
 
 def _moves(problem: Problem, passes: float, size: int | None = None) -> float:
@@ -114,7 +128,7 @@ def eager(problem: Problem) -> float:
     total += _eager_norm(problem)
     if not problem.training:
         return total
-    total += library_product(problem) + library_product(problem, of_weight=True)
+    total += library_product(problem, "dX") + library_product(problem, "dW")
     if problem.has_bias:
         total += _moves(problem, 1)
     for op in operations:

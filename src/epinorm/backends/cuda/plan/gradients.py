@@ -48,7 +48,7 @@ def weight_waits(problem: Problem) -> bool:
 def products(problem: Problem, core: Core | None) -> float:
     """Estimated microseconds of dX and dW, conversions included; without a core, the library's."""
     if core is None or problem.dtype != torch.float32:
-        return costs.library_product(problem) + costs.library_product(problem, of_weight=True)
+        return costs.library_product(problem, "dX") + costs.library_product(problem, "dW")
     return _cheapest(problem, True, True, core)[0]
 
 
@@ -57,7 +57,7 @@ def _cheapest(
 ) -> tuple[float, tuple[bool, bool]]:
     """Estimated microseconds, and which of dX and dW then are from planes."""
     m, k, n = problem.m, problem.k, problem.n
-    library = [costs.library_product(problem, of_weight) for of_weight in (False, True)]
+    library = [costs.library_product(problem, "dX"), costs.library_product(problem, "dW")]
     # Rows of dz, dX and dW are whole 16-byte units.
     if problem.dtype != torch.float32 or m == 0 or n % 8 or k % 4:
         return sum(library), (False, False)

@@ -26,6 +26,8 @@ CYCLES_PER_MICROSECOND = 1750.0
 SHORTEST_STEP, SHORTEST_STEP_OF_TF32 = 450, 700
 """A small tile's step waits for its loads, its products and their completion in turn; TF32's for
 its rounding too, where that is not of all steps in one go."""
+NARROW, NARROW_COLUMN = 200, 4
+"""The same where a warpgroup has fewer than 64 columns, one plane: without them, and for each."""
 COLD_CODE = 27
 """Cycles that the epilogue's instructions take to arrive, a column of a warpgroup: each is used
 once a tile, so few tiles wait for all of them."""
@@ -45,6 +47,8 @@ CLUSTERS_AT_ONCE = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 L2_BYTES_PER_CYCLE, L2_BYTES_OF_SPLIT_COLUMNS = 46, 64
 """Of a multiprocessor, where blocks share groups: they read W once for 64 or 128 rows. The latter:
 where its warpgroups split columns."""
+SHORTEST_STEP_OF_FP32_INPUT = 2300
+"""32 KB of x, from memory, for as many blocks as there are column tiles; before `FP32_INPUT`."""
 FP32_INPUT = 1.25
 """What the kernel that converts x was measured to take of its estimate."""
 
@@ -64,8 +68,8 @@ SAMPLE_BYTES = 1024
 """Of a row of W, that estimating its scale moves (sample_rows.cuh)."""
 
 
-def _step_cycles(tile: Tile, planes: int) -> float:
-    """One step along k: the tensor cores' time or shared memory's."""
+def _step_cycles(tile: Tile, planes: int, columns: int) -> float:
+    """One step along k: the tensor cores' time or shared memory's. columns: of tiles."""
     if tile.converts:
         # What is converted goes through shared memory, and out of it once; the other's plane twice.
         fp32, plane = tile.block_n, tile.block_m
@@ -73,7 +77,8 @@ def _step_cycles(tile: Tile, planes: int) -> float:
             fp32, plane = plane, fp32
         both = 2 * 4 * fp32 * tile.block_k + 3 * plane * STEP_BYTES
         tensor = tile.block_m * tile.block_n / 32
-        return max(tensor, both / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP_OF_FP32)
+        loaded = SHORTEST_STEP_OF_FP32_INPUT / columns if tile.fp32_input else 0.0
+        return max(tensor, both / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP_OF_FP32, loaded)
     products = 3 if planes == 2 else 1
     row_blocks = tile.block_m // 64 * (2 if tile.split_columns else 1)
     tensor = products * tile.block_m * tile.block_n / 32
@@ -85,6 +90,8 @@ def _step_cycles(tile: Tile, planes: int) -> float:
     rate = L2_BYTES_OF_SPLIT_COLUMNS if tile.split_columns else L2_BYTES_PER_CYCLE
     from_l2 = written / rate if tile.cluster_n > 1 else 0.0
     shortest = SHORTEST_STEP_OF_TF32 if tile.tf32 and not tile.resident_steps else SHORTEST_STEP
+    if planes == 1 and not tile.tf32:
+        shortest = min(shortest, NARROW + NARROW_COLUMN * tile.consumer_n)
     return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, from_l2, shortest)
 
 
@@ -123,7 +130,8 @@ def _rounds(problem: Problem, tile: Tile, sms: int) -> int:
 def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     planes = problem.planes
     rounds = _rounds(problem, tile, sms)
-    products = math.ceil(problem.k / tile.block_k) * _step_cycles(tile, planes)
+    columns = math.ceil(problem.n / tile.block_n)
+    products = math.ceil(problem.k / tile.block_k) * _step_cycles(tile, planes, columns)
     if _off_lines(problem, tile):
         products *= OFF_LINES
     wide = 1.3 if tile.consumer_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
