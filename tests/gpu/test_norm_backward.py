@@ -161,15 +161,15 @@ def test_largest_magnitudes_of_rows_and_columns(norm_case, channels, groups, m, 
     assert relative_error(found.dz, plain.dz) < 1e-6
     assert relative_error(found.norm_weight, plain.norm_weight) < 1e-6
     largest: Largest = found.largest
-    at, storage = largest, largest.storage
+    at, storage = largest, largest.scratch[0]
     if wanted != "columns":
         rows = part(storage, at.rows, (m, at.row_parts), torch.float32)
         assert torch.equal(rows.amax(1), (found.dz * by_columns).abs().amax(1))
-        assert not part(storage, at.row_flags, (1, m), torch.uint8).any()
+        assert not part(at.flags, at.row_flags, (1, m), torch.uint8).any()
     if wanted != "rows":
         columns = part(storage, at.columns, (1, n), torch.float32)
         assert torch.equal(columns[0], (found.dz * by_rows[:, None]).abs().amax(0))
-        assert not part(storage, at.column_flags, (1, n), torch.uint8).any()
+        assert not part(at.flags, at.column_flags, (1, n), torch.uint8).any()
 
 
 def test_largest_of_a_nan_is_a_nan(norm_case):
@@ -180,7 +180,7 @@ def test_largest_of_a_nan_is_a_nan(norm_case):
     kept = case.forward()
     found = NormBackward(case.problem)(case.inputs, kept, case.dy, case.want, factors)
     largest = found.largest
-    rows = part(largest.storage, largest.rows, (40, largest.row_parts), torch.float32)
+    rows = part(largest.scratch[0], largest.rows, (40, largest.row_parts), torch.float32)
     assert rows.isnan().any(1).nonzero().flatten().tolist() == [3]
-    columns = part(largest.storage, largest.columns, (1, 128), torch.float32)
+    columns = part(largest.scratch[0], largest.columns, (1, 128), torch.float32)
     assert columns[0].isnan().nonzero().flatten().tolist() == list(range(16, 32))

@@ -377,7 +377,8 @@ def test_dw_is_added_to_what_is_there(
 def test_it_takes_no_more_memory_than_to_split_dz(
     sizes: tuple[int, int, int, int], adds: bool, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """z and its statistics are the call's own, which frees them."""
+    """z and its statistics are the call's own, which frees them. Flags in a buffer of their own let
+    the norm kernel's scratch go early where dz is split: a few KiB of 90 MB."""
     case = make(*sizes, precision)
     into = torch.zeros_like(case.inputs.weight) if adds else None
     peaks = []
@@ -394,4 +395,4 @@ def test_it_takes_no_more_memory_than_to_split_dz(
         found = products(case.inputs, kept, case.dy, EVERY, None, into)
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del found
-    assert peaks[0] <= peaks[1]
+    assert peaks[0] <= peaks[1] + 4096

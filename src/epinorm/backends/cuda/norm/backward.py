@@ -313,9 +313,11 @@ class _Scratch:
         m, n = problem.m, problem.n
         self.row_parts, self.parts = row_parts, parts
         end = parts * sum(outputs.sums) * n * problem.stats_dtype.itemsize
-        self.rows, end = end, end + 4 * m * row_parts * outputs.row_largest
-        self.has_columns = outputs.column_largest
-        self.columns, end = end, end + 4 * parts * n * outputs.column_largest
+        # What is not wanted begins at 0: a recording finds no address at the end of a tensor.
+        rows, columns = outputs.row_largest, outputs.column_largest
+        self.has_columns = columns
+        self.rows, end = end * rows, end + 4 * m * row_parts * rows
+        self.columns, end = end * columns, end + 4 * parts * n * columns
         self.nbytes = end
         self.column_flags = ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
 
