@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,9 @@ def run_script(
 def _run(code: str, environment: dict[str, str], folder: Path, said: list[Path]) -> None:
     os.setsid()
     os.chdir(folder)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # of a suite in the background: ignored
     for path, number in zip(said, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     os.environ.clear()

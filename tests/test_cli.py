@@ -142,13 +142,12 @@ def test_a_killed_bench_leaves_no_half_written_file(here: Path) -> None:
 
 @pytest.fixture
 def hears_interrupts() -> Iterator[None]:
-    """A suite that was started in the background ignores them, and so would its children."""
+    """A suite that was started in the background ignores them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupted_bench_says_so(here: Path) -> None:
     process = Process(as_module("epinorm", "bench", *SMALL, "--no-compile"))
     process.until_it_says("verifying")
