@@ -26,6 +26,14 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 
+gc.disable()
+"""Until all is collected: imports leave no garbage, and a quarter of that time would seek it."""
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark everything under tests/gpu, and skip what is marked where there is no GPU."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA GPU")

@@ -22,6 +22,7 @@ from epinorm.tools.console import interruptible, progress
 from epinorm.tools.kernelbench import load_problem, protocol
 from epinorm_cli.commands import app
 from epinorm_cli.options import DTYPES
+from processes import Process, as_module, run_python
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = str(ROOT / "examples" / "matmul_groupnorm_leakyrelu_sum.py")
@@ -68,9 +69,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_bench_as_make_run_calls_it(here: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "epinorm", "bench", *SMALL, "--no-compile"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = run_python(as_module("epinorm", "bench", *SMALL, "--no-compile"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "group_norm(8,1e-05)|leaky_relu(0.01)|scale(2)" in done.stdout
     assert "16, 128 → 128, 8 groups" in done.stdout
@@ -133,45 +132,31 @@ def test_bench_keeps_a_file_that_is_not_its_own(here: Path) -> None:
 
 
 def test_a_killed_bench_leaves_no_half_written_file(here: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "epinorm", "bench", *SMALL, "--no-compile"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "timing" in line:
-            break
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stderr.close()
+    process = Process(as_module("epinorm", "bench", *SMALL, "--no-compile"))
+    process.until_it_says("timing")
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(60)
+    assert process.returncode == -signal.SIGKILL
     assert not (here / "epinorm-results").exists()
 
 
 @pytest.fixture
 def hears_interrupts() -> Iterator[None]:
-    """A suite that was started in the background ignores them, and so would its children."""
+    """A suite that was started in the background ignores them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("hears_interrupts")
 def test_an_interrupted_bench_says_so(here: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "epinorm", "bench", *SMALL, "--no-compile"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    said = []
-    for line in process.stderr:
-        said.append(line)
-        if "verifying" in line:
-            time.sleep(0.05)
-            process.send_signal(signal.SIGINT)
-            break
-    said += process.stderr.readlines()
-    process.stderr.close()
-    assert process.wait() == 130
+    process = Process(as_module("epinorm", "bench", *SMALL, "--no-compile"))
+    process.until_it_says("verifying")
+    time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(60)
+    assert process.returncode == 130
     assert "error: interrupted; no result was written\n" in said
-    assert not any("Traceback" in line for line in said)
+    assert "Traceback" not in said
 
 
 @pytest.mark.usefixtures("hears_interrupts")
@@ -268,7 +253,7 @@ def test_info() -> None:
     assert {"python", "torch", "gpu", "kernel cache", "supported here"} <= set(known)
 
 
-def test_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert call("cache").exit_code == 0
     assert "kernels" in call("cache", "list").stdout
     assert "kernels" in json.loads(call("cache", "list", "--json").stdout)
@@ -277,6 +262,7 @@ def test_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         said = " ".join(call(*command).stdout.split())
         assert "EPINORM_CACHE_SIZE must be a number of bytes" in said
         assert "but got 'abc'" in said
+    monkeypatch.setenv("EPINORM_CACHE_DIR", str(tmp_path))  # others need what there is
     cleared = call("cache", "clear")
     assert cleared.exit_code == 0
     assert cleared.stdout.startswith("removed ")
@@ -390,9 +376,8 @@ def test_help_and_version_need_no_torch() -> None:
 
 
 def test_what_an_ascii_pipe_cannot_show_is_written_in_plain_letters() -> None:
-    command = [sys.executable, "-m", "epinorm", "explain", *SMALL]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    ascii_pipe = "import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict')\n"
+    done = run_python(ascii_pipe + as_module("epinorm", "explain", *SMALL))
     assert done.returncode == 0, done.stderr
     assert "fc -> gn" in done.stdout
 

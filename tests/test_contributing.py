@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import run_python
 
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
@@ -385,8 +385,6 @@ def test_what_a_section_names_is_all_that_it_takes(section: str, tmp_path: Path)
         "PYTHONPATH": os.pathsep.join((str(tmp_path / "src"), str(ROOT / "tests"))),
         "EPINORM_CACHE_DIR": str(tmp_path / "cache"),
     }
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", program], cwd=tmp_path,
-        capture_output=True, text=True, env=environment, timeout=240,
-    )  # fmt: skip
+    fails = "import warnings\nwarnings.simplefilter('error', UserWarning)\n"
+    done = run_python(fails + program, environment, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -23,6 +23,7 @@ from epinorm.tools.judge.source import remarks
 from epinorm.tools.kernelbench import ProblemError
 from epinorm.tools.kernelbench.protocol import NoChainError
 from epinorm_cli.commands import app
+from processes import run_python
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -180,10 +181,8 @@ def test_it_needs_no_epinorm(pair: tuple[Path, Path]) -> None:
         "import sys; sys.path.insert(0, '.'); import model_new as m; "
         "m.ModelNew(*m.get_init_inputs()); print('epinorm' in sys.modules)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=pair[1].parent, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.split() == ["False"]
+    done = run_python(code, folder=pair[1].parent)
+    assert done.stdout.split() == ["False"], done.stderr
 
 
 def test_it_compiles_what_the_library_does(exported: ModuleType) -> None:

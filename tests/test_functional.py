@@ -1,14 +1,12 @@
 """linear_norm as users call it: values, shapes, settings, and what wrong calls are told."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from epinorm import Chain, GroupNorm, LayerNorm, RMSNorm, linear_norm
 from epinorm.chain import reference
+from processes import imported_by
 
 NORMS = [GroupNorm(4), LayerNorm(), RMSNorm()]
 POST = "leaky_relu(0.01)|scale(2)"
@@ -267,7 +265,4 @@ def test_a_mutated_module_is_read_anew():
 
 def test_importing_epinorm_imports_torch_alone():
     heavy = ["matplotlib", "rich", "typer", "cuda", "epinorm.capture", "epinorm.backends.cuda"]
-    code = "import torch, sys; b = set(sys.modules); import epinorm; a = set(sys.modules) - b; "
-    code += f"print([m for m in {heavy} if m in a])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert imported_by("import epinorm", heavy) == []

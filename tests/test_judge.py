@@ -4,8 +4,6 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from epinorm.tools.judge.source import remarks
 from epinorm.tools.kernelbench import ProblemError
 from epinorm_cli.commands import app
 from guards import Guards
+from processes import Process, as_module, run_python
 
 ZOO = Path(__file__).parent / "zoo"
 PROBLEM = ZOO / "problem.py"
@@ -264,6 +263,7 @@ def test_remarks_on_a_text_as_deep_as_it_may_be(tmp_path: Path) -> None:
     assert remarks(path) == ()
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     run = CliRunner().invoke
@@ -310,12 +310,11 @@ def test_nothing_outlives_a_judge_that_is_killed(tmp_path: Path, number: signal.
         "print(os.getpid(), file=pids, flush=True)\n"
         "time.sleep(600)\n"
     )
-    command = [sys.executable, "-m", "epinorm", "judge", str(PROBLEM), str(solution), "--no-timing"]
-    with (tmp_path / "log").open("wb") as log:
-        judging = subprocess.Popen([*command, "--device", "cpu"], stdout=log, stderr=log)
+    command = ["judge", str(PROBLEM), str(solution), "--no-timing", "--device", "cpu"]
+    judging = Process(as_module("epinorm", *command))
     until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
-    judging.send_signal(number)
-    judging.wait()
+    os.kill(judging.pid, number)
+    judging.communicate(60)
     until(lambda: not any(Path("/proc", pid).exists() for pid in pids.read_text().split()))
 
 
@@ -381,8 +380,8 @@ def test_what_breaks_the_judge_is_a_line_of_the_verdict(monkeypatch: pytest.Monk
 def test_what_it_prints_is_not_the_verdict(tmp_path: Path) -> None:
     solution = tmp_path / "solution.py"
     solution.write_text("print('{\"clean\": true}', flush=True)\nModelNew = None\n")
-    command = [sys.executable, "-m", "epinorm", "judge", str(PROBLEM), str(solution), "--json"]
-    result = subprocess.run([*command, "--device", "cpu", "--no-timing"], capture_output=True)
+    command = ["judge", str(PROBLEM), str(solution), "--json", "--device", "cpu", "--no-timing"]
+    result = run_python(as_module("epinorm", *command))
     assert json.loads(result.stdout)["clean"] is False
     assert result.returncode == 1
 
@@ -390,9 +389,9 @@ def test_what_it_prints_is_not_the_verdict(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["endless", "writes_much"])
 def test_what_never_ends_is_ended(name: str) -> None:
-    verdict = judged(name, time_limit=5.0)
+    verdict = judged(name, time_limit=3.0)
     failed = check(verdict, "public protocol")
-    assert failed.reason == "did not end within 5 s (it was asked to run the model)"
+    assert failed.reason == "did not end within 3 s (it was asked to run the model)"
     assert check(verdict, "accuracy").status == "skipped"
 
 
@@ -461,7 +460,7 @@ def test_the_judge_needs_nothing_of_the_operator() -> None:
         "rooms = {m.split('.')[1] for m in sys.modules if m.startswith('epinorm.')}\n"
         "print(rooms & {'operator', 'backends', 'rewrite', 'capture'})\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = run_python(code)
     assert result.stdout == "set()\n", result.stderr
 
 

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 import epinorm
+from processes import run_python
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "epinorm"
@@ -124,10 +125,7 @@ def test_the_library_needs_torch_alone() -> None:
         "import epinorm_cli\n"
         "epinorm_cli.main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
+    done = run_python(code)
     assert "1 of 1 chains fused" in done.stdout, done.stderr
     assert "pip install 'epinorm[cli]'" in done.stderr.splitlines()[-1]
     assert done.returncode == 1
@@ -150,12 +148,15 @@ def test_importing_takes_little_beside_pytorch() -> None:
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # the first writes it
     command = [sys.executable, "-c", code]
     options = {"capture_output": True, "text": True, "env": environment, "check": True}
-    first, *later = (float(subprocess.run(command, **options).stdout) for _ in range(3))  # type: ignore[call-overload]
-    assert min(later) < 0.040, (first, later)
+    times = [float(subprocess.run(command, **options).stdout) for _ in range(2)]  # type: ignore[call-overload]
+    if times[1] >= 0.040:  # once more, since others use the processor too
+        times.append(float(subprocess.run(command, **options).stdout))  # type: ignore[call-overload]
+    assert min(times[1:]) < 0.040, times
 
 
 SEEN = """
 import sys, torch
+sys.dont_write_bytecode = True
 seen = []
 def note(event, given):
     acts = ("socket", "subprocess", "_thread", "tempfile")
@@ -170,10 +171,8 @@ print(seen)
 
 def test_importing_writes_nothing_and_starts_nothing() -> None:
     """As the page of settings says."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-B", "-c", SEEN]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout == "[]\n"
+    done = run_python(SEEN)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_the_version_is_the_same_wherever_it_stands() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from epinorm.capture.backend import compile_graph
+from processes import run_python
 
 K, N, ROWS = 12, 16, 6
 HERE = Path(__file__).resolve()
@@ -145,7 +144,8 @@ for a, b in zip(got, [m(x), *(p.grad for p in m.parameters())]):
 """
     paths = os.pathsep.join([str(tmp_path), str(root / "src")])
     environment = os.environ | {"PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "c")}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=280)
+    done = run_python(code, environment)
+    assert done.returncode == 0, done.stderr
 
 
 def test_copies_compile_too(graphs: list[str]) -> None:

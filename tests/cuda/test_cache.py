@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import stat
-import subprocess
 import sys
 import time
 import warnings
@@ -19,6 +18,7 @@ from epinorm import said
 from epinorm.backends import cache
 from epinorm.backends.cuda.runtime import jit
 from epinorm.backends.cuda.runtime.jit import KernelSource
+from processes import run_python
 
 KEY = cache.key_of("a kernel")
 FACTS = {"entry": "k", "arch": "sm_90a", "registers": 10}
@@ -296,9 +296,8 @@ def test_a_writer_killed_half_way_leaves_only_a_temporary_file(root: Path) -> No
         "cache.os.fdopen = Half\n"
         f"cache.write({KEY!r}, {{}}, bytes(1000))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], check=False, env=environment)
-    assert done.returncode == -signal.SIGKILL
+    done = run_python(code)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     (left,) = (root / "cubins").iterdir()
     assert left.name.startswith(".tmp-")
     assert cache.read(KEY) is None

@@ -2,10 +2,7 @@
 
 import importlib.metadata
 import logging
-import os
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,7 @@ import torch
 from epinorm.backends import cache, memo
 from epinorm.backends.cuda.runtime import device, jit
 from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin
+from processes import imported_by
 
 TEXT = """
 extern "C" __global__ void other(float* y) { y[threadIdx.x] = 1.f; }
@@ -154,15 +152,7 @@ def test_threads_compile_side_by_side() -> None:
 
 
 def test_importing_the_machinery_imports_no_compiler() -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules); import epinorm.backends.cuda.runtime.jit; "
-        "print(sorted(m for m in set(sys.modules) - before if m.startswith('cuda')))"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stdout.strip() == "[]"
+    assert imported_by("import epinorm.backends.cuda.runtime.jit", ["cuda"]) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tempfile
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 from ranks import Launcher
 from test_data_parallel import CASES as DATA_CASES
-from test_example import trained
+from test_example import EXAMPLE, largest_difference
 from test_tensor_parallel import CASES as TENSOR_CASES
 from test_tensor_parallel import OTHERS, ROUNDINGS
 
@@ -55,6 +56,17 @@ def main() -> int:
 
 WRONG: list[bool] = []
 """Of each failure and of the example's layouts, whether it ended otherwise than it should."""
+
+
+def trained(ranks: int, *arguments: str) -> tuple[float, str]:
+    """The largest relative difference of the losses from one process', and all that is printed."""
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    ended = subprocess.run(
+        [sys.executable, "-m", *launch, str(EXAMPLE), *arguments],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-8000:]
+    return largest_difference(ended.stdout), ended.stdout
 
 
 def train(ranks: int, layout: str) -> None:

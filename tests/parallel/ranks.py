@@ -1,7 +1,7 @@
 """Processes of one group: how a test starts them, and how each of them begins and ends.
 
-As a program: imports what the workers need, once, and forks the ranks of each job that a line of
-its standard input names.
+As a program: imports what the workers need, once, and the modules that it is given, and forks the
+ranks of each job that a line of its standard input names.
 """
 
 from __future__ import annotations
@@ -23,15 +23,23 @@ from typing import Any
 HERE = Path(__file__).parent
 SECONDS = 240
 """After which a rank is ended, whatever it waits for."""
-IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+IMPORTED = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"),
+    *("epinorm.backends.cpu.backend", "epinorm.parallel"),
+)
+WITHOUT_GPU = (
+    *("torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx", "torch.export._trace"),
+    *("torch.profiler", "epinorm.capture.backend"),
+)
+"""What may look for a GPU, which a process that forks ranks of one must not."""
 
 
 class Launcher:
     """A process that forks ranks; nothing of CUDA is started in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *imported: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *imported],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -59,11 +67,12 @@ class Launcher:
 @cache
 def launcher() -> Launcher:
     """The one of this process; it ends with its standard input."""
-    return Launcher()
+    return Launcher(*WITHOUT_GPU)
 
 
 def serve() -> None:
-    """Fork the ranks of each job; a rank returns from here as its worker ends, or raises."""
+    """Fork the ranks of each job; the first returns from here as its worker ends, or raises, and
+    the others leave at once: Python takes a second to take down all that is imported."""
     for line in sys.stdin:
         worker, ranks, folder, *more = json.loads(line)
         pids = []
@@ -75,6 +84,9 @@ def serve() -> None:
                 signal.alarm(SECONDS)
                 sys.argv = [worker, str(rank), str(ranks), folder, *more]
                 runpy.run_path(str(HERE / worker), run_name="__main__")
+                if rank > 0:
+                    sys.stdout.flush()
+                    os._exit(0)
                 return
             pids.append(pid)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -121,8 +133,10 @@ def finish(folder: Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for name in (*IMPORTED, "epinorm.parallel"):
+    for name in (*IMPORTED, *sys.argv[1:]):
         importlib.import_module(name)
     cpu: Any = importlib.import_module("epinorm.backends.cpu")
-    cpu.LEAST_VALUES = cpu.LEAST_VALUES_TRAINING = 0  # as tests/conftest.py has it
+    guards: Any = importlib.import_module("torch._dynamo.guards")
+    cpu.LEAST_VALUES = cpu.LEAST_VALUES_TRAINING = 0  # both as tests/conftest.py has them
+    guards.profile_guard_manager = lambda *_: 0.0
     serve()

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import socket
 from pathlib import Path
+
+from ranks import launcher
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_parallel.py"
 
 
-def trained(ranks: int, *arguments: str) -> tuple[float, str]:
-    """The largest relative difference of the losses from one process', and all that is printed."""
-    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    ended = subprocess.run(
-        [sys.executable, "-m", *launch, str(EXAMPLE), *arguments],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-8000:]
-    found = re.search(r"difference: (\S+)", ended.stdout)
-    assert found is not None, ended.stdout
-    return float(found[1]), ended.stdout
+def largest_difference(said: str) -> float:
+    """Of the losses, relative, as the example says it."""
+    found = re.search(r"difference: (\S+)", said)
+    assert found is not None, said
+    return float(found[1])
 
 
-def test_losses_are_those_of_one_process() -> None:
+def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
     small = ["--depth", "2", "--steps", "4", "--width", "64", "--rows", "1024"]
-    difference, said = trained(4, "--layout", "mesh", *small)
-    assert difference < 2e-6
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    command = (port, str(EXAMPLE), "--layout", "mesh", *small)
+    ended = launcher().run("example_worker.py", 4, tmp_path, *command)
+    said = "\n".join(text for _, text in ended)
+    assert not any(status for status, _ in ended), said[-8000:]
+    assert largest_difference(said) < 2e-6
     told = "2 of 4 chains by epinorm's kernels, 2 left to PyTorch's own layers"  # by rows
     assert told in " ".join(said.split())
