@@ -284,15 +284,24 @@ def test_auto_says_both_estimates_where_the_library_wins(hopper, monkeypatch):
 @pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
 def test_what_the_host_takes_decides_about_small_problems(kind, hopper, monkeypatch):
     """A product by PyTorch and a kernel of ours take the host longer than any call of ours alone,
-    even where the GPU would be done sooner; but not if it is then later than with PyTorch's."""
+    even where the GPU would be done sooner; but not if it is then later than with PyTorch's, by
+    more than short estimates are off."""
     problem = problem_of(kind=kind, m=128, k=512, channels=32, groups=8)
     assert cuda_plan.plan_cuda(problem, "auto").strategy == "single"
     eager = costs.eager(problem)
     assert costs.library_product(problem) + costs.norm_forward(problem) < 0.9 * eager
     monkeypatch.setattr(hopper_plan, "microseconds", lambda *_, **__: 0.9 * eager)
     assert cuda_plan.plan_cuda(problem, "auto").strategy == "single"
-    monkeypatch.setattr(hopper_plan, "microseconds", lambda *_, **__: 1.1 * eager)
+    monkeypatch.setattr(hopper_plan, "microseconds", lambda *_, **__: eager + 3.5)
     assert cuda_plan.plan_cuda(problem, "auto").strategy == "epilogue"
+
+
+def test_dreamers_block_in_bf16_is_one_kernel(hopper):
+    """Measured: 15.6 us of the GPU, eager 17.0, two kernels 12.2; in a loop 38, 75 and 80."""
+    problem = problem_of(1024, 1024, 1024, 1, "bfloat16", chain="rms_norm(1e-4)|silu")
+    assert cuda_plan.plan_cuda(problem, "auto").strategy == "single"
+    few = problem_of(22, 128, 128, 40, "bfloat16", chain="silu|group_norm({groups})|silu")
+    assert cuda_plan.plan_cuda(few, "auto").strategy == "epilogue"  # 10.2; one kernel 25, eager 20
 
 
 LOST = [

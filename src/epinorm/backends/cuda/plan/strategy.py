@@ -36,6 +36,9 @@ _HOST_OTHER_BACKWARD = 120.0
 _HOST_WITHOUT_NORM = 0.8
 """Of a backward pass."""
 _HIDDEN = 0.05
+_UNSURE, _ROWS_OF_A_TILE = 3.0, 64
+"""Microseconds that a way with a norm may be estimated longer than eager on the GPU, where a tile has
+all its rows: so far estimates of short kernels are off, and the host gains more (decision 18)."""
 
 _PLANES = 1.08
 """What fp32 by planes was measured to take of what is estimated for it."""
@@ -142,7 +145,9 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
         return Plan("reference", why_not_single)
     # In a loop of small calls the host decides, in a CUDA graph the GPU: neither may lose to eager.
     most = math.inf if eager is None else eager.gpu
-    if problem.chain.norm is None and problem.dtype.itemsize == 2 and problem.training:
+    if problem.chain.norm is not None and problem.m >= _ROWS_OF_A_TILE:
+        most += _UNSURE
+    elif problem.dtype.itemsize == 2 and problem.training:
         most *= _WORTH_WITHOUT_NORM
     ways.sort(key=lambda way: (way[0] is not eager and way[0].gpu > most, way[0].microseconds))
     cost, text, strategy, core = ways[0]
