@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
+
+import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_parallel.py"
 
@@ -21,6 +26,23 @@ def trained(ranks: int, *arguments: str) -> tuple[float, str]:
     found = re.search(r"difference: (\S+)", ended.stdout)
     assert found is not None, ended.stdout
     return float(found[1]), ended.stdout
+
+
+def test_what_cannot_be_split_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environments = {
+        "by torchrun --nproc-per-node 2": {},
+        "an even number of processes, got 3": {"LOCAL_RANK": "0", "WORLD_SIZE": "3"},
+        "divisible by 2 processes, got 511": {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+    }
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--layout", "mesh", "--rows", "511"])
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    for said, environment in environments.items():
+        with mock.patch.dict(os.environ, environment), pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 def test_losses_are_those_of_one_process() -> None:
