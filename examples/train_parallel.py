@@ -107,12 +107,18 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3)
     given = parser.parse_args()
 
-    rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it by torchrun --nproc-per-node 2 examples/train_parallel.py")
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    if given.layout == "mesh" and ranks % 2:
+        parser.error(f"--layout mesh takes an even number of processes, got {ranks}")
+    if given.rows % ranks:
+        parser.error(f"--rows must be divisible by {ranks} processes, got {given.rows}")
+    cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=60))
-    ranks = dist.get_world_size()
 
     generator = torch.Generator().manual_seed(1)
     batches = []

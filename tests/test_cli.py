@@ -239,6 +239,41 @@ def test_explain_takes_a_whole_model_by_its_factory(here: Path) -> None:
     assert "mine.py:factory" in result.stderr  # and no picture of a factory
 
 
+def test_explain_says_what_a_gpu_would_do_that_is_not_here(here: Path) -> None:
+    (here / "mine.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def factory():\n"
+        "    parts = nn.Linear(1024, 1024), nn.GroupNorm(64, 1024), nn.Linear(1024, 512)\n"
+        "    return nn.Sequential(*parts), torch.ones(4096, 1024)\n"
+    )
+    said = {}
+    for gpu in (["--gpu", "h100"], ["--gpu", "a100", "--precision", "high"], ["--device", "cpu"]):
+        result = call("explain", "mine.py:factory", *gpu)
+        assert result.exit_code == 0, result.stderr
+        said[gpu[1]] = " ".join(result.stdout.split())
+    assert "plans for h100, by estimates, as it is not here" in said["h100"]
+    assert "two fp16 planes" in said["h100"]
+    assert "1 Linear without a norm by single" in said["h100"]
+    assert "one fp16 plane" in said["a100"]
+    assert "serve a CPU as they are" in said["cpu"]  # nothing of the others is left
+    for wrong in (["--gpu", "v100"], ["--gpu", "h100", "--plan"], ["--gpu", "h100", *SMALL[3:]]):
+        result = call("explain", "mine.py:factory", *wrong)
+        assert result.exit_code == 2
+        assert "--gpu" in sentence(result)
+
+
+def test_explain_opens_for_a_gpu_what_a_cpu_keeps_whole(here: Path) -> None:
+    (here / "mine.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def factory():\n"
+        "    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)\n"
+        "    return layer.eval().requires_grad_(False), torch.ones(8, 256, 512)\n"
+    )
+    for gpu, opened in ((["--gpu", "h200"], True), (["--device", "cpu"], False)):
+        result = call("explain", "mine.py:factory", *gpu)
+        assert ("linear2" in result.stdout) == opened, result.stdout
+
+
 def test_explain_prints_every_launch_of_the_plan() -> None:
     text = call("explain", *SMALL, "--plan").stdout
     for kernel in ("epinorm_forward", "epinorm_backward"):
@@ -320,7 +355,7 @@ def test_a_factory_that_fails_is_one_sentence(here: Path) -> None:
     (here / "ends.py").write_text("raise SystemExit(2)")
     raised = {"disk": "OSError: on fire", "key": "KeyError: 'x'", "right": "AssertionError"}
     said = {f"failing.py:{name}": f"failing.py:{name}() raised {e}" for name, e in raised.items()}
-    for model, what in (said | {"ends.py:net": "cannot be imported: SystemExit"}).items():
+    for model, what in (said | {"ends.py:net": "importing it raised SystemExit"}).items():
         result = call("explain", model, "--device", "cpu")
         assert result.exit_code == 2
         assert what in sentence(result)
@@ -332,6 +367,7 @@ def test_a_model_without_a_chain_exits_1(command: str, here: Path) -> None:
     result = call(command, "model.py", "--device", "cpu")
     assert result.exit_code == 1
     assert "no chain that can be fused" in sentence(result)
+    assert "epinorm bench FILE.py:Model takes it as a whole" in sentence(result)
 
 
 def test_explain_without_a_chain_exits_1(here: Path) -> None:

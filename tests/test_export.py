@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from epinorm.backends.cuda.runtime.jit import KernelSource, compile_cubin
 from epinorm.chain import Chain
-from epinorm.tools.export.dump import Tables
+from epinorm.tools.export.dump import GPUS, Tables
 from epinorm.tools.export.export import export, forbidden_words
 from epinorm.tools.judge.source import remarks
 from epinorm.tools.kernelbench import ProblemError
@@ -337,6 +337,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert run(app, ["export", str(tmp_path / "none.py"), "-o", str(out)]).exit_code == 2
     for wrong in (["--strategy", "cpu"], ["--gpu", "abacus"]):
         assert run(app, ["export", problem, "-o", str(out), *wrong]).exit_code == 2
+    same = tmp_path / "same.py"
+    same.write_text((ZOO / "problem.py").read_text())
+    result = run(app, ["export", str(same), "-o", f"{tmp_path}/../{tmp_path.name}/same.py"])
+    assert result.exit_code == 2
+    assert "which would be lost" in " ".join(result.stderr.split())
+    assert same.read_text() == (ZOO / "problem.py").read_text()
+
+
+def test_an_h100_is_a_gpu_to_export_for() -> None:
+    """As the H200 that serves it: the tables are those of the architecture."""
+    assert GPUS["h100"] == GPUS["h200"]
 
 
 def test_the_text_is_the_same_each_time(tmp_path: Path) -> None:

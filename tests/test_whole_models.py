@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+import epinorm
 from epinorm.tools.accuracy import DRAWS, Comparison
 from epinorm.tools.kinks import rows_away_from_kinks
 from epinorm.tools.models import SETTINGS, bench_model, load_subject
@@ -303,7 +304,9 @@ def test_a_model_that_does_not_repeat_its_result_cannot_be_verified() -> None:
     [
         ("bert", "expected one of bert_base"),
         ("no.such:thing", "cannot be imported"),
-        ("missing.py:net", "cannot be imported"),
+        ("missing.py:net", "missing.py does not exist"),
+        (f"{__name__}:nothing", "defines no function nothing()"),
+        (f"{__name__}:CPU", "defines no function CPU()"),
     ],
 )
 def test_a_name_that_is_none_is_one_sentence(text: str, said: str) -> None:
@@ -311,7 +314,26 @@ def test_a_name_that_is_none_is_one_sentence(text: str, said: str) -> None:
         load_subject(text)
     result = CliRunner().invoke(app, ["bench", text])
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert said in " ".join(result.stderr.split())
+    assert "TRACEBACK" not in result.stderr  # the user's mistake, not ours
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ours.py", "--settings", "bf16"], "--settings, --small and --runs are for a whole model"),
+        (["ours.py", "--small"], "ours.py:Model to bench it as a whole model"),
+        (["ours.py", "--runs", "3"], "ours.py:Model to bench it as a whole model"),
+        (["ours.py", "--problems", "62"], "--problems goes with --kernelbench"),
+        (["tdmpc2", "--autotune"], "tdmpc2 is a whole model"),
+        (["--kernelbench", "folder", "--dtype", "bf16"], "--kernelbench runs forward in fp32"),
+        (["--kernelbench", "folder", "--training"], "--kernelbench runs forward in fp32"),
+    ],
+)
+def test_an_option_that_does_nothing_is_an_error(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
 
 
 def test_a_problem_files_options_are_not_taken_for_a_whole_models() -> None:
@@ -331,6 +353,30 @@ def test_a_factory_in_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
     subject = load_subject(f"{tmp_path}/mine.py:factory")
     model, (x,) = subject.make(SETTINGS["highest"], CPU)
     assert (subject.name, model(x).shape) == ("factory", (3, 2))
+
+
+def test_a_factorys_own_classes_are_captured_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fresh_dynamo: None
+) -> None:
+    """Dynamo imports the module of a function's globals, here ``torch`` within ``forward``."""
+    (tmp_path / "critic.py").write_text(
+        "import torch\n"
+        "class Critic(torch.nn.Sequential):\n"
+        "    def forward(self, x, y):\n"
+        "        return super().forward(torch.cat([x, y], -1))\n"
+        "def make():\n"
+        "    print('not for stdout')\n"
+        "    parts = torch.nn.Linear(16, 32), torch.nn.GroupNorm(4, 32)\n"
+        "    return Critic(*parts), (torch.randn(64, 8), torch.randn(64, 8))\n"
+    )
+    result = CliRunner().invoke(app, ["explain", f"{tmp_path}/critic.py:make", "--device", "cpu"])
+    assert result.exit_code == 0, result.stderr
+    assert "1 of 1 chains fused" in result.stdout
+    assert "not for stdout" not in result.stdout
+    model, inputs = load_subject(f"{tmp_path}/critic.py:make").make(SETTINGS["highest"], CPU)
+    with caplog.at_level("INFO", logger="epinorm"):
+        epinorm.fuse(model)(*inputs)
+    assert "unfused" not in caplog.text
 
 
 def test_the_command_writes_rows_and_says_what_it_found(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the traceback too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from functools import partial
@@ -17,7 +18,15 @@ import typer
 
 from epinorm_cli import kernelbench, machine, options, tune  # noqa: F401  (they add commands)
 from epinorm_cli.models import bench_models, bench_suite, is_whole_model
-from epinorm_cli.options import INTERRUPTED, UsageError, app, one_sentence, options_of, passes_of
+from epinorm_cli.options import (
+    INTERRUPTED,
+    UsageError,
+    app,
+    one_of,
+    one_sentence,
+    options_of,
+    passes_of,
+)
 
 ON_A_CPU = (
     "On a CPU the product is PyTorch's own, and what is gained is what stands around it: "
@@ -86,16 +95,30 @@ def bench(
     if (model is None) == (suite is None):
         raise UsageError("expected either MODEL or --kernelbench FOLDER")
     how = device, compile_, runs, out_folder, as_json
+    of_file = (dtype, precision, strategy, autotune) != ("float32", None, "auto", False)
+    of_whole = small or settings != "highest"
+    if problems is not None and suite is None:
+        raise UsageError("--problems goes with --kernelbench FOLDER")
     if suite is not None:
+        if of_file or of_whole or training is not None:
+            raise UsageError(
+                "--kernelbench runs forward in fp32 at highest: of the options it takes "
+                "--problems, --scale, --device, --runs, --compile, --out and --json alone"
+            )
         raise typer.Exit(0 if bench_suite(suite, problems, scale, *how) else 1)
     assert model is not None
     if is_whole_model(model):
-        if (dtype, precision, scale, strategy) != ("float32", None, 1, "auto"):
+        if of_file or scale != 1:
             raise UsageError(
-                "--dtype, --precision, --scale and --strategy are for a problem FILE; "
+                "--dtype, --precision, --scale, --strategy and --autotune are for a problem FILE; "
                 f"{model} is a whole model: --settings highest, high, bf16 or bf16-autocast"
             )
         raise typer.Exit(0 if bench_models(model, settings, training, small, *how) else 1)
+    if of_whole or runs is not None:
+        raise UsageError(
+            f"--settings, --small and --runs are for a whole model; {model} is a problem FILE: "
+            f"--dtype and --precision, or {model}:Model to bench it as a whole model"
+        )
     from epinorm.tools.bench import bench as run_case
     from epinorm.tools.console import pass_name, print_json, progress
 
@@ -245,18 +268,29 @@ def explain(
     plan: Annotated[
         bool, typer.Option("--plan", help="Every launch of a training step, and why it is so.")
     ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="As on a GPU that is not here: h200, h100, a100, l40s, b200, rtx5090."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Say which chains MODEL holds, what is fused and how, and why the rest is not."""
+    from epinorm.backends.cuda.runtime.recorder import planning
     from epinorm.capture import explain as explain_model
     from epinorm.tools.bench import fp32_precision_set
     from epinorm.tools.console import out, progress
+    from epinorm.tools.export.dump import GPUS
     from epinorm.tools.kernelbench.problem import load_problem
     from epinorm.tools.plans import plans_of
     from epinorm.tools.results import device_name
 
-    chosen, products, where, _ = options_of(dtype, precision, device, "auto")
-    with progress(file.name) as notify, fp32_precision_set(products):
+    if gpu is not None:
+        one_of("--gpu", gpu, tuple(GPUS))
+        if device is not None or plan:
+            raise UsageError("--gpu is of no GPU that is here, so without --device and --plan")
+    chosen, products, where, _ = options_of(dtype, precision, device, "auto", gpu)
+    there = contextlib.nullcontext() if gpu is None else planning(GPUS[gpu])
+    with progress(file.name) as notify, fp32_precision_set(products), there:
         notify("making the model", 0.3)
         if is_whole_model(str(file)):
             from epinorm.tools.models.subject import Setting, load_subject
@@ -270,7 +304,8 @@ def explain(
     if as_json:
         print(explained.to_json())
     else:
-        out.print(f"plans for {device_name(where)}, {dtype}", markup=False, highlight=False)
+        place = device_name(where) if gpu is None else f"{gpu}, by estimates, as it is not here"
+        out.print(f"plans for {place}, {dtype}", markup=False, highlight=False)
         out.print(str(explained), markup=False)
     if plan and not as_json:
         with fp32_precision_set(products):

@@ -130,7 +130,10 @@ def export(
     ] = "auto",
     gpu: Annotated[
         list[str] | None,
-        typer.Option(help="h200, a100, l40s, b200, rtx5090; repeatable. By default the first two."),
+        typer.Option(
+            help="h200, h100, a100, l40s, b200, rtx5090; repeatable. By default h200 (serves an "
+            "H100) and a100."
+        ),
     ] = None,
     rounding: Annotated[
         str,
@@ -150,6 +153,8 @@ def export(
     for name in gpu or ():
         one_of("--gpu", name, tuple(GPUS))
     one_of("--rounding", rounding, get_args(Rounding))
+    if out_file.exists() and file.exists() and out_file.samefile(file):
+        raise UsageError(f"--out {out_file} is FILE itself, which would be lost; name another file")
     with progress(file.name) as notify:
         notify("reading and writing", 0.3)
         chosen = cast("Strategy", strategy), cast("Rounding", rounding)

@@ -147,17 +147,19 @@ def one_of(option: str, value: str, known: tuple[str, ...] | dict[str, str]) -> 
 
 
 def options_of(
-    dtype: str, precision: str | None, device: str | None, strategy: str
+    dtype: str, precision: str | None, device: str | None, strategy: str, gpu: str | None = None
 ) -> tuple[Any, Any, Any, Any]:
-    """The options as torch.dtype, precision name, torch.device and strategy; raises UsageError."""
+    """The options as torch.dtype, precision name, torch.device and strategy; raises UsageError.
+
+    ``gpu``: one that is not here, as if which a model on the CPU is looked at."""
     import torch
 
     chosen = getattr(torch, one_of("--dtype", dtype, DTYPES))
-    where = device_of(device)
+    where = device_of(device if gpu is None else "cpu")
     one_of("--strategy", strategy, STRATEGIES)
     if precision is not None:
         one_of("--precision", precision, PRECISIONS)
-    if precision == "high" and where.type != "cuda":
+    if precision == "high" and where.type != "cuda" and gpu is None:
         raise UsageError(f"--precision high (TF32) exists on CUDA alone, the device is {where}")
     products = (precision or "highest") if chosen == torch.float32 else "native"
     return chosen, products, where, strategy

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import socket
+import sys
 from pathlib import Path
+from unittest import mock
+
+import pytest
 
 from ranks import launcher
 
@@ -16,6 +22,23 @@ def largest_difference(said: str) -> float:
     found = re.search(r"difference: (\S+)", said)
     assert found is not None, said
     return float(found[1])
+
+
+def test_what_cannot_be_split_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environments = {
+        "by torchrun --nproc-per-node 2": {},
+        "an even number of processes, got 3": {"LOCAL_RANK": "0", "WORLD_SIZE": "3"},
+        "divisible by 2 processes, got 511": {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+    }
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--layout", "mesh", "--rows", "511"])
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    for said, environment in environments.items():
+        with mock.patch.dict(os.environ, environment), pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 def test_losses_are_those_of_one_process(tmp_path: Path) -> None:

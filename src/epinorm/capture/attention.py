@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import arguments
 from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
@@ -208,6 +209,7 @@ def _open(graph: fx.Graph, node: fx.Node, whole: _Whole, always: bool) -> Opened
         for t in tensors
     ):
         raise StaysWhole("its tensors are of a class or layout of their own")
+    on_gpu = query.is_cuda or stand_in() is not None
     if whole.native:
         given = arguments(node, *whole.body.__code__.co_varnames[: whole.body.__code__.co_argcount])
         if given.get("mask") is not None:
@@ -216,10 +218,10 @@ def _open(graph: fx.Graph, node: fx.Node, whole: _Whole, always: bool) -> Opened
                 "torch.backends.mha.set_fastpath_enabled(False) before the first call shows its "
                 "layers"
             )
-        if not (always or query.is_cuda):
+        if not (always or on_gpu):
             raise StaysWhole("on a CPU its kernel gains more than fusing")
     autocast = torch.is_autocast_enabled(query.device.type)
-    if not always and query.is_cuda and (query.dtype.itemsize == 2 or autocast):
+    if not always and on_gpu and (query.dtype.itemsize == 2 or autocast):
         raise StaysWhole("in 16 bit its operations gain less than they cost the host")
     readers = [(user.args[1], user) for user in node.users if user.target is operator.getitem]
     trace = Trace(graph, node, whole.parts)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.capture.attention import unseen
 from epinorm.capture.distributed import layout_of_found
 from epinorm.capture.found import Found, Place
@@ -149,6 +150,7 @@ def _problem(found: Found) -> tuple[Problem, str]:
     mixed = x.dtype != dtype or weight.dtype != dtype
     wide = torch.float32 if mixed else dtype
     reads = [value_of(node) for node in found.reads]
+    device = weight.device if stand_in() is None else torch.device("cuda")
     problem = Problem(
         chain=chain,
         m=m,
@@ -161,7 +163,7 @@ def _problem(found: Found) -> tuple[Problem, str]:
         has_norm_weight=chain.norm is not None and found.norm.weight is not None,
         has_norm_bias=chain.norm is not None and found.norm.bias is not None,
         training=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in reads),
-        device=weight.device,
-        precision=product_precision(dtype, weight.device.type, (m, k, n)),
+        device=device,
+        precision=product_precision(dtype, device.type, (m, k, n)),
     )
     return problem, shape

@@ -53,7 +53,7 @@ def supports(problem: Problem) -> str | None:
     if problem.device.type != "cpu":
         return f"the tensors are on {problem.device}, not on the CPU"
     if problem.chain.norm is None:
-        return "without a norm, PyTorch's product and its operations serve as they are"
+        return "without a norm, PyTorch's product and its operations serve a CPU as they are"
     for dtype in (problem.dtype, problem.norm_dtype, problem.out_dtype):
         if dtype not in CPP_TYPES:
             return f"the CPU kernels know float32, float64 and bfloat16, not {dtype}"

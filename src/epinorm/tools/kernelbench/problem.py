@@ -125,9 +125,8 @@ def load_problem(path: str | Path, scale: int = 1) -> ProblemFile:
             f"get_init_inputs(); {hint}"
         )
     if not (isinstance(model_type, type) and issubclass(model_type, nn.Module)):
-        raise ProblemError(
-            f"{path.name}: Model must be a subclass of torch.nn.Module, got {_type(model_type)}"
-        )
+        got = "another class" if isinstance(model_type, type) else _type(model_type)
+        raise ProblemError(f"{path.name}: Model must be a subclass of torch.nn.Module, got {got}")
     functions: list[Any] = []
     for name in ("get_inputs", "get_init_inputs"):
         functions.append(getattr(module, name, None))
@@ -138,9 +137,14 @@ def load_problem(path: str | Path, scale: int = 1) -> ProblemFile:
     return ProblemFile(path, model_type, get_inputs, get_init_inputs, scale, scaled)
 
 
+def load_module(path: Path) -> ModuleType:
+    """A file of Python as a module, which may import its neighbours; raises ProblemError."""
+    return _execute(path, _parse(path))
+
+
 def _parse(path: Path) -> ast.Module:
     if path.is_dir():
-        raise ProblemError(f"{path} is a folder; expected a Python file that defines Model")
+        raise ProblemError(f"{path} is a folder; expected a Python file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -33,7 +33,8 @@ def fused_copy(
     if not explanation.fused:
         found = "; ".join(f"{row.chain} ({row.where}): {row.reason}" for row in explanation.rows)
         found = found or "no Linear → pointwise* → norm → pointwise* was found"
-        raise NoChainError(f"{name}: Model holds no chain that can be fused: {found}")
+        whole = "; epinorm bench FILE.py:Model takes it as a whole" if explanation.linears else ""
+        raise NoChainError(f"{name}: Model holds no chain that can be fused: {found}{whole}")
     return candidate, explanation
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from epinorm.tools.kernelbench.problem import ProblemError
+
 Made = tuple[nn.Module, tuple[Any, ...]]
 """A model and the inputs of its call."""
 
@@ -38,7 +40,7 @@ def _hugging_face(name: str, **values: Any) -> nn.Module:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
-        raise ValueError(f"Hugging Face's {name}: pip install transformers") from None
+        raise ProblemError(f"{name} is Hugging Face's: pip install transformers") from None
     config = getattr(transformers, f"{name}Config")(attn_implementation="sdpa", **values)
     # The pooler's gradient would be missing: what is read is the last layer's result.
     pooler = {} if name == "Llama" else {"add_pooling_layer": False}

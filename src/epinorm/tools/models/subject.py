@@ -7,7 +7,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from epinorm.tools.kernelbench.problem import load_problem, placed
+from epinorm.tools.kernelbench.problem import ProblemError, load_module, load_problem, placed
 from epinorm.tools.models.named import NAMED, Made
 
 
@@ -71,55 +70,52 @@ def load_subject(text: str, small: bool = False) -> Subject:
     """What ``text`` names: one of NAMED, ``FILE.py:Model`` of a problem file, or a factory as
     ``FILE.py:factory`` or ``package.module:factory``.
 
-    A factory takes nothing and returns a model and the tuple of its inputs. Raises ValueError for
-    a name that is none of these, ProblemError for what is wrong with a file.
+    A factory takes nothing and returns a model and the tuple of its inputs. Raises ProblemError for
+    a name that is none of these and for what is wrong with a file.
     """
     if text in NAMED:
         return Subject(f"{text}_small" if small else text, lambda: NAMED[text](small))
     module, colon, name = text.rpartition(":")
     if not colon:
-        raise ValueError(
+        raise ProblemError(
             f"{text!r} is no model: expected one of {', '.join(NAMED)}, FILE.py:Model, "
             "FILE.py:factory or package.module:factory"
         )
     if module.endswith(".py") and name == "Model":
         problem = load_problem(module)
         return Subject(Path(module).stem, lambda: problem.make(torch.float32, "cpu"))
-    try:
-        factory = getattr(_imported(module), name)
-    except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{text!r} cannot be imported: {said}") from error
+    factory = getattr(_imported(module), name, None)
+    if not callable(factory):
+        raise ProblemError(f"{module} defines no function {name}() that returns (model, inputs)")
     return Subject(name, lambda: _made(text, factory))
 
 
 def _imported(module: str) -> ModuleType:
-    """A module by its import path, or a file of Python, which may import its neighbours."""
-    if not module.endswith(".py"):
-        return importlib.import_module(module)
-    spec = spec_from_file_location(Path(module).stem, module)
-    assert spec is not None
-    assert spec.loader is not None
-    found = module_from_spec(spec)
-    sys.path.insert(0, str(Path(module).resolve().parent))
+    """A module by its import path, or a file of Python."""
+    if module.endswith(".py"):
+        return load_module(Path(module))
     try:
-        spec.loader.exec_module(found)
-    finally:
-        del sys.path[0]
-    return found
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ProblemError(f"{module!r} cannot be imported: {said}") from error
 
 
 def _made(text: str, factory: Callable[[], Any]) -> Made:
     try:
-        made = factory()
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for what the command has to say
+            made = factory()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{text}() raised {type(error).__name__}: {error}") from error
+        raise ProblemError(f"{text}() raised {type(error).__name__}: {error}") from error
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         model, inputs = made
         inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         if any(isinstance(value, Tensor) for value in inputs):
             return model, tuple(inputs)
-    raise ValueError(f"{text}() must return a model and the tuple of its inputs")
+    got = type(made).__name__
+    if isinstance(made, tuple):
+        got = f"({', '.join(type(value).__name__ for value in made)})"
+    raise ProblemError(f"{text}() must return (model, inputs), a tensor among them, got {got}")
 
 
 def _dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

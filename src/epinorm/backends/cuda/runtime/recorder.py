@@ -107,13 +107,19 @@ class _Kernel(launch.Kernel):
 
 
 @contextmanager
-def recording(gpu: Gpu) -> Iterator[Recorder]:
-    """Note what is launched within, as if on this GPU; tensors are the CPU's. What is kept between
-    calls is forgotten before and after."""
+def planning(gpu: Gpu) -> Iterator[Recorder]:
+    """Plan within as for this GPU. What is kept between calls is forgotten before and after."""
     recorder = Recorder(gpu)
     memo.clear()
     try:
-        with standing_in(recorder), torch.no_grad(), recorder:
+        with standing_in(recorder):
             yield recorder
     finally:
         memo.clear()
+
+
+@contextmanager
+def recording(gpu: Gpu) -> Iterator[Recorder]:
+    """Note what is launched within, as if on this GPU; tensors are the CPU's."""
+    with planning(gpu) as recorder, torch.no_grad(), recorder:
+        yield recorder
