@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-
 from ranks import launcher
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_parallel.py"

@@ -37,8 +37,8 @@ _HOST_WITHOUT_NORM = 0.8
 """Of a backward pass."""
 _HIDDEN = 0.05
 _UNSURE, _ROWS_OF_A_TILE = 3.0, 64
-"""Microseconds that a way with a norm may be estimated longer than eager on the GPU, where a tile has
-all its rows: so far estimates of short kernels are off, and the host gains more (decision 18)."""
+"""Microseconds that a way with a norm may be estimated longer than eager on the GPU, where a tile
+has all its rows: so far short estimates are off, and the host gains more (decision 18)."""
 
 _PLANES = 1.08
 """What fp32 by planes was measured to take of what is estimated for it."""
