@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.guards import CheckFunctionManager
 from torch.utils.checkpoint import checkpoint
 
 import epinorm
@@ -579,6 +580,38 @@ def test_a_fused_model_can_be_freed(x: Any) -> None:
     gc.collect()
     assert [ref() for ref in alive] == [None] * 3
     assert captures() <= before
+
+
+def kept() -> int:
+    """How many graphs and guards are alive."""
+    for _ in range(3):  # what a finalizer lets go of is garbage of the next time
+        gc.collect()
+    held = fx.GraphModule, CheckFunctionManager
+    return sum(issubclass(type(known), held) for known in gc.get_objects())
+
+
+def test_what_was_captured_is_freed_with_the_model(x: Any) -> None:
+    """Guards compare PyTorch's classes by identity: finalizers of these held the graphs."""
+    before = kept()
+    for _ in range(8):
+        fused_copy(randomised(Model()))(x).sum().backward()
+    assert kept() <= before
+
+
+def test_what_was_captured_for_an_object_is_freed_with_it(x: Any) -> None:
+    """Another may have its id, by which guards know it."""
+
+    class Picks(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.of.factor
+
+    model = randomised(Picks())
+    fused = fused_copy(model)
+    before = kept()
+    for factor in range(8):
+        model.of = fused.of = type("Of", (), {"factor": float(factor)})
+        assert_same(fused(x), model(x))
+    assert kept() <= before
 
 
 def test_what_compile_had_set_comes_back(x: Any) -> None:

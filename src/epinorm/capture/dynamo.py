@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -130,12 +130,43 @@ def _has_zero(gm: fx.GraphModule) -> bool:
 def _no_guard(*_: Any) -> None: ...
 
 
+_Owners = weakref.WeakSet[Any]
+"""Dynamo's CheckFunctionManagers."""
+
+
+class _Watching:
+    """Invalidates guards when an object dies that they know by its id, for as long as they live.
+
+    Dynamo's own finalizers hold the guards, and these the graph, for as long as the object lives:
+    for good, where it is a class of PyTorch's.
+    """
+
+    def __init__(self, guards: Any, manager: Any) -> None:
+        self._manager = weakref.ref(manager)
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        vars(guards).update(watching=self._refs, manager=manager)
+
+    def __call__(self, watched: Any, name: str) -> int:
+        known = self._manager
+
+        def invalidate(_: Any) -> None:
+            if (manager := known()) is not None:
+                manager.invalidate(name)
+
+        if (manager := known()) is not None and id(watched) not in self._refs:
+            with suppress(TypeError):  # as for a bool
+                self._refs[id(watched)] = weakref.ref(watched, invalidate)
+                manager._weakrefs[id(watched)] = weakref.ref(watched)
+        return id(watched)
+
+
 @contextmanager
-def _guards_as_needed(has_zero: Callable[[], bool]) -> Iterator[None]:
+def _guards_as_needed(has_zero: Callable[[], bool], owners: _Owners) -> Iterator[None]:
     """Dynamo's guard of a float takes -0.0 for 0.0: where has_zero, let one look at the sign. None
     looks which hooks wait for saved tensors: the graph, which nothing compiles, does not depend on
-    them."""
+    them. Those who can invalidate the guards, and with them free the graph, join owners."""
     matches: Any = GuardBuilder.EQUALS_MATCH
+    begin: Any = GuardBuilder.__init__
 
     @functools.wraps(matches)
     def equals_match(self: Any, guard: Any, *rest: Any, **named: Any) -> None:
@@ -151,7 +182,14 @@ def _guards_as_needed(has_zero: Callable[[], bool]) -> Iterator[None]:
         except TypeError:  # PyTorch 2.9 and 2.10
             add(*facts)
 
+    @functools.wraps(begin)
+    def begin_watching(self: Any, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        owners.add(self.check_fn_manager)
+        self.id_ref = _Watching(self.guard_manager, self.check_fn_manager)
+
     patched: dict[str, Any] = {
+        "__init__": begin_watching,
         "EQUALS_MATCH": equals_match,
         "AUTOGRAD_SAVED_TENSORS_HOOKS": _no_guard,
     }
@@ -205,11 +243,12 @@ class Callback:
     def __init__(self, inner: Any, name: str, see: Callable[[Any], None]) -> None:
         self._inner, self._name, self._see = inner, name, see
         self._failures: Counter[Any] = Counter()
+        self._owners: _Owners = weakref.WeakSet()
         self.has_zero = False  # of the graph that is captured; one at a time is
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         code = frame.f_code
-        guards = _guards_as_needed(lambda: self.has_zero)
+        guards = _guards_as_needed(lambda: self.has_zero, self._owners)
         settings = {key: v for key, v in _DYNAMO.items() if hasattr(dynamo.config, key)}
         try:
             with dynamo.config.patch(settings), _answers_as_in_eager(), guards, _without_cycles():
@@ -230,6 +269,12 @@ class Callback:
         elif action == _FrameAction.RUN_ONLY:
             self._say(code, "it was captured too often, at each time under other conditions")
         return result
+
+    def free(self) -> None:
+        """Let go of what was captured. Dynamo keeps it with the codes of frames, of which those
+        where a graph broke belong to the model's class, and keeps all codes in caches."""
+        for owner in list(self._owners):
+            owner.invalidate("the fused model")
 
     def forgive(self) -> None:
         """Do not count what failed so far: the model's own code failed too."""
@@ -278,6 +323,7 @@ def capture(
     callback = Callback(inner, type(model).__name__, see)
     if inner is not None:
         context.callback = callback
+        weakref.finalize(forward, callback.free).atexit = False
     return context(forward), callback
 
 
