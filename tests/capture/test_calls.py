@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epinorm
 from epinorm.capture import rewriting
+from epinorm.capture.dynamo import DYNAMO, OF_ITS_OWN
 from epinorm.capture.rewriting import Recorder
 from own_masks import own_masks
 
@@ -120,6 +121,23 @@ def test_past_the_limit_the_models_own_code_runs_and_says_so(
         for step in range(40):
             assert_same(fused(x, str(step)), model(x, str(step)))
     assert caplog.text.count("captured too often") == 1
+
+
+@pytest.mark.skipif(not OF_ITS_OWN, reason="PyTorch counts captures of all models together")
+def test_each_model_has_its_own_limit(x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of the frames that models of a class share, where their graph breaks."""
+
+    class Breaks(Model):
+        def forward(self, x):
+            h = self.norm(self.fc(x))
+            torch._dynamo.graph_break()
+            return h
+
+    monkeypatch.setitem(DYNAMO, "recompile_limit", 2)
+    models = [fused_copy(randomised(Breaks())) for _ in range(4)]
+    for model in models:
+        model(x)
+        assert epinorm.explain(model).fused == 1
 
 
 def test_the_users_settings_of_dynamo_do_not_matter(pair: Any, x: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import math
 import random
@@ -39,7 +40,7 @@ Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
 # those that trade correctness for time: hooks added later, tensors that change in place inside a
 # module, functions' defaults that are bound anew, numpy's own numbers and random stream, the type
 # of a failed assert, the roundings of addcmul and its like.
-_DYNAMO = {
+DYNAMO = {
     "skip_nnmodule_hook_guards": False,
     "skip_tensor_guards_with_matching_dict_tags": False,
     "skip_guards_on_constant_func_defaults": False,
@@ -72,6 +73,10 @@ _DYNAMO = {
     "use_lamba_guard_for_object_aliasing": False,
 }
 _ATTEMPTS = 3
+# Each model has its own captures to count, of the frames too that others of its class have: those
+# of a forward where the graph breaks. Older PyTorch counts them together.
+_KNOWN = inspect.signature(dynamo.eval_frame._optimize).parameters
+OF_ITS_OWN = {"isolate_recompiles": True} if "isolate_recompiles" in _KNOWN else {}
 
 _numbers = itertools.count()
 
@@ -249,7 +254,7 @@ class Callback:
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         code = frame.f_code
         guards = _guards_as_needed(lambda: self.has_zero, self._owners)
-        settings = {key: v for key, v in _DYNAMO.items() if hasattr(dynamo.config, key)}
+        settings = {key: v for key, v in DYNAMO.items() if hasattr(dynamo.config, key)}
         try:
             with dynamo.config.patch(settings), _answers_as_in_eager(), guards, _without_cycles():
                 self.has_zero = False
@@ -318,7 +323,7 @@ def capture(
         if (told := getattr(known(), "see", None)) is not None:
             told(frame)
 
-    context: Any = dynamo.optimize(backend=call_backend)
+    context: Any = dynamo.optimize(backend=call_backend, **OF_ITS_OWN)
     inner = getattr(context, "callback", None)  # TORCHDYNAMO_DISABLE leaves none
     callback = Callback(inner, type(model).__name__, see)
     if inner is not None:
