@@ -126,13 +126,6 @@ def test_past_the_limit_the_models_own_code_runs_and_says_so(
 @pytest.mark.skipif(not OF_ITS_OWN, reason="PyTorch counts captures of all models together")
 def test_each_model_has_its_own_limit(x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of the frames that models of a class share, where their graph breaks."""
-
-    class Breaks(Model):
-        def forward(self, x):
-            h = self.norm(self.fc(x))
-            torch._dynamo.graph_break()
-            return h
-
     monkeypatch.setitem(DYNAMO, "recompile_limit", 2)
     models = [fused_copy(randomised(Breaks())) for _ in range(4)]
     for model in models:
@@ -608,11 +601,19 @@ def kept() -> int:
     return sum(issubclass(type(known), held) for known in gc.get_objects())
 
 
-def test_what_was_captured_is_freed_with_the_model(x: Any) -> None:
+class Breaks(Model):
+    def forward(self, x):
+        h = self.norm(self.fc(x))
+        torch._dynamo.graph_break()
+        return self.act(h)
+
+
+@pytest.mark.parametrize("make", [Model, Breaks])
+def test_what_was_captured_is_freed_with_the_model(x: Any, make: Any) -> None:
     """Guards compare PyTorch's classes by identity: finalizers of these held the graphs."""
     before = kept()
     for _ in range(8):
-        fused_copy(randomised(Model()))(x).sum().backward()
+        fused_copy(randomised(make()))(x).sum().backward()
     assert kept() <= before
 
 

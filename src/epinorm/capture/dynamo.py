@@ -23,6 +23,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.types import ConvertFrameReturn
+from torch._dynamo.utils import CleanupManager
 from torch._dynamo.variables import dicts
 from torch._dynamo.variables import torch as dynamo_functions
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
@@ -249,6 +250,7 @@ class Callback:
         self._inner, self._name, self._see = inner, name, see
         self._failures: Counter[Any] = Counter()
         self._owners: _Owners = weakref.WeakSet()
+        self._codes: list[weakref.ref[Any]] = []
         self.has_zero = False  # of the graph that is captured; one at a time is
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
@@ -263,6 +265,8 @@ class Callback:
             result = ConvertFrameReturn()
             self._say(code, _reason(error))
         self._see(frame)
+        if (made := result.guarded_code) is not None:
+            self._codes.append(weakref.ref(made.code))
         action = result.frame_exec_strategy.cur_action
         if result.guarded_code is None and action == _FrameAction.SKIP:
             self._failures[code] += 1
@@ -280,6 +284,9 @@ class Callback:
         where a graph broke belong to the model's class, and keeps all codes in caches."""
         for owner in list(self._owners):
             owner.invalidate("the fused model")
+        for known in self._codes:
+            if (code := known()) in CleanupManager.instance:
+                CleanupManager.instance._remove_id(id(code))
 
     def forgive(self) -> None:
         """Do not count what failed so far: the model's own code failed too."""
