@@ -123,7 +123,10 @@ def test_past_the_limit_the_models_own_code_runs_and_says_so(
     assert caplog.text.count("captured too often") == 1
 
 
-@pytest.mark.skipif(not OF_ITS_OWN, reason="PyTorch counts captures of all models together")
+own_captures = pytest.mark.skipif(not OF_ITS_OWN, reason="PyTorch counts captures of all together")
+
+
+@own_captures
 def test_each_model_has_its_own_limit(x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of the frames that models of a class share, where their graph breaks."""
     monkeypatch.setitem(DYNAMO, "recompile_limit", 2)
@@ -608,6 +611,7 @@ class Breaks(Model):
         return self.act(h)
 
 
+@own_captures
 @pytest.mark.parametrize("make", [Model, Breaks])
 def test_what_was_captured_is_freed_with_the_model(x: Any, make: Any) -> None:
     """Guards compare PyTorch's classes by identity: finalizers of these held the graphs."""
@@ -617,6 +621,7 @@ def test_what_was_captured_is_freed_with_the_model(x: Any, make: Any) -> None:
     assert kept() <= before
 
 
+@own_captures
 def test_what_was_captured_for_an_object_is_freed_with_it(x: Any) -> None:
     """Another may have its id, by which guards know it."""
 

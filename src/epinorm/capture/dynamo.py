@@ -195,10 +195,11 @@ def _guards_as_needed(has_zero: Callable[[], bool], owners: _Owners) -> Iterator
         self.id_ref = _Watching(self.guard_manager, self.check_fn_manager)
 
     patched: dict[str, Any] = {
-        "__init__": begin_watching,
         "EQUALS_MATCH": equals_match,
         "AUTOGRAD_SAVED_TENSORS_HOOKS": _no_guard,
     }
+    if OF_ITS_OWN:  # tried with these versions alone; others keep what was captured
+        patched["__init__"] = begin_watching
     with mock.patch.multiple(GuardBuilder, **patched):
         yield
 
