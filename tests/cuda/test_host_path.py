@@ -199,7 +199,7 @@ def test_other_dtypes_are_other_kernels(gpu: Any) -> None:
 
 
 def test_the_precision_setting_is_read_at_each_call(gpu: Any) -> None:
-    fused, x = fused_model(FP32, k=512), torch.randn(ROWS, 512)
+    fused, x = fused_model(FP32, k=256), torch.randn(ROWS, 256)
     kernels = {"highest": ["split", "linear_norm", "rescue"], "high": ["linear_norm"]}
     with torch.no_grad():
         for setting in ("highest", "high", "highest", "high", "high", "highest"):
@@ -289,11 +289,11 @@ def test_leading_dimensions(
 def test_leading_dimensions_of_an_x_that_is_converted_on_the_way() -> None:
     """The product itself reads it, by a map of a matrix."""
     torch.set_float32_matmul_precision("high")
-    layer = epinorm.LinearNorm(1024, 128, norm=epinorm.LayerNorm(), post="relu")
+    layer = epinorm.LinearNorm(3072, 768, norm=epinorm.LayerNorm(), post="relu")
     with imaginary_h200() as api, torch.no_grad():
         for _ in range(3):
             api.launches.clear()
-            assert layer(torch.empty(128, 128, 1024)).shape == (128, 128, 128)
+            assert layer(torch.empty(128, 128, 3072)).shape == (128, 128, 768)
             assert [launch["kernel"] for launch in api.launches][1] == "linear_norm_fp32_input"
 
 
