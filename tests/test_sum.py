@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import epinorm
@@ -229,3 +231,37 @@ def test_a_chain_without_norm_has_no_sum() -> None:
     with pytest.raises(ValueError, match="no norm"):
         Chain.parse("gelu|returns(sum)")
     assert str(Chain.parse(SCALED + "|rounding(eager)")) == SCALED + "|rounding(eager)"
+
+
+def test_a_compiled_step_holds_no_product_of_pytorch() -> None:
+    given = tensors(RESIDUAL, torch.float32)
+    held: set[str] = set()
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        held.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    function = torch.compile(
+        fused(RESIDUAL), backend=aot_autograd(fw_compiler=record, bw_compiler=record)
+    )
+    y, total = function(*given)
+    found = torch.autograd.grad((y * y).sum() + total.sum(), given)
+    y, total = layers(RESIDUAL)(*given)
+    torch.testing.assert_close(found, torch.autograd.grad((y * y).sum() + total.sum(), given))
+    assert "epinorm.linear_norm_backward.default" in held
+    assert not {target for target in held if "mm" in target or "linear.default" in target}
+
+
+def test_a_tangent_of_the_gradients_of_the_results() -> None:
+    """Forward-mode differentiation of the backward pass alone."""
+    given = tensors(RESIDUAL, torch.float64)
+    gradients, tangents = ([torch.randn(M, N, dtype=torch.float64) for _ in "ys"] for _ in "gt")
+
+    def derivative(function: Any) -> list[Tensor]:
+        results = function(*given)
+        with forward_ad.dual_level():
+            dual = map(forward_ad.make_dual, gradients, tangents)
+            found = torch.autograd.grad(results, given, list(dual))
+            return [forward_ad.unpack_dual(gradient).tangent for gradient in found]
+
+    torch.testing.assert_close(derivative(fused(RESIDUAL)), derivative(layers(RESIDUAL)))

@@ -175,7 +175,8 @@ def gradients(
         dsum = None if dsum is None else fold(dsum)
         tensors = (fold(given[0]), *given[1:5], *operands)
     create_graph = torch.is_grad_enabled()
-    if create_graph or batched or not plain:
+    # The kernels read the sum alone; what goes through the reference, the residual.
+    if create_graph or batched or _has_tangent((dy, dsum, *given)):
         tensors = _restored(tensors, facts)
     inputs = (*tensors[:5], tensors[5:])
     if batched:
