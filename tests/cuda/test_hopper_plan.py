@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -325,6 +326,25 @@ def test_what_lost_to_pytorch_is_not_taken(
     """Rows of benchmarks/sweep.py on an H200, by the GPU's time."""
     problem = problem_of(m, k, channels, groups, kind, training, chain)
     assert cuda_plan.plan_cuda(problem, "auto").strategy == best
+
+
+@pytest.mark.parametrize(
+    ("m", "kind", "training", "chain"),
+    [
+        (16, "bfloat16", False, "layer_norm"),
+        (4096, "bfloat16", True, "silu|identity"),
+        (64, "high", False, "layer_norm"),
+    ],
+)
+def test_what_would_be_done_sooner_is_left_with_a_reason(m, kind, training, chain, hopper):
+    """By the host and the GPU together; it is the GPU's time alone that it may lose by."""
+    reason = cuda_plan.plan_cuda(problem_of(m, 1024, 1024, 1, kind, training, chain), "auto").reason
+    chosen = re.findall(r"estimated (\d+) us", reason)
+    for other, gpu, limit in re.findall(
+        r": (\d+)(?:, but ([\d.]+) of the GPU, where ([\d.]+) is the limit)?(?:;|$)", reason
+    ):
+        assert float(other) >= float(chosen[0]) or float(gpu) > float(limit)
+    assert "limit" in reason
 
 
 @pytest.mark.parametrize("m", [128, 1280])

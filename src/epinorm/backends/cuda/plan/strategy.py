@@ -149,11 +149,17 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
         most += _UNSURE
     elif problem.dtype.itemsize == 2 and problem.training:
         most *= _WORTH_WITHOUT_NORM
-    ways.sort(key=lambda way: (way[0] is not eager and way[0].gpu > most, way[0].microseconds))
+
+    def said_of_gpu(cost: Cost) -> str:
+        late = cost is not eager and cost.gpu > most
+        return f", but {cost.gpu:.1f} of the GPU, where {most:.1f} is the limit" if late else ""
+
+    ways.sort(key=lambda way: (said_of_gpu(way[0]) != "", way[0].microseconds))
     cost, text, strategy, core = ways[0]
     time = cost.microseconds
     reason = f"{text}: estimated {time:.0f} us"
-    reason += "".join(f"; {other}: {slower.microseconds:.0f}" for slower, other, *_ in ways[1:])
+    for slower, other, *_ in ways[1:]:
+        reason += f"; {other}: {slower.microseconds:.0f}{said_of_gpu(slower)}"
     if why_not_single:
         reason += f"; {why_not_single}"
     gain = eager.microseconds / time if eager is not None and time else None
