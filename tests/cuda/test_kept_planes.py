@@ -112,3 +112,25 @@ def test_a_step_splits_again_what_waited_for_no_layer(monkeypatch):
         assert splits(api) == 3  # of the first layer x alone, as no gradient of x is wanted
         with torch.autograd.profiler.profile():
             assert splits(api) == 5
+
+
+def test_what_waits_of_a_weight_that_was_exchanged_is_not_read(monkeypatch):
+    """dz's planes take over W's scales: with those of the old W and planes of the new one, dX would
+    be of neither."""
+    let_wait(monkeypatch, "")
+    layer = epinorm.LinearNorm(3072, 768, norm=epinorm.LayerNorm(), pre="add_residual")
+    x, residual = torch.empty(8192, 3072).requires_grad_(), torch.empty(8192, 768)
+
+    def kinds(api):
+        api.launches.clear()
+        y.backward(y.detach())
+        return [launch["kernel"] for launch in api.launches]
+
+    with imaginary_h200() as api:
+        y = layer(x, residual)
+        assert kinds(api)[0] != "split"  # the scales wait
+        y = layer(x, residual)
+        layer.linear.weight.data = torch.empty(768, 3072)
+        found = kinds(api)
+        assert found[:2] == ["split", "split"]
+        assert found.count("split") == 2

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import epinorm
+from epinorm.backends.cuda.replayed import ReplayedForward
 from epinorm.operator.dispatch import Caller
 
 CHAIN = "add_residual|layer_norm(1e-05)|silu|mul_channel"
@@ -202,6 +203,40 @@ def test_data_that_was_exchanged_is_read(caller):
         gradients = list(torch.autograd.grad(expected, given, dy))
         gradients[0] = gradients[RESIDUAL] @ new.double()  # which eager reads through an older view
         compare(torch.autograd.grad(y, given, dy), gradients)
+
+
+def test_what_was_left_of_an_exchanged_weight_is_not_read(gpu, monkeypatch):
+    """fp64 leaves no planes: this says whether they would be read."""
+
+    class Left:
+        x = None
+
+        def __init__(self):
+            self.asked = 0
+
+        @property
+        def weight(self):
+            self.asked += 1
+
+        def restrict(self, *_):
+            pass
+
+    passes, left = ReplayedForward.native, Left()
+    leave = {"leave": lambda *_: left}
+    monkeypatch.setattr(
+        ReplayedForward,
+        "native",
+        lambda *given: (found := passes(*given)) and found._replace(**leave),
+    )
+    caller = Caller(CHAIN, "epilogue")
+    for exchanged in (False,) * 6 + (True,):
+        given, left.asked = tensors(), 0
+        y = call(caller, given)
+        assert y.grad_fn.name() == NATIVE or not exchanged
+        if exchanged:
+            given[1].data = given[1].data.clone()
+        y.sum().backward()
+        assert left.asked == (y.grad_fn.name() == NATIVE and not exchanged)
 
 
 @pytest.mark.parametrize("strides", ["broadcast", "transposed", "odd"])

@@ -179,6 +179,7 @@ struct ChainNode : ag::Node {
   std::shared_ptr<const Call> call;
   std::vector<ag::SavedVariable> saved;
   std::shared_ptr<const Held> left;  // the planes that wait for this, of kept_planes.py
+  const void* weight_at = nullptr;   // what W's are of
   void* stream = nullptr;  // of the forward pass: the engine makes it current for this node too
   c10::Stream current{c10::Stream::DEFAULT, at::kCPU};  // the same, as PyTorch names it
   Kind y, sum;
@@ -202,6 +203,7 @@ struct ChainNode : ag::Node {
       for (const ag::SavedVariable& each : saved) tensors.push_back(each.unpack(getptr()));
       waiting.swap(left);
     }
+    if (waiting && tensors[kKept + 1].const_data_ptr() != weight_at) waiting.reset();
     uint64_t wanted = 0;
     for (size_t i = 0; i < found.size(); ++i)
       if (task_should_compute_output(i)) wanted |= uint64_t{1} << i;
@@ -360,6 +362,7 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
     Py_DECREF(planes);
     if (left == nullptr) throw_python_error();
     node->left = std::make_shared<Held>(left);
+    node->weight_at = tensors[1].const_data_ptr();
     Py_DECREF(left);
   }
   ag::set_history(results, node);
