@@ -15,6 +15,7 @@ from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile, shared_bytes
 from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
+from epinorm.backends.cuda.plan.planes import product_of
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.chain import Chain
 from epinorm.problem import Problem
@@ -303,6 +304,23 @@ def test_dreamers_block_in_bf16_is_one_kernel(hopper):
     assert cuda_plan.plan_cuda(problem, "auto").strategy == "single"
     few = problem_of(22, 128, 128, 40, "bfloat16", chain="silu|group_norm({groups})|silu")
     assert cuda_plan.plan_cuda(few, "auto").strategy == "epilogue"  # 10.2; one kernel 25, eager 20
+
+
+@pytest.mark.parametrize("strategy", ["single", "planes"])
+@pytest.mark.parametrize("kind", ["high", "highest"])
+@pytest.mark.parametrize("m", [16, 256, 16384])
+@pytest.mark.parametrize("prepacked", [False, True])
+def test_a_plan_says_what_the_product_is_multiplied_as(m, kind, strategy, prepacked, hopper):
+    """And of a prepacked weight, whether what is kept is read."""
+    problem = problem_of(m, 3072, 48, 16, kind, chain="group_norm({groups})|silu")
+    problem = dataclasses.replace(problem, prepacked=prepacked)
+    product = problem if strategy == "single" else product_of(problem)
+    tile = hopper_plan.choose_tile(product, SMS, prepacked)
+    reason = cuda_plan.plan_cuda(problem, strategy).reason
+    assert ("TF32" in reason) == tile.tf32
+    assert ("plane," in reason or "planes," in reason) != tile.tf32
+    assert ("made on the way" in reason) == tile.converts
+    assert ("W's kept" in reason) == (prepacked and not (tile.tf32 or tile.converts))
 
 
 LOST = [
