@@ -114,23 +114,24 @@ def test_a_step_splits_again_what_waited_for_no_layer(monkeypatch):
             assert splits(api) == 5
 
 
-def test_what_waits_of_a_weight_that_was_exchanged_is_not_read(monkeypatch):
+@pytest.mark.parametrize("pre", ["", "add_residual"])
+def test_scales_of_a_weight_that_was_exchanged_are_not_read(pre, monkeypatch):
     """dz's planes take over W's scales: with those of the old W and planes of the new one, dX would
-    be of neither."""
+    be of neither. Where the old one's planes waited too, they are read, as eager reads it."""
     let_wait(monkeypatch, "")
-    layer = epinorm.LinearNorm(3072, 768, norm=epinorm.LayerNorm(), pre="add_residual")
-    x, residual = torch.empty(8192, 3072).requires_grad_(), torch.empty(8192, 768)
+    layer = epinorm.LinearNorm(3072, 768, norm=epinorm.LayerNorm(), pre=pre)
+    x, operands = torch.empty(8192, 3072).requires_grad_(), [torch.empty(8192, 768)] * bool(pre)
 
-    def kinds(api):
+    def kernels(api, exchanged):
+        y = layer(x, *operands)
+        if exchanged:
+            layer.linear.weight.data = torch.empty(768, 3072)
         api.launches.clear()
         y.backward(y.detach())
         return [launch["kernel"] for launch in api.launches]
 
     with imaginary_h200() as api:
-        y = layer(x, residual)
-        assert kinds(api)[0] != "split"  # the scales wait
-        y = layer(x, residual)
-        layer.linear.weight.data = torch.empty(768, 3072)
-        found = kinds(api)
-        assert found[:2] == ["split", "split"]
-        assert found.count("split") == 2
+        for exchanged in (False, True, False):
+            found = kernels(api, exchanged)
+            assert found.count("split") == bool(pre)
+            assert (found[0] == "split") == (exchanged and bool(pre))

@@ -131,7 +131,7 @@ class _LinearNorm(_SingleLevel):
         left, ctx.left = ctx.left, None
         saved = list(ctx.saved_tensors)
         if left is not None and saved[3 + WEIGHT].data_ptr() != ctx.weight_at:
-            left = None  # what it is of was exchanged
+            left.weight_moved()
         dsum = more[-1] if ctx.returns_sum else None
         wanted, let_go = ctx.needs_input_grad[2:], ctx.maybe_clear_saved_tensors
         found = gradients(ctx.executable, ctx.facts, saved, dy, wanted, dsum, left, let_go)

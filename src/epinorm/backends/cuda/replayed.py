@@ -105,8 +105,9 @@ def _apart(inputs: Inputs, *others: Tensor) -> Inputs:
 
 class _Known(NamedTuple):
     """How to repeat a forward pass with these constants. shared: the fields of its result that are
-    no tensors of its own; left: whether x's and W's planes follow the others, of nbytes bytes;
-    converter: what has converted the weight that was given besides; or None."""
+    no tensors of its own; left: whether x's and W's planes follow the others, of nbytes bytes,
+    and scales_alone of W's; converter: what has converted the weight that was given besides, or
+    None."""
 
     program: Any
     constants: tuple[float, ...]
@@ -114,6 +115,7 @@ class _Known(NamedTuple):
     own: tuple[bool, ...]
     left: tuple[bool, ...]
     nbytes: int
+    scales_alone: bool
     converter: Converter | None
 
     def result(self, made: list[Tensor]) -> Forward:
@@ -128,7 +130,8 @@ class _Known(NamedTuple):
     def leave(self, x: bool, weight: bool, planes: list[Tensor]) -> KeptPlanes:
         """What holds the planes for the backward pass, of these gradients."""
         each = iter(planes)
-        left = KeptPlanes(*[next(each) if is_there else None for is_there in self.left])
+        there = [next(each) if is_there else None for is_there in self.left]
+        left = KeptPlanes(*there, scales_alone=self.scales_alone)
         left.restrict(x, weight)
         return left
 
@@ -146,7 +149,8 @@ def _known(
     planes = _planes(out)
     nbytes = sum(t.nbytes for t in planes if t is not None)
     left = tuple(t is not None for t in planes)
-    return _Known(program, constants, shared, own, left, nbytes, converter)
+    scales_alone = bool(planes) and out.left.scales_alone  # type: ignore[attr-defined]
+    return _Known(program, constants, shared, own, left, nbytes, scales_alone, converter)
 
 
 class ReplayedForward:

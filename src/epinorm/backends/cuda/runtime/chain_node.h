@@ -203,7 +203,7 @@ struct ChainNode : ag::Node {
       for (const ag::SavedVariable& each : saved) tensors.push_back(each.unpack(getptr()));
       waiting.swap(left);
     }
-    if (waiting && tensors[kKept + 1].const_data_ptr() != weight_at) waiting.reset();
+    if (waiting && tensors[kKept + 1].const_data_ptr() != weight_at) tell(waiting, "weight_moved");
     uint64_t wanted = 0;
     for (size_t i = 0; i < found.size(); ++i)
       if (task_should_compute_output(i)) wanted |= uint64_t{1} << i;
@@ -272,6 +272,13 @@ struct ChainNode : ag::Node {
     if (!waiting) return;
     WithGil gil;
     PyObject* const done = PyObject_CallMethod(waiting->get(), "restrict", "OO", Py_False, Py_False);
+    if (done == nullptr) throw_python_error();
+    Py_DECREF(done);
+  }
+
+  static void tell(const std::shared_ptr<const Held>& waiting, const char* what) {
+    WithGil gil;
+    PyObject* const done = PyObject_CallMethod(waiting->get(), what, nullptr);
     if (done == nullptr) throw_python_error();
     Py_DECREF(done);
   }
