@@ -203,7 +203,8 @@ struct ChainNode : ag::Node {
       for (const ag::SavedVariable& each : saved) tensors.push_back(each.unpack(getptr()));
       waiting.swap(left);
     }
-    if (waiting && tensors[kKept + 1].const_data_ptr() != weight_at) tell(waiting, "weight_moved");
+    if (waiting && tensors[kKept + 1].const_data_ptr() != weight_at)
+      tell(waiting, "weight_moved", nullptr);
     uint64_t wanted = 0;
     for (size_t i = 0; i < found.size(); ++i)
       if (task_should_compute_output(i)) wanted |= uint64_t{1} << i;
@@ -220,7 +221,7 @@ struct ChainNode : ag::Node {
           planes.clear();
           dy.reset();
           dsum.reset();
-          take(waiting);
+          tell(waiting, "restrict", "OO", Py_False, Py_False);
           at::AutoDispatchBelowADInplaceOrView below;
           Tensors made = program->run(std::move(given), stream);
           size_t next = 0;
@@ -268,17 +269,12 @@ struct ChainNode : ag::Node {
     return there;
   }
 
-  static void take(const std::shared_ptr<const Held>& waiting) {
+  template <typename... Arguments>
+  static void tell(const std::shared_ptr<const Held>& waiting, const char* what, const char* format,
+                   Arguments... arguments) {
     if (!waiting) return;
     WithGil gil;
-    PyObject* const done = PyObject_CallMethod(waiting->get(), "restrict", "OO", Py_False, Py_False);
-    if (done == nullptr) throw_python_error();
-    Py_DECREF(done);
-  }
-
-  static void tell(const std::shared_ptr<const Held>& waiting, const char* what) {
-    WithGil gil;
-    PyObject* const done = PyObject_CallMethod(waiting->get(), what, nullptr);
+    PyObject* const done = PyObject_CallMethod(waiting->get(), what, format, arguments...);
     if (done == nullptr) throw_python_error();
     Py_DECREF(done);
   }
