@@ -1,6 +1,5 @@
 """The command line as a user calls it: output, files, exit codes, one-sentence errors."""
 
-import contextlib
 import json
 import os
 import re
@@ -9,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,13 +160,21 @@ def test_an_interrupted_bench_says_so(here: Path) -> None:
 
 
 @pytest.mark.usefixtures("hears_interrupts")
-def test_an_interrupt_that_the_interpreter_dropped_counts_at_the_next_stage() -> None:
+def test_an_interrupt_that_the_interpreter_dropped_counts_at_the_next_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: shown.append(dropped.exc_type))
     with interruptible(), progress("here") as notify:
         notify("first", 0.0)
-        with contextlib.suppress(KeyboardInterrupt):  # as in a weak reference's callback
-            signal.raise_signal(signal.SIGINT)
+        for drop in (lambda _: signal.raise_signal(signal.SIGINT), lambda _: [][0]):
+            watched = {0}
+            known = weakref.ref(watched, drop)
+            del watched
+            assert known() is None
         with pytest.raises(KeyboardInterrupt):
             notify("second", 0.5)
+    assert shown == [IndexError]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with interruptible(), progress("there") as notify:
         notify("first", 0.0)

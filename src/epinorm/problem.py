@@ -280,6 +280,10 @@ class StepLeftovers(Protocol):
         """Free what serves other gradients than those of x or of the weight."""
         ...
 
+    def weight_moved(self) -> None:
+        """The weight's values lie elsewhere than in the forward pass: others, perhaps."""
+        ...
+
 
 class Wanted(NamedTuple):
     """Which gradients backward must compute."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile, shared_bytes
 from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
+from epinorm.backends.cuda.plan.planes import product_of
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.chain import Chain
 from epinorm.problem import Problem
@@ -304,6 +306,23 @@ def test_dreamers_block_in_bf16_is_one_kernel(hopper):
     assert cuda_plan.plan_cuda(few, "auto").strategy == "epilogue"  # 10.2; one kernel 25, eager 20
 
 
+@pytest.mark.parametrize("strategy", ["single", "planes"])
+@pytest.mark.parametrize("kind", ["high", "highest"])
+@pytest.mark.parametrize("m", [16, 256, 16384])
+@pytest.mark.parametrize("prepacked", [False, True])
+def test_a_plan_says_what_the_product_is_multiplied_as(m, kind, strategy, prepacked, hopper):
+    """And of a prepacked weight, whether what is kept is read."""
+    problem = problem_of(m, 3072, 48, 16, kind, chain="group_norm({groups})|silu")
+    problem = dataclasses.replace(problem, prepacked=prepacked)
+    product = problem if strategy == "single" else product_of(problem)
+    tile = hopper_plan.choose_tile(product, SMS, prepacked)
+    reason = cuda_plan.plan_cuda(problem, strategy).reason
+    assert ("TF32" in reason) == tile.tf32
+    assert ("plane," in reason or "planes," in reason) != tile.tf32
+    assert ("made on the way" in reason) == tile.converts
+    assert ("W's kept" in reason) == (prepacked and not (tile.tf32 or tile.converts))
+
+
 LOST = [
     # Sums that the library splits over idle multiprocessors: 44.5 us for 29.7, 49.5 for 43.6.
     (11, 8192, 12, 16, "highest", False, "add_residual|group_norm({groups})|gelu", "epilogue"),
@@ -325,6 +344,25 @@ def test_what_lost_to_pytorch_is_not_taken(
     """Rows of benchmarks/sweep.py on an H200, by the GPU's time."""
     problem = problem_of(m, k, channels, groups, kind, training, chain)
     assert cuda_plan.plan_cuda(problem, "auto").strategy == best
+
+
+@pytest.mark.parametrize(
+    ("m", "kind", "training", "chain"),
+    [
+        (16, "bfloat16", False, "layer_norm"),
+        (4096, "bfloat16", True, "silu|identity"),
+        (64, "high", False, "layer_norm"),
+    ],
+)
+def test_what_would_be_done_sooner_is_left_with_a_reason(m, kind, training, chain, hopper):
+    """By the host and the GPU together; it is the GPU's time alone that it may lose by."""
+    reason = cuda_plan.plan_cuda(problem_of(m, 1024, 1024, 1, kind, training, chain), "auto").reason
+    chosen = re.findall(r"estimated (\d+) us", reason)
+    for other, gpu, limit in re.findall(
+        r": (\d+)(?:, but ([\d.]+) of the GPU, where ([\d.]+) is the limit)?(?:;|$)", reason
+    ):
+        assert float(other) >= float(chosen[0]) or float(gpu) > float(limit)
+    assert "limit" in reason
 
 
 @pytest.mark.parametrize("m", [128, 1280])

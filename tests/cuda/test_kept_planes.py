@@ -112,3 +112,26 @@ def test_a_step_splits_again_what_waited_for_no_layer(monkeypatch):
         assert splits(api) == 3  # of the first layer x alone, as no gradient of x is wanted
         with torch.autograd.profiler.profile():
             assert splits(api) == 5
+
+
+@pytest.mark.parametrize("pre", ["", "add_residual"])
+def test_scales_of_a_weight_that_was_exchanged_are_not_read(pre, monkeypatch):
+    """dz's planes take over W's scales: with those of the old W and planes of the new one, dX would
+    be of neither. Where the old one's planes waited too, they are read, as eager reads it."""
+    let_wait(monkeypatch, "")
+    layer = epinorm.LinearNorm(3072, 768, norm=epinorm.LayerNorm(), pre=pre)
+    x, operands = torch.empty(8192, 3072).requires_grad_(), [torch.empty(8192, 768)] * bool(pre)
+
+    def kernels(api, exchanged):
+        y = layer(x, *operands)
+        if exchanged:
+            layer.linear.weight.data = torch.empty(768, 3072)
+        api.launches.clear()
+        y.backward(y.detach())
+        return [launch["kernel"] for launch in api.launches]
+
+    with imaginary_h200() as api:
+        for exchanged in (False, True, False):
+            found = kernels(api, exchanged)
+            assert found.count("split") == bool(pre)
+            assert (found[0] == "split") == (exchanged and bool(pre))

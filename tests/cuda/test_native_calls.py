@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import epinorm
+from epinorm.backends.cuda.replayed import ReplayedForward
 from epinorm.operator.dispatch import Caller
 
 CHAIN = "add_residual|layer_norm(1e-05)|silu|mul_channel"
@@ -202,6 +203,36 @@ def test_data_that_was_exchanged_is_read(caller):
         gradients = list(torch.autograd.grad(expected, given, dy))
         gradients[0] = gradients[RESIDUAL] @ new.double()  # which eager reads through an older view
         compare(torch.autograd.grad(y, given, dy), gradients)
+
+
+def test_what_is_left_hears_of_an_exchanged_weight(gpu, monkeypatch):
+    """Planes, which fp64 has none of."""
+
+    class Left:
+        x = weight = None
+
+        def restrict(self, *_):
+            pass
+
+        def weight_moved(self):
+            told.append(self)
+
+    told, passes, left = [], ReplayedForward.native, Left()
+    leave = {"leave": lambda *_: left}
+    monkeypatch.setattr(
+        ReplayedForward,
+        "native",
+        lambda *given: (found := passes(*given)) and found._replace(**leave),
+    )
+    caller = Caller(CHAIN, "epilogue")
+    for exchanged in (False,) * 6 + (True,):
+        given = tensors()
+        y = call(caller, given)
+        assert y.grad_fn.name() == NATIVE or not exchanged
+        if exchanged:
+            given[1].data = given[1].data.clone()
+        y.sum().backward()
+        assert told == [left] * exchanged
 
 
 @pytest.mark.parametrize("strides", ["broadcast", "transposed", "odd"])

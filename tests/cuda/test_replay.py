@@ -19,10 +19,12 @@ from epinorm.backends import unpromised
 from epinorm.backends.cpu.build import BuildError
 from epinorm.backends.cuda import replayed
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
+from epinorm.backends.cuda.fp32.planes import splitter
+from epinorm.backends.cuda.plan import hopper
 from epinorm.backends.cuda.replayed import ReplayedBackward
 from epinorm.backends.cuda.runtime import launch, prepared
 from epinorm.backends.cuda.runtime.replay import CannotReplay, recording, replay
-from epinorm.backends.prepack import prepacked
+from epinorm.backends.prepack import marked, prepacked
 from epinorm.chain import Chain
 from epinorm.chain.reference import linear_norm
 from epinorm.operator import calls
@@ -107,14 +109,18 @@ def test_a_call_in_the_middle_of_a_recorded_one(gpu):
         check(caller, tensors())
 
 
-@pytest.mark.filterwarnings("ignore:prepack keeps nothing")
-def test_a_prepacked_weight_is_read_where_it_is_kept(gpu, monkeypatch):
+@pytest.fixture
+def streams(gpu, monkeypatch):
+    """What prepacking asks PyTorch for."""
     event = SimpleNamespace(record=lambda _: None, wait=lambda _: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
 
+
+@pytest.mark.filterwarnings("ignore:prepack keeps nothing")
+def test_a_prepacked_weight_is_read_where_it_is_kept(gpu, streams):
     def run(weight, m=M):
         gpu.replayed = 0
         check(caller, [(given := tensors(m))[0], weight, *given[2:]])
@@ -135,6 +141,55 @@ def test_a_prepacked_weight_is_read_where_it_is_kept(gpu, monkeypatch):
         for _ in range(3):
             run(plain, M + 8)
         assert run(plain, M + 8)[1] == 4
+
+
+@pytest.mark.filterwarnings("ignore:prepack keeps nothing")
+def test_planes_of_another_precision_are_not_taken_for_its_own(gpu, streams, monkeypatch):
+    """Those of `high` are half as many, and were there when a call at `highest` was captured, which
+    converts nothing to keep."""
+    every = hopper.candidates
+
+    def by_planes(problem):
+        return (t for t in every(problem) if not (t.tf32 or t.converts))
+
+    monkeypatch.setattr(hopper, "candidates", by_planes)
+
+    def splits():
+        check(caller, [(given := tensors())[0], packed, *given[2:]])
+        return gpu.kinds().count("split")
+
+    caller, packed = Caller(CHAIN, "planes"), torch.randn(N, K)
+    with prepacked(packed):
+        assert [splits() for _ in range(4)] == [2, 1, 1, 1]
+        own = marked[id(packed)].converter
+        torch.set_float32_matmul_precision("high")
+        assert splits() == 2
+        torch.set_float32_matmul_precision("highest")
+        gpu.capturing = True
+        assert splits() == 1  # x and W in one
+        gpu.capturing = False
+        assert marked[id(packed)].converter is not own
+        assert splits() == 2
+        assert marked[id(packed)].converter is own
+        assert (splits(), gpu.replayed > 0) == (1, True)
+
+
+@pytest.mark.filterwarnings("ignore:prepack keeps nothing")
+def test_planes_that_another_thread_makes_meanwhile_are_not_taken(gpu, streams, monkeypatch):
+    """Of the same weight in another precision: between two looks at what is kept."""
+    packed, cpu = torch.randn(N, K), torch.device("cpu")
+    ours, theirs = (splitter(planes, K, N, 0, cpu) for planes in (2, 1))
+
+    def interrupted(_):
+        monkeypatch.setattr(unpromised, "current_stream", lambda _: gpu.stream)
+        entry.converted(packed, theirs)
+        return gpu.stream
+
+    with prepacked(packed):
+        entry = marked[id(packed)]
+        entry.converted(packed, ours)
+        monkeypatch.setattr(unpromised, "current_stream", interrupted)
+        assert entry.current(packed, ours) is None
 
 
 def note(run, *given):

@@ -106,13 +106,15 @@ class Marked:
 
     def current(self, weight: Tensor, converter: Converter | None) -> Tensor | None:
         """What ``converted`` gives where that has nothing to do, else None."""
-        if self._state is None or converter is not self._converter:
+        # Before it is looked at: another thread may convert meanwhile, as another converter does.
+        buffer, state = self.buffer, self._state
+        if state is None or self.weight() is not weight or _state(weight) != state:
             return None
         if unpromised.current_stream(weight.device.index) not in self._streams:
             return None
-        if self.weight() is not weight or _state(weight) != self._state:
+        if torch.cuda.is_current_stream_capturing():
             return None
-        return None if torch.cuda.is_current_stream_capturing() else self.buffer
+        return buffer if converter is self._converter and self._state is state else None
 
     def _convert(self, weight: Tensor, converter: Converter, state: _State, stream: int) -> None:
         # In place only where the weight itself was changed in place: whoever did that has waited

@@ -249,8 +249,6 @@ def _row(site: Site, recorder: Recorder) -> Row:
     except (RuntimeError, ValueError) as error:
         return Row(site.chain, site.where, True, strategy, str(error), site.shape)
     reason = f"{site.split}; there {plan.reason}" if site.split else plan.reason
-    if problem.prepacked and plan.strategy == "single":
-        reason += "; its weight is prepacked"
     if site.ends:
         reason += f"; it ends early: {site.ends}"
     by = plan.strategy if site.taken else "layers"

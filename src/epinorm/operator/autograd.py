@@ -122,7 +122,7 @@ class _LinearNorm(_SingleLevel):
             # checkpointing does, would not see what is left besides: it is dropped.
             ctx.executable = None
         elif isinstance(kept, StepForward):
-            ctx.left = kept.left
+            ctx.left, ctx.weight_at = kept.left, tensors[WEIGHT].data_ptr()
             kept.left.restrict(*ctx.needs_input_grad[2:4])
         return kept
 
@@ -130,6 +130,8 @@ class _LinearNorm(_SingleLevel):
     def backward(ctx: Any, dy: Tensor | None, *more: Any) -> Any:
         left, ctx.left = ctx.left, None
         saved = list(ctx.saved_tensors)
+        if left is not None and saved[3 + WEIGHT].data_ptr() != ctx.weight_at:
+            left.weight_moved()
         dsum = more[-1] if ctx.returns_sum else None
         wanted, let_go = ctx.needs_input_grad[2:], ctx.maybe_clear_saved_tensors
         found = gradients(ctx.executable, ctx.facts, saved, dy, wanted, dsum, left, let_go)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -48,7 +49,8 @@ def print_json(values: Any) -> None:
 def interruptible() -> Iterator[None]:
     """Ctrl-C counts also where the interpreter drops it: the next stage of `progress` raises it.
 
-    It drops what is raised in its own callbacks, of which imports have many.
+    It drops what is raised in its own callbacks, of which imports and TorchDynamo have many, and
+    would show its traceback.
     """
     main = threading.current_thread() is threading.main_thread()  # others may not set handlers
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -59,11 +61,19 @@ def interruptible() -> Iterator[None]:
         _interrupted.set()
         signal.default_int_handler(number, frame)
 
+    show = sys.unraisablehook
+
+    def show_others(dropped: Any) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            show(dropped)
+
     _interrupted.clear()
     signal.signal(signal.SIGINT, remember)
+    sys.unraisablehook = show_others
     try:
         yield
     finally:
+        sys.unraisablehook = show
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -105,7 +105,9 @@ def _apart(inputs: Inputs, *others: Tensor) -> Inputs:
 
 class _Known(NamedTuple):
     """How to repeat a forward pass with these constants. shared: the fields of its result that are
-    no tensors of its own; left: whether x's and W's planes follow the others, of nbytes bytes."""
+    no tensors of its own; left: whether x's and W's planes follow the others, of nbytes bytes,
+    and scales_alone of W's; converter: what has converted the weight that was given besides, or
+    None."""
 
     program: Any
     constants: tuple[float, ...]
@@ -113,6 +115,8 @@ class _Known(NamedTuple):
     own: tuple[bool, ...]
     left: tuple[bool, ...]
     nbytes: int
+    scales_alone: bool
+    converter: Converter | None
 
     def result(self, made: list[Tensor]) -> Forward:
         results = iter(made)
@@ -126,7 +130,8 @@ class _Known(NamedTuple):
     def leave(self, x: bool, weight: bool, planes: list[Tensor]) -> KeptPlanes:
         """What holds the planes for the backward pass, of these gradients."""
         each = iter(planes)
-        left = KeptPlanes(*[next(each) if is_there else None for is_there in self.left])
+        there = [next(each) if is_there else None for is_there in self.left]
+        left = KeptPlanes(*there, scales_alone=self.scales_alone)
         left.restrict(x, weight)
         return left
 
@@ -136,12 +141,16 @@ def _planes(out: Forward) -> tuple[Tensor | None, ...]:
     return () if left is None else (left.x, left.weight)
 
 
-def _known(program: Any, constants: tuple[float, ...], out: Forward) -> _Known:
+def _known(
+    program: Any, constants: tuple[float, ...], out: Forward, converter: Converter | None
+) -> _Known:
     own = tuple([t is not None and t.numel() > 0 for t in out])
     shared = tuple([None if is_own else t for t, is_own in zip(out, own, strict=True)])
     planes = _planes(out)
     nbytes = sum(t.nbytes for t in planes if t is not None)
-    return _Known(program, constants, shared, own, tuple(t is not None for t in planes), nbytes)
+    left = tuple(t is not None for t in planes)
+    scales_alone = bool(planes) and out.left.scales_alone  # type: ignore[attr-defined]
+    return _Known(program, constants, shared, own, left, nbytes, scales_alone, converter)
 
 
 class ReplayedForward:
@@ -153,7 +162,7 @@ class ReplayedForward:
     def __init__(self, run: Callable[[Inputs], Forward], *, holds: bool) -> None:
         self._run, self._recorder, self._holds = run, _Recorder(), holds
         self._known: _Known | None = None
-        self._converter: Converter | None = None
+        self._converter: Converter | None = None  # until something was recorded
         self._may_be_packed = True  # until a run has made no use of it
 
     def __call__(
@@ -172,19 +181,20 @@ class ReplayedForward:
         given = [t for t in (x, weight, bias, norm_weight, norm_bias) if t is not None]
         given += operands
         packed: list[Tensor] = []
+        found = self._known
+        converter = self._converter if found is None else found.converter
         entry = marked.get(id(weight)) if marked and self._may_be_packed else None
         if entry is not None and weight.dtype == torch.float32:
-            kept = entry.current(weight, self._converter)
+            kept = entry.current(weight, converter)
             if kept is None:
                 made = self._run(whole)
-                self._converter = entry.converter
-                self._may_be_packed = (
-                    self._converter is not None or torch.cuda.is_current_stream_capturing()
-                )
+                # A captured run may convert nothing: then what has converted is another's.
+                if not torch.cuda.is_current_stream_capturing():
+                    self._converter = entry.converter
+                    self._may_be_packed = self._converter is not None
                 return made
             packed = [kept]
             given += packed
-        found = self._known
         if found is not None:
             room = not found.nbytes or make_room(found.nbytes, x.device)
             if room and constants == found.constants and found.program.fits(given):
@@ -201,13 +211,13 @@ class ReplayedForward:
         )
         if program is not None:
             self._device = x.device
-            self._known = _known(program, constants, out)
+            self._known = _known(program, constants, out, converter if packed else None)
         return out
 
     def native(self, constants: tuple[float, ...]) -> NativePasses | None:
         """The pass with these constants, as native code repeats it; None before it was recorded."""
         known = self._known
-        if known is None or known.constants != constants or self._converter is not None:
+        if known is None or known.constants != constants or known.converter is not None:
             return None
         results = itertools.count()
         fields = [

@@ -24,11 +24,15 @@ VARIABLE = "EPINORM_KEPT_PLANES_MB"
 
 class KeptPlanes:
     """The planes of x and of W as `planes.Splitter` lays them out, one matrix a buffer; or None. Of
-    W, all but the planes where these are made again (`plan/gradients.py`, ``weight_waits``)."""
+    W, all but the planes where these are made again (`plan/gradients.py`, ``weight_waits``):
+    scales_alone."""
 
-    def __init__(self, x: Tensor | None, weight: Tensor | None) -> None:
+    def __init__(
+        self, x: Tensor | None, weight: Tensor | None, *, scales_alone: bool = False
+    ) -> None:
         self.x = x
         self.weight = weight
+        self.scales_alone = scales_alone
         device = next((t.device for t in (x, weight) if t is not None), None)
         if device is not None:
             with _lock:
@@ -45,6 +49,11 @@ class KeptPlanes:
             self.weight = None
         if not weight:
             self.x = None
+
+    def weight_moved(self) -> None:
+        """W lies elsewhere than it did: perhaps it is another, whose planes have other scales."""
+        if self.scales_alone:
+            self.weight = None
 
     def take_x(self) -> Tensor | None:
         """x's planes, which are the caller's from now on."""

@@ -278,7 +278,7 @@ class _Split(Launch):
             if left is None:
                 return out
             more = StepForward._make(out)
-            more.left = KeptPlanes(buffer, left)
+            more.left = KeptPlanes(buffer, left, scales_alone=self.dropped > 0)
             return more
 
         return run if self.problem.m else lambda *_: outputs()

@@ -12,6 +12,7 @@ import torch
 from epinorm.backends.cuda.plan import costs, gradients, tuned
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import portable as portable_plan
+from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.backends.cuda.plan.planes import product_of, rest_of
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.plan.steps import completed, single_microseconds, single_tile
@@ -79,7 +80,7 @@ def _decided(problem: Problem, strategy: Strategy) -> Plan:
     core, why_not = _core(problem) if strategy == "single" else _planes_core(problem)
     if core is None:
         return Plan("reference", why_not)
-    text = _tile_text(problem, core) if strategy == "single" else _planes_text(problem)
+    text = (_tile_text if strategy == "single" else _planes_text)(problem, core)
     return Plan(strategy, f"asked for by name; {text}", core)
 
 
@@ -130,7 +131,7 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
         cost = _single_cost(product_of(problem), planes_core)
         cost += Cost(costs.norm_forward(rest_of(problem)), _HOST_NORM)
         cost += _backward_cost(problem, planes_core)
-        ways.append((cost, _planes_text(problem), "planes", planes_core))
+        ways.append((cost, _planes_text(problem, planes_core), "planes", planes_core))
     if problem.chain.norm is not None:
         forward = costs.library_product(problem) + costs.norm_forward(problem)
         cost = Cost(forward, _HOST_EPILOGUE) + _backward_cost(problem, None)
@@ -149,11 +150,17 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
         most += _UNSURE
     elif problem.dtype.itemsize == 2 and problem.training:
         most *= _WORTH_WITHOUT_NORM
-    ways.sort(key=lambda way: (way[0] is not eager and way[0].gpu > most, way[0].microseconds))
+
+    def said_of_gpu(cost: Cost) -> str:
+        late = cost is not eager and cost.gpu > most
+        return f", but {cost.gpu:.1f} of the GPU, where {most:.1f} is the limit" if late else ""
+
+    ways.sort(key=lambda way: (said_of_gpu(way[0]) != "", way[0].microseconds))
     cost, text, strategy, core = ways[0]
     time = cost.microseconds
     reason = f"{text}: estimated {time:.0f} us"
-    reason += "".join(f"; {other}: {slower.microseconds:.0f}" for slower, other, *_ in ways[1:])
+    for slower, other, *_ in ways[1:]:
+        reason += f"; {other}: {slower.microseconds:.0f}{said_of_gpu(slower)}"
     if why_not_single:
         reason += f"; {why_not_single}"
     gain = eager.microseconds / time if eager is not None and time else None
@@ -170,9 +177,21 @@ def _planes_core(problem: Problem) -> tuple[Core | None, str]:
     return _core(product_of(problem))
 
 
-def _planes_text(problem: Problem) -> str:
-    planes = "two fp16 planes" if problem.planes == 2 else "one fp16 plane"
-    return f"a product by {planes}, then one kernel"
+def _planes_text(problem: Problem, core: Core) -> str:
+    tile = single_tile(product_of(problem), core)
+    assert tile is not None
+    return f"a product {_operands_text(problem, tile, 'by')}, then one kernel"
+
+
+def _operands_text(problem: Problem, tile: Tile | PortableTile, word: str) -> str:
+    """What fp32 matrices are multiplied as, and whether a prepacked weight is read."""
+    if tile.tf32:
+        return f"{word} TF32"
+    text = f"{word} {'two fp16 planes' if problem.planes == 2 else 'one fp16 plane'}"
+    if not isinstance(tile, PortableTile) and tile.converts:
+        text += f", the {'weight' if tile.fp32_weight else 'input'}'s made on the way"
+        return text + (", which is faster than with W prepacked" if problem.prepacked else "")
+    return text + (", W's kept from call to call" if problem.prepacked else "")
 
 
 def wanted_core() -> Core | Literal["auto"]:
@@ -238,16 +257,11 @@ def _tile_text(problem: Problem, core: Core) -> str:
     tile, operands = single_tile(problem, core), ""
     assert tile is not None
     if problem.dtype == torch.float32:
-        planes = "two fp16 planes" if problem.planes == 2 else "one fp16 plane"
-        operands = ", as TF32" if tile.tf32 else f", as {planes}"
+        operands = f", {_operands_text(problem, tile, 'as')}"
     if isinstance(tile, PortableTile):
         kind = "the portable core (mma.sync)"
     else:
         kind = "warpgroups in turn" if tile.ping_pong else "warpgroups together"
-        if tile.converts:
-            operands += f", the {'weight' if tile.fp32_weight else 'input'}'s made on the way"
-            if problem.prepacked:
-                operands += ", which is faster than with W prepacked"
     return f"one kernel{operands}, tiles of {tile.block_m} x {tile.block_n}, {kind}"
 
 

@@ -179,6 +179,7 @@ struct ChainNode : ag::Node {
   std::shared_ptr<const Call> call;
   std::vector<ag::SavedVariable> saved;
   std::shared_ptr<const Held> left;  // the planes that wait for this, of kept_planes.py
+  const void* weight_at = nullptr;   // what W's are of
   void* stream = nullptr;  // of the forward pass: the engine makes it current for this node too
   c10::Stream current{c10::Stream::DEFAULT, at::kCPU};  // the same, as PyTorch names it
   Kind y, sum;
@@ -202,6 +203,8 @@ struct ChainNode : ag::Node {
       for (const ag::SavedVariable& each : saved) tensors.push_back(each.unpack(getptr()));
       waiting.swap(left);
     }
+    if (waiting && tensors[kKept + 1].const_data_ptr() != weight_at)
+      tell(waiting, "weight_moved", nullptr);
     uint64_t wanted = 0;
     for (size_t i = 0; i < found.size(); ++i)
       if (task_should_compute_output(i)) wanted |= uint64_t{1} << i;
@@ -218,7 +221,7 @@ struct ChainNode : ag::Node {
           planes.clear();
           dy.reset();
           dsum.reset();
-          take(waiting);
+          tell(waiting, "restrict", "OO", Py_False, Py_False);
           at::AutoDispatchBelowADInplaceOrView below;
           Tensors made = program->run(std::move(given), stream);
           size_t next = 0;
@@ -266,10 +269,12 @@ struct ChainNode : ag::Node {
     return there;
   }
 
-  static void take(const std::shared_ptr<const Held>& waiting) {
+  template <typename... Arguments>
+  static void tell(const std::shared_ptr<const Held>& waiting, const char* what, const char* format,
+                   Arguments... arguments) {
     if (!waiting) return;
     WithGil gil;
-    PyObject* const done = PyObject_CallMethod(waiting->get(), "restrict", "OO", Py_False, Py_False);
+    PyObject* const done = PyObject_CallMethod(waiting->get(), what, format, arguments...);
     if (done == nullptr) throw_python_error();
     Py_DECREF(done);
   }
@@ -360,6 +365,7 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
     Py_DECREF(planes);
     if (left == nullptr) throw_python_error();
     node->left = std::make_shared<Held>(left);
+    node->weight_at = tensors[1].const_data_ptr();
     Py_DECREF(left);
   }
   ag::set_history(results, node);
