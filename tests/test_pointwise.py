@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from epinorm.chain.activations import CPP_FUNCTIONS
 from epinorm.chain.pointwise import (
     DEFINITIONS,
     Pointwise,
@@ -79,7 +80,7 @@ def _bodies(operation: Pointwise) -> list[str]:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder: Path = tmp_path_factory.mktemp("pointwise")
     loops = [_loop(op, body) for op in OPERATIONS for body in _bodies(op)]
-    (folder / "all.cpp").write_text(HEADER + "".join(loops))
+    (folder / "all.cpp").write_text(HEADER + CPP_FUNCTIONS + "".join(loops))
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "all.cpp", "-o", "all.so"]
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "all.so"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -222,10 +223,16 @@ def test_what_is_of_16_bits_already_is_not_rounded_again(text: str) -> None:
     assert counts[1] - counts[0] == (1 if EXACT[text] else 2)
 
 
-def test_what_is_rounded_takes_functions_for_its_type() -> None:
-    """Of the linear's up to the first operand of the norm's; derivatives share the value."""
+def test_what_is_rounded_or_stored_takes_functions_for_its_type() -> None:
+    """Rounded: of the linear's up to the first operand of the norm's; derivatives share it."""
     operations = "mish|add_channel|silu|layer_norm|sigmoid"
-    text = chain_text(Chain.parse(f"{operations}|rounding(eager)"))
-    found = {z: text.count(f"EPINORM_FOR(exp, EPINORM_{z})") for z in "ZY"}
-    assert found == {"Z": 2, "Y": 4}
-    assert "EPINORM_FOR" not in chain_text(Chain.parse(operations))
+
+    def found(rounding: str, stored: str | None = None) -> dict[str, int]:
+        text = chain_text(Chain.parse(operations + rounding), stored)
+        calls = re.findall(r"EPINORM_FOR\((?:exp|gated), (\w+)\)\(", text)
+        return {to: calls.count(to) for to in sorted(set(calls))}
+
+    assert found("|rounding(eager)") == {"EPINORM_Y": 4, "EPINORM_Z": 2}
+    assert found("|rounding(eager)", "bf16") == {"EPINORM_Y": 4, "EPINORM_Z": 2}
+    assert found("", "bf16") == {"bf16": 6}
+    assert not found("")

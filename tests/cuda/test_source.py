@@ -11,7 +11,7 @@ from epinorm.backends.cuda.text import source
 
 KERNELS = source.KERNEL_FOLDER
 PRELUDES = sorted(KERNELS.rglob("*prelude.cuh"))
-PARTS = {"chain_functions.cuh", "chain_rounded.cuh", "chain_drops.cuh"}
+PARTS = {f"chain_{name}.cuh" for name in ("functions", "short", "rounded", "drops")}
 """Of namespace chain: chain_prelude.cuh has them."""
 
 

@@ -18,6 +18,7 @@ from epinorm.tools.export.export import export
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import activation_errors
 from export_case import gpu_here
 from rounding_problems import PROBLEMS, TOLERANCES, far_off, loaded, problem_text, trials
 
@@ -127,3 +128,31 @@ def test_all_values_of_16_bits_give_pytorchs_results(name: str, dtype: torch.dty
     off, with_cudas_own = steps_off("eager"), steps_off("once")
     assert off.max() <= 1
     assert (off > 0).sum() <= (with_cudas_own > 0).sum() + 48
+
+
+ACTIVATIONS = [
+    *(
+        (name, dtype)
+        for name in activation_errors.NAMES
+        for dtype in (torch.bfloat16, torch.float16)
+    ),
+    *((name, torch.float32) for name in activation_errors.AS_PYTORCH),
+]
+
+
+@pytest.mark.parametrize("rounding", ["once", "eager"])
+@pytest.mark.parametrize("name,dtype", ACTIVATIONS)
+def test_activations_of_all_numbers_are_as_accurate_as_eagers(
+    name: str, dtype: torch.dtype, rounding: Any
+) -> None:
+    """Infinities and NaN, too: behind a norm of single channels, which passes its bias on."""
+    x = activation_errors.numbers(dtype).cuda().requires_grad_()
+    z, weight = torch.zeros(2, 16, device="cuda", dtype=dtype), torch.zeros(len(x), 16).to(x)
+    y = epinorm.linear_norm(
+        *(z, weight), norm=epinorm.GroupNorm(len(x)), norm_weight=torch.ones_like(x), norm_bias=x,
+        post=name, rounding=rounding, strategy="epilogue",
+    )  # fmt: skip
+    (dx,) = torch.autograd.grad(y, x, torch.full_like(y, 0.5))  # of either row
+    eager, truth = (activation_errors.eagers(name, t) for t in (x, x.double()))
+    for one in zip((y.detach()[0], dx), eager, truth, activation_errors.SMALL, strict=True):
+        activation_errors.check_as_accurate(*one)

@@ -96,14 +96,45 @@ def _smooth(*_: float) -> tuple[float, ...]:
 
 
 _aten = torch.ops.aten
-_SIGMOID = "const T s = T(1) / (T(1) + exp(-x)); "
+
+CPP_FUNCTIONS = """\
+// a / (1 + exp(-x)): a times x's sigmoid, rounded as PyTorch rounds it.
+template <typename T>
+EPINORM_FUNCTION T gated(T a, T x) {
+  return a / (T(1) + exp(-x));
+}
+
+// The standard normal distribution and its density; and GELU's approximation of both.
+template <typename T>
+EPINORM_FUNCTION T normal_cdf(T x) {
+  return T(0.5) * (T(1) + erf(x * T(0.7071067811865476)));
+}
+template <typename T>
+EPINORM_FUNCTION T normal_pdf(T x) {
+  return T(0.3989422804014327) * exp(T(-0.5) * x * x);
+}
+template <typename T>
+EPINORM_FUNCTION T tanh_of_cubic(T x) {
+  return tanh(T(0.7978845608028654) * (x + T(0.044715) * x * x * x));
+}
+template <typename T>
+EPINORM_FUNCTION T tanh_cdf(T x) {
+  return T(0.5) * (T(1) + tanh_of_cubic(x));
+}
+template <typename T>
+EPINORM_FUNCTION T tanh_pdf(T x) {
+  const T h = tanh_of_cubic(x);
+  return T(0.5) * (T(1) - h * h) * (T(0.7978845608028654) * (T(1) + T(0.134145) * (x * x)));
+}
+"""
+"""What several bodies share, made of what ``pointwise.cpp_function`` names. Kernels may have
+functions of these names of their own, where results are stored in 16 bit: chain_short.cuh."""
+
+_SIGMOID = "const T s = gated(T(1), x); "
 # tanh(log1p(exp(x))) by the definitions of both: no branch, so that values overlap. 1 above 20.
 _MISH = (
     "const T e = exp(at_most(x, T(20))); const T n = e * (e + T(2)); "
     "const T h = quotient(n, n + T(2)); "
-)
-_TANH_INNER = (
-    "const T u = T(0.7978845608028654) * (x + T(0.044715) * x * x * x); const T h = tanh(u); "
 )
 _ARITHMETIC: Any = {"modules": {}, "functions": (), "kinks": _smooth, "homogeneous": False}
 """What users write with operators, whose other side decides what is meant: capture/spelling.py."""
@@ -179,7 +210,7 @@ ACTIVATIONS = (
     Definition(
         "silu",
         F.silu,
-        "return x / (T(1) + exp(-x));",
+        "return gated(x, x);",
         _SIGMOID + "return g * s * (T(1) + x * (T(1) - s));",
         modules={nn.SiLU: ()},
         functions=(F.silu, _aten.silu),
@@ -188,9 +219,9 @@ ACTIVATIONS = (
     Definition(  # CLIP's, in classes and functions of other libraries: read by what it computes
         "quick_gelu",
         lambda x: x * torch.sigmoid(1.702 * x),
-        "return x / (T(1) + exp(T(-1.702) * x));",
-        "const T s = T(1) / (T(1) + exp(T(-1.702) * x)); "
-        "return g * s * (T(1) + T(1.702) * x * (T(1) - s));",
+        "return gated(x, T(1.702) * x);",
+        "const T s = gated(T(1), T(1.702) * x); "
+        "return g * s + T(1.702) * (g * x * (T(1) - s) * s);",
         modules={},
         functions=(),
         **_SMOOTH,
@@ -198,9 +229,8 @@ ACTIVATIONS = (
     Definition(
         "gelu",
         F.gelu,
-        "return T(0.5) * x * (T(1) + erf(x * T(0.7071067811865476)));",
-        "const T cdf = T(0.5) * (T(1) + erf(x * T(0.7071067811865476))); "
-        "const T pdf = T(0.3989422804014327) * exp(T(-0.5) * x * x); return g * (cdf + x * pdf);",
+        "return x * normal_cdf(x);",
+        "return g * (normal_cdf(x) + x * normal_pdf(x));",
         modules={nn.GELU: ()},
         functions=(F.gelu, _aten.gelu),
         where={"approximate": "none"},
@@ -209,10 +239,8 @@ ACTIVATIONS = (
     Definition(
         "gelu_tanh",
         lambda x: F.gelu(x, approximate="tanh"),
-        _TANH_INNER + "return T(0.5) * x * (T(1) + h);",
-        _TANH_INNER
-        + "const T du = T(0.7978845608028654) * (T(1) + T(0.134145) * x * x); "
-        + "return g * (T(0.5) * (T(1) + h) + T(0.5) * x * (T(1) - h * h) * du);",
+        "return x * tanh_cdf(x);",
+        "return g * (tanh_cdf(x) + x * tanh_pdf(x));",
         modules={nn.GELU: ()},
         functions=(F.gelu, _aten.gelu),
         where={"approximate": "tanh"},
@@ -222,7 +250,9 @@ ACTIVATIONS = (
         "mish",
         F.mish,
         _MISH + "return x * h;",
-        _MISH + "return g * (h + x * quotient(e, T(1) + e) * (T(1) - h * h));",
+        # tanh once more, as a difference from 1: exactly that for large x, however quotients round.
+        _MISH + "const T near = T(1) - quotient(T(2), n + T(2)); "
+        "return g * (h + x * quotient(e, T(1) + e) * (T(1) - near * near));",
         modules={nn.Mish: ()},
         functions=(F.mish, _aten.mish),
         **_SMOOTH,
@@ -238,7 +268,7 @@ ACTIVATIONS = (
     Definition(
         "sigmoid",
         torch.sigmoid,
-        "return T(1) / (T(1) + exp(-x));",
+        "return gated(T(1), x);",
         _SIGMOID + "return g * (T(1) - s) * s;",
         modules={nn.Sigmoid: ()},
         functions=(F.sigmoid, torch.sigmoid, torch.sigmoid_, _aten.sigmoid, "sigmoid"),

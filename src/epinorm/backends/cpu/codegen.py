@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from epinorm.chain.dropout import CPP_FUNCTIONS
+from epinorm.chain import activations, dropout
 from epinorm.chain.pointwise import Pointwise, cpp_function
 from epinorm.problem import Problem
 
@@ -25,7 +25,7 @@ _TEMPLATE = """\
 #define EPINORM_FUNCTION EPINORM_INLINE
 
 namespace epinorm {{
-{random}
+{shared}
 }}  // namespace epinorm
 
 #include "passes.h"
@@ -160,7 +160,7 @@ def kernel_source(problem: Problem) -> str:
         f"o[{i}][{'c' if kind == 'channel' else 'c * kLanes + l'}]" for i, kind in enumerate(kinds)
     ]
     return _TEMPLATE.format(
-        random=CPP_FUNCTIONS,
+        shared=activations.CPP_FUNCTIONS + dropout.CPP_FUNCTIONS,
         functions="\n".join(text for op in (*pre, *post) for text in op.functions()),
         stats=CPP_TYPES[problem.stats_dtype],
         dtype=CPP_TYPES[problem.dtype],

@@ -5,6 +5,18 @@
 namespace chain {
 constexpr bool kLayerNorm = false;
 #include "common/chain_functions.cuh"
+
+template <typename T>
+__device__ T gated(T a, T x);
+template <typename T>
+__device__ T normal_cdf(T x);
+template <typename T>
+__device__ T normal_pdf(T x);
+template <typename T>
+__device__ T tanh_cdf(T x);
+template <typename T>
+__device__ T tanh_pdf(T x);
+#include "common/chain_short.cuh"
 #include "common/chain_rounded.cuh"
 
 struct alignas(8) Seed {

@@ -16,6 +16,7 @@ from epinorm.backends.cuda.text.chain_text import (
     chain_text,
     constant_list,
     statistics_text,
+    stored_type,
 )
 from epinorm.backends.cuda.text.source import constants, read_kernel
 from epinorm.problem import Problem
@@ -71,7 +72,8 @@ def norm_text(
     prelude += _operands_text(problem) + extra
     backward = "backward" in kernel
     before = types_text(problem, backward) + "#define EPINORM_BACKWARD\n" * backward
-    before += statistics_text(problem.chain, problem.out_dtype) + chain_text(problem.chain)
+    before += statistics_text(problem.chain, problem.out_dtype)
+    before += chain_text(problem.chain, stored_type(problem))
     return before + prelude + read_kernel(f"{kernel}.cu")
 
 

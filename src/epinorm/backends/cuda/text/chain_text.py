@@ -37,6 +37,9 @@ Under ``rounding="eager"`` what enters an operation or the norm is rounded first
 linear layer's type, or to EPINORM_Y, the norm's: macros, with the names that vector.cuh has for
 types. Where EPINORM_STATISTICS is one too, mean and rstd are rounded to it before they are applied.
 
+What is rounded to 16 bits, or stored in nothing wider (``stored``), takes functions that are made
+for that: chain_short.cuh.
+
 The text does not depend on the number of groups or on the constants: chains that differ in those
 alone share it. A kernel takes each constant as an argument of its own, which lies in constant
 memory and is an instruction's operand from there; ``ChainArguments`` is the host's side of that.
@@ -57,9 +60,9 @@ from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.backends.cuda.text.backward_chain import BackwardChain
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.backends.memo import memo
-from epinorm.chain import Chain, GroupNorm, LayerNorm
-from epinorm.chain.dropout import CPP_FUNCTIONS
+from epinorm.chain import Chain, GroupNorm, LayerNorm, activations, dropout
 from epinorm.chain.pointwise import Pointwise, complement, cpp_function
+from epinorm.problem import Problem
 
 CUDA_TYPES = {
     torch.float32: "float",
@@ -75,8 +78,15 @@ def begins_at_result(chain: Chain) -> bool:
     return isinstance(chain, BackwardChain) and chain.begins_at_result
 
 
-def chain_text(chain: Chain) -> str:
-    """The chain as CUDA functions in the namespace ``chain``; see the top of this file."""
+def stored_type(problem: Problem) -> str | None:
+    """The type of 16 bits that all results and gradients are stored in; None: not all are."""
+    widest = max(problem.dtype, problem.norm_dtype, problem.out_dtype, key=lambda d: d.itemsize)
+    return CUDA_TYPES[problem.out_dtype] if widest.itemsize == 2 else None
+
+
+def chain_text(chain: Chain, stored: str | None = None) -> str:
+    """The chain as CUDA functions in the namespace ``chain``; see the top of this file. stored: of
+    ``stored_type``."""
     kinds = chain.operand_kinds
     pre_operands = sum(1 for op in chain.pre if op.operand)
     pre_constants = sum(len(op.arguments) for op in chain.pre)
@@ -92,8 +102,9 @@ def chain_text(chain: Chain) -> str:
     lines = [
         read_kernel("common/chain.cuh") + "namespace chain {",
         f"constexpr bool kLayerNorm = {_bool(isinstance(chain.norm, LayerNorm))};",
-        read_kernel("common/chain_functions.cuh"),
-        read_kernel("common/chain_rounded.cuh") * rounds + CPP_FUNCTIONS,
+        read_kernel("common/chain_functions.cuh") + activations.CPP_FUNCTIONS,
+        read_kernel("common/chain_short.cuh") * (rounds or stored is not None),
+        read_kernel("common/chain_rounded.cuh") * rounds + dropout.CPP_FUNCTIONS,
         f"constexpr bool kNormalises = {_bool(chain.norm is not None)};",
         f"constexpr bool kCentred = {_bool(chain.centred)};",
         f"constexpr bool kRounds = {_bool(rounds)};",
@@ -107,8 +118,8 @@ def chain_text(chain: Chain) -> str:
         _is_kind("row", kinds),
         _keep_of(chain.keep_places),
         read_kernel("common/chain_drops.cuh"),
-        *_stage("pre", chain.pre, 0, 0, pre_types, chain.norm is None, *_of_sum(chain)),
-        *_stage("post", chain.post, pre_operands, pre_constants, post_types, True),
+        *_stage("pre", chain.pre, 0, 0, pre_types, stored, chain.norm is None, *_of_sum(chain)),
+        *_stage("post", chain.post, pre_operands, pre_constants, post_types, stored, True),
         "}  // namespace chain\n",
     ]
     return "\n".join(lines)
@@ -179,13 +190,15 @@ def _stage(
     operands: int,
     constants: int,
     types: Sequence[str | None],
+    stored_as: str | None,
     stored: bool,
     applied: bool = False,
     more_gradient: str = "",
 ) -> list[str]:
     """The functions of one side of the norm, whose first operand and first constant these are.
     types: what enters each operation, and what leaves the last, is rounded to; None: it is not.
-    stored: the last of these roundings is the store's. applied: x has come through them already;
+    stored_as: the type that results are stored in, where it has 16 bits; stored: the last of these
+    roundings is the store's. applied: x has come through them already;
     more_gradient: is added to g."""
     lines, more, slots = [], [], []
     for index, (operation, to) in enumerate(zip(operations, types[1:], strict=True)):
@@ -199,9 +212,10 @@ def _stage(
         has_gradient = operation.definition.operand_backward is not None
         slots.append(operands - 1 if has_gradient else None)
         function = f"{name}{index}"
-        lines.append(_for_type(cpp_function(function, operation, "forward"), to))
+        short = to or stored_as
+        lines.append(_for_type(cpp_function(function, operation, "forward"), short))
         body: Any = "result_backward" if from_result else "backward"
-        lines.append(_for_type(cpp_function(f"{function}_backward", operation, body), to))
+        lines.append(_for_type(cpp_function(f"{function}_backward", operation, body), short))
         if operation.definition.operand_backward is not None:
             of_operand = f"{name}{index}_operand_backward"
             lines.append(cpp_function(of_operand, operation, "operand_backward"))
@@ -210,9 +224,12 @@ def _stage(
     return [*lines, apply, _backward(name, more, slots, types, more_gradient, applied)]
 
 
+_SHORT = re.compile(r"\b(exp|quotient|gated|(?:normal|tanh)_[cp]df)\(")
+
+
 def _for_type(text: str, to: str | None) -> str:
-    """Of a result that is rounded: by chain_rounded.cuh's functions; the derivative shares them."""
-    return text if to is None else re.sub(r"\b(exp|quotient)\(", rf"EPINORM_FOR(\1, {to})(", text)
+    """Of a result that gets this type: by functions of chain_short.cuh, as its derivative."""
+    return text if to is None else _SHORT.sub(rf"EPINORM_FOR(\1, {to})(", text)
 
 
 def _rounded(value: str, to: str | None) -> str:

@@ -17,6 +17,7 @@ from epinorm.backends.cuda.text.chain_text import (
     chain_text,
     constant_list,
     statistics_text,
+    stored_type,
 )
 from epinorm.backends.cuda.text.source import constants
 from epinorm.chain import Chain
@@ -122,4 +123,4 @@ def epilogue_prelude(instance: Instance[T]) -> str:
         numbers += f"#define EPINORM_Z {CUDA_TYPES[problem.dtype]}\n"
         numbers += f"#define EPINORM_Y {CUDA_TYPES[problem.out_dtype]}\n"
         numbers += statistics_text(chain, problem.out_dtype)
-    return numbers + chain_text(chain) + types
+    return numbers + chain_text(chain, stored_type(problem)) + types
