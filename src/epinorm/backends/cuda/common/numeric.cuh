@@ -11,6 +11,11 @@ struct fp16 {
   unsigned short bits;
 };
 
+template <typename S>
+constexpr bool kIsBf16 = false;
+template <>
+constexpr bool kIsBf16<bf16> = true;
+
 template <typename T>
 EPINORM_FUNCTION T to(float x) {
   return T(x);

@@ -28,6 +28,7 @@ struct Vector {
   union {
     Unit unit[kUnits];
     S value[kCount];
+    unsigned word[kBytes < 4 ? 1 : kBytes / 4];
   };
 
   EPINORM_FUNCTION Vector() {
@@ -54,6 +55,9 @@ struct Vector {
 
   template <typename T>
   EPINORM_FUNCTION T get(int i) const {
+    // One instruction for either half of a word; taken out as 16 bits first, the upper one takes two.
+    if constexpr (kIsBf16<S> && kCount % 2 == 0)
+      return T(__uint_as_float(i % 2 ? word[i / 2] & 0xffff0000u : word[i / 2] << 16));
     return to<T>(value[i]);
   }
 
@@ -62,6 +66,13 @@ struct Vector {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) value[i] = Rounded<S>::from(x[i]);
   }
+};
+
+// A vector that is not zero until it is loaded: of registers that may not be read, none are set.
+template <typename V>
+union Unset {
+  V it;
+  EPINORM_FUNCTION Unset() {}
 };
 
 template <typename S, int kCount>

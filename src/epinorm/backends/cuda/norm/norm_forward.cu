@@ -55,22 +55,30 @@ EPINORM_FUNCTION void statistics(TeamType& team, const Position& at, const T (&v
   }
 }
 
-// What a thread reads of the kRows rows of one pass.
+// What a thread reads of the kRows rows of one pass. What lies beyond the first row is not set where all of a
+// thread's vectors are read, or none: what comes of it is stored nowhere.
 struct Pass {
-  Vector<Z, kVector> raw[kRows][kVectors];
+  Unset<Vector<Z, kVector>> raw[kRows][kVectors];
   Elements elements[kRows][kVectors];
 
-  EPINORM_FUNCTION Pass() {}
+  EPINORM_FUNCTION Pass() {
+    if (kAhead) return;
+#pragma unroll
+    for (int u = 0; u < kRows; ++u)
+#pragma unroll
+      for (int e = 0; e < kVectors; ++e) raw[u][e].it = Vector<Z, kVector>();
+  }
 
   EPINORM_FUNCTION Pass(const Position& at, const Z* z, i64 z_stride, const Sources& from, i64 first,
-                        i64 rows) {
+                        i64 rows)
+      : Pass() {
 #pragma unroll
     for (int u = 0; u < kRows; ++u)
 #pragma unroll
       for (int e = 0; e < kVectors; ++e) {
         const i64 row = rows - 1 - (first + u * kWarpsY);
         if (row >= 0 && at.inside(e)) {
-          raw[u][e].load(z + row * z_stride + at.column(e));
+          raw[u][e].it.load(z + row * z_stride + at.column(e));
           elements[u][e].load(from, row, at.column(e));
         }
       }
@@ -111,7 +119,7 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
         for (int j = 0; j < kVector; ++j) {
           T t[chain::kSlots];
           operands_at(from, channels, pass.elements[u][e], j, t);
-          const T z_value = pass.raw[u][e].template get<T>(j);
+          const T z_value = pass.raw[u][e].it.template get<T>(j);
           const T x = chain::pre_apply<T>(from.constants, channels.with_bias(z_value, j), t);
           v[u][e * kVector + j] = at.in_group(e) ? x : T(0);
         }

@@ -17,6 +17,10 @@ constexpr bool kBlockTeam = kLanes > 32;
 constexpr int kThreads = kBlockTeam ? kLanes : 32 * kWarpsX * kWarpsY;
 constexpr bool kExact = kLanes * kVectors * kVector == kChannels;
 constexpr int kValues = kVectors * kVector;
+// A thread has its next row on the way, all of its vectors or none. Then addresses are one and constants, and raw
+// registers are not set where nothing is read: two of 32 instructions a value, and a block more on a multiprocessor
+// (LayerNorm of 4096). In other tiles the compiler has more loads in flight so, and fewer blocks.
+constexpr bool kAhead = kPrefetch && kBlockTeam && kExact && kVectors == 4;
 constexpr int kRowsPerPass = kRows * kWarpsY;
 static_assert(!kBlockTeam || (kWarpsX == 1 && kWarpsY == 1), "a team of a block is alone in it");
 static_assert(kChannels % kVector == 0, "a vector lies in one group");
@@ -46,7 +50,10 @@ struct Position {
   EPINORM_FUNCTION int channel(int e) const { return (e * kLanes + lane) * kVector; }
   EPINORM_FUNCTION bool in_group(int e) const { return kExact || channel(e) < kChannels; }
   EPINORM_FUNCTION bool inside(int e) const { return live && in_group(e); }
-  EPINORM_FUNCTION int column(int e) const { return group * kChannels + channel(e); }
+  EPINORM_FUNCTION i64 column(int e) const {
+    if (!kAhead) return group * kChannels + channel(e);
+    return i64(group * kChannels + lane * kVector) + e * (kLanes * kVector);
+  }
 };
 
 // Everything that is read besides z: vectors over channels, operands and the chain's constants.
@@ -65,7 +72,7 @@ struct Channels {
   Vector<Z, kVector> bias;
   Vector<P, kVector> gamma, beta, operand[chain::kSlots];
 
-  EPINORM_FUNCTION void load(const Sources& from, int column) {
+  EPINORM_FUNCTION void load(const Sources& from, i64 column) {
     if (kAddsBias) bias.load(from.bias + column);
     if (kHasGamma) gamma.load(from.gamma + column);
     if (kHasBeta) beta.load(from.beta + column);
@@ -76,12 +83,10 @@ struct Channels {
 
   EPINORM_FUNCTION T with_bias(T z, int j) const { return kAddsBias ? z + bias.get<T>(j) : z; }
   EPINORM_FUNCTION T scale(int j) const { return kHasGamma ? gamma.get<T>(j) : T(1); }
-  // gamma * (distance - shift) * rstd + beta with the fewest roundings on the large term.
+  // gamma * (distance - shift) * rstd + beta in two instructions, each of one rounding: the offset is a row's.
   EPINORM_FUNCTION T normalized(T distance, T shift, T rstd, int j) const {
-    const T factor = kHasGamma ? rstd * gamma.get<T>(j) : rstd;
-    if (!chain::kCentred) return kHasBeta ? distance * factor + beta.get<T>(j) : distance * factor;
-    const T constant = kHasBeta ? beta.get<T>(j) - shift * factor : -shift * factor;
-    return distance * factor + constant;
+    const T offset = -shift * rstd;
+    return affine(chain::kCentred ? distance * rstd + offset : distance * rstd, j);
   }
   EPINORM_FUNCTION T affine(T normalized, int j) const {
     const T scaled = kHasGamma ? normalized * gamma.get<T>(j) : normalized;
@@ -96,11 +101,11 @@ struct Elements {
   T of_row[chain::kSlots];
   unsigned kept[chain::kSlots];
 
-  EPINORM_FUNCTION void load(const Sources& from, i64 row, int column) {
+  EPINORM_FUNCTION void load(const Sources& from, i64 row, i64 column) {
 #pragma unroll
     for (int i = 0; i < chain::kOperands; ++i)
       if (chain::is_element(i)) operand[i].load(from.operand[i] + row * from.stride[i] + column);
-    draw(from, row, column);
+    draw(from, row, int(column));
   }
 
   EPINORM_FUNCTION void draw(const Sources& from, i64 row, int column) {
