@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import problems
 import pytest
 import torch
 from test_codegen import HOST
 from test_norm_kernels_compile import problem_of
 
 from epinorm.backends.cuda.text.chain_text import chain_text, stored_type
+from epinorm.backends.cuda.text.instance import Instance, epilogue_prelude
 from epinorm.backends.cuda.text.source import read_kernel
 from epinorm.chain import Chain
 
@@ -82,6 +84,14 @@ def test_all_numbers_are_as_accurate_as_eagers(
     # What fp32 takes is as PyTorch has it on a GPU, NaN and infinities too.
     for one in zip(run(DTYPES[dtype]), run(None), eagers(name, x.double()), SMALL, strict=True):
         check_as_accurate(*one)
+
+
+@pytest.mark.parametrize("kind,found", [("high", True), ("highest", False), ("bfloat16", True)])
+def test_an_epilogue_at_high_takes_those_of_bf16(kind: str, found: bool) -> None:
+    """They have all of fp32's range, and are far more accurate than its products."""
+    problem = problems.problem_of(kind=kind, chain="group_norm({groups})|gelu")
+    text = epilogue_prelude(Instance(problem, None, kind != "bfloat16"))
+    assert ("EPINORM_FOR(normal_cdf, bf16)(x)" in text) == found
 
 
 def test_all_must_be_stored_in_16_bits() -> None:

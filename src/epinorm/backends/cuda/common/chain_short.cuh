@@ -1,7 +1,7 @@
-// Functions for operations whose result is stored in a type of 16 bits, in fewer instructions than CUDA's own to
-// the last bit of fp32. They are off by at most 2^-18 of themselves (tanh_pdf: of 1) where the result is a normal
-// number of fp16, so that of all 2^16 results few more than with CUDA's own are not the nearest
-// (tests/gpu/test_rounding.py). NaN and infinities come out where PyTorch has them.
+// Functions for operations whose result is stored in a type of 16 bits, or made of TF32's products, in fewer
+// instructions than CUDA's own to the last bit of fp32. They are off by at most 2^-18 of themselves (tanh_pdf: of 1)
+// where the result is a normal number of fp16, so that of all 2^16 results few more than with CUDA's own are not the
+// nearest (tests/gpu/test_rounding.py). NaN and infinities come out where PyTorch has them.
 #define EPINORM_FOR(function, type) EPINORM_FOR_TYPE(function, type)
 #define EPINORM_FOR_TYPE(function, type) function##_for_##type
 

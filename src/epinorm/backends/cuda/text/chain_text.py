@@ -37,8 +37,8 @@ Under ``rounding="eager"`` what enters an operation or the norm is rounded first
 linear layer's type, or to EPINORM_Y, the norm's: macros, with the names that vector.cuh has for
 types. Where EPINORM_STATISTICS is one too, mean and rstd are rounded to it before they are applied.
 
-What is rounded to 16 bits, or stored in nothing wider (``stored``), takes functions that are made
-for that: chain_short.cuh.
+What is rounded to 16 bits, or stored in nothing wider (``stored``, which an epilogue at ``high``
+has too), takes functions that are made for that: chain_short.cuh.
 
 The text does not depend on the number of groups or on the constants: chains that differ in those
 alone share it. A kernel takes each constant as an argument of its own, which lies in constant
