@@ -44,10 +44,11 @@ EPINORM_FUNCTION float quotient_for_fp16(float a, float b) { return a * reciproc
 EPINORM_FUNCTION float quotient_for_bf16(float a, float b) { return quotient_for_fp16(a, b); }
 
 EPINORM_FUNCTION float gated_for_fp16(float a, float x) { return quotient_for_fp16(a, 1.0f + exp_for_fp16(-x)); }
-// 1 + exp(-x) of 2^-8 its size, whose reciprocal is normal wherever the quotient is a number of bf16.
+// 1 + exp(-x) of 2^-8 its size, whose reciprocal is normal wherever the quotient is a number of bf16; infinite where
+// exp(-x) is in fp32, as PyTorch's.
 EPINORM_FUNCTION float gated_for_bf16(float a, float x) {
   constexpr float kSmaller = 1.0f / 256.0f;
-  const float sum = kSmaller + exp2_to_normal(fmaf(x, -kLog2E, -8.0f));
+  const float sum = fmaf(exp2_to_normal(-kLog2E * x), kSmaller, kSmaller);
   return a * (reciprocal_to_normal(sum) * kSmaller);
 }
 
