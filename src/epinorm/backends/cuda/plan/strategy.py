@@ -144,7 +144,8 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
         ways.append((eager, _EAGER, "reference", None))
     if not ways:
         return Plan("reference", why_not_single)
-    # In a loop of small calls the host decides, in a CUDA graph the GPU: neither may lose to eager.
+    # In a loop of small calls the host decides, in a CUDA graph the GPU: neither may lose to eager,
+    # but for what estimates of short kernels are off.
     most = math.inf if eager is None else eager.gpu
     if problem.chain.norm is not None and problem.m >= _ROWS_OF_A_TILE:
         most += _UNSURE
