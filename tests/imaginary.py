@@ -58,6 +58,7 @@ CASES: dict[str, tuple[int, int, int, Any, str, str]] = {
     "stochastic_depth": (4096, 768, 768, LayerNorm(), "mul_row|add_residual", "returns(sum)"),
     "linear": (4096, 2048, 2048, None, "", ""),
     "linear_gelu": (4096, 768, 3072, None, "gelu", ""),
+    "linear_relu": (4096, 2048, 2048, None, "relu", ""),
 }
 KINDS = {
     "bf16": (torch.bfloat16, "highest"),

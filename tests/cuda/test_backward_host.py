@@ -361,22 +361,25 @@ def test_no_rows_need_no_kernel(launched):
     assert all(not g.any() for g in found)
 
 
-def most_bytes(m, k, n, chain):
-    """Of z, planes and what a recorded backward pass allocates: where its memory peaks."""
+def most_bytes(m, k, n, chain, waits=True):
+    """Of z, planes and what a recorded backward pass allocates: where its memory peaks; where y is
+    kept of it and of dy too. waits: the planes of the forward pass are still there."""
     facts = (chain, "auto", False, None)
     parsed = Chain.parse(chain)
-    vectors = [torch.empty(n) for _ in range(3)]
+    vectors = [torch.empty(n) for _ in range(3 if parsed.norm else 1)] + [None] * 2
     operands = tuple(torch.empty(m, n) for _ in parsed.operand_kinds)
-    tensors = (torch.empty(m, k), torch.empty(n, k), *vectors)
+    tensors = (torch.empty(m, k), torch.empty(n, k), *vectors[:3])
     with imaginary_h200(), torch.no_grad():
         inputs = Inputs(*tensors, operands, calls.constants_of(facts))
         made = calls.executable_of(inputs, facts, True, True)
         out, dy = made.forward(*inputs), torch.empty(m, n)
         saved, left = (out.saved(parsed), out.mean, out.rstd), out.left
-        own = {t.data_ptr() for t in (left.x, left.weight, saved[0])}
-        given = [dy, *tensors, *operands, *saved, left.x, left.weight]
-        wanted = (True,) * (len(tensors) + len(operands))
-        with recording([t for t in given if t.numel()]) as noted:
+        left.restrict(waits, waits)
+        planes = [left.x, left.weight] if waits else []
+        own = {t.data_ptr() for t in (*planes, saved[0], *[dy] * parsed.saves_y)}
+        given = [dy, *tensors, *operands, *saved, *planes]
+        wanted = tuple(t is not None for t in (*tensors, *operands))
+        with recording([t for t in given if t is not None and t.numel()]) as noted:
             known = made, left
             found = calls.run_backward(
                 (*tensors, operands), facts, list(saved), dy, wanted, None, *known
@@ -408,3 +411,27 @@ def test_the_most_that_a_backward_pass_holds(sizes, chain, matrices):
     """In results of the linear: Dreamer's layer, and the one of BERT's where its step peaks."""
     m, _, n = sizes
     assert most_bytes(*sizes, chain) < (matrices + 0.1) * 4 * m * n
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_dz_for_the_guard_is_written_over_the_planes_of_x(waits):
+    """dy and y, which stay; x's planes, dz's; dW, half as large, and W's where these waited."""
+    m, k, n = 4096, 2048, 2048
+    most = most_bytes(m, k, n, "relu", waits) / (4 * m * n)
+    assert most < 2 + 1 + 1 + 0.5 + 0.5 * waits + 0.01
+
+
+@pytest.mark.parametrize("sizes", [(4096, 2048, 2048), (4000, 2056, 2040), (2048, 2056, 2040)])
+@pytest.mark.parametrize("chain", ["relu", "add_residual|relu", "silu"])
+def test_it_is_where_it_fits_and_nothing_else_could_hold_dz(sizes, chain):
+    with imaginary_h200():
+        m, k, n = sizes
+        inputs = Inputs(
+            *(torch.empty(m, k), torch.empty(n, k), torch.empty(n), None, None),
+            (torch.empty(m, n),) * ("residual" in chain),
+        )
+        made = calls.executable_of(inputs, (chain, "auto", False, None), True, True)
+        steps = [step.kernel for step in made.plan.backward]
+        expected = chain == "relu" and k <= m
+        assert (steps[2:5] == ["hopper_product", "norm_backward", "rescue_gradient"]) == expected
+        assert any("over x's planes" in step.reason for step in made.plan.backward) == expected

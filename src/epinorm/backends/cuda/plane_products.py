@@ -87,23 +87,29 @@ class PlaneProducts:
             largest.scratch.clear()
             return norm, *self.multiply(inputs, operands, lambda: whole, parts, into)
         norm, written = found
+        # Added to, dW takes no memory, and its kernels are to be at hand before any of them runs.
+        over_x = self.choice.dz_over_x and into is None
+        over = self._dz_over(operands[0].x) if over_x else None
+        if not written.beside_dx:
+            written.finish()
 
         def dz() -> Tensor:
-            written.finish()
+            if written.beside_dx:
+                written.finish()
             gradient = norm.operands[0] if residual_has_dz(self.problem, want) else None
             if gradient is not None:
                 kept.clear()
                 return gradient
             # For the range guard: computed where anything is flagged, else never filled.
             only, wanted = self.dz_alone, written.any_flag
-            in_fp32 = self.norm(inputs, kept[0], dy, only, if_wanted=wanted).dz
+            in_fp32 = self.norm(inputs, kept[0], dy, only, if_wanted=wanted, dz=over).dz
             assert in_fp32 is not None
             kept.clear()
             return in_fp32
 
         # `written` holds the flags, for as long as the products are launched.
         by: list[GradientPlanes | None] = [written.by_row, written.by_column]
-        if written.beside_dx:
+        if written.beside_dx or over_x:
             return norm, *self.multiply(inputs, operands, dz, by, into)
         now = dz()
         return norm, *self.multiply(inputs, operands, lambda: now, by, into)
@@ -115,7 +121,7 @@ class PlaneProducts:
         if self.choice.x:
             weight = None if kept is None else kept.take_weight()
             if weight is None:
-                weight = _split(self.split_weight, inputs.weight)
+                weight = _split(self.split_weight, inputs.weight, not self.choice.dz_over_x)
             columns = self.split_weight.origin(weight) + self.split_weight.scale
         if self.choice.weight:
             x = None if kept is None else kept.take_x()
@@ -123,6 +129,12 @@ class PlaneProducts:
                 x = _split(self.split_x, inputs.x)
             rows = x.data_ptr() + self.split_x.scale
         return PlanesRead(weight, x, Factors(columns, rows))
+
+    def _dz_over(self, x: Tensor | None) -> Tensor:
+        """The memory of x's planes, but for what else their buffer holds, as a dz."""
+        assert x is not None
+        m, n = self.problem.m, self.problem.n
+        return x[: 4 * m * n].view(torch.float32).view(m, n)
 
     def multiply(
         self,
@@ -136,7 +148,7 @@ class PlaneProducts:
 
         operands: one, taken out of the list, so that the planes of the product that comes first are
         free before the other's result is allocated. dz: launches what fills it, asked for behind
-        dX's product where that is first; by: its planes for dX and for dW, taken out of the list
+        the first product; by: its planes for dX and for dW, taken out of the list
         too. into: (n, k) fp32, contiguous, that dW may be added to; where it was, it is returned
         for dW.
         """
@@ -168,15 +180,14 @@ class PlaneProducts:
         x, by_column = of.pop(), of.pop()
         if self.dw is None or x is None or by_column is None:
             return None
-        in_fp32 = dz()  # with it come the scales of its planes
         given = self._given(by_column, x, self.split_x)
         flags = by_column.flags, *_flags_in(x, self.split_x), by_column.scale
         adding = None if into is None else self._adding()
         if into is None or adding is None:
             dw = self.dw(*given)
-            prepare_rescue(dw, in_fp32, inputs.x, True, *flags)()
+            prepare_rescue(dw, dz(), inputs.x, True, *flags)()
             return dw
-        rescue = prepare_rescue(into, in_fp32, inputs.x, True, *flags, adds=True)
+        rescue = prepare_rescue(into, dz(), inputs.x, True, *flags, adds=True)
         self.adds_loaded = True
         adding(*given, into, *flags[:2])
         rescue()
@@ -215,7 +226,13 @@ def _flags_in(buffer: Tensor, split: Splitter) -> tuple[int, int]:
     return at + split.flags, at + split.spoilt
 
 
-def _split(split: Splitter, matrix: Tensor) -> Tensor:
-    buffer = torch.empty(split.nbytes, dtype=torch.uint8, device=matrix.device)
-    split(buffer.data_ptr(), matrix)
-    return buffer
+def _split(split: Splitter, matrix: Tensor, keeps_planes: bool = True) -> Tensor:
+    """A buffer of the planes and what belongs to them, or without the planes."""
+    kind: Any = {"dtype": torch.uint8, "device": matrix.device}
+    if keeps_planes:
+        buffer = torch.empty(split.nbytes, **kind)
+        split(buffer.data_ptr(), matrix)
+        return buffer
+    planes, rest = (torch.empty(n, **kind) for n in (split.spoilt, split.nbytes - split.spoilt))
+    split(planes.data_ptr(), matrix, None, split.origin(rest))
+    return rest

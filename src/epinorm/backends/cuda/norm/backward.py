@@ -159,13 +159,15 @@ class NormBackward:
         want: Wanted,
         factors: Factors | None = None,
         if_wanted: int = 0,
+        dz: Tensor | None = None,
     ) -> NormGradients:
         """dy and z may have a row stride, their last dimension is contiguous. dz is computed where
         x's or the weight's gradient is wanted. The sums over rows are added up in a fixed order:
         the same inputs give the same bits on the same GPU. ``factors``: dz, fp32, will be split
         into planes; what their scales are made from is computed as well. Where nothing but a bias
         follows the linear layer, dz is dy itself, which is contiguous then. ``if_wanted``: the
-        address of a 4-byte word on the GPU; where that is 0 by then, nothing is computed."""
+        address of a 4-byte word on the GPU; where that is 0 by then, nothing is computed. ``dz``:
+        (M, N), contiguous, that dz is written to in place of a new one."""
         vector, matrices, parameters = self.vectors(inputs, kept, dy)
         largest = (False, False) if factors is None else (factors.columns != 0, factors.rows != 0)
         key = (vector, want, *largest, if_wanted != 0)
@@ -173,7 +175,7 @@ class NormBackward:
         if launches is None:
             outputs = Outputs.of(self.problem, want, *largest, if_wanted != 0)
             launches = self.launches[key] = _Launches(self.problem, vector, outputs, dy.device)
-        found = launches(kept, matrices, parameters, factors, if_wanted)
+        found = launches(kept, matrices, parameters, factors, if_wanted, dz)
         return found._replace(dz=dy) if self.dz_is_dy and (want.x or want.weight) else found
 
 
@@ -230,14 +232,16 @@ class _Launches:
         parameters: tuple[int, int, int],
         factors: Factors | None,
         if_wanted: int,
+        dz: Tensor | None,
     ) -> NormGradients:
         """Launch on ``matrices``, which are of ``Vectors``."""
         m = self.problem.m
         sums, elements = self.row_gradients.new()
-        dz = None if self.new_dz is None else self.new_dz()
-        # Another stream may still read a result that no tensor holds.
-        if dz is not None and not begins_at_result(self.problem.chain):
-            may_be_over(dz, kept.z)
+        if dz is None and self.new_dz is not None:
+            dz = self.new_dz()
+            # Another stream may still read a result that no tensor holds.
+            if not begins_at_result(self.problem.chain):
+                may_be_over(dz, kept.z)
         if self.nothing:
             for gradient in sums:
                 gradient.zero_()

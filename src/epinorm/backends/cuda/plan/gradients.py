@@ -118,7 +118,8 @@ class BackwardChoice:
 
     core: what multiplies planes. x, weight: dX and dW are computed from planes. writes_planes: dz
     is written once, as the planes of both; beside_dx: when its scales for dW are. weight_first: dW
-    is computed before dX. dx, dw: our product of 16-bit matrices; None: the library's, or planes.
+    is computed before dX; dz_over_x: and dz in fp32 behind its product (``dz_over_x``). dx, dw: our
+    product of 16-bit matrices; None: the library's, or planes.
     """
 
     core: Core | None
@@ -127,6 +128,7 @@ class BackwardChoice:
     writes_planes: bool
     beside_dx: bool
     weight_first: bool
+    dz_over_x: bool
     dx: tuple[ProductShape, Choice] | None
     dw: tuple[ProductShape, Choice] | None
 
@@ -135,6 +137,17 @@ def residual_has_dz(problem: Problem, want: Wanted) -> bool:
     """Whether the first operand's gradient is dz: it is added to the linear's own result."""
     pre = problem.chain.pre
     return bool(pre) and pre[0].name == "add_residual" and want.operands[0]
+
+
+def dz_over_x(problem: Problem, want: Wanted) -> bool:
+    """Whether the range guard's fp32 dz is written over x's planes, once dW's product has read
+    them; and planes of W that did not wait are made for their scales alone, and again before dX.
+
+    Where z is kept dz is written over it. A result in its place (``Chain.saves_y``) stays, with dy,
+    y, all planes and dz at once. Here dW, no larger than dz, is there in dz's place.
+    """
+    fits = problem.planes == 2 and problem.n <= problem.k <= problem.m
+    return fits and problem.chain.saves_y and not residual_has_dz(problem, want)
 
 
 @memo()
@@ -157,4 +170,5 @@ def backward_choice(problem: Problem, plan: Plan, want: Wanted) -> BackwardChoic
     # The larger planes are to be free before the other product's result is allocated.
     weight_first = x and weight and problem.m > problem.n
     beside = writes_planes and not weight_first and beside_dx(problem, planes)
-    return BackwardChoice(core, x, weight, writes_planes, beside, weight_first, dx, dw)
+    over_x = writes_planes and weight_first and dz_over_x(problem, want)
+    return BackwardChoice(core, x, weight, writes_planes, beside, weight_first, over_x, dx, dw)

@@ -265,10 +265,11 @@ class _Backward(_Pass):
         otherwise = f"{_NARROW}; {_SPILLS}"
         if if_wanted:
             makes, reason = "dz in fp32", "for the range guard, only where something is flagged"
+            reason += "; over x's planes" * self.choice.dz_over_x
         if outputs.elements and any(outputs.elements):
             makes += ", operands' gradients"
         self._step("norm_backward", makes, reason, plan, otherwise)
-        if outputs.dz:
+        if outputs.dz and not (if_wanted and self.choice.dz_over_x):
             self._take("dz", problem.m * problem.n * problem.dtype.itemsize, "norm_backward", "dW")
         of_columns = ["gradients over channels"] * (sums > 0)
         of_columns += ["largest magnitudes of columns"] * outputs.column_largest
@@ -304,10 +305,13 @@ class _Backward(_Pass):
         m, n, k = problem.m, problem.n, problem.k
         for taken, name, rows, until in ((x, "W", n, "dX"), (weight, "x", m, "dW")):
             if taken and not self.left:
-                reason = f"{_planes(planes)}; forward left none"
-                self._step("split", f"{name}'s planes", reason)
-                nbytes = PlaneLayout(planes, k, rows, 0).nbytes
-                self._take(f"{name}'s planes", nbytes, "split", until)
+                layout, reason = PlaneLayout(planes, k, rows, 0), "forward left none"
+                if self.choice.dz_over_x and name == "W":
+                    self._step("split", "W's scales", reason)
+                    self._take("W's scales and flags", layout.nbytes - layout.spoilt, "split", "dX")
+                    continue
+                self._step("split", f"{name}'s planes", f"{_planes(planes)}; {reason}")
+                self._take(f"{name}'s planes", layout.nbytes, "split", until)
         if not self.choice.writes_planes:
             self._norm(Outputs.of(problem, self.want, x, weight))
             makes = "dz's planes for " + " and ".join(["dX"] * x + ["dW"] * weight)
@@ -335,9 +339,14 @@ class _Backward(_Pass):
         otherwise = "before dX, where dW is added to a gradient" if beside else ""
         makes = "scales of x for dW, sums over rows"
         self._step("rescale_planes", makes, reason, otherwise=otherwise)
+        over_x = self.choice.dz_over_x
+        if over_x:
+            self._product_of_planes("dW", n, m)
         if not residual_has_dz(problem, self.want):
             self._norm(dz, if_wanted=True)
-        if self.choice.weight_first:
+        if over_x:
+            self._step("rescue_gradient", "dW", _GUARD)
+        elif self.choice.weight_first:
             self._guarded("dW", n, m)
         if not beside:
             self._weight_again(k, n)
@@ -347,7 +356,7 @@ class _Backward(_Pass):
             self._guarded("dW", n, m)
 
     def _weight_again(self, k: int, n: int) -> None:
-        if self.left and not weight_waits(self.problem):
+        if self.choice.dz_over_x if not self.left else not weight_waits(self.problem):
             reason = "a step's memory peaks before"
             self._step("split", "W's planes", reason)
             self._take("W's planes again", PlaneLayout(2, k, n, 0).nbytes, "split", "dX")
