@@ -1,6 +1,7 @@
 """The operators inside PyTorch: autograd, torch.func, compile, modes, and what each may cost."""
 
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -285,6 +286,38 @@ def test_export_holds_one_operator():
     assert calls == [schema.linear_norm]
     x = torch.randn(8, 10)
     assert torch.equal(program.module()(x), made(x))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_package_of_aotinductor(tmp_path):
+    """Its calls of other libraries' operators leave None where a list of tensors is empty."""
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            norm = epinorm.LayerNorm()
+            self.first = LinearNorm(10, 12, norm=norm, return_sum=True)
+            self.second = LinearNorm(12, 12, norm=norm, pre="add_residual")
+            self.third = LinearNorm(12, 7, norm=norm, post="silu", bias=False)
+
+        def forward(self, x):
+            y, total = self.first(x)
+            return self.third(self.second(y, total))
+
+    model, x = Model().requires_grad_(False), torch.randn(5, 10)
+    path = str(tmp_path / "model.pt2")
+    run = aoti_load_package(
+        aoti_compile_and_package(torch.export.export(model, (x,)), package_path=path)
+    )
+    assert torch.equal(run(x), model(x))
+    with torch.inference_mode():
+        assert torch.equal(run(x), model(x))
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),  # whose dtypes its buffers do not have
+        pytest.raises(RuntimeError, match="outside of autocast"),
+    ):
+        run(x)
 
 
 def test_modes_see_the_operator():

@@ -310,7 +310,8 @@ def differentiable(executable: Executable, facts: Facts, tensors: Sequence[Any])
 
 
 def _autograd(keyset: Any, *arguments: Any) -> Results:
-    tensors, facts = (*arguments[:5], *arguments[5]), arguments[6:]
+    # A package of AOTInductor's hands over None in the place of an empty list.
+    tensors, facts = (*arguments[:5], *(arguments[5] or ())), arguments[6:]
     if _has_tangent(tensors):
         return _in_reference(tensors, facts)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
@@ -319,7 +320,8 @@ def _autograd(keyset: Any, *arguments: Any) -> Results:
             return _LinearNorm.apply(None, facts, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
         operator = linear_norm_sum if returns_sum(facts[0]) else linear_norm
-        return operator.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
+        inputs = (*tensors[:5], tensors[5:])
+        return operator.redispatch(keyset & _AFTER_AUTOGRAD, *inputs, *facts)
 
 
 def _forward_autograd(keyset: Any, *arguments: Any) -> Any:

@@ -39,9 +39,19 @@ def cast(tensors: Sequence[Any]) -> tuple[Any, ...]:
     return tuple([t if dtype is None else t.to(dtype) for t, dtype in pairs])
 
 
+def _of_no_package(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments; raises RuntimeError for those of AOTInductor's packages, as far as one can see
+    it: they give None for an empty list, and take what we return for what they were compiled for,
+    which autocast's dtype is not."""
+    if arguments[5] is None:
+        raise RuntimeError("a package of AOTInductor's is to be called outside of autocast")
+    return arguments
+
+
 def _autocast_cuda(*arguments: Any) -> Results:
     """The linear in autocast's dtype, the norm and all after it in fp32; fp64 is left alone."""
-    x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out = arguments
+    x, weight, bias, norm_weight, norm_bias, operands, *facts = _of_no_package(arguments)
+    text, strategy, strict, out = facts
     chain, tensors = Chain.parse(text), (x, weight, bias, norm_weight, norm_bias, *operands)
     if not norm_is_fp32_under_autocast(chain):
         return _autocast_reference(*arguments)
@@ -67,7 +77,8 @@ def sum_dtype_under_autocast(tensors: Sequence[Any], chain: Chain) -> torch.dtyp
 
 def _autocast_reference(*arguments: Any) -> Results:
     """Each of PyTorch's layers under its own autocast rule: dtypes mix as in no kernel of ours."""
-    x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, _ = arguments
+    x, weight, bias, norm_weight, norm_bias, operands, *facts = _of_no_package(arguments)
+    text, strategy, strict, _ = facts
     if strict or strategy not in ("auto", "reference"):
         asked = "strict=True" if strict else f"strategy {strategy!r}"
         raise RuntimeError(
