@@ -210,6 +210,50 @@ def test_mistakes_raise_what_the_model_raises_and_do_not_end_fusing(pair: Any, x
     assert epinorm.explain(fused).fused == 1
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_that_raised_is_not_traced_at_each_such_call(
+    pair: Any, x: Any, caplog: pytest.LogCaptureFixture, training: bool
+) -> None:
+    """In training it is, where another run of the call may have to drop the same."""
+    model, fused = (m.train(training) for m in pair)
+    pytorchs = logging.getLogger("torch._subclasses.fake_tensor")
+    pytorchs.addHandler(caplog.handler)
+    frames = torch._dynamo.utils.counters["frames"]
+    tried = []
+    assert_same(fused(x), model(x))
+    for rows in (5, 4, 3, 7):
+        with pytest.raises(RuntimeError, match=rf"mat1 and mat2 .* \({rows}x11 and 12x16\)"):
+            fused(torch.randn(rows, K - 1, dtype=torch.float64))
+        tried.append(frames["total"])
+        assert_same(fused(x), model(x))
+    pytorchs.removeHandler(caplog.handler)
+    assert len(set(tried)) == (4 if training else 1)
+    assert not any("failed while attempting" in record.message for record in caplog.records)
+
+    before, row = captures(), x[:1]
+    for expected in [1, 1] if training else [0, 1]:  # of what was not captured yet: once as it is
+        assert_same(fused(row), model(row))
+        assert captures() - before == expected
+    assert epinorm.explain(fused).fused == 1
+
+
+def test_a_model_that_raised_is_strict_all_the_same() -> None:
+    fused = fused_copy(randomised(Model()), strict=True).eval()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        fused(torch.randn(ROWS, K - 1, dtype=torch.float64))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="strict=True"):
+            fused(torch.randn(2, N, K, dtype=torch.float64))
+
+
+def test_checkpointing_after_a_mistake_saves_the_same_twice(x: Any) -> None:
+    fused = fused_copy(randomised(Model()), strategy="auto").eval()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        fused(x[:, 1:])
+    checkpoint(fused, x.requires_grad_(), use_reentrant=False).sum().backward()
+    assert x.grad is not None
+
+
 class Raises(Model):
     def forward(self, x):
         if x.shape[0] > 6:

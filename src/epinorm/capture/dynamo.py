@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import logging
 import math
 import random
 import sys
@@ -20,6 +21,7 @@ import torch
 import torch._dynamo as dynamo
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.types import ConvertFrameReturn
@@ -30,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
+from epinorm.backends.unpromised import saving_hooks
 from epinorm.said import log_once
 
 Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
@@ -80,7 +83,9 @@ _KNOWN = inspect.signature(dynamo.eval_frame._optimize).parameters
 OF_ITS_OWN = {"isolate_recompiles": True} if "isolate_recompiles" in _KNOWN else {}
 
 _numbers = itertools.count()
-
+_FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
+"""Says at length what raises while it is traced, which the model's own code is about to raise."""
+_NOT_TRACED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 _FAST_PATHS = "torch.nn.modules.transformer"
 """nn.TransformerEncoder leaves padding out in eval, by nested tensors, but not compiled."""
@@ -237,18 +242,26 @@ def _reason(error: Exception) -> str:
     return f"{type(cause).__name__}: {said[0]}"
 
 
+def _is_traced(code: Any) -> bool:
+    """False for PyTorch's own files that Dynamo leaves out."""
+    return not trace_rules.check(code)
+
+
 class Callback:
     """What Dynamo calls for a frame that it has not captured yet, under settings of our own.
 
     A failure to capture leaves the frame to Python: an error of the model's own is raised there as
-    without us. A frame that failed is tried again a few times.
+    without us. A frame that failed is tried again a few times. Where the model raised too, its own
+    code runs first at the next call that would be captured, untraced: it may well raise again.
 
     Dynamo keeps what it captured under this object, as it names no ``_torchdynamo_orig_backend``:
     following such names to the innermost takes a tenth of a small call's instructions.
     """
 
-    def __init__(self, inner: Any, name: str, see: Callable[[Any], None]) -> None:
-        self._inner, self._name, self._see = inner, name, see
+    def __init__(self, inner: Any, model: nn.Module, see: Callable[[Any], None]) -> None:
+        self._inner, self._name, self._see = inner, type(model).__name__, see
+        self._model, self._wary = weakref.ref(model), False
+        self.skipped = False  # in the call that is under way a frame runs untraced
         self._failures: Counter[Any] = Counter()
         self._owners: _Owners = weakref.WeakSet()
         self._codes: list[weakref.ref[Any]] = []
@@ -256,10 +269,19 @@ class Callback:
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         code = frame.f_code
+        if self._wary and _is_traced(code) and self._may_skip():
+            self.skipped = True
+            return ConvertFrameReturn(frame_exec_strategy=_NOT_TRACED, apply_to_code=False)
         guards = _guards_as_needed(lambda: self.has_zero, self._owners)
         settings = {key: v for key, v in DYNAMO.items() if hasattr(dynamo.config, key)}
         try:
-            with dynamo.config.patch(settings), _answers_as_in_eager(), guards, _without_cycles():
+            with (
+                dynamo.config.patch(settings),
+                _answers_as_in_eager(),  # and no other thread, for what follows
+                mock.patch.object(_FAKE_TENSORS, "disabled", True),
+                guards,
+                _without_cycles(),
+            ):
                 self.has_zero = False
                 result = self._inner(frame, *arguments)
         except Exception as error:
@@ -289,9 +311,21 @@ class Callback:
             if (code := known()) in CleanupManager.instance:
                 CleanupManager.instance._remove_id(id(code))
 
-    def forgive(self) -> None:
-        """Do not count what failed so far: the model's own code failed too."""
+    def forgive(self, wary: bool) -> None:
+        """Do not count what failed so far: the model's own code failed too. wary: that code runs
+        first from now on."""
+        self._wary = wary and (self._wary or any(map(_is_traced, self._failures)))
         self._failures.clear()
+        self.skipped = False
+
+    def trust(self) -> None:
+        """Capture again: the model's own code did not raise."""
+        self._wary = self.skipped = False
+
+    def _may_skip(self) -> bool:
+        """Not where another run of the call has to drop, or to save, the same."""
+        model = self._model()
+        return model is not None and not model.training and saving_hooks(False) is None
 
     def _say(self, code: Any, reason: str) -> None:
         log_once(f"{self._name}: {code.co_qualname} runs its own code here, unfused ({reason})")
@@ -333,7 +367,7 @@ def capture(
 
     context: Any = dynamo.optimize(backend=call_backend, **OF_ITS_OWN)
     inner = getattr(context, "callback", None)  # TORCHDYNAMO_DISABLE leaves none
-    callback = Callback(inner, type(model).__name__, see)
+    callback = Callback(inner, model, see)
     if inner is not None:
         context.callback = callback
         weakref.finalize(forward, callback.free).atexit = False

@@ -137,6 +137,9 @@ class Fused:
         before = self.recorder.uses.count
         run = self.run_unit if self.is_unit else self.captured
         result = run(model, args, kwargs)
+        if self.callback.skipped:
+            self.callback.trust()
+            return result
         if self.recorder.uses.count > before or self.settings.strict:
             return result
         if (key := key or _likeness(model, args, kwargs)) is not None:
@@ -215,7 +218,7 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
         try:
             return fused.run(own, model, args, kwargs)
         except Exception:
-            fused.callback.forgive()
+            fused.callback.forgive(wary=not fused.settings.strict)
             raise
 
     call._torchdynamo_inline = own  # type: ignore[attr-defined]  # for another's capture
