@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -86,7 +88,9 @@ def problem_of(found: Found) -> Problem:
     )  # fmt: skip
 
 
-def rewritten(model: nn.Module, groups: list[int], smaller: bool = False) -> Callable[..., Any]:
+def rewritten(
+    model: nn.Module, groups: list[int], smaller: bool = False, compiler: Any = None
+) -> Callable[..., Any]:
     """The model with groups put together as for an H200; notes how many each has."""
 
     def apply(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -104,7 +108,7 @@ def rewritten(model: nn.Module, groups: list[int], smaller: bool = False) -> Cal
             put_together(gm.graph, each, apply, {})
         gm.graph.lint()
         gm.recompile()
-        return gm.forward
+        return gm.forward if compiler is None else compiler(gm, inputs)
 
     return torch.compile(model, backend=backend, dynamic=False)
 
@@ -166,6 +170,31 @@ def test_the_weights_as_one_wait_for_no_backward_pass(monkeypatch: pytest.Monkey
         model.k.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_nor_where_a_compiler_decides_what_waits() -> None:
+    model, x = Plain(), torch.randn(2, ROWS, K)
+    model.o = nn.Identity()
+    read: list[tuple[int, ...]] = []
+
+    def backward(gm: fx.GraphModule, inputs: Any) -> Any:
+        read.extend(t.shape for t in inputs if isinstance(t, Tensor))
+        return make_boxed_func(gm.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=lambda gm, _: make_boxed_func(gm.forward),
+        bw_compiler=backward,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    run, ours, eagers = rewritten(model, [], compiler=compiler), x.clone(), x.clone()
+    weights = [layer.weight for layer in (model.q, model.k, model.v)]
+    for call, given in ((run, ours), (model, eagers)):
+        y = call(given.requires_grad_())
+        given.found = torch.autograd.grad(y.square().sum(), [given, *weights])
+    torch.testing.assert_close(ours.found, eagers.found)
+    assert (N, K) in read
+    assert (3 * N, K) not in read
+    assert (K, 3 * N) not in read
 
 
 def test_what_changes_between_them_keeps_them_apart() -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy
 
 from epinorm.backends.engine import plan_for
 from epinorm.backends.prepack import keeps, marked
@@ -115,13 +117,20 @@ def _together(apply: Callable[..., Any], sizes: tuple[int, ...]) -> Callable[...
             pairs = zip(weights, each, strict=True)
             return [apply(x, weight, bias, None, None, ()) for weight, bias in pairs]
         bias = torch.cat(biases) if biases else None
-        weight = torch.cat(weights)
+        weight = _traced_cat(weights) if traceback.has_preserved_node_meta() else torch.cat(weights)
         y: Tensor = apply(x, weight, bias, None, None, ())
         if y.requires_grad and _is_kept_by_autograd_alone(weights):
             _let_go(weight, weights, y)
         return y.split(sizes, -1)
 
     return linears
+
+
+def _traced_cat(weights: tuple[Tensor, ...]) -> Tensor:
+    """As one, which a compiler is to make again for the backward pass, where it would keep it."""
+    with traceback.preserve_node_meta():  # to put back what changes here
+        traceback.get_current_meta()["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        return torch.cat(weights)
 
 
 def _is_kept_by_autograd_alone(weights: tuple[Tensor, ...]) -> bool:
