@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import itertools
 import logging
-import math
 import random
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -23,16 +21,15 @@ from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import CleanupManager
 from torch._dynamo.variables import dicts
 from torch._dynamo.variables import torch as dynamo_functions
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from epinorm.backends.unpromised import saving_hooks
+from epinorm.capture.guards import Owners, guards_as_needed, has_zero
 from epinorm.said import log_once
 
 Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
@@ -122,91 +119,8 @@ def _answers_as_in_eager() -> Iterator[None]:
             functions.tracing_state_functions = known
 
 
-_GET_TAKES_GUARDS = TorchVersion(torch.__version__) >= "2.10"
-
-
 def _itself(saved: Tensor) -> Tensor:
     return saved
-
-
-def _is_zero(value: Any) -> bool:
-    return type(value) is float and value == 0.0
-
-
-def _has_zero(gm: fx.GraphModule) -> bool:
-    """Whether the graph computes with a float that is zero, whose sign may be that of a result."""
-    return any(_is_zero(v) for n in gm.graph.nodes for v in pytree.tree_leaves((n.args, n.kwargs)))
-
-
-def _no_guard(*_: Any) -> None: ...
-
-
-_Owners = weakref.WeakSet[Any]
-"""Dynamo's CheckFunctionManagers."""
-
-
-class _Watching:
-    """Invalidates guards when an object dies that they know by its id, for as long as they live.
-
-    Dynamo's own finalizers hold the guards, and these the graph, for as long as the object lives:
-    for good, where it is a class of PyTorch's.
-    """
-
-    def __init__(self, guards: Any, manager: Any) -> None:
-        self._manager = weakref.ref(manager)
-        self._refs: dict[int, weakref.ref[Any]] = {}
-        vars(guards).update(watching=self._refs, manager=manager)
-
-    def __call__(self, watched: Any, name: str) -> int:
-        known = self._manager
-
-        def invalidate(_: Any) -> None:
-            if (manager := known()) is not None:
-                manager.invalidate(name)
-
-        if (manager := known()) is not None and id(watched) not in self._refs:
-            with suppress(TypeError):  # as for a bool
-                self._refs[id(watched)] = weakref.ref(watched, invalidate)
-                manager._weakrefs[id(watched)] = weakref.ref(watched)
-        return id(watched)
-
-
-@contextmanager
-def _guards_as_needed(has_zero: Callable[[], bool], owners: _Owners) -> Iterator[None]:
-    """Dynamo's guard of a float takes -0.0 for 0.0: where has_zero, let one look at the sign. None
-    looks which hooks wait for saved tensors: the graph, which nothing compiles, does not depend on
-    them. Those who can invalidate the guards, and with them free the graph, join owners."""
-    matches: Any = GuardBuilder.EQUALS_MATCH
-    begin: Any = GuardBuilder.__init__
-
-    @functools.wraps(matches)
-    def equals_match(self: Any, guard: Any, *rest: Any, **named: Any) -> None:
-        matches(self, guard, *rest, **named)
-        value = self.get(guard if _GET_TAKES_GUARDS else guard.name)
-        if not (has_zero() and _is_zero(value)):
-            return
-        sign = math.copysign(1.0, value)
-        facts = [lambda v: math.copysign(1.0, v) == sign, [f"copysign(1, {guard.name}) == {sign}"]]
-        add = self.get_guard_manager(guard).add_lambda_guard
-        try:
-            add(*facts, guard.user_stack)
-        except TypeError:  # PyTorch 2.9 and 2.10
-            add(*facts)
-
-    @functools.wraps(begin)
-    def begin_watching(self: Any, *arguments: Any, **named: Any) -> None:
-        begin(self, *arguments, **named)
-        owners.add(self.check_fn_manager)
-        self.id_ref = _Watching(self.guard_manager, self.check_fn_manager)
-
-    patched: dict[str, Any] = {
-        "EQUALS_MATCH": equals_match,
-        "AUTOGRAD_SAVED_TENSORS_HOOKS": _no_guard,
-    }
-    if OF_ITS_OWN:  # tried with these versions alone; others keep what was captured
-        patched["__init__"] = begin_watching
-    with mock.patch.multiple(GuardBuilder, **patched):
-        yield
 
 
 _DICTS: Any = getattr(dicts, "SideEffectsProxyDict", None)
@@ -263,7 +177,7 @@ class Callback:
         self._model, self._wary = weakref.ref(model), False
         self.skipped = False  # in the call that is under way a frame runs untraced
         self._failures: Counter[Any] = Counter()
-        self._owners: _Owners = weakref.WeakSet()
+        self._owners: Owners = weakref.WeakSet()
         self._codes: list[weakref.ref[Any]] = []
         self.has_zero = False  # of the graph that is captured; one at a time is
 
@@ -272,7 +186,8 @@ class Callback:
         if self._wary and _is_traced(code) and self._may_skip():
             self.skipped = True
             return ConvertFrameReturn(frame_exec_strategy=_NOT_TRACED, apply_to_code=False)
-        guards = _guards_as_needed(lambda: self.has_zero, self._owners)
+        owners = self._owners if OF_ITS_OWN else None  # tried with these versions alone
+        guards = guards_as_needed(lambda: self.has_zero, owners)
         settings = {key: v for key, v in DYNAMO.items() if hasattr(dynamo.config, key)}
         try:
             with (
@@ -355,7 +270,7 @@ def capture(
     known = weakref.ref(backend)  # Dynamo keeps every backend that it has seen
 
     def call_backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
-        callback.has_zero = _has_zero(gm)
+        callback.has_zero = has_zero(gm)
         alive = known()
         # What is tried on example values is none of those whose hooks wait for saved tensors.
         with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):

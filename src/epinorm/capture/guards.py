@@ -1,0 +1,100 @@
+"""Dynamo's guards, where ours are to be others: signs of zeros, and who holds what is guarded."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._dynamo.guards import GuardBuilder
+from torch.torch_version import TorchVersion
+from torch.utils import _pytree as pytree
+
+_GET_TAKES_GUARDS = TorchVersion(torch.__version__) >= "2.10"
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) is float and value == 0.0
+
+
+def has_zero(gm: fx.GraphModule) -> bool:
+    """Whether the graph computes with a float that is zero, whose sign may be that of a result."""
+    return any(_is_zero(v) for n in gm.graph.nodes for v in pytree.tree_leaves((n.args, n.kwargs)))
+
+
+def _no_guard(*_: Any) -> None: ...
+
+
+Owners = weakref.WeakSet[Any]
+"""Dynamo's CheckFunctionManagers."""
+
+
+class _Watching:
+    """Invalidates guards when an object dies that they know by its id, for as long as they live.
+
+    Dynamo's own finalizers hold the guards, and these the graph, for as long as the object lives:
+    for good, where it is a class of PyTorch's.
+    """
+
+    def __init__(self, guards: Any, manager: Any) -> None:
+        self._manager = weakref.ref(manager)
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        vars(guards).update(watching=self._refs, manager=manager)
+
+    def __call__(self, watched: Any, name: str) -> int:
+        known = self._manager
+
+        def invalidate(_: Any) -> None:
+            if (manager := known()) is not None:
+                manager.invalidate(name)
+
+        if (manager := known()) is not None and id(watched) not in self._refs:
+            with suppress(TypeError):  # as for a bool
+                self._refs[id(watched)] = weakref.ref(watched, invalidate)
+                manager._weakrefs[id(watched)] = weakref.ref(watched)
+        return id(watched)
+
+
+@contextmanager
+def guards_as_needed(zero_is_there: Callable[[], bool], owners: Owners | None) -> Iterator[None]:
+    """Dynamo's guard of a float takes -0.0 for 0.0: where zero_is_there, let one look at the sign.
+    None looks which hooks wait for saved tensors: the graph, which nothing compiles, does not
+    depend on them. Those who can invalidate the guards, and with them free the graph, join owners;
+    None: nobody frees what was captured."""
+    matches: Any = GuardBuilder.EQUALS_MATCH
+    begin: Any = GuardBuilder.__init__
+
+    @functools.wraps(matches)
+    def equals_match(self: Any, guard: Any, *rest: Any, **named: Any) -> None:
+        matches(self, guard, *rest, **named)
+        value = self.get(guard if _GET_TAKES_GUARDS else guard.name)
+        if not (zero_is_there() and _is_zero(value)):
+            return
+        sign = math.copysign(1.0, value)
+        facts = [lambda v: math.copysign(1.0, v) == sign, [f"copysign(1, {guard.name}) == {sign}"]]
+        add = self.get_guard_manager(guard).add_lambda_guard
+        try:
+            add(*facts, guard.user_stack)
+        except TypeError:  # PyTorch 2.9 and 2.10
+            add(*facts)
+
+    @functools.wraps(begin)
+    def begin_watching(self: Any, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        cast("Owners", owners).add(self.check_fn_manager)
+        self.id_ref = _Watching(self.guard_manager, self.check_fn_manager)
+
+    patched: dict[str, Any] = {
+        "EQUALS_MATCH": equals_match,
+        "AUTOGRAD_SAVED_TENSORS_HOOKS": _no_guard,
+    }
+    if owners is not None:
+        patched["__init__"] = begin_watching
+    with mock.patch.multiple(GuardBuilder, **patched):
+        yield
