@@ -16,7 +16,7 @@ REQUIREMENTS := requirements.txt requirements-dev.txt constraints.txt pyproject.
 EXAMPLE ?= examples/$(if $(shell command -v nvidia-smi),matmul_groupnorm_leakyrelu_sum,groupnorm_rows).py
 SCALE ?= 1
 
-# One worker more than two cores: tests wait for other processes (343 s in a clean clone, with two workers 413).
+# One worker more than two cores: tests wait for other processes.
 WORKERS ?= 3
 TEST_SECONDS ?= 300
 PYTEST := -n $(WORKERS) --dist worksteal --timeout $(TEST_SECONDS) --durations 10 -m "not gpu and not models"
