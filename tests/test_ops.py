@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -313,6 +314,8 @@ def test_a_package_of_aotinductor(tmp_path):
     assert torch.equal(run(x), model(x))
     with torch.inference_mode():
         assert torch.equal(run(x), model(x))
+    if TorchVersion(torch.__version__) < "2.13":
+        return  # 2.9 hands over the empty list, by which no package is known
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),  # whose dtypes its buffers do not have
         pytest.raises(RuntimeError, match="outside of autocast"),
