@@ -623,6 +623,28 @@ def test_parameters_can_be_swapped(x: Any) -> None:
     assert fused(x.float()).dtype == torch.float32
 
 
+def test_marks_for_compilers_change_nothing(pair: Any, x: Any) -> None:
+    model, fused = pair
+    assert_same(fused(x), model(x))
+    for rows, mark in ((ROWS, "mark_dynamic"), (7, "mark_static"), (9, "maybe_mark_dynamic")):
+        marked = torch.randn(rows, K, dtype=torch.float64)
+        getattr(torch._dynamo, mark)(marked, 0)
+        assert_same(fused(marked), model(marked))
+        assert_same(fused(x), model(x))
+
+
+class Named(Model):
+    def forward(self, x, *, own, model, args):
+        return self.act(self.norm(self.fc(x)) * own + model) * args
+
+
+def test_arguments_of_any_name(x: Any) -> None:
+    model = randomised(Named())
+    fused, named = fused_copy(model), {"own": 2.0, "model": torch.ones_like(x[:, :1]), "args": 3}
+    for _ in range(2):
+        assert_same(fused(x, **named), model(x, **named))
+
+
 def test_a_fused_model_can_be_freed(x: Any) -> None:
     """With what was captured of it, though Dynamo keeps each backend."""
 

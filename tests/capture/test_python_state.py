@@ -852,19 +852,22 @@ for _name, _change in CHANGES.items():
     probe(_name, _change)(Changes)
 
 
-def hook(kind: str, path: str) -> tuple[Step, Step]:
-    """Steps that add a hook to a module and take it away."""
+def hook(kind: str, path: str, **how: bool) -> tuple[Step, Step]:
+    """Steps that add a hook to a module and take it away; how: arguments for its registration."""
     handles: list[Any] = []
 
     def function(module: nn.Module, *args: Any) -> Any:
         module.hooked = getattr(module, "hooked", 0) + 1
         if kind == "forward":
             return args[-1] * 2
-        return tuple(a * 2 for a in args[0]) if kind == "forward_pre" else None
+        if kind != "forward_pre":
+            return None
+        doubled = tuple(a * 2 for a in args[0])
+        return (doubled, args[1]) if how else doubled
 
     def add(m: nn.Module) -> None:
         owner = m.get_submodule(path)
-        handles.append(getattr(owner, f"register_{kind}_hook")(function))
+        handles.append(getattr(owner, f"register_{kind}_hook")(function, **how))
 
     def remove(m: nn.Module) -> Any:
         handles.pop().remove()
@@ -876,6 +879,12 @@ def hook(kind: str, path: str) -> tuple[Step, Step]:
 for _kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
     for _path in ("fc", "norm", ""):
         probe(f"{_kind} hook on {_path or 'the model'}", *hook(_kind, _path))(Changes)
+
+
+for _kind in ("forward", "forward_pre"):
+    for _path in ("fc", "norm", ""):
+        _steps = hook(_kind, _path, with_kwargs=True)
+        probe(f"{_kind} hook with kwargs on {_path or 'the model'}", *_steps)(Changes)
 
 
 def global_hook() -> tuple[Step, Step]:

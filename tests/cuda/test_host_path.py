@@ -212,8 +212,8 @@ def test_the_precision_setting_is_read_at_each_call(gpu: Any) -> None:
 
 
 def test_few_functions_stand_between_a_call_and_its_kernel(gpu: Any) -> None:
-    """Of Python's, TorchDynamo's included: 27 to 31 with PyTorch 2.9 to 2.15. Counted, since time
-    on a machine that others use says little; benchmarks/instructions.py counts instructions."""
+    """Of Python's, TorchDynamo's included: 22 with PyTorch 2.11 and 2.13, 25 with 2.15. Counted,
+    since time on a shared machine says little; benchmarks/instructions.py counts instructions."""
     fused, x = epinorm.fuse(randomised(Model()).bfloat16()), torch.randn(ROWS, K).bfloat16()
     entered: list[str] = []
 
@@ -230,7 +230,7 @@ def test_few_functions_stand_between_a_call_and_its_kernel(gpu: Any) -> None:
         sys.setprofile(None)
     assert gpu.replayed == before + 1
     first_launch = next(i for i, name in enumerate(entered) if name.endswith("launch_kernel"))
-    assert first_launch <= 33, entered[:first_launch]
+    assert first_launch <= 27, entered[:first_launch]
 
 
 def test_the_current_stream_is_read_at_each_call(way: Any, gpu: Any) -> None:

@@ -18,8 +18,12 @@ from unittest import mock
 import torch
 import torch._dynamo as dynamo
 from torch import Tensor, fx, nn
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
-from torch._dynamo import trace_rules
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
+from torch._dynamo import decorators, trace_rules
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import CleanupManager
@@ -123,6 +127,25 @@ def _itself(saved: Tensor) -> Tensor:
     return saved
 
 
+@contextmanager
+def _graphs_unwrapped(callback: Callback) -> Iterator[None]:
+    """Dynamo wraps a graph's forward, so that nothing within is captured, in three functions of
+    Python's at each call. The code of the graph can say so to Dynamo's own look-up, in C++."""
+    known = decorators.disable
+
+    def disable(function: Any = None, *arguments: Any, **named: Any) -> Any:
+        if callback.graph is None or getattr(function, "__self__", None) is not callback.graph:
+            return known(function, *arguments, **named)
+        set_code_exec_strategy(function.__code__, _NOT_TRACED)
+        return function
+
+    with mock.patch.object(decorators, "disable", disable):
+        try:
+            yield
+        finally:
+            callback.graph = None
+
+
 _DICTS: Any = getattr(dicts, "SideEffectsProxyDict", None)
 """What stands for an object's ``__dict__`` while Dynamo of PyTorch 2.13 and later traces."""
 
@@ -179,7 +202,8 @@ class Callback:
         self._failures: Counter[Any] = Counter()
         self._owners: Owners = weakref.WeakSet()
         self._codes: list[weakref.ref[Any]] = []
-        self.has_zero = False  # of the graph that is captured; one at a time is
+        self.graph: fx.GraphModule | None = None  # that is captured; one at a time is
+        self.has_zero = False  # of it
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         code = frame.f_code
@@ -195,6 +219,7 @@ class Callback:
                 _answers_as_in_eager(),  # and no other thread, for what follows
                 mock.patch.object(_FAKE_TENSORS, "disabled", True),
                 guards,
+                _graphs_unwrapped(self),
                 _without_cycles(),
             ):
                 self.has_zero = False
@@ -249,28 +274,29 @@ class Callback:
 def capture(
     model: nn.Module, backend: Backend, without_hooks: bool = False
 ) -> tuple[Callable[..., Any], Callback]:
-    """``model._call_impl`` as Dynamo captures it for the backend, or its class' ``forward`` if
-    without_hooks: a function of (model, args, kwargs) whose code, and so what Dynamo keeps with it,
-    is this model's own.
+    """``model._call_impl`` as Dynamo captures it for the backend: a function of the model and its
+    arguments whose code, and so what Dynamo keeps with it, is this model's own. If without_hooks,
+    the class' ``forward`` is the argument before the model: looked up outside, at less than what
+    guards of the look-up take.
 
     The backend is not kept alive.
     """
 
-    def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    if without_hooks:
+    def forward(own: Callable[..., Any], model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return own(model, *args, **kwargs)
 
-        def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return type(model).forward(model, *args, **kwargs)
+    function: Any = forward if without_hooks else call
 
     # Dynamo keeps what it captured with the code, and what it learnt of sizes under its name.
     name = f"{type(model).__name__}_{next(_numbers)}"
-    forward.__code__ = forward.__code__.replace(co_name=name, co_qualname=name)
+    function.__code__ = function.__code__.replace(co_name=name, co_qualname=name)
     known = weakref.ref(backend)  # Dynamo keeps every backend that it has seen
 
     def call_backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
-        callback.has_zero = has_zero(gm)
+        callback.graph, callback.has_zero = gm, has_zero(gm)
         alive = known()
         # What is tried on example values is none of those whose hooks wait for saved tensors.
         with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
@@ -285,8 +311,12 @@ def capture(
     callback = Callback(inner, model, see)
     if inner is not None:
         context.callback = callback
-        weakref.finalize(forward, callback.free).atexit = False
-    return context(forward), callback
+        for enter in list(context.enter_exit_hooks):
+            if getattr(enter, "__name__", "") == "call_on_enter":
+                enter()  # once, not at each call: exports alone ask how old a module is
+                context.enter_exit_hooks.remove(enter)
+        weakref.finalize(function, callback.free).atexit = False
+    return context(function), callback
 
 
 def run_without_values(
@@ -314,6 +344,6 @@ def run_without_values(
         with torch.random.fork_rng(devices=[]):
             backend = backend_for(twin)
             captured, _ = capture(twin, backend)
-            captured(twin, args, kwargs)
+            captured(twin, *args, **kwargs)
     finally:
         random.setstate(state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -136,7 +137,7 @@ class Fused:
             return own(*args, **kwargs)
         before = self.recorder.uses.count
         run = self.run_unit if self.is_unit else self.captured
-        result = run(model, args, kwargs)
+        result = run(model, *args, **kwargs)
         if self.callback.skipped:
             self.callback.trust()
             return result
@@ -173,11 +174,11 @@ class Fused:
             self.is_unit = is_unit
             self.capture(model)
 
-    def run_unit(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_unit(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """The model's own hooks around its captured forward."""
         if "forward" in model.__dict__:
             return model._call_impl(*args, **kwargs)
-        model.__dict__["forward"] = lambda *a, **k: self.captured(model, a, k)
+        model.__dict__["forward"] = partial(self.captured, type(model).forward, model)
         try:
             return model._call_impl(*args, **kwargs)
         finally:

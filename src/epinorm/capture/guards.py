@@ -1,18 +1,22 @@
-"""Dynamo's guards, where ours are to be others: signs of zeros, and who holds what is guarded."""
+"""Dynamo's guards, where ours are to be others: none that cannot fail, signs of zeros, and who
+holds what is guarded."""
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import fx
+from torch._C._dynamo.guards import GuardManager
 from torch._dynamo.guards import GuardBuilder
+from torch._guards import Guard
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
@@ -29,6 +33,27 @@ def has_zero(gm: fx.GraphModule) -> bool:
 
 
 def _no_guard(*_: Any) -> None: ...
+
+
+_NEEDLESS = re.compile(r"\['__import_\w+'\]$|\._global_\w+_hooks$")
+"""What guards compare though it cannot be another: names that Dynamo itself gave to modules in the
+frame's globals, and the type of PyTorch's dicts of hooks for all modules, whose length ``fuse``
+looks at."""
+_MARKS = [
+    f"add_{kind}_guard"
+    for kind in ("dimension_marking", "dynamic_indices", "no_hasattr")  # these two before 2.13
+    if hasattr(GuardManager, f"add_{kind}_guard")
+]
+"""The guards of a tensor's marks, by ``mark_dynamic`` and its like: these say how to compile. A
+graph that fits the tensor's sizes computes the same whatever its marks."""
+
+
+def _is_needless(guard: Any) -> bool:
+    """Whether a guard's answer is known, or follows from that of another."""
+    if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT":
+        # Which hooks take kwargs: none does, while the dicts of hooks are as they were.
+        return bool(guard.name.endswith("_hooks_with_kwargs"))
+    return _NEEDLESS.search(guard.name) is not None
 
 
 Owners = weakref.WeakSet[Any]
@@ -68,7 +93,9 @@ def guards_as_needed(zero_is_there: Callable[[], bool], owners: Owners | None) -
     depend on them. Those who can invalidate the guards, and with them free the graph, join owners;
     None: nobody frees what was captured."""
     matches: Any = GuardBuilder.EQUALS_MATCH
+    compare: Any = GuardBuilder.TENSOR_MATCH
     begin: Any = GuardBuilder.__init__
+    install: Any = Guard.create
 
     @functools.wraps(matches)
     def equals_match(self: Any, guard: Any, *rest: Any, **named: Any) -> None:
@@ -84,6 +111,16 @@ def guards_as_needed(zero_is_there: Callable[[], bool], owners: Owners | None) -
         except TypeError:  # PyTorch 2.9 and 2.10
             add(*facts)
 
+    @functools.wraps(compare)
+    def tensor_match(self: Any, *arguments: Any, **named: Any) -> None:
+        without: dict[str, Any] = dict.fromkeys(_MARKS, _no_guard)
+        with mock.patch.multiple(GuardManager, **without) if without else nullcontext():
+            compare(self, *arguments, **named)
+
+    @functools.wraps(install)
+    def create(guard: Any, builder: Any) -> Any:
+        return None if _is_needless(guard) else install(guard, builder)
+
     @functools.wraps(begin)
     def begin_watching(self: Any, *arguments: Any, **named: Any) -> None:
         begin(self, *arguments, **named)
@@ -92,9 +129,10 @@ def guards_as_needed(zero_is_there: Callable[[], bool], owners: Owners | None) -
 
     patched: dict[str, Any] = {
         "EQUALS_MATCH": equals_match,
+        "TENSOR_MATCH": tensor_match,
         "AUTOGRAD_SAVED_TENSORS_HOOKS": _no_guard,
     }
     if owners is not None:
         patched["__init__"] = begin_watching
-    with mock.patch.multiple(GuardBuilder, **patched):
+    with mock.patch.multiple(GuardBuilder, **patched), mock.patch.object(Guard, "create", create):
         yield
