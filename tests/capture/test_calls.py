@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import epinorm
 from epinorm.capture import rewriting
 from epinorm.capture.dynamo import DYNAMO, OF_ITS_OWN
+from epinorm.capture.fuse import fused_of
+from epinorm.capture.guards import guards_as_needed
 from epinorm.capture.rewriting import Recorder
 from own_masks import own_masks
 
@@ -623,14 +625,61 @@ def test_parameters_can_be_swapped(x: Any) -> None:
     assert fused(x.float()).dtype == torch.float32
 
 
-def test_marks_for_compilers_change_nothing(pair: Any, x: Any) -> None:
-    model, fused = pair
-    assert_same(fused(x), model(x))
-    for rows, mark in ((ROWS, "mark_dynamic"), (7, "mark_static"), (9, "maybe_mark_dynamic")):
-        marked = torch.randn(rows, K, dtype=torch.float64)
-        getattr(torch._dynamo, mark)(marked, 0)
-        assert_same(fused(marked), model(marked))
-        assert_same(fused(x), model(x))
+class Sized(Model):
+    def forward(self, x, y):
+        return (super().forward(x) * 2 if len(x) < 8 else super().forward(x)) + y
+
+
+MARKS = ("mark_dynamic", "maybe_mark_dynamic", "mark_static", "mark_unbacked")
+
+
+@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("marked_first", [False, True])
+def test_marks_for_compilers_change_nothing(mark: str, marked_first: bool) -> None:
+    model = randomised(Sized())
+    fused = fused_copy(model)
+    for call, rows in enumerate((ROWS, 9, 1, ROWS, 12, 9, 1)):
+        x = torch.randn(rows, K, dtype=torch.float64)
+        shift = torch.randn(rows, 1, dtype=torch.float64)
+        if (call % 2 == 0) == marked_first:
+            getattr(torch._dynamo.decorators, mark)(x, 0)
+        for y in (shift, shift[:1]):
+            assert_same(fused(x, y), model(x, y))
+
+
+def test_marks_capture_nothing_again(pair: Any, x: Any) -> None:
+    _, fused = pair
+    fused(x)
+    for mark in MARKS:
+        fused(marked := x.clone())
+        getattr(torch._dynamo.decorators, mark)(marked, 0)
+        fused(marked)
+    assert len(fused_of(fused).recorder.graphs) == 1  # type: ignore[union-attr]
+
+
+def test_another_threads_guards_are_its_own() -> None:
+    """What exports a model takes no lock against what is captured meanwhile."""
+    seen: list[int] = []
+
+    def backend(gm: Any, _: Any) -> Any:
+        seen.append(len(gm.graph.nodes))
+        return gm.forward
+
+    function = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
+    marked = torch.ones(4)
+    torch._dynamo.maybe_mark_dynamic(marked, 0)
+
+    def elsewhere() -> None:
+        function(torch.ones(4))
+
+    with guards_as_needed(lambda: False, None):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    function(torch.ones(4))
+    assert len(seen) == 1
+    function(marked)
+    assert len(seen) == 2
 
 
 class Named(Model):

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -106,6 +107,7 @@ COUNTER: list[Any] = []
 STATE = types.SimpleNamespace(gain=1.5, seen=0)
 MODULE = types.ModuleType("made_up")
 MODULE.gain = 1.25
+MODULE._global_forward_hooks = 1.0
 
 
 def helper(y: Tensor) -> Tensor:
@@ -885,6 +887,76 @@ for _kind in ("forward", "forward_pre"):
     for _path in ("fc", "norm", ""):
         _steps = hook(_kind, _path, with_kwargs=True)
         probe(f"{_kind} hook with kwargs on {_path or 'the model'}", *_steps)(Changes)
+
+
+def same_hook_with_kwargs(path: str) -> tuple[Step, Step]:
+    """Steps that add a hook, and add the same function again in its place, to be given kwargs."""
+    handles: list[Any] = []
+
+    def function(module: nn.Module, *given: Any) -> Any:
+        return given[-1] * len(given)
+
+    def add(m: nn.Module) -> None:
+        handles.append(m.get_submodule(path).register_forward_hook(function))
+
+    def add_again(m: nn.Module) -> None:
+        handles.pop().remove()
+        m.get_submodule(path).register_forward_hook(function, with_kwargs=True)
+
+    return add, add_again
+
+
+if TorchVersion(torch.__version__) >= "2.11":  # Dynamo itself does not look before
+    for _path in ("fc", "norm", ""):
+        _steps = same_hook_with_kwargs(_path)
+        probe(f"the same hook, now with kwargs, on {_path or 'the model'}", *_steps)(Changes)
+
+
+@probe("hooks counted", lambda m: m.unused.register_forward_hook(print, with_kwargs=True).id > 0)
+class CountsHooks(Base):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Identity()
+
+    def forward(self, x):
+        return self.chain(x) * (1 + len(self.unused._forward_hooks_with_kwargs))
+
+
+def hook_of_buffers() -> tuple[Step, Step]:
+    handles: list[Any] = []
+    register = nn.modules.module.register_module_buffer_registration_hook
+    return (
+        lambda m: handles.append(register(lambda module, name, buffer: buffer * 3)),
+        lambda m: handles.pop().remove(),
+    )
+
+
+@probe("hook of all buffers", *hook_of_buffers())
+class RegistersBuffer(Base):
+    def forward(self, x):
+        y = self.chain(x)
+        self.register_buffer("seen", torch.ones(N, dtype=torch.float64), persistent=False)
+        return y * self.seen
+
+
+@probe(
+    "names like Dynamo's",
+    assign("_global_forward_hooks", 3.0),
+    lambda m: m.table.update(__import_gain=4.0),
+    world(MODULE, "_global_forward_hooks", 5.0),
+    lambda m: m.table.update(__import_gain=MODULE),
+)
+class NamesLikeDynamos(Base):
+    _global_forward_hooks = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.table["__import_gain"] = 1.0
+
+    def forward(self, x):
+        given = self.table["__import_gain"]
+        given = given if isinstance(given, float) else given.gain
+        return self.chain(x) * self._global_forward_hooks * MODULE._global_forward_hooks * given
 
 
 def global_hook() -> tuple[Step, Step]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +78,62 @@ def test_fully_shard(fused_first: bool, mixed: bool) -> None:
         for found, expected in zip(step(ours, x), step(eager, x), strict=True):
             torch.testing.assert_close(found, expected, **tolerance)
     assert [row.where for row in epinorm.explain(ours).rows] == ["linear → 0.norm"]
+
+
+GAIN = 1.0
+
+
+def scaled(gain: float, shift: float = 0.0, known: dict[str, Any] | None = None) -> Any:
+    """A function whose code is always the same."""
+
+    def forward(self: Any, x: Tensor, shift: float = shift) -> Tensor:
+        return self[2](self[1](self[0](x))) * gain * GAIN + shift
+
+    if known is None:
+        return forward
+    made = (forward.__code__, known, "forward", forward.__defaults__, forward.__closure__)
+    return types.FunctionType(*made)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_units_forward_is_looked_up_at_each_call() -> None:
+    """On its class, which may get another one, or be another, between calls and within one."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(16, 16), nn.GroupNorm(4, 16), nn.LeakyReLU())
+    pair, x = [copy.deepcopy(block), epinorm.fuse(block)], torch.randn(8, 16)
+    owners = [type("Block", (nn.Sequential,), {"forward": scaled(1.0)}) for _ in pair]
+    for unit, owner in zip(pair, owners, strict=True):
+        unit.__class__ = owner
+        fully_shard(unit, mesh=dist.init_device_mesh("cpu", (1,)))
+
+    def check() -> None:
+        eager, ours = (unit(x) for unit in pair)
+        torch.testing.assert_close(ours, eager)
+
+    check()
+    known = {"GAIN": 5.0}
+    other = scaled(2.0, 1.0, known)
+    for forward in (scaled(2.0), scaled(2.0, 1.0), scaled(2.0, 1.0, globals()), other):
+        for owner in owners:
+            owner.forward = forward
+        check()
+        check()
+    known["GAIN"] = 6.0
+    check()
+    other.__defaults__ = (3.0,)
+    check()
+    other.__closure__[0].cell_contents = 4.0
+    check()
+    for unit in pair:  # a class with the same function; and one with another
+        unit.__class__ = type("Same", (type(unit),), {"forward": other})
+    check()
+    for unit in pair:
+        unit.__class__ = type("Other", (type(unit),), {"forward": scaled(7.0)})
+    check()
+    for unit in pair:
+        type(unit).forward = staticmethod(lambda x: x * 2)
+        with pytest.raises(TypeError):
+            unit(x, x, x)
 
 
 @pytest.mark.usefixtures("process_group")

@@ -23,7 +23,7 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
-from torch._dynamo import decorators, trace_rules
+from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import CleanupManager
@@ -127,23 +127,17 @@ def _itself(saved: Tensor) -> Tensor:
     return saved
 
 
-@contextmanager
-def _graphs_unwrapped(callback: Callback) -> Iterator[None]:
+def _unwrap(graph: fx.GraphModule | None, code: Any, known: dict[str, Any]) -> None:
     """Dynamo wraps a graph's forward, so that nothing within is captured, in three functions of
-    Python's at each call. The code of the graph can say so to Dynamo's own look-up, in C++."""
-    known = decorators.disable
+    Python's at each call. The code of the graph can say so to Dynamo's own look-up, in C++.
 
-    def disable(function: Any = None, *arguments: Any, **named: Any) -> Any:
-        if callback.graph is None or getattr(function, "__self__", None) is not callback.graph:
-            return known(function, *arguments, **named)
-        set_code_exec_strategy(function.__code__, _NOT_TRACED)
-        return function
-
-    with mock.patch.object(decorators, "disable", disable):
-        try:
-            yield
-        finally:
-            callback.graph = None
+    graph: what code calls by a global name, if it was not wrapped for another purpose as well;
+    known: the globals."""
+    for name in code.co_names:
+        inner: Any = getattr(known.get(name), "_torchdynamo_orig_callable", None)
+        if graph is not None and getattr(inner, "__self__", None) is graph:
+            set_code_exec_strategy(inner.__code__, _NOT_TRACED)
+            known[name] = inner
 
 
 _DICTS: Any = getattr(dicts, "SideEffectsProxyDict", None)
@@ -219,17 +213,19 @@ class Callback:
                 _answers_as_in_eager(),  # and no other thread, for what follows
                 mock.patch.object(_FAKE_TENSORS, "disabled", True),
                 guards,
-                _graphs_unwrapped(self),
                 _without_cycles(),
             ):
-                self.has_zero = False
+                self.graph, self.has_zero = None, False
                 result = self._inner(frame, *arguments)
+                if (made := result.guarded_code) is not None:
+                    self._codes.append(weakref.ref(made.code))
+                    _unwrap(self.graph, made.code, frame.f_globals)
         except Exception as error:
             result = ConvertFrameReturn()
             self._say(code, _reason(error))
+        finally:
+            self.graph = None
         self._see(frame)
-        if (made := result.guarded_code) is not None:
-            self._codes.append(weakref.ref(made.code))
         action = result.frame_exec_strategy.cur_action
         if result.guarded_code is None and action == _FrameAction.SKIP:
             self._failures[code] += 1

@@ -9,6 +9,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from threading import get_ident
 from typing import Any, cast
 from unittest import mock
 
@@ -35,25 +36,51 @@ def has_zero(gm: fx.GraphModule) -> bool:
 def _no_guard(*_: Any) -> None: ...
 
 
-_NEEDLESS = re.compile(r"\['__import_\w+'\]$|\._global_\w+_hooks$")
-"""What guards compare though it cannot be another: names that Dynamo itself gave to modules in the
-frame's globals, and the type of PyTorch's dicts of hooks for all modules, whose length ``fuse``
-looks at."""
+def _here(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """ours in this thread, theirs in others: PyTorch's exports capture without a lock."""
+    thread = get_ident()
+
+    @functools.wraps(theirs)
+    def function(*arguments: Any, **named: Any) -> Any:
+        return (ours if get_ident() == thread else theirs)(*arguments, **named)
+
+    return function
+
+
+_HOOKS_OF_ALL = re.compile(
+    r"G\['__import_torch_dot_nn_dot_modules_dot_module'\]\._global_(forward|backward)(_pre)?_hooks"
+)
+_MARK = re.compile("_dynamo_.*_indices")
 _MARKS = [
     f"add_{kind}_guard"
     for kind in ("dimension_marking", "dynamic_indices", "no_hasattr")  # these two before 2.13
     if hasattr(GuardManager, f"add_{kind}_guard")
 ]
 """The guards of a tensor's marks, by ``mark_dynamic`` and its like: these say how to compile. A
-graph that fits the tensor's sizes computes the same whatever its marks."""
+graph that was made without any, and fits the tensor's sizes, computes the same whatever its
+marks."""
 
 
-def _is_needless(guard: Any) -> bool:
-    """Whether a guard's answer is known, or follows from that of another."""
-    if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT":
-        # Which hooks take kwargs: none does, while the dicts of hooks are as they were.
-        return bool(guard.name.endswith("_hooks_with_kwargs"))
-    return _NEEDLESS.search(guard.name) is not None
+def _value(builder: Any, guard: Any) -> Any:
+    return builder.get(guard if _GET_TAKES_GUARDS else guard.name)
+
+
+def _is_needless(guard: Any, builder: Any, empty: set[tuple[Any, str]]) -> bool:
+    """Whether a guard's answer is known, or follows from that of another. empty: the dicts of hooks
+    that are guarded to be so, by their builder and name; this guard's joins them."""
+    kind, name = guard.create_fn_name(), guard.name
+    if kind == "EMPTY_NN_MODULE_HOOKS_DICT":
+        # Which hooks take kwargs: none does where there is no hook.
+        if name.endswith("_with_kwargs") and (builder, name[: -len("_with_kwargs")]) in empty:
+            return True
+        empty.add((builder, name))
+    elif kind == "TYPE_MATCH":  # whether there are any, ``fuse`` looks at itself
+        return _HOOKS_OF_ALL.fullmatch(name) is not None
+    elif kind in ("MODULE_MATCH", "FUNCTION_MATCH"):  # the latter before 2.11
+        # Names that Dynamo itself gave to modules, to guard and to call what is in them.
+        mine = getattr(builder.check_fn_manager.output_graph, "import_sources", {})
+        return any(name == f"G['{alias}']" for alias in mine)
+    return False
 
 
 Owners = weakref.WeakSet[Any]
@@ -96,11 +123,11 @@ def guards_as_needed(zero_is_there: Callable[[], bool], owners: Owners | None) -
     compare: Any = GuardBuilder.TENSOR_MATCH
     begin: Any = GuardBuilder.__init__
     install: Any = Guard.create
+    empty: set[tuple[Any, str]] = set()
 
-    @functools.wraps(matches)
     def equals_match(self: Any, guard: Any, *rest: Any, **named: Any) -> None:
         matches(self, guard, *rest, **named)
-        value = self.get(guard if _GET_TAKES_GUARDS else guard.name)
+        value = _value(self, guard)
         if not (zero_is_there() and _is_zero(value)):
             return
         sign = math.copysign(1.0, value)
@@ -111,17 +138,17 @@ def guards_as_needed(zero_is_there: Callable[[], bool], owners: Owners | None) -
         except TypeError:  # PyTorch 2.9 and 2.10
             add(*facts)
 
-    @functools.wraps(compare)
-    def tensor_match(self: Any, *arguments: Any, **named: Any) -> None:
-        without: dict[str, Any] = dict.fromkeys(_MARKS, _no_guard)
+    def tensor_match(self: Any, guard: Any, *rest: Any, **named: Any) -> None:
+        is_marked = any(_MARK.fullmatch(name) for name in vars(_value(self, guard)))
+        without: dict[str, Any] = {}
+        if not is_marked:
+            without = {name: _here(_no_guard, getattr(GuardManager, name)) for name in _MARKS}
         with mock.patch.multiple(GuardManager, **without) if without else nullcontext():
-            compare(self, *arguments, **named)
+            compare(self, guard, *rest, **named)
 
-    @functools.wraps(install)
     def create(guard: Any, builder: Any) -> Any:
-        return None if _is_needless(guard) else install(guard, builder)
+        return None if _is_needless(guard, builder, empty) else install(guard, builder)
 
-    @functools.wraps(begin)
     def begin_watching(self: Any, *arguments: Any, **named: Any) -> None:
         begin(self, *arguments, **named)
         cast("Owners", owners).add(self.check_fn_manager)
@@ -134,5 +161,10 @@ def guards_as_needed(zero_is_there: Callable[[], bool], owners: Owners | None) -
     }
     if owners is not None:
         patched["__init__"] = begin_watching
-    with mock.patch.multiple(GuardBuilder, **patched), mock.patch.object(Guard, "create", create):
+    for name, ours in patched.items():
+        patched[name] = _here(ours, getattr(GuardBuilder, name))
+    with (
+        mock.patch.multiple(GuardBuilder, **patched),
+        mock.patch.object(Guard, "create", _here(create, install)),
+    ):
         yield
