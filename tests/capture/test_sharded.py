@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import types
 from collections.abc import Iterator
@@ -130,10 +131,35 @@ def test_a_units_forward_is_looked_up_at_each_call() -> None:
     for unit in pair:
         unit.__class__ = type("Other", (type(unit),), {"forward": scaled(7.0)})
     check()
-    for unit in pair:
-        type(unit).forward = staticmethod(lambda x: x * 2)
-        with pytest.raises(TypeError):
-            unit(x, x, x)
+
+
+def doubled(x: Tensor, gain: float | Tensor = 2.0) -> Tensor:
+    return x * gain
+
+
+FORWARDS = {
+    "static": staticmethod(doubled),
+    "of the class": classmethod(lambda cls, x, gain=2.0: x * gain),
+    "with arguments": functools.partialmethod(nn.Sequential.forward),
+    "an object": nn.Hardtanh(),
+    "a property": property(lambda self: lambda x: nn.Sequential.forward(self, x) * 2),
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_a_units_forward_may_be_no_method(kind: str) -> None:
+    torch.manual_seed(0)
+    of_its_own = type("Block", (nn.Sequential,), {"forward": FORWARDS[kind]})
+    block, x = (
+        of_its_own(nn.Linear(16, 16), nn.GroupNorm(4, 16), nn.LeakyReLU()),
+        torch.randn(8, 16),
+    )
+    expected = block(x)
+    fully_shard(block, mesh=dist.init_device_mesh("cpu", (1,)))
+    epinorm.fuse(block)
+    for _ in range(2):
+        torch.testing.assert_close(block(x), expected)
 
 
 @pytest.mark.usefixtures("process_group")

@@ -178,7 +178,7 @@ class Fused:
         """The model's own hooks around its captured forward."""
         if "forward" in model.__dict__:
             return model._call_impl(*args, **kwargs)
-        model.__dict__["forward"] = partial(self.captured, type(model).forward, model)
+        model.__dict__["forward"] = partial(self.captured, model.forward)
         try:
             return model._call_impl(*args, **kwargs)
         finally:
