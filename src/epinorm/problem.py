@@ -352,6 +352,10 @@ class NativePasses(NamedTuple):
     backward: tuple[Any, Any] | None
 
 
+Later = list[Callable[[], Tensor | None]]
+"""What computes gradients that were left for later."""
+
+
 class Executable(Protocol):
     """A plan whose kernels are compiled, loaded and bound to tensors of one layout."""
 
@@ -372,9 +376,11 @@ class Executable(Protocol):
         left: Any = None,
         into: Tensor | None = None,
         dsum: Tensor | None = None,
+        later: Later | None = None,
     ) -> Gradients:
         """The wanted gradients from dy (M, N) and from what forward kept, in a list of one: it is
         taken out, so that z's memory can be used again; z is ``Forward.saved``. left: what forward
         left besides (``StepForward``). into: a tensor that dW may be added to, which is then the
-        gradient. dsum: the gradient of the sum, as it is."""
+        gradient. dsum: the gradient of the sum, as it is. later: what computes dX may be put there,
+        which then reads neither dy nor what was kept, and dX is None."""
         ...

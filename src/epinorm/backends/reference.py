@@ -17,7 +17,17 @@ from torch import Tensor
 
 from epinorm.chain import GroupNorm, LayerNorm, Norm
 from epinorm.chain.reference import apply_pointwise, epilogue, normalize
-from epinorm.problem import Forward, Gradients, Inputs, Layout, Plan, Problem, Run, Wanted
+from epinorm.problem import (
+    Forward,
+    Gradients,
+    Inputs,
+    Later,
+    Layout,
+    Plan,
+    Problem,
+    Run,
+    Wanted,
+)
 
 
 class ReferenceExecutable:
@@ -43,6 +53,7 @@ class ReferenceExecutable:
         left: Any = None,
         into: Tensor | None = None,
         dsum: Tensor | None = None,
+        later: Later | None = None,
     ) -> Gradients:
         return self.differentiate(inputs, kept.pop(), dy, want, dsum)
 

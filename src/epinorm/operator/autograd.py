@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -23,6 +24,8 @@ from epinorm.operator.schema import (
     library,
     linear_norm,
     linear_norm_backward,
+    linear_norm_backward_begin,
+    linear_norm_backward_end,
     linear_norm_forward,
     linear_norm_sum,
     linear_norm_sum_forward,
@@ -196,6 +199,9 @@ def gradients(
         if into is not None and any(gradient is into for gradient in found):
             added(weight, into)
             found = [None if gradient is into else gradient for gradient in found]
+    elif _pays_in_two(dy, tensors, wanted):
+        *found, begun = linear_norm_backward_begin(dy, *inputs, *kept, *facts, wanted, dsum)
+        found = [linear_norm_backward_end(begun, *tensors[0].shape), *found]
     else:
         found = linear_norm_backward(dy, *inputs, *kept, *facts, wanted, dsum)
     scattered = _scatter(found, wanted)
@@ -204,6 +210,27 @@ def gradients(
             if (gradient := scattered[i]) is not None:
                 scattered[i] = gradient.reshape(given[i].shape)
     return scattered
+
+
+DEVICES = ("cuda",)
+LARGE = 1 << 33
+"""Multiplications, of a product that takes a GPU as long as the host takes to launch the pass."""
+
+
+def _pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool]) -> bool:
+    """Whether a graph that is compiled is to hold the backward pass in two: large ones whose dX
+    comes last, by planes (``backward_choice``). A graph holds dy and z to the end of an operator,
+    so that they would be there beside dX."""
+    x, weight = tensors[:2]
+    if not isinstance(dy, FunctionalTensor) or torch.is_grad_enabled():
+        return False
+    sizes = (*x.shape, weight.shape[0])
+    if x.device.type not in DEVICES or x.dtype != torch.float32 or not all(wanted[:2]):
+        return False
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    m, k, n = sizes
+    return m > n and m * k * n >= LARGE
 
 
 def _restored(tensors: tuple[Any, ...], facts: Facts) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ from epinorm.problem import (
     Forward,
     Gradients,
     Inputs,
+    Later,
     Layout,
     Problem,
     StepLeftovers,
@@ -286,6 +287,7 @@ def run_backward(
     executable: Executable | None = None,
     left: StepLeftovers | None = None,
     into: Tensor | None = None,
+    later: Later | None = None,
 ) -> list[Tensor]:
     """Compute the wanted gradients, in the order of ``Inputs``; kept: ``Forward.saved``,
     mean and rstd, which a backend lets go of when it has read them if this is the only list of
@@ -293,6 +295,8 @@ def run_backward(
 
     executable: what the forward pass was computed by; left: what it left, see ``StepForward``.
     into: a tensor like the weight that dW may be added to; where it was, it stands in dW's place.
+    later: as ``Executable.backward`` takes it; where something was put there, dX is not among the
+    gradients.
     """
     if executable is not None and _has_the_set_precision(executable.problem):
         inputs, dense = Inputs._make((*tensors, constants_of(facts))), kept
@@ -308,7 +312,8 @@ def run_backward(
     if isinstance(kept, list):
         kept.clear()
     dsum = None if dsum is None else as_dense(dsum)
-    return in_order(executable.backward(inputs, forward, as_dense(dy), want, left, into, dsum))
+    known = left, into, dsum, later
+    return in_order(executable.backward(inputs, forward, as_dense(dy), want, *known))
 
 
 def wanted_of(flags: Sequence[bool]) -> Wanted:

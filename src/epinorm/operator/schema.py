@@ -2,14 +2,17 @@
 
 ``linear_norm`` returns y alone. Where a gradient may be wanted, ``linear_norm_forward`` runs in its
 place, which also returns what ``linear_norm_backward`` needs; both are operators of their own, so
-that a compiled graph holds them and never traces into a kernel. ``linear_norm_sum`` and
+that a compiled graph holds them and never traces into a kernel. ``linear_norm_backward_begin`` and
+``linear_norm_backward_end`` are the backward pass in two: such a graph holds what an operator is
+given until it ends, and so gives dy and z back before dX is allocated. ``linear_norm_sum`` and
 ``linear_norm_sum_forward`` are the same of chains that return what enters the norm. Registered by
 ``Library.define/impl``, whose calls cost a third of ``torch.library.custom_op``'s.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from epinorm.chain.reference import Results
 from epinorm.operator.calls import run_backward, run_forward, run_inference
 from epinorm.operator.checks import check_backward, check_call
 from epinorm.operator.shortcuts import distinct, shorten_backward, shorten_forward
-from epinorm.problem import Inputs
+from epinorm.problem import Inputs, Later
 
 _TENSORS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
@@ -42,6 +45,28 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _backward_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:
     return run_backward(rest[:6], rest[9:13], rest[6:9], dy, *rest[13:])
+
+
+def _begin_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:
+    later: Later = []
+    run = partial(run_backward, later=later)
+    found = run(rest[:6], rest[9:13], rest[6:9], dy, *rest[13:])
+    if not later:
+        dx = found.pop(0)
+        later.append(lambda: dx)
+    begun = dy.new_empty(0)
+    begun.__dict__[_LATER] = later[0]
+    return [*found, begun]
+
+
+def _end_kernel(begun: Tensor, m: int, k: int) -> Tensor:
+    compute = begun.__dict__.pop(_LATER, None)
+    if compute is None:
+        raise RuntimeError(
+            "linear_norm_backward_end ends, once, what linear_norm_backward_begin began, but was "
+            "given another tensor"
+        )
+    return cast("Tensor", compute())
 
 
 def _fake(*arguments: Any) -> Results:
@@ -76,6 +101,14 @@ def _fake_backward(dy: Tensor, *rest: Any) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in wanted if t is not None]
 
 
+def _fake_begin(dy: Tensor, *rest: Any) -> list[Tensor]:
+    return [*_fake_backward(dy, *rest)[1:], dy.new_empty(0)]
+
+
+def _fake_end(begun: Tensor, m: int, k: int) -> Tensor:
+    return begun.new_empty((m, k))
+
+
 _FOUR = "Tensor, Tensor, Tensor, Tensor"
 _FORWARD = f"({_TENSORS}, {_FACTS}) -> "
 # dsum: the sum's gradient; z: a result, where the chain ``saves_sum`` or ``saves_y``.
@@ -83,6 +116,10 @@ _BACKWARD = (
     f"(Tensor dy, {_TENSORS}, Tensor z, Tensor mean, Tensor rstd, {_FACTS}, bool[] wanted,"
     " Tensor? dsum=None) -> Tensor[]"
 )
+# What begins the backward pass returns all gradients but x's, which is wanted, and, last, a tensor
+# without values that knows how to go on: for x's gradient, (m, k), fp32.
+_END = "(Tensor begun, SymInt m, SymInt k) -> Tensor"
+_LATER = "epinorm_later"
 library = torch.library.Library("epinorm", "DEF")
 for _name, _schema, _run, _run_fake in (
     ("linear_norm", _FORWARD + "Tensor", _kernel, _fake),
@@ -90,6 +127,8 @@ for _name, _schema, _run, _run_fake in (
     ("linear_norm_forward", f"{_FORWARD}({_FOUR})", _forward_kernel, _fake_forward),
     ("linear_norm_sum_forward", f"{_FORWARD}({_FOUR}, Tensor)", _forward_kernel, _fake_forward),
     ("linear_norm_backward", _BACKWARD, _backward_kernel, _fake_backward),
+    ("linear_norm_backward_begin", _BACKWARD, _begin_kernel, _fake_begin),
+    ("linear_norm_backward_end", _END, _end_kernel, _fake_end),
 ):
     library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(_name, _run, "CompositeExplicitAutograd")
@@ -99,6 +138,8 @@ linear_norm_forward = torch.ops.epinorm.linear_norm_forward.default
 linear_norm_sum = torch.ops.epinorm.linear_norm_sum.default
 linear_norm_sum_forward = torch.ops.epinorm.linear_norm_sum_forward.default
 linear_norm_backward = torch.ops.epinorm.linear_norm_backward.default
+linear_norm_backward_begin = torch.ops.epinorm.linear_norm_backward_begin.default
+linear_norm_backward_end = torch.ops.epinorm.linear_norm_backward_end.default
 for _operator in (linear_norm, linear_norm_sum):
     shorten_forward(_operator, training=False)
 for _operator in (linear_norm_forward, linear_norm_sum_forward):

@@ -27,6 +27,7 @@ from epinorm.problem import (
     Forward,
     Gradients,
     Inputs,
+    Later,
     Layout,
     NativePasses,
     Plan,
@@ -69,6 +70,7 @@ class CudaExecutable:
         left: KeptPlanes | None = None,
         into: Tensor | None = None,
         dsum: Tensor | None = None,
+        later: Later | None = None,
     ) -> Gradients:
         """The norm kernel, then dX = dZ W and dW = dZᵀ X; by then, ``kept`` is empty.
 
@@ -77,11 +79,11 @@ class CudaExecutable:
         """
         backward = self._backward_of(dsum is not None)
         if dsum is None:
-            return backward(inputs, kept, dy, want, left, into)
+            return backward(inputs, kept, dy, want, left, into, later)
         dsum = dsum.to(self.problem.norm_dtype)  # another one under autocast, where nothing widened
         inputs = inputs._replace(operands=(*inputs.operands, dsum))
         want = want._replace(operands=(*want.operands, False))
-        found = backward(inputs, kept, dy, want, left, into)
+        found = backward(inputs, kept, dy, want, left, into, later)
         return found._replace(operands=found.operands[:-1])
 
     def _backward_of(self, has_dsum: bool) -> _Backward:
@@ -119,6 +121,7 @@ class _Backward:
         want: Wanted,
         left: KeptPlanes | None,
         into: Tensor | None,
+        later: Later | None,
     ) -> Gradients:
         """As ``CudaExecutable.backward``."""
         if want not in self._products:
@@ -132,8 +135,8 @@ class _Backward:
         chain = self.problem.chain
         if not (chain.keeps_z or chain.saves_sum or chain.saves_y):
             kept[0] = kept[0]._replace(z=dy)  # of its size and dtype; its values are not used
-        if into is not None:  # seldom: it is not recorded
-            return self._run(inputs, kept, dy, want, left, into)
+        if into is not None or later is not None:  # seldom, or large: it is not recorded
+            return self._run(inputs, kept, dy, want, left, into, later)
         return self.run(inputs, kept, dy, want, left)
 
     def _run(
@@ -144,6 +147,7 @@ class _Backward:
         want: Wanted,
         left: KeptPlanes | None,
         into: Tensor | None = None,
+        later: Later | None = None,
     ) -> Gradients:
         products = self._products[want]
         by_planes = products.by_planes
@@ -152,7 +156,7 @@ class _Backward:
             kept.clear()
             dx = dw = None
         else:
-            norm, dx, dw = by_planes(inputs, kept, dy, want, left, into)
+            norm, dx, dw = by_planes(inputs, kept, dy, want, left, into, later)
         dz = norm.dz
         if dz is not None:
             if dx is None and products.dx is not None:

@@ -10,7 +10,7 @@ again in plain fp32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.plan.steps import dz_alone
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
-from epinorm.problem import Forward, Inputs, Problem, Wanted
+from epinorm.problem import Forward, Inputs, Later, Problem, Wanted
 
 
 class PlaneProducts:
@@ -70,8 +70,11 @@ class PlaneProducts:
         want: Wanted,
         left: KeptPlanes | None,
         into: Tensor | None,
+        later: Later | None,
     ) -> tuple[NormGradients, Tensor | None, Tensor | None]:
         """The norm's gradients with dz, dX and dW; the arguments are those of `backward`."""
+        if residual_has_dz(self.problem, want):
+            later = None  # whose gradient it is may write over it
         operands = [self.operands(inputs, left)]
         beside = into is None and self.choice.beside_dx
         found = None
@@ -85,7 +88,7 @@ class PlaneProducts:
             assert largest is not None
             parts = list(self.split_gradient(whole, operands[0].factors, largest))
             largest.scratch.clear()
-            return norm, *self.multiply(inputs, operands, lambda: whole, parts, into)
+            return norm, *self.multiply(inputs, operands, lambda: whole, parts, into, later)
         norm, written = found
         # Added to, dW takes no memory, and its kernels are to be at hand before any of them runs.
         over_x = self.choice.dz_over_x and into is None
@@ -107,12 +110,11 @@ class PlaneProducts:
             kept.clear()
             return in_fp32
 
-        # `written` holds the flags, for as long as the products are launched.
         by: list[GradientPlanes | None] = [written.by_row, written.by_column]
         if written.beside_dx or over_x:
-            return norm, *self.multiply(inputs, operands, dz, by, into)
+            return norm, *self.multiply(inputs, operands, dz, by, into, later)
         now = dz()
-        return norm, *self.multiply(inputs, operands, lambda: now, by, into)
+        return norm, *self.multiply(inputs, operands, lambda: now, by, into, later)
 
     def operands(self, inputs: Inputs, kept: KeptPlanes | None) -> PlanesRead:
         """The planes that were kept, taken over, or new ones."""
@@ -143,6 +145,7 @@ class PlaneProducts:
         dz: Callable[[], Tensor],
         by: list[GradientPlanes | None],
         into: Tensor | None = None,
+        later: Later | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """dX (m, k) and dW (n, k), fp32, where they are computed here.
 
@@ -150,7 +153,7 @@ class PlaneProducts:
         free before the other's result is allocated. dz: launches what fills it, asked for behind
         the first product; by: its planes for dX and for dW, taken out of the list
         too. into: (n, k) fp32, contiguous, that dW may be added to; where it was, it is returned
-        for dW.
+        for dW. later: where dX is put if it comes second.
         """
         weight, x, _ = operands.pop()
         of_weight, of_x = [by.pop(), x], [by.pop(), weight]
@@ -158,19 +161,23 @@ class PlaneProducts:
         in_fp32 = cache(dz)
         first = self.choice.weight_first
         dw = self._dw(inputs, of_weight, in_fp32, into) if first else None
-        dx = self._dx(inputs, of_x, in_fp32)
+        if later is not None and first:
+            there = in_fp32()
+            later.append(partial(self._dx, inputs.weight, of_x, lambda: there))
+            return None, dw
+        dx = self._dx(inputs.weight, of_x, in_fp32)
         return dx, dw if first else self._dw(inputs, of_weight, in_fp32, into)
 
-    def _dx(self, inputs: Inputs, of: list[Any], dz: Callable[[], Tensor]) -> Tensor | None:
+    def _dx(self, w: Tensor, of: list[Any], dz: Callable[[], Tensor]) -> Tensor | None:
         """of: dz's planes and W's, taken out."""
         weight, by_row = of.pop(), of.pop()
         if self.dx is None or weight is None or by_row is None:
             return None
         if weight.numel() < self.split_weight.nbytes:  # its planes did not wait
-            weight = _split(self.split_weight, inputs.weight)
+            weight = _split(self.split_weight, w)
         dx = self.dx(*self._given(by_row, weight, self.split_weight))
         flags = by_row.flags, *_flags_in(weight, self.split_weight), by_row.scale
-        prepare_rescue(dx, dz(), inputs.weight, False, *flags)()
+        prepare_rescue(dx, dz(), w, False, *flags)()
         return dx
 
     def _dw(

@@ -34,13 +34,14 @@ BLOCKS_PER_SM = 4
 class GradientPlanes(NamedTuple):
     """dz's planes with a scale a row, or a column; (m, n) fp16 each, in ``buffer``.
 
-    buffer: (planes, m, n) fp16, then the scales. scale and flags: addresses; the flags belong to
-    the `Largest` that the planes were made with.
+    buffer: (planes, m, n) fp16, then the scales. scale and flags: addresses; held: where
+    the flags are.
     """
 
     buffer: Tensor
     scale: int
     flags: int
+    held: Tensor
 
 
 def gradient_source(planes: int, by_row: bool, by_column: bool, arch: str) -> KernelSource:
@@ -82,12 +83,13 @@ class GradientSplitter:
         if self.by_row:
             buffer = self.new_row()
             at = buffer.data_ptr()
-            rows = GradientPlanes(buffer, at + self.scale, largest.row_flags)
+            rows = GradientPlanes(buffer, at + self.scale, largest.row_flags, largest.flags)
             targets[:4] = (at, at + self.lo, rows.scale, rows.flags)
         if self.by_column:
             buffer = self.new_column()
             at = buffer.data_ptr()
-            columns = GradientPlanes(buffer, at + self.scale, largest.column_flags)
+            scale, flags = at + self.scale, largest.column_flags
+            columns = GradientPlanes(buffer, scale, flags, largest.flags)
             targets[4:] = (at, at + self.lo, columns.scale, columns.flags)
         self.launch(
             dz.data_ptr(),

@@ -69,13 +69,12 @@ class PlanesRead(NamedTuple):
 class WrittenDz:
     """What the products take: dz's planes, the same with other scales and flags for each of them.
 
-    flags: holds them. any_flag: the address of a word there, not 0 where anything is flagged.
+    any_flag: the address of a word in front of the flags, not 0 where anything is flagged.
     beside_dx: when to `finish`, which lets go of the scratch.
     """
 
     by_row: GradientPlanes
     by_column: GradientPlanes
-    flags: Tensor
     any_flag: int
     beside_dx: bool
     rescale: Callable[[], None]
@@ -225,9 +224,9 @@ class _Launches:
             *self.rescale_sizes,
             *[t.data_ptr() for t in sums],
         )
-        by_row = GradientPlanes(planes, hi + self.scale, row_flags)
-        by_column = GradientPlanes(planes, column_scale, column_flags)
-        written = WrittenDz(by_row, by_column, flags, any_flag, self.beside, rescale, [scratch])
+        by_row = GradientPlanes(planes, hi + self.scale, row_flags, flags)
+        by_column = GradientPlanes(planes, column_scale, column_flags, flags)
+        written = WrittenDz(by_row, by_column, any_flag, self.beside, rescale, [scratch])
         return self.sums.named(None, sums, elements, None), written
 
 

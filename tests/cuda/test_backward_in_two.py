@@ -1,0 +1,133 @@
+"""The backward pass as a compiled graph holds it where memory peaks: begun, and dX at its end."""
+
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from epinorm.backends.cuda import plane_products
+from epinorm.backends.cuda.executable import CudaExecutable
+from epinorm.chain import Chain
+from epinorm.operator import autograd, calls, schema
+from imaginary import imaginary_h200
+
+M, K, N = 2048, 1024, 1024
+FACTS = ("auto", False, None)
+
+
+@pytest.fixture
+def halves(monkeypatch):
+    """Passes of any size are held in two, on this device too."""
+    monkeypatch.setattr(autograd, "DEVICES", ("cpu",))
+    monkeypatch.setattr(autograd, "LARGE", 1)
+
+
+def linear(x, weight, bias, chain):
+    return torch.ops.epinorm.linear_norm(x, weight, bias, None, None, [], chain, *FACTS)
+
+
+def two_layers(chain):
+    def run(x, weight, bias):
+        return linear(linear(x, weight, bias, chain), weight, bias, chain)
+
+    return torch.compile(run, backend="aot_eager", dynamic=False, fullgraph=True)
+
+
+def step(m, k, n, chain, run=two_layers):
+    tensors = [torch.empty(size).requires_grad_() for size in ((m, k), (n, k), (n,))]
+    y = run(chain)(*tensors)
+    y.backward(torch.empty_like(y))
+
+
+def launched(api):
+    found = [launch["kernel"] for launch in api.launches]
+    api.launches.clear()
+    return found
+
+
+@pytest.mark.parametrize("chain", ["relu", "gelu"])
+def test_nothing_that_was_given_is_there_when_dx_is_allocated(halves, monkeypatch, chain):
+    """dy, which is the second layer's dX, and z."""
+    given, fate = [], []
+    backward, guard = CudaExecutable.backward, plane_products.prepare_rescue
+
+    def begin(self, inputs, kept, dy, *rest):
+        given.append([weakref.ref(t) for t in (dy, kept[0].z)])
+        return backward(self, inputs, kept, dy, *rest)
+
+    def end(result, dz, other, of_weight, *rest, **more):
+        if not of_weight:
+            fate.append([t() is None for t in given[-1]])
+        return guard(result, dz, other, of_weight, *rest, **more)
+
+    monkeypatch.setattr(CudaExecutable, "backward", begin)
+    monkeypatch.setattr(plane_products, "prepare_rescue", end)
+    with imaginary_h200() as api:
+        step(M, K, N, chain)
+        kernels = launched(api)
+        monkeypatch.setattr(autograd, "LARGE", 1 << 40)
+        torch._dynamo.reset()
+        step(M, K, N, chain)
+        whole = launched(api)
+    assert kernels == whole
+    assert fate[1] == [True, True]  # the first layer's
+    assert fate[3] == [False, False]
+
+
+@pytest.mark.parametrize("chain", ["add_residual|relu", "relu"])
+def test_dz_that_is_a_gradient_by_itself_waits_for_nothing(chain):
+    """What reads it next may write over it."""
+    with imaginary_h200():
+        residual = (torch.empty(M, N),) * ("residual" in chain)
+        tensors = (torch.empty(M, K), torch.empty(N, K), torch.empty(N), None, None, residual)
+        facts = (chain, *FACTS)
+        y, *kept = schema.linear_norm_forward(*tensors[:5], list(residual), *facts)
+        kept[0] = y if Chain.parse(chain).saves_y else kept[0]
+        later = []
+        wanted = [True, True, True, False, False, *[True] * len(residual)]
+        calls.run_backward(tensors, facts, kept, torch.empty_like(y), wanted, later=later)
+    assert bool(later) == (chain == "relu")
+
+
+@pytest.mark.parametrize("chain", ["relu", "gelu"])
+def test_gradients_are_those_of_one_pass(halves, monkeypatch, chain):
+    x, weight, bias, dy = (torch.randn(size) for size in ((32, 16), (16, 16), (16,), (32, 16)))
+    found = []
+    for large in (1, 1 << 40):
+        monkeypatch.setattr(autograd, "LARGE", large)
+        torch._dynamo.reset()
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = two_layers(chain)(*leaves)
+        found += [torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2)]
+    for gradients in found[1:]:
+        assert all(map(torch.equal, gradients, found[0]))
+
+
+def begun(chain="gelu"):
+    tensors = [torch.randn(8, 4), torch.randn(6, 4), torch.randn(6), None, None, []]
+    facts = (chain, *FACTS)
+    y, *kept = schema.linear_norm_forward(*tensors, *facts)
+    wanted = [True, True, True, False, False]
+    return torch.randn_like(y), *tensors, *kept, *facts, wanted
+
+
+def test_operators():
+    arguments = begun()
+    torch.library.opcheck(schema.linear_norm_backward_begin, arguments)
+    expected = schema.linear_norm_backward(*arguments)
+    *found, token = schema.linear_norm_backward_begin(*arguments)
+    found = [schema.linear_norm_backward_end(token, 8, 4), *found]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_was_not_begun_cannot_be_ended():
+    with pytest.raises(RuntimeError, match="linear_norm_backward_begin"):
+        schema.linear_norm_backward_end(torch.empty(0), 8, 4)
+    *_, token = schema.linear_norm_backward_begin(*begun())
+    schema.linear_norm_backward_end(token, 8, 4)
+    with pytest.raises(RuntimeError, match="once"):
+        schema.linear_norm_backward_end(token, 8, 4)
