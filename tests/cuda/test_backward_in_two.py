@@ -23,7 +23,7 @@ FACTS = ("auto", False, None)
 def halves(monkeypatch):
     """Passes of any size are held in two, on this device too."""
     monkeypatch.setattr(autograd, "DEVICES", ("cpu",))
-    monkeypatch.setattr(autograd, "LARGE", 1)
+    monkeypatch.setitem(autograd.LARGE, "highest", 1)
 
 
 def linear(x, weight, bias, chain):
@@ -69,7 +69,7 @@ def test_nothing_that_was_given_is_there_when_dx_is_allocated(halves, monkeypatc
     with imaginary_h200() as api:
         step(M, K, N, chain)
         kernels = launched(api)
-        monkeypatch.setattr(autograd, "LARGE", 1 << 40)
+        monkeypatch.setitem(autograd.LARGE, "highest", 1 << 40)
         torch._dynamo.reset()
         step(M, K, N, chain)
         whole = launched(api)
@@ -98,13 +98,41 @@ def test_gradients_are_those_of_one_pass(halves, monkeypatch, chain):
     x, weight, bias, dy = (torch.randn(size) for size in ((32, 16), (16, 16), (16,), (32, 16)))
     found = []
     for large in (1, 1 << 40):
-        monkeypatch.setattr(autograd, "LARGE", large)
+        monkeypatch.setitem(autograd.LARGE, "highest", large)
         torch._dynamo.reset()
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
         y = two_layers(chain)(*leaves)
         found += [torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2)]
     for gradients in found[1:]:
         assert all(map(torch.equal, gradients, found[0]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chain", "least", "expected"),
+    [
+        ((32, 16, 16), "relu", 32 * 16 * 16, True),
+        ((32, 16, 16), "relu", 32 * 16 * 16 + 1, False),
+        ((16, 16, 16), "relu", 1, False),  # dW comes last
+        ((32, 16, 16), "add_residual|relu", 1, False),  # dz is the residual's gradient
+    ],
+)
+def test_which_are_held_in_two(halves, monkeypatch, sizes, chain, least, expected):
+    monkeypatch.setitem(autograd.LARGE, "highest", least)
+    begin, seen = autograd.linear_norm_backward_begin, []
+    monkeypatch.setattr(
+        autograd, "linear_norm_backward_begin", lambda *given: seen.append(given) or begin(*given)
+    )
+    m, k, n = sizes
+    made = [torch.randn(size).requires_grad_() for size in ((m, k), (n, k), (n,), (m, n))]
+
+    def run(x, weight, bias, residual):
+        operands = [residual] if "residual" in chain else []
+        facts = (chain, *FACTS)
+        return torch.ops.epinorm.linear_norm(x, weight, bias, None, None, operands, *facts)
+
+    torch._dynamo.reset()
+    torch.compile(run, backend="aot_eager")(*made).sum().backward()
+    assert bool(seen) == expected
 
 
 def begun(chain="gelu"):

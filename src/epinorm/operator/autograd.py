@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from epinorm.operator.schema import (
     linear_norm_sum_forward,
 )
 from epinorm.operator.undisturbed import has_plain_types, is_under_autocast_alone, is_undisturbed
+from epinorm.precision import product_precision
 from epinorm.problem import Executable, Forward, Inputs, StepForward, StepLeftovers
 
 WEIGHT, OPERANDS = map(Inputs._fields.index, ("weight", "operands"))
@@ -199,7 +201,7 @@ def gradients(
         if into is not None and any(gradient is into for gradient in found):
             added(weight, into)
             found = [None if gradient is into else gradient for gradient in found]
-    elif _pays_in_two(dy, tensors, wanted):
+    elif _pays_in_two(dy, tensors, wanted, facts):
         *found, begun = linear_norm_backward_begin(dy, *inputs, *kept, *facts, wanted, dsum)
         found = [linear_norm_backward_end(begun, *tensors[0].shape), *found]
     else:
@@ -213,14 +215,16 @@ def gradients(
 
 
 DEVICES = ("cuda",)
-LARGE = 1 << 33
-"""Multiplications, of a product that takes a GPU as long as the host takes to launch the pass."""
+LARGE = {"highest": 1 << 33, "high": 1 << 34}
+"""Multiplications of a product: an H200 takes as long for the pass as the host for its launches,
+which no native code repeats."""
 
 
-def _pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool]) -> bool:
+def _pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool], facts: Facts) -> bool:
     """Whether a graph that is compiled is to hold the backward pass in two: large ones whose dX
-    comes last, by planes (``backward_choice``). A graph holds dy and z to the end of an operator,
-    so that they would be there beside dX."""
+    comes last, by planes (``backward_choice``), but where dz is a gradient too, which dX's product
+    cannot keep for itself. A graph holds dy and z to the end of an operator, so that they would be
+    there beside dX."""
     x, weight = tensors[:2]
     if not isinstance(dy, FunctionalTensor) or torch.is_grad_enabled():
         return False
@@ -230,7 +234,10 @@ def _pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool]) -> 
     if not all(isinstance(size, int) for size in sizes):
         return False
     m, k, n = sizes
-    return m > n and m * k * n >= LARGE
+    pre = Chain.parse(facts[0]).pre
+    dz_is_given = bool(pre) and pre[0].name == "add_residual" and wanted[OPERANDS]
+    large = LARGE.get(product_precision(x.dtype, x.device.type, sizes), math.inf)
+    return m > n and m * k * n >= large and not dz_is_given
 
 
 def _restored(tensors: tuple[Any, ...], facts: Facts) -> tuple[Any, ...]:
