@@ -256,6 +256,26 @@ def test_checkpointing_after_a_mistake_saves_the_same_twice(x: Any) -> None:
     assert x.grad is not None
 
 
+class Drops(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.norm(self.fc(x)))
+
+
+def test_checkpointing_after_a_mistake_drops_the_same_twice(x: Any) -> None:
+    """In eval too, where dropout alone is in training."""
+    fused = fused_copy(randomised(Drops())).eval()
+    fused.drop.train()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        fused(x[:, 1:])
+    y = checkpoint(fused, x.requires_grad_(), use_reentrant=True)
+    y.sum().backward()
+    assert_same(fused.norm.bias.grad, 2.0 * (y != 0).double().sum(0))
+
+
 class Raises(Model):
     def forward(self, x):
         if x.shape[0] > 6:

@@ -261,7 +261,9 @@ class Callback:
     def _may_skip(self) -> bool:
         """Not where another run of the call has to drop, or to save, the same."""
         model = self._model()
-        return model is not None and not model.training and saving_hooks(False) is None
+        if model is None or saving_hooks(False) is not None:
+            return False
+        return not any(module.training for module in model.modules())
 
     def _say(self, code: Any, reason: str) -> None:
         log_once(f"{self._name}: {code.co_qualname} runs its own code here, unfused ({reason})")
