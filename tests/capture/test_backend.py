@@ -100,7 +100,7 @@ def test_mode_and_options_are_inductors(graphs: list[str]) -> None:
     assert "'max_autotune': True" in graphs[0]
     options = {"epilogue-fusion": False, "strategy": "reference"}
     torch.compile(Block(), backend=compile_graph, options=options)(x)
-    assert "{'epilogue_fusion': False}" in graphs
+    assert any("'epilogue_fusion': False" in text for text in graphs)
     assert "'reference'" in graphs[-1]
     with pytest.raises(Exception, match="unknown strategy 'fast'"):
         torch.compile(Block(), backend=compile_graph, options={"strategy": "fast"})(x)

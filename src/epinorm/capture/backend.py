@@ -35,8 +35,10 @@ def compile_graph(
     what Inductor raises for an option that it does not know, and RuntimeError under ``strict``
     where a chain is found and cannot be fused.
     """
-    from torch._inductor import list_mode_options
+    from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx
+
+    from epinorm.capture.casts import CastsTogether  # loads Inductor
 
     patches = dict(list_mode_options(mode)) if mode else {}
     patches |= {key.replace("-", "_"): value for key, value in (options or {}).items()}
@@ -56,4 +58,6 @@ def compile_graph(
     unfused = [place for place in found.places if place.found is None]
     if settings.strict and unfused:
         raise RuntimeError(f"strict=True, but a chain is not fused: {unfused[0].obstacle}")
+    if not config.post_grad_custom_post_pass:  # else it is the user's own
+        patches.setdefault("post_grad_custom_post_pass", CastsTogether())
     return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
