@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from epinorm.capture import together
+from epinorm.capture.backend import compile_graph
 from epinorm.capture.chains import Found, Search
 from epinorm.capture.together import groups_of, put_together
 from epinorm.chain import Chain
@@ -89,7 +92,11 @@ def problem_of(found: Found) -> Problem:
 
 
 def rewritten(
-    model: nn.Module, groups: list[int], smaller: bool = False, compiler: Any = None
+    model: nn.Module,
+    groups: list[int],
+    smaller: bool = False,
+    compiler: Any = None,
+    compiled: bool = False,
 ) -> Callable[..., Any]:
     """The model with groups put together as for an H200; notes how many each has."""
 
@@ -102,7 +109,7 @@ def rewritten(
     def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         search = Search(gm.graph)
         with imaginary_h200():
-            found = groups_of(search, search.linears(), sized)
+            found = groups_of(search, search.linears(), sized, compiled)
         for each in {id(group): group for group in found.values()}.values():
             groups.append(len(each))
             put_together(gm.graph, each, apply, {})
@@ -214,3 +221,75 @@ def test_in_inference_too_but_not_for_few_rows() -> None:
         torch._dynamo.reset()
         rewritten(model, groups, smaller=True)(x)
     assert groups == [3]
+
+
+def under_autocast(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(x)
+
+    return run
+
+
+def step(model: nn.Module, call: Callable[..., Any], x: Tensor) -> list[Tensor]:
+    """Results and gradients, as one vector each."""
+    x = x.clone().requires_grad_()
+    results = call(x)
+    results = results if isinstance(results, tuple) else (results,)
+    sum(result.double().square().sum() for result in results).backward()
+    gradients = [t.grad.flatten() for t in (x, *model.parameters()) if t.grad is not None]
+    model.zero_grad()
+    return [
+        torch.cat([t.detach().flatten() for t in results]).double(),
+        torch.cat(gradients).double(),
+    ]
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_under_autocast_a_compiler_casts_the_weights_as_one(
+    make: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "CAST_TOGETHER", ("cpu",))
+    torch.manual_seed(0)
+    model, groups, x = make(), list[int](), torch.randn(2, ROWS, K)
+    exact = step(twin := copy.deepcopy(model).double(), twin, x.double())
+    eagers = step(model, under_autocast(model), x)
+    found = step(model, under_autocast(rewritten(model, groups, compiled=True)), x)
+    assert groups == ([3] if make is InPlace else CASES[make])  # v's chain is not taken then
+    for ours, eager, truth in zip(found, eagers, exact, strict=True):
+        assert (ours - truth).norm() <= 1.1 * (eager - truth).norm()
+        torch.testing.assert_close(ours, eager, rtol=0.1, atol=0.02 * float(eager.abs().max()))
+
+
+@pytest.mark.parametrize("devices", [("cpu",), ("cuda",)])
+def test_a_layer_multiplies_once_forward_and_twice_backward(
+    devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "CAST_TOGETHER", devices)
+    graphs: list[fx.Graph] = []
+    compile_fx = torch._inductor.compile_fx.compile_fx
+
+    def inner(gm: fx.GraphModule, *_: Any, **__: Any) -> Any:
+        graphs.append(gm.graph)
+        return gm
+
+    def without_code(gm: Any, inputs: Any, **_: Any) -> Any:
+        return compile_fx(gm, inputs, inner_compile=inner)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", without_code)
+    model = Plain()
+    model.o = nn.Identity()
+    step(model, under_autocast(torch.compile(model, backend=compile_graph)), torch.randn(2, 5, K))
+    aten = torch.ops.aten
+    products = [
+        sum(node.target in (aten.mm.default, aten.addmm.default) for node in graph.nodes)
+        for graph in graphs
+    ]
+    assert products == ([1, 2] if devices == ("cpu",) else [3, 6])
+
+
+def test_eager_keeps_its_own_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "CAST_TOGETHER", ("cpu",))
+    groups: list[int] = []
+    under_autocast(rewritten(Attention(), groups))(torch.randn(2, ROWS, K))
+    assert groups == []

@@ -173,21 +173,25 @@ def rewrite(
     ]
     fused = close_unused(gm.graph, opened, {node for _, f in taken for node in f.nodes})
     seeds = draw_at_once(search, [found for _, found in taken])
-    groups = {} if settings.strategy != "auto" else groups_of(search, linears, problem_of)
+    groups = {}
+    if settings.strategy == "auto":
+        groups = groups_of(search, linears, problem_of, compiled=not runs_eagerly)
+    for place in linears:
+        if place.linear in groups and place.linear not in fused:
+            group = groups[place.linear]
+            made = apply(place, str(group[0].chain))
+            fused |= put_together(gm.graph, group, made, fused)
     for place, found in taken:
         if found.nodes[0] in fused:
             continue  # with others of its x
         made = apply(place, str(found.chain))
-        if found.nodes[0] in groups:
-            fused |= put_together(gm.graph, groups[found.nodes[0]], made, fused)
-            continue
         fused |= _replace(gm.graph, found, made, fused, seeds.get(found.nodes[-1], ()))
     if batch_norms is not None:
         batch_norms.restore()
     places += [place for place in linears if place.norm is not None]
     linears = [place for place in linears if place.norm is None]
     tidy(gm.graph, opened)
-    if taken or opened:
+    if taken or opened or groups:
         gm.graph.lint()
     gm.recompile()
     return Rewritten(inner.places + places, inner.linears + linears)

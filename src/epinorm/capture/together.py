@@ -4,6 +4,8 @@ fp32's x is then converted once instead of for each, forward and backward, dX is
 the launches and the host's work of one operation serve all. The weights are put together at each
 call, a copy that must be small beside the conversions of x that it saves, and for the backward pass
 again, so that it does not wait in memory beside the activations.
+
+Under autocast each weight is copied at each call anyway: a compiler's cast writes them as one.
 """
 
 from __future__ import annotations
@@ -16,37 +18,64 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx import traceback
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from epinorm.backends.engine import plan_for
 from epinorm.backends.prepack import keeps, marked
 from epinorm.capture.chains import Search
-from epinorm.capture.found import Found, Place
+from epinorm.capture.found import Found, Place, gather
 from epinorm.capture.purity import storage_of, tensor_of, value_of
+from epinorm.capture.spelling import read_linear
 from epinorm.operator.undisturbed import has_plain_types, is_under_autocast_alone
 from epinorm.problem import CUDA_STRATEGIES, Problem
 
+CAST_TOGETHER = ("cuda",)
+"""Devices where the launches saved are worth it."""
 _VIEWS = frozenset(
     ("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous")
 )
 
 
 def groups_of(
-    search: Search, places: Sequence[Place], problem_of: Callable[[Found], Problem]
+    search: Search,
+    places: Sequence[Place],
+    problem_of: Callable[[Found], Problem],
+    compiled: bool = False,
 ) -> dict[fx.Node, list[Found]]:
-    """By each one's linear layer, the two or more that are faster as one."""
+    """By each one's linear layer, the two or more that are faster as one; compiled: whether a
+    compiler joins casts to what puts tensors together."""
     readers: dict[Any, list[Found]] = {}
     for place in places:
-        found = place.found
-        if found is not None and place.taken and _is_plain(found):
+        found = place.found if place.taken else None
+        is_cast = found is None and compiled
+        if is_cast and (linear := read_linear(place.linear)) is not None:
+            found = gather(linear, (), search.rounding)
+        if found is not None and _is_plain(found) and (not is_cast or _is_cast(found)):
             given = [value_of(node) for node in (found.linear.weight, found.bias)]
             asks = tuple(t is not None and t.requires_grad for t in given)
-            readers.setdefault((found.linear.x, found.bias is None, asks), []).append(found)
+            kind = found.linear.x, found.bias is None, asks, is_cast
+            readers.setdefault(kind, []).append(found)
     groups = {}
-    for group in readers.values():
-        if len(group) > 1 and _is_faster(group, problem_of) and _is_undisturbed(search, group):
+    for (*_, is_cast), group in readers.items():
+        faster = len(group) > 1 and (is_cast or _is_faster(group, problem_of))
+        if faster and _is_undisturbed(search, group):
             groups.update(dict.fromkeys([each.nodes[0] for each in group], group))
     return groups
+
+
+def _is_cast(found: Found) -> bool:
+    """Whether autocast makes copies in 16 bits of its weight and bias, on a GPU."""
+    y, read = tensor_of(found.nodes[0]), [value_of(node) for node in found.reads]
+    return y.dtype.itemsize == 2 and all(
+        t is not None
+        and t.device == y.device
+        and t.device.type in CAST_TOGETHER
+        and t.layout is torch.strided
+        and not (t.is_nested or is_traceable_wrapper_subclass(t))
+        and (t.dtype == torch.float32 or t is read[0])
+        for t in read
+    )
 
 
 def _is_plain(found: Found) -> bool:
