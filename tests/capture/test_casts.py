@@ -154,6 +154,12 @@ def changed(x: Tensor, a: Tensor, b: Tensor) -> Any:
     return y @ cast(b).t()
 
 
+def changed_by_a_view(x: Tensor, a: Tensor, b: Tensor) -> Any:
+    y = x @ cast(a)
+    b.t().mul_(2)
+    return y @ cast(b).t()
+
+
 def pointwise(x: Tensor, a: Tensor, b: Tensor) -> Any:
     return x @ cast(a) + cast(b)[0]
 
@@ -186,7 +192,17 @@ def read_again(x: Tensor, a: Tensor, b: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     "function",
-    [changed, pointwise, alone, strided, several_dtypes, other_users, columns, read_again],
+    [
+        changed,
+        changed_by_a_view,
+        pointwise,
+        alone,
+        strided,
+        several_dtypes,
+        other_users,
+        columns,
+        read_again,
+    ],
 )
 def test_what_stays_where_it_is(function: Any, on_cpu: None) -> None:
     torch.manual_seed(0)

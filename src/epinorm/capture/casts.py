@@ -114,7 +114,8 @@ def _is_read_whole(node: fx.Node) -> bool:
 
 def _is_changed(node: fx.Node) -> bool:
     """Whether anything in the graph changes a tensor that it is given."""
-    schemas = [getattr(user.target, "_schema", None) for user in node.users if user.op != "output"]
+    users = [*node.users, *_readers(node)]
+    schemas = [getattr(user.target, "_schema", None) for user in users if user.op != "output"]
     return any(schema is None or schema.is_mutable for schema in schemas)
 
 

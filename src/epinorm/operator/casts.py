@@ -27,10 +27,13 @@ def _empty(
     first = 0
     for count in counts:
         given = tensors[first : first + count]
-        rows = [t.shape[0] for t in given] if count > 1 else []
-        shape = (sum(rows), *given[0].shape[1:]) if rows else given[0].shape
-        results.append(given[0].new_empty(shape, dtype=dtype))
-        parts += results[-1].split(rows) if rows else results[-1:]
+        if count == 1:
+            results.append(torch.empty_like(given[0], dtype=dtype))
+            parts.append(results[-1])
+        else:
+            rows = [t.shape[0] for t in given]
+            results.append(given[0].new_empty((sum(rows), *given[0].shape[1:]), dtype=dtype))
+            parts += results[-1].split(rows)
         first += count
     return results, parts
 
