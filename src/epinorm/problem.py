@@ -352,8 +352,8 @@ class NativePasses(NamedTuple):
     backward: tuple[Any, Any] | None
 
 
-Later = list[Callable[[], Tensor | None]]
-"""What computes gradients that were left for later."""
+Later = list[Callable[[Tensor], Tensor | None]]
+"""What computes, of the weight, x's gradient that was left for later."""
 
 
 class Executable(Protocol):

@@ -93,6 +93,24 @@ def test_dz_that_is_a_gradient_by_itself_waits_for_nothing(chain):
     assert bool(later) == (chain == "relu")
 
 
+def test_dx_is_of_the_weight_that_its_operator_is_given(monkeypatch):
+    """Not of what the first one saw: a graph that changes a weight may keep a copy for dX."""
+    guard, seen = plane_products.prepare_rescue, []
+    monkeypatch.setattr(
+        plane_products, "prepare_rescue", lambda *given, **more: seen.append(given) or guard(*given)
+    )
+    with imaginary_h200():
+        tensors = (torch.empty(M, K), torch.empty(N, K), torch.empty(N), None, None, ())
+        facts = ("relu", *FACTS)
+        y, *kept = schema.linear_norm_forward(*tensors[:5], [], *facts)
+        kept[0], later = y, []
+        wanted = [True, True, True, False, False]
+        calls.run_backward(tensors, facts, kept, torch.empty_like(y), wanted, later=later)
+        copy = torch.empty(N, K)
+        later[0](copy)
+    assert [other is copy for _, _, other, of_weight, *_ in seen if not of_weight] == [True]
+
+
 @pytest.mark.parametrize("chain", ["relu", "gelu"])
 def test_gradients_are_those_of_one_pass(halves, monkeypatch, chain):
     x, weight, bias, dy = (torch.randn(size) for size in ((32, 16), (16, 16), (16,), (32, 16)))
@@ -148,14 +166,14 @@ def test_operators():
     torch.library.opcheck(schema.linear_norm_backward_begin, arguments)
     expected = schema.linear_norm_backward(*arguments)
     *found, token = schema.linear_norm_backward_begin(*arguments)
-    found = [schema.linear_norm_backward_end(token, 8, 4), *found]
+    found = [schema.linear_norm_backward_end(token, arguments[2], 8, 4), *found]
     assert all(map(torch.equal, found, expected))
 
 
 def test_what_was_not_begun_cannot_be_ended():
     with pytest.raises(RuntimeError, match="linear_norm_backward_begin"):
-        schema.linear_norm_backward_end(torch.empty(0), 8, 4)
+        schema.linear_norm_backward_end(torch.empty(0), torch.empty(6, 4), 8, 4)
     *_, token = schema.linear_norm_backward_begin(*begun())
-    schema.linear_norm_backward_end(token, 8, 4)
+    schema.linear_norm_backward_end(token, torch.empty(6, 4), 8, 4)
     with pytest.raises(RuntimeError, match="once"):
-        schema.linear_norm_backward_end(token, 8, 4)
+        schema.linear_norm_backward_end(token, torch.empty(6, 4), 8, 4)

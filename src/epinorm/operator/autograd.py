@@ -203,7 +203,7 @@ def gradients(
             found = [None if gradient is into else gradient for gradient in found]
     elif _pays_in_two(dy, tensors, wanted, facts):
         *found, begun = linear_norm_backward_begin(dy, *inputs, *kept, *facts, wanted, dsum)
-        found = [linear_norm_backward_end(begun, *tensors[0].shape), *found]
+        found = [linear_norm_backward_end(begun, tensors[1], *tensors[0].shape), *found]
     else:
         found = linear_norm_backward(dy, *inputs, *kept, *facts, wanted, dsum)
     scattered = _scatter(found, wanted)

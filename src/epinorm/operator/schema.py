@@ -53,20 +53,20 @@ def _begin_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:
     found = run(rest[:6], rest[9:13], rest[6:9], dy, *rest[13:])
     if not later:
         dx = found.pop(0)
-        later.append(lambda: dx)
+        later.append(lambda _: dx)
     begun = dy.new_empty(0)
     begun.__dict__[_LATER] = later[0]
     return [*found, begun]
 
 
-def _end_kernel(begun: Tensor, m: int, k: int) -> Tensor:
+def _end_kernel(begun: Tensor, weight: Tensor, m: int, k: int) -> Tensor:
     compute = begun.__dict__.pop(_LATER, None)
     if compute is None:
         raise RuntimeError(
             "linear_norm_backward_end ends, once, what linear_norm_backward_begin began, but was "
             "given another tensor"
         )
-    return cast("Tensor", compute())
+    return cast("Tensor", compute(weight))
 
 
 def _fake(*arguments: Any) -> Results:
@@ -105,7 +105,7 @@ def _fake_begin(dy: Tensor, *rest: Any) -> list[Tensor]:
     return [*_fake_backward(dy, *rest)[1:], dy.new_empty(0)]
 
 
-def _fake_end(begun: Tensor, m: int, k: int) -> Tensor:
+def _fake_end(begun: Tensor, weight: Tensor, m: int, k: int) -> Tensor:
     return begun.new_empty((m, k))
 
 
@@ -118,7 +118,8 @@ _BACKWARD = (
 )
 # What begins the backward pass returns all gradients but x's, which is wanted, and, last, a tensor
 # without values that knows how to go on: for x's gradient, (m, k), fp32.
-_END = "(Tensor begun, SymInt m, SymInt k) -> Tensor"
+# The weight is given again: who changes it waits for this operator as well.
+_END = "(Tensor begun, Tensor weight, SymInt m, SymInt k) -> Tensor"
 _LATER = "epinorm_later"
 library = torch.library.Library("epinorm", "DEF")
 for _name, _schema, _run, _run_fake in (

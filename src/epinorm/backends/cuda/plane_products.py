@@ -10,7 +10,7 @@ again in plain fp32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -163,7 +163,7 @@ class PlaneProducts:
         dw = self._dw(inputs, of_weight, in_fp32, into) if first else None
         if later is not None and first:
             there = in_fp32()
-            later.append(partial(self._dx, inputs.weight, of_x, lambda: there))
+            later.append(lambda weight: self._dx(weight, of_x, lambda: there))
             return None, dw
         dx = self._dx(inputs.weight, of_x, in_fp32)
         return dx, dw if first else self._dw(inputs, of_weight, in_fp32, into)
