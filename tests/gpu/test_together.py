@@ -1,6 +1,7 @@
-"""q, k and v of one tensor are one operation in fp32: launches, values and gradients."""
+"""q, k and v of one tensor are one operation: launches, values and gradients."""
 
 import copy
+from functools import partial
 
 import torch
 from product_case import matmul_precision
@@ -10,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import epinorm
 from epinorm.backends.prepack import prepacked
+from epinorm.capture.backend import compile_graph
 from epinorm.tools.accuracy import DRAWS
 from epinorm.tools.models import SETTINGS
 from epinorm.tools.models.verify import compare_candidate, judge, truth_of
@@ -51,3 +53,23 @@ def test_one_product_for_all():
             assert products(fused, x) == 1
             with prepacked(fused):
                 assert products(fused, x) == 3
+
+
+def test_under_autocast_compiled_with_one_launch_for_all_casts():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, setting = Attention().cuda(), SETTINGS["bf16-autocast"]
+    x = torch.randn(16, ROWS // 16, WIDTH, device="cuda")
+    call = partial(setting.call, torch.compile(model, backend=compile_graph, dynamic=False))
+    draws = []
+    for seed in range(DRAWS):
+        truth = truth_of(model, (x,), setting, True, seed)
+        draws.append(compare_candidate(truth, model, call, (x,), setting, True))
+    assert judge(draws, setting).reason is None
+    call(x)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call(x)
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events()]
+    assert sum("multi_tensor_apply" in name for name in names) == 1, names
+    assert not any(name.startswith("triton") for name in names), names
