@@ -43,9 +43,9 @@ def cast(tensors: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _is_packages(arguments: tuple[Any, ...]) -> bool:
-    """Whether a package of AOTInductor's called the operator whose autocast rule asks. It takes what
-    we return for what it was compiled for: of autocast's dtypes it would read other memory. It is
-    known by who called, or by None for an empty list (which 2.9 does not give)."""
+    """Whether a package of AOTInductor's called the operator whose autocast rule asks. It takes
+    what we return for what it was compiled for: of autocast's dtypes it would read other memory.
+    It is known by who called, or by None for an empty list (which 2.9 does not give)."""
     return arguments[5] is None or sys._getframe(2).f_code.co_qualname == _PACKAGE
 
 
