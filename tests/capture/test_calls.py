@@ -685,9 +685,9 @@ def test_another_threads_guards_are_its_own() -> None:
         seen.append(len(gm.graph.nodes))
         return gm.forward
 
-    function = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
+    function = torch.compile(lambda x: x + 1, backend=backend)
     marked = torch.ones(4)
-    torch._dynamo.maybe_mark_dynamic(marked, 0)
+    torch._dynamo.mark_dynamic(marked, 0)
 
     def elsewhere() -> None:
         function(torch.ones(4))

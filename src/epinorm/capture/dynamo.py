@@ -274,8 +274,8 @@ def capture(
 ) -> tuple[Callable[..., Any], Callback]:
     """``model._call_impl`` as Dynamo captures it for the backend: a function of the model and its
     arguments whose code, and so what Dynamo keeps with it, is this model's own. If without_hooks,
-    ``model.forward`` is the argument in the model's place: looked up outside, as Python does and at
-    less than what guards of the look-up take.
+    its ``forward``, unbound, is the argument before the model: looked up outside, at less than what
+    guards of the look-up take. (Of a bound one PyTorch 2.9 compares the address.)
 
     The backend is not kept alive.
     """
@@ -283,8 +283,8 @@ def capture(
     def call(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    def forward(own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
+    def forward(own: Callable[..., Any], model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return own(model, *args, **kwargs)
 
     function: Any = forward if without_hooks else call
 

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -178,7 +179,11 @@ class Fused:
         """The model's own hooks around its captured forward."""
         if "forward" in model.__dict__:
             return model._call_impl(*args, **kwargs)
-        model.__dict__["forward"] = partial(self.captured, model.forward)
+        own = model.forward
+        if not isinstance(own, MethodType) or own.__self__ is not model:
+            log_once(f"{type(model).__name__} runs its own code, unfused: its forward is no method")
+            return model._call_impl(*args, **kwargs)
+        model.__dict__["forward"] = partial(self.captured, own.__func__, model)
         try:
             return model._call_impl(*args, **kwargs)
         finally:
