@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -252,16 +253,27 @@ def test_a_compiled_step_holds_no_product_of_pytorch() -> None:
     assert not {target for target in held if "mm" in target or "linear.default" in target}
 
 
-def test_a_tangent_of_the_gradients_of_the_results() -> None:
-    """Forward-mode differentiation of the backward pass alone."""
-    given = tensors(RESIDUAL, torch.float64)
-    gradients, tangents = ([torch.randn(M, N, dtype=torch.float64) for _ in "ys"] for _ in "gt")
+@pytest.mark.parametrize("text", [RESIDUAL, "layer_norm(1e-05)|gelu"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_tangent_of_the_gradients_of_the_results(batched: bool, text: str) -> None:
+    """Forward-mode differentiation of the backward pass alone, of one or of several at once."""
+    given = tensors(text, torch.float64)
+    results = 1 + (text == RESIDUAL)
+    draw = partial(torch.randn, 3, M, N, dtype=torch.float64)
+    gradients, tangents = ([draw() for _ in range(results)] for _ in "gt")
 
     def derivative(function: Any) -> list[Tensor]:
-        results = function(*given)
+        made = function(*given)
+
+        def backward(*dys: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(made, given, dys, retain_graph=True)
+
         with forward_ad.dual_level():
-            dual = map(forward_ad.make_dual, gradients, tangents)
-            found = torch.autograd.grad(results, given, list(dual))
+            dual = list(map(forward_ad.make_dual, gradients, tangents))
+            if batched:
+                found = torch.func.vmap(backward)(*dual)
+            else:
+                found = backward(*(dy[0] for dy in dual))
             return [forward_ad.unpack_dual(gradient).tangent for gradient in found]
 
-    torch.testing.assert_close(derivative(fused(RESIDUAL)), derivative(layers(RESIDUAL)))
+    torch.testing.assert_close(derivative(fused(text, "cpu")), derivative(layers(text)))

@@ -182,8 +182,9 @@ def gradients(
         dsum = None if dsum is None else fold(dsum)
         tensors = (fold(given[0]), *given[1:5], *operands)
     create_graph = torch.is_grad_enabled()
-    # The kernels read the sum alone; what goes through the reference, the residual.
-    if create_graph or batched or _has_tangent((dy, dsum, *given)):
+    # The kernels read the sum alone; what goes through the reference, the residual, as tangents do,
+    # for which one may not look within a vmap.
+    if create_graph or batched or forward_ad._current_level >= 0:
         tensors = _restored(tensors, facts)
     inputs = (*tensors[:5], tensors[5:])
     if batched:
