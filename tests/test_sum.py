@@ -274,6 +274,7 @@ def test_a_tangent_of_the_gradients_of_the_results(batched: bool, text: str) -> 
                 found = torch.func.vmap(backward)(*dual)
             else:
                 found = backward(*(dy[0] for dy in dual))
+            assert not any(gradient.requires_grad for gradient in found)
             return [forward_ad.unpack_dual(gradient).tangent for gradient in found]
 
     torch.testing.assert_close(derivative(fused(text, "cpu")), derivative(layers(text)))

@@ -379,8 +379,13 @@ def _backward_autograd(keyset: Any, dy: Tensor, *rest: Any) -> list[Tensor]:
     tensors, kept, facts, wanted = (*rest[:5], *rest[5]), rest[6:9], rest[9:13], rest[13]
     dsum = rest[14] if len(rest) > 14 else None
     if _has_tangent((dy, dsum, *tensors)):
+        create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            return _first_order(dy, dsum, _fresh(tensors, wanted), facts, wanted)
+            fresh = _fresh(tensors, wanted)
+            try:
+                return _first_order(dy, dsum, fresh, facts, wanted, create_graph)
+            except NotImplementedError:  # SiLU's gradient, say, has a tangent in a graph alone
+                return _first_order(dy, dsum, fresh, facts, wanted)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(dy, dsum, *tensors):
         with enable_single_level_autograd_function():
             return list(_LinearNormBackward.apply(facts, wanted, kept, dy, dsum, *tensors))
