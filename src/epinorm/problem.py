@@ -335,17 +335,15 @@ It may have been made for an x of any leading dimensions, which is contiguous th
 class NativePasses(NamedTuple):
     """Passes that native code repeats (cuda/runtime/replay.cpp).
 
-    program: of the forward pass, its first result y. kept: what backward reads of it,
-    ``Forward.saved``, mean and rstd, each as the number of a result or as a tensor of its own. sum:
-    the number of that result, or -1. planes: the number from which on results are what is left for
-    the backward pass; has_room, leave: whether it may stay, and what holds it, from these results
-    and whether x and the weight want gradients; None where nothing is left. backward: where it
-    finds the passes without and with a gradient of the sum; None without gradients.
+    program: of the forward pass, its first result y. fields: of a ``Forward``, each as the number
+    of a result or as a tensor of its own. planes: the number from which on results are what is left
+    for the backward pass; has_room, leave: whether it may stay, and what holds it, from these
+    results and whether x and the weight want gradients; None where nothing is left. backward: where
+    it finds the passes without and with a gradient of the sum; None without gradients.
     """
 
     program: Any
-    kept: tuple[int | Tensor | None, ...]
-    sum: int
+    fields: Any
     planes: int
     has_room: Callable[[], bool] | None
     leave: Callable[[bool, bool, list[Tensor]], Any] | None

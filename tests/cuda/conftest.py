@@ -367,7 +367,8 @@ class ImaginaryGPU:
         addresses, more = more[: 2 * len(kinds)], more[2 * len(kinds) :]
         count = len(constants(problem.chain, problem.stats_dtype))
         chain = problem.chain.filled(more[:count])
-        given = [vector_at(p, n, problem.norm_dtype) for p in (bias, gamma, beta)]
+        given = [vector_at(bias, n, problem.dtype)]
+        given += [vector_at(p, n, problem.norm_dtype) for p in (gamma, beta)]
         given += [
             vector_at(address, n, problem.norm_dtype)
             if kind == "channel"
@@ -386,10 +387,13 @@ class ImaginaryGPU:
                 leaf.requires_grad_()
             bias, gamma, beta, *operands = doubles
             if not getattr(chain, "begins_at_result", False):
-                biased = product if bias is None else product + bias
-                return torch.autograd.grad(
-                    epilogue(biased, chain, gamma, beta, operands), leaves, dys
-                )
+                biased = product
+                if bias is not None:
+                    biased = product + (bias - bias.detach() if problem.bias_in_z else bias)
+                results = epilogue(biased, chain, gamma, beta, operands)
+                if isinstance(results, tuple):
+                    results = results[: len(dys)]
+                return torch.autograd.grad(results, leaves, dys)
             total = product  # which sums alone lead to, in these tests' chains
             for added in (bias, *operands):
                 total = total if added is None else total + (added - added.detach())
@@ -405,8 +409,9 @@ class ImaginaryGPU:
         if dz:
             matrix_at(dz, m, n, n, problem.dtype).copy_(gradients[id(product)])
         by_name = [gradients.get(id(t)) for t in (doubles[1], doubles[2], doubles[0], *doubles[3:])]
-        pairs = zip(by_name, outputs.sums, strict=False)
-        self.sums[at] = [gradient for gradient, wanted in pairs if wanted]
+        dtypes = [problem.dtype if i == 2 else problem.norm_dtype for i in range(len(by_name))]
+        pairs = zip(by_name, dtypes, outputs.sums, strict=False)
+        self.sums[at] = [gradient.to(dtype) for gradient, dtype, wanted in pairs if wanted]
         elements = [g for g, kind in zip(by_name[3:], kinds, strict=False) if kind == "element"]
         for address, gradient in zip(more[count:], elements, strict=False):
             matrix_at(address, m, n, n, problem.norm_dtype).copy_(gradient)
@@ -418,7 +423,7 @@ class ImaginaryGPU:
         largest, _, n, *into = arguments
         assert bool(largest) == source[1].column_largest  # else it may point behind the scratch
         for address, values in zip(into, self.sums.pop(at), strict=True):
-            matrix_at(address, 1, n, n, torch.float64)[0].copy_(values)
+            matrix_at(address, 1, n, n, values.dtype)[0].copy_(values)
 
     def signature_of_split(self, _source: Any) -> str:
         return planes.SIGNATURE
@@ -503,3 +508,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     memo.clear()
     yield gpu
     memo.clear()
+
+
+@pytest.fixture
+def streams(gpu: ImaginaryGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What prepacking asks PyTorch for."""
+    event = SimpleNamespace(record=lambda _: None, wait=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)

@@ -109,16 +109,6 @@ def test_a_call_in_the_middle_of_a_recorded_one(gpu):
         check(caller, tensors())
 
 
-@pytest.fixture
-def streams(gpu, monkeypatch):
-    """What prepacking asks PyTorch for."""
-    event = SimpleNamespace(record=lambda _: None, wait=lambda _: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-
-
 @pytest.mark.filterwarnings("ignore:prepack keeps nothing")
 def test_a_prepacked_weight_is_read_where_it_is_kept(gpu, streams):
     def run(weight, m=M):

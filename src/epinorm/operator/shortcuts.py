@@ -2,7 +2,8 @@
 
 TorchInductor's code calls ``torch.ops.epinorm.linear_norm.default(...)`` and its like, and each
 such call goes by way of the dispatcher to Python twice, for autograd and for the kernel, and passes
-every check. A call like an earlier one needs none of that (``kinds.py``). PyTorch does not promise
+every check. A call like an earlier one needs none of that: native code computes it, a profile
+around it or not, or what it was found to be does (``kinds.py``). PyTorch does not promise
 where an overload keeps what it calls; where that is elsewhere, every call goes the long way.
 """
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from epinorm.backends.memo import memo
 from epinorm.operator import calls
 from epinorm.operator.kinds import Kinds
+from epinorm.operator.native_operators import NativeOperator
 from epinorm.operator.undisturbed import is_undisturbed
-from epinorm.problem import Executable, Forward, Inputs, Run, Wanted
+from epinorm.problem import Executable, Forward, Inputs, Wanted
 
 _FORWARD, _BACKWARD = 10, (15, 16)
 """The numbers of arguments; see schema.py."""
@@ -29,7 +31,7 @@ _is_grad_enabled = torch.is_grad_enabled
 class _FoundForward(NamedTuple):
     """complete: no tensor among the results is empty."""
 
-    run: Run
+    executable: Executable
     complete: bool
 
 
@@ -55,27 +57,42 @@ def _kinds(*_: Any) -> Kinds[Any]:
     return Kinds()
 
 
+@memo()
+def _native(operator: str, *_: Any) -> NativeOperator:
+    """Of its calls with these facts, and with these gradients wanted."""
+    return NativeOperator(operator)
+
+
 def _wants_gradient(tensors: tuple[Any, ...]) -> bool:
     return _is_grad_enabled() and torch._C._any_requires_grad(*tensors)
 
 
 def shorten_forward(operator: Any, training: bool) -> None:
     """Let ``linear_norm``, or ``linear_norm_forward`` if training, be called without dispatch."""
-    name = operator.name()
+    name, returns_many = operator.name(), len(operator._schema.returns) > 1
     long: Callable[..., Any] | None = getattr(operator, "_op", None)
     if long is None:
         return
 
     def call(*arguments: Any, **named: Any) -> Any:
-        if len(arguments) != _FORWARD or not is_undisturbed():
+        if named or len(arguments) != _FORWARD:
             return long(*arguments, **named)
         x, weight, bias, norm_weight, norm_bias, operands, *facts = arguments
-        kinds, constants = _known(name, *facts, getattr(weight, "shape", None))
+        native = _native(name, *facts)
         tensors = (x, weight, bias, norm_weight, norm_bias, *operands)
+        made = native.find(tensors)
+        if made is not None:
+            return made if returns_many else made[0]
+        if not is_undisturbed():
+            return long(*arguments)
+        kinds, constants = _known(name, *facts, getattr(weight, "shape", None))
         found = kinds.find(tensors, _is_grad_enabled())
         if found is not None:
-            run, complete = found
-            made = run(x, weight, bias, norm_weight, norm_bias, tensors[5:], constants)
+            executable, complete = found
+            native.keep_forward(executable, tensors, arguments[6:])
+            made = executable.forward(
+                *(x, weight, bias, norm_weight, norm_bias, tensors[5:], constants)
+            )
             if not training:
                 return made.results
             return made.outputs if complete else distinct(made)
@@ -85,7 +102,7 @@ def shorten_forward(operator: Any, training: bool) -> None:
             if _wants_gradient(tensors):
                 return None
             executable = calls.executable_for_call(arguments[:6], arguments[6:], training)
-            return _FoundForward(executable.forward, all(t.numel() for t in result))
+            return _FoundForward(executable, all(t.numel() for t in result))
 
         kinds.keep(tensors, _is_grad_enabled(), make)
         return result
@@ -95,29 +112,39 @@ def shorten_forward(operator: Any, training: bool) -> None:
 
 def shorten_backward(operator: Any) -> None:
     """Let ``linear_norm_backward`` be called without dispatch."""
+    name = operator.name()
     long: Callable[..., Any] | None = getattr(operator, "_op", None)
     if long is None:
         return
 
     def call(*arguments: Any, **named: Any) -> Any:
-        if len(arguments) not in _BACKWARD or not is_undisturbed():
+        if named or len(arguments) not in _BACKWARD:
             return long(*arguments, **named)
         dy, x, weight, bias, norm_weight, norm_bias, operands, z, mean, rstd, *facts = arguments
         dsum = facts.pop() if len(arguments) == max(_BACKWARD) else None
         wanted = facts.pop()
-        kinds, constants = _known("backward", *facts, getattr(weight, "shape", None))
+        native = _native(name, *facts, *wanted)
+        read = (dy, x, weight, bias, norm_weight, norm_bias, *operands, dsum, z, mean, rstd)
+        made = native.find(read)
+        if made is not None:
+            return list(made)
+        if not is_undisturbed():
+            return long(*arguments)
+        kinds, constants = _known(name, *facts, getattr(weight, "shape", None))
         tensors = (x, weight, bias, norm_weight, norm_bias, *operands, dy, z, mean, rstd)
         if dsum is not None:
             tensors = (*tensors, dsum)
         fact = (_is_grad_enabled(), *wanted)
         found = kinds.find(tensors, fact)
         if found is not None:
+            executable, want, copies = found
+            native.keep_backward(executable, read, tuple(facts), want, dsum is not None)
             inputs = Inputs(x, weight, bias, norm_weight, norm_bias, tuple(operands), constants)
-            if found.copies:
+            if copies:
                 dy = calls.as_dense(dy)
                 dsum = None if dsum is None else calls.as_dense(dsum)
             kept = [Forward(z, z, mean, rstd)]
-            made = found.executable.backward(inputs, kept, dy, found.want, None, None, dsum)
+            made = executable.backward(inputs, kept, dy, want, None, None, dsum)
             return calls.in_order(made)
         result = long(*arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,8 +83,7 @@ class CudaExecutable:
             return backward(inputs, kept, dy, want, left, into, later)
         dsum = dsum.to(self.problem.norm_dtype)  # another one under autocast, where nothing widened
         inputs = inputs._replace(operands=(*inputs.operands, dsum))
-        want = want._replace(operands=(*want.operands, False))
-        found = backward(inputs, kept, dy, want, left, into, later)
+        found = backward(inputs, kept, dy, _with_dsum(want), left, into, later)
         return found._replace(operands=found.operands[:-1])
 
     def _backward_of(self, has_dsum: bool) -> _Backward:
@@ -98,10 +98,23 @@ class CudaExecutable:
         forward = self.forward.native(constants)
         if forward is None or not self.problem.training:
             return forward
-        if self.problem.chain.saves_y:
-            forward = forward._replace(kept=(0, *forward.kept[1:]))
         found = [self._backward_of(has_dsum).run.native(constants) for has_dsum in (False, True)]
         return forward._replace(backward=tuple(found)) if all(found) else None
+
+    def native_backward(
+        self, constants: tuple[float, ...], want: Wanted, has_dsum: bool
+    ) -> tuple[Any, int] | None:
+        """The backward pass below autograd, as ``ReplayedBackward.program`` gives it; want: of the
+        inputs alone."""
+        if has_dsum:
+            if self.problem.sum_dtype != self.problem.norm_dtype:
+                return None  # dsum is converted first
+            want = _with_dsum(want)
+        return self._backward_of(has_dsum).run.program(constants, want)
+
+
+def _with_dsum(want: Wanted) -> Wanted:
+    return want._replace(operands=(*want.operands, False))
 
 
 class _Backward:
@@ -109,6 +122,9 @@ class _Backward:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
+        chain = problem.chain
+        self._dy_is_dz = chain.is_linear
+        self._reads_kept = chain.keeps_z or chain.saves_sum or chain.saves_y
         self._norm = NormBackward(problem)
         self._products: dict[Wanted, _Products] = {}
         self.run = ReplayedBackward(self._run)
@@ -130,10 +146,9 @@ class _Backward:
         # A gradient that autograd broadcast, as from y.sum(), has stride 0.
         if dy.stride(1) != 1 and self.problem.n > 1:
             dy = dy.contiguous()
-        if self.problem.chain.is_linear:
-            dy = dy.contiguous()  # it is dz itself
-        chain = self.problem.chain
-        if not (chain.keeps_z or chain.saves_sum or chain.saves_y):
+        if self._dy_is_dz:
+            dy = dy.contiguous()
+        if not self._reads_kept:
             kept[0] = kept[0]._replace(z=dy)  # of its size and dtype; its values are not used
         if into is not None or later is not None:  # seldom, or large: it is not recorded
             return self._run(inputs, kept, dy, want, left, into, later)

@@ -223,12 +223,10 @@ class ReplayedForward:
         fields = [
             next(results) if own else t for t, own in zip(known.shared, known.own, strict=True)
         ]
-        total = fields[-1] if isinstance(fields[-1], int) else -1
-        z_is_sum = total >= 0 and not known.own[1]
-        kept = (total if z_is_sum else fields[1], *fields[2:4])
         room = partial(make_room, known.nbytes, self._device) if known.nbytes else None
         leave = known.leave if known.left else None
-        return NativePasses(known.program, kept, total, next(results), room, leave, None)
+        made = Forward._make(fields)
+        return NativePasses(known.program, made, next(results), room, leave, None)
 
 
 def _given(
@@ -264,6 +262,15 @@ class ReplayedBackward:
         if self._native is None:
             self._native = constants, native().Backward()
         return self._native[1] if self._native[0] == constants else None
+
+    def program(self, constants: tuple[float, ...], want: Wanted) -> tuple[Any, int] | None:
+        """What repeats the pass where no planes were left, and how many gradients it gives; None
+        before it was recorded with these constants."""
+        _, found = self._known.get((want, (False, False)), (None, None))
+        if not found or found[0][1] != constants:
+            return None
+        program, _, fields = found[0]
+        return program, sum(fields)
 
     def __call__(
         self,

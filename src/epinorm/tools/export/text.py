@@ -15,7 +15,7 @@ from epinorm.tools.export.dump import Tables
 TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 PARTS = {"build": "build.py.in", "repeat": "repeat.py.in"}
 """What is in each file as it stands, by its name in the template."""
-HOST = ("program.h", "chain_node.h", "replay.cpp")
+HOST = ("program.h", "call.h", "from_python.h", "replay.cpp")
 """The library's own launcher, of which a file has the program alone."""
 SHORTEST_SHARED = 300
 """Characters of a piece of text that is worth a place of its own."""

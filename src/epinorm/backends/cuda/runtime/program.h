@@ -114,6 +114,10 @@ struct Program {
     return together % kVectorBytes == 0;
   }
 
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) const {
+    return at::Tensor(at::detail::empty_generic(sizes, allocator, keys, dtype, std::nullopt));
+  }
+
   // The results; those given are let go of when they were read last.
   Tensors run(Tensors buffers, void* stream) const {
     buffers.resize(given + made.size());
@@ -165,8 +169,7 @@ struct Program {
       const at::Tensor& old = buffers[one.over];
       if (old.use_count() == 1 && old.storage().use_count() == 1) return old;  // nobody else's
     }
-    return at::Tensor(
-        at::detail::empty_generic(one.sizes, allocator, keys, one.dtype, std::nullopt));
+    return empty(one.sizes, one.dtype);
   }
 
   static void multiply(const Step& step, const Tensors& buffers) {

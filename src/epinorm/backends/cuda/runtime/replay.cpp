@@ -1,110 +1,11 @@
-// What replay.py and operator/native_calls.py see of program.h and chain_node.h.
+// What replay.py and operator/native_calls.py see of program.h, call.h and chain_node.h.
+#include "from_python.h"
+#ifndef EPINORM_PROGRAM_ALONE
 #include "chain_node.h"
+#endif
 
 namespace epinorm {
 namespace {
-
-template <typename T>
-struct Object {
-  PyObject_HEAD
-  std::shared_ptr<T> value;
-};
-
-template <typename T>
-std::shared_ptr<T>& value_of(PyObject* object) {
-  return reinterpret_cast<Object<T>*>(object)->value;
-}
-
-template <typename T>
-void dealloc(PyObject* object) {
-  PyTypeObject* const type = Py_TYPE(object);
-  value_of<T>(object).~shared_ptr<T>();
-  type->tp_free(object);
-  Py_DECREF(type);
-}
-
-template <typename T>
-PyObject* wrap(PyTypeObject* type, std::shared_ptr<T> value) {
-  PyObject* object = type->tp_alloc(type, 0);
-  if (object != nullptr) new (&value_of<T>(object)) std::shared_ptr<T>(std::move(value));
-  return object;
-}
-
-template <typename Body>
-PyObject* guarded(const Body& body) {
-  HANDLE_TH_ERRORS
-  return body();
-  END_HANDLE_TH_ERRORS
-}
-
-// ---- from Python's values; whatever is of another kind raises ----
-
-int64_t number(PyObject* object) {
-  const int64_t found = PyLong_AsLongLong(object);
-  if (found == -1 && PyErr_Occurred()) throw_python_error();
-  return found;
-}
-
-template <typename Each>
-void for_each(PyObject* sequence, const Each& each) {
-  PyObject* const fast = PySequence_Fast(sequence, "a sequence is expected");
-  if (fast == nullptr) throw_python_error();
-  const Held held(fast);
-  Py_DECREF(fast);
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(fast); ++i)
-    each(PySequence_Fast_GET_ITEM(fast, i));
-}
-
-Sizes numbers(PyObject* sequence) {
-  Sizes found;
-  for_each(sequence, [&](PyObject* each) { found.push_back(number(each)); });
-  return found;
-}
-
-at::Tensor tensor(PyObject* object) {
-  if (object == Py_None) return {};
-  TORCH_CHECK_TYPE(THPVariable_Check(object), "a tensor or None is expected");
-  return THPVariable_Unpack(object);
-}
-
-Tensors tensors(PyObject* sequence) {
-  Tensors found;
-  for_each(sequence, [&](PyObject* each) { found.push_back(tensor(each)); });
-  return found;
-}
-
-std::string bytes(PyObject* object) {
-  char* data;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(object, &data, &size)) throw_python_error();
-  return {data, static_cast<size_t>(size)};
-}
-
-template <typename T>
-std::vector<T> table(PyObject* object) {
-  const std::string data = bytes(object);
-  std::vector<T> found(data.size() / sizeof(T));
-  std::memcpy(found.data(), data.data(), found.size() * sizeof(T));
-  return found;
-}
-
-at::ScalarType dtype(PyObject* object) { return reinterpret_cast<THPDtype*>(object)->scalar_type; }
-
-void* stream_of(PyObject* function, const at::Device& device) {
-  PyObject* const found = PyObject_CallFunction(function, "i", std::max<int>(device.index(), 0));
-  if (found == nullptr) throw_python_error();
-  void* const stream = PyLong_AsVoidPtr(found);
-  Py_DECREF(found);
-  return stream;
-}
-
-bool is_current(const at::Device& device) {
-  PyObject* const found = PyObject_CallNoArgs(current_device);
-  if (found == nullptr) throw_python_error();
-  const int64_t current = PyLong_AsLongLong(found);
-  Py_DECREF(found);
-  return current == std::max<int>(device.index(), 0);
-}
 
 // ---- Program ----
 
@@ -252,6 +153,53 @@ std::shared_ptr<const Backward> backward(PyObject* object) {
   return object == Py_None ? nullptr : value_of<Backward>(object);
 }
 
+// Of tensors like these, as PyTorch's modes are now; null where one is there, which an address or a
+// mode kept from being found.
+std::shared_ptr<Call> new_call(const Calls& calls, PyObject* given, PyObject* setting,
+                               PyObject* program) {
+  const Tensors like = tensors(given);
+  if (find(calls, like)) return nullptr;
+  auto made = std::make_shared<Call>();
+  for (const at::Tensor& t : like) made->kinds.emplace_back(t);
+  made->saved = made->kinds;
+  made->grad_mode = at::GradMode::is_enabled();
+  made->setting = held(setting);
+  made->forward = value_of<Program>(program);
+  return made;
+}
+
+PyObject* add(PyObject* self, std::shared_ptr<const Call> made) {
+  Calls& calls = *value_of<Calls>(self);
+  if (calls.size() >= kMostCalls) clear_calls(self, nullptr);
+  calls.push_back(std::move(made));
+  Py_RETURN_NONE;
+}
+
+// Each the number of a result, or a tensor.
+std::vector<std::pair<int, at::Tensor>> fields(PyObject* sequence) {
+  std::vector<std::pair<int, at::Tensor>> found;
+  for_each(sequence, [&](PyObject* each) {
+    const bool is_result = PyLong_Check(each);
+    found.emplace_back(is_result ? number(each) : -1, is_result ? at::Tensor() : tensor(each));
+  });
+  return found;
+}
+
+// (an operator's name, tensors, setting, program, what it returns)
+PyObject* add_operator(PyObject* self, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    const char* name;
+    PyObject *given, *setting, *program, *outputs;
+    if (!PyArg_ParseTuple(args, "sOOO!O", &name, &given, &setting, program_type, &program, &outputs))
+      return nullptr;
+    const auto made = new_call(*value_of<Calls>(self), given, setting, program);
+    if (!made) Py_RETURN_NONE;
+    made->name = name;
+    made->outputs = fields(outputs);
+    return add(self, made);
+  });
+}
+
 // (tensors, casts, setting, y's size, program, kept, sum, planes, has_room, leave, two backwards,
 // in_python, accumulating, residual)
 PyObject* add_call(PyObject* self, PyObject* args) {
@@ -264,15 +212,10 @@ PyObject* add_call(PyObject* self, PyObject* args) {
                           &program, &kept, &sum, &planes, &has_room, &leave, &first, &second,
                           &in_python, &accumulating, &residual))
       return nullptr;
-    const Tensors like = tensors(given);
-    Calls& calls = *value_of<Calls>(self);
-    if (find(calls, like)) Py_RETURN_NONE;  // found but for a mode, or an address
-    auto made = std::make_shared<Call>();
-    for (const at::Tensor& t : like) made->kinds.emplace_back(t);
-    made->saved = made->kinds;
-    made->grad_mode = at::GradMode::is_enabled();
+    const auto made = new_call(*value_of<Calls>(self), given, setting, program);
+    if (!made) Py_RETURN_NONE;
     if (casts != Py_None) {
-      made->autocast = at::autocast::get_autocast_dtype(like[0].device().type());
+      made->autocast = at::autocast::get_autocast_dtype(made->kinds[0].device.type());
       for_each(casts, [&](PyObject* each) {
         std::optional<at::ScalarType> to;
         const size_t i = made->casts.size();
@@ -280,18 +223,12 @@ PyObject* add_call(PyObject* self, PyObject* args) {
         made->casts.push_back(to);
       });
     }
-    made->setting = held(setting);
     made->y_sizes = numbers(size);
-    made->forward = value_of<Program>(program);
     made->sum = sum;
     made->residual = residual;
     made->training = first != Py_None;
     if (made->training) {
-      for_each(kept, [&](PyObject* each) {
-        const bool is_result = PyLong_Check(each);
-        made->kept.emplace_back(is_result ? number(each) : -1,
-                                is_result ? at::Tensor() : tensor(each));
-      });
+      made->kept = fields(kept);
       made->planes = planes;
       made->has_room = held(has_room);
       made->leave = held(leave);
@@ -300,13 +237,12 @@ PyObject* add_call(PyObject* self, PyObject* args) {
       made->in_python = held(in_python);
       made->accumulating = reinterpret_cast<const int*>(accumulating);
     }
-    if (calls.size() >= kMostCalls) clear_calls(self, nullptr);
-    calls.push_back(made);
-    Py_RETURN_NONE;
+    return add(self, made);
   });
 }
 
-// (*tensors) -> y, or y and the sum; None for a call that is like none that was added.
+// (*tensors) -> y, or y and the sum, and all that an operator returns; None for a call that is like
+// none that was added.
 PyObject* call_calls(PyObject* self, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
     Tensors given;
@@ -316,20 +252,26 @@ PyObject* call_calls(PyObject* self, PyObject* args, PyObject*) {
       if (each != Py_None && type != THPVariableClass && type != ParameterClass) Py_RETURN_NONE;
       given.push_back(each == Py_None ? at::Tensor() : THPVariable_Unpack(each));
     }
-    if (!undisturbed() || !at::SavedTensorDefaultHooks::get_tls_state().stack.empty())
-      Py_RETURN_NONE;
+    if (!undisturbed()) Py_RETURN_NONE;
     const std::shared_ptr<const Call> call = find(*value_of<Calls>(self), given);
     if (!call || !is_current(call->forward->device)) Py_RETURN_NONE;
+    const bool is_operator = !call->outputs.empty();
+    if (!is_operator && watched()) Py_RETURN_NONE;
     void* const stream = stream_of(current_stream, call->forward->device);
-    Tensors made = compute(call, std::move(given), stream);
+    Tensors made = is_operator ? operate(*call, given, stream)
+                               : compute(call, std::move(given), stream);
     if (made.empty()) Py_RETURN_NONE;
-    if (made.size() == 1) return THPVariable_Wrap(std::move(made[0]));
-    return Py_BuildValue("NN", THPVariable_Wrap(made[0]), THPVariable_Wrap(made[1]));
+    if (made.size() == 1 && !is_operator) return THPVariable_Wrap(std::move(made[0]));
+    PyObject* const found = PyTuple_New(made.size());
+    for (size_t i = 0; found && i < made.size(); ++i)
+      PyTuple_SET_ITEM(found, i, THPVariable_Wrap(std::move(made[i])));
+    return found;
   });
 }
 
 PyMethodDef of_backward[] = {{"add", add_program, METH_VARARGS, nullptr}, {}};
 PyMethodDef of_calls[] = {{"add", add_call, METH_VARARGS, nullptr},
+                          {"add_operator", add_operator, METH_VARARGS, nullptr},
                           {"clear", clear_calls, METH_NOARGS, nullptr},
                           {}};
 #endif

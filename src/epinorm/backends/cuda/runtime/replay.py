@@ -342,7 +342,7 @@ def _map(facts: MapFacts) -> _Map:
     return _Map(next(_map_ids), facts.sizes, facts.stride, facts.box, *facts.kinds, 0)
 
 
-_FILES = ("graphs.h", "program.h", "chain_node.h", "replay.cpp")
+_FILES = ("graphs.h", "program.h", "call.h", "chain_node.h", "from_python.h", "replay.cpp")
 
 
 def native(wait: bool = False) -> Any:
