@@ -339,7 +339,8 @@ class NativePasses(NamedTuple):
     of a result or as a tensor of its own. planes: the number from which on results are what is left
     for the backward pass; has_room, leave: whether it may stay, and what holds it, from these
     results and whether x and the weight want gradients; None where nothing is left. backward: where
-    it finds the passes without and with a gradient of the sum; None without gradients.
+    it finds the passes without and with a gradient of the sum, None in the latter's place where
+    that gradient is converted first; None without gradients.
     """
 
     program: Any

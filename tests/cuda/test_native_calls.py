@@ -16,7 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import epinorm
 from epinorm.backends.cuda.replayed import ReplayedForward
+from epinorm.operator.autograd import differentiable
+from epinorm.operator.calls import executable_for_call
 from epinorm.operator.dispatch import Caller
+from epinorm.operator.native_calls import NativeCalls
+from epinorm.operator.transforms import cast
 
 CHAIN = "add_residual|layer_norm(1e-05)|silu|mul_channel"
 M, K, N = 12, 16, 32
@@ -427,3 +431,30 @@ def test_a_chain_that_returns_its_sum(gpu):
         total.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.sum().backward()
+
+
+def test_a_sum_of_another_dtype_than_the_norms(gpu, monkeypatch):
+    """As under autocast, where nothing widens it: its gradient is converted before it is read."""
+    chain, bf16 = "silu|layer_norm(1e-05)|returns(sum)", torch.bfloat16
+    facts, calls = (chain, "epilogue", False, torch.float32), NativeCalls()
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: bf16)
+    for _ in range(6):
+        x, weight = (torch.randn(size).to(bf16) for size in ((M, K), (N, K)))
+        bias, gamma, beta = (torch.randn(N).requires_grad_() for _ in range(3))
+        given = (x, weight, bias, gamma, beta)
+        executable = executable_for_call(
+            (x, weight, bias.to(bf16), gamma, beta, ()), facts, True, True
+        )
+        with torch.autocast("cpu", bf16):  # which the imaginary GPU's tensors are under
+            made = calls.find(given)
+            if made is None:
+                made = differentiable(executable, facts, cast(given))
+            calls.keep(executable, given, facts, True, True)
+        dys = [torch.randn_like(t) for t in made]
+        s = nn.functional.silu(nn.functional.linear(x.double(), weight.double(), bias.double()))
+        y = nn.functional.layer_norm(s, (N,), gamma.double(), beta.double(), 1e-5)
+        found = torch.autograd.grad(made, (bias, gamma, beta), dys)
+        exact = torch.autograd.grad((y, s), (bias, gamma, beta), [dy.double() for dy in dys])
+        for ours, theirs in zip(found, exact, strict=True):
+            assert (ours - theirs).norm() < 0.03 * theirs.norm()
+    assert made[0].grad_fn.name() == NATIVE

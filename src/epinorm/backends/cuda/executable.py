@@ -61,6 +61,8 @@ class CudaExecutable:
         # In training the activations of all layers lie beside what a graph would hold.
         self.forward = ReplayedForward(run, holds=not problem.training)
         self._backward: dict[bool, _Backward] = {}  # by whether the sum has a gradient
+        # Under autocast, where nothing widened the sum; before what is recorded of a pass.
+        self._converts_dsum = problem.sum_dtype != problem.norm_dtype
 
     def backward(
         self,
@@ -81,7 +83,7 @@ class CudaExecutable:
         backward = self._backward_of(dsum is not None)
         if dsum is None:
             return backward(inputs, kept, dy, want, left, into, later)
-        dsum = dsum.to(self.problem.norm_dtype)  # another one under autocast, where nothing widened
+        dsum = dsum.to(self.problem.norm_dtype)
         inputs = inputs._replace(operands=(*inputs.operands, dsum))
         found = backward(inputs, kept, dy, _with_dsum(want), left, into, later)
         return found._replace(operands=found.operands[:-1])
@@ -99,17 +101,20 @@ class CudaExecutable:
         if forward is None or not self.problem.training:
             return forward
         found = [self._backward_of(has_dsum).run.native(constants) for has_dsum in (False, True)]
-        return forward._replace(backward=tuple(found)) if all(found) else None
+        if not all(found):
+            return None
+        if self._converts_dsum:
+            found[1] = None
+        return forward._replace(backward=tuple(found))
 
     def native_backward(
         self, constants: tuple[float, ...], want: Wanted, has_dsum: bool
     ) -> tuple[Any, int] | None:
         """The backward pass below autograd, as ``ReplayedBackward.program`` gives it; want: of the
         inputs alone."""
-        if has_dsum:
-            if self.problem.sum_dtype != self.problem.norm_dtype:
-                return None  # dsum is converted first
-            want = _with_dsum(want)
+        if has_dsum and self._converts_dsum:
+            return None
+        want = _with_dsum(want) if has_dsum else want
         return self._backward_of(has_dsum).run.program(constants, want)
 
 

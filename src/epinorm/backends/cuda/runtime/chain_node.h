@@ -61,7 +61,8 @@ struct ChainNode : ag::Node {
       Tensors planes;
       const uint64_t known = wanted | look(waiting, planes);
       const auto& backward = dsum.defined() ? call->backward_with_sum : call->backward;
-      if (const std::shared_ptr<const Program> program = backward->find(known)) {
+      const auto program = backward ? backward->find(known) : nullptr;
+      if (program) {
         Tensors given = order(dy, dsum, tensors, planes);
         if (program->fits(given)) {
           tensors.clear();
