@@ -22,7 +22,7 @@ from epinorm.operator.native_operators import NativeOperator
 from epinorm.operator.undisturbed import is_undisturbed
 from epinorm.problem import Executable, Forward, Inputs, Wanted
 
-_FORWARD, _BACKWARD = 10, (15, 16)
+_FORWARD, _BACKWARD = 10, 16
 """The numbers of arguments; see schema.py."""
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -118,11 +118,12 @@ def shorten_backward(operator: Any) -> None:
         return
 
     def call(*arguments: Any, **named: Any) -> Any:
-        if named or len(arguments) not in _BACKWARD:
+        if len(arguments) == _BACKWARD - 1:  # TorchInductor names what is as by default
+            arguments = (*arguments, named.pop("dsum", None))
+        if named or len(arguments) != _BACKWARD:
             return long(*arguments, **named)
-        dy, x, weight, bias, norm_weight, norm_bias, operands, z, mean, rstd, *facts = arguments
-        dsum = facts.pop() if len(arguments) == max(_BACKWARD) else None
-        wanted = facts.pop()
+        dy, x, weight, bias, norm_weight, norm_bias, operands, z, mean, rstd, *rest = arguments
+        *facts, wanted, dsum = rest
         native = _native(name, *facts, *wanted)
         read = (dy, x, weight, bias, norm_weight, norm_bias, *operands, dsum, z, mean, rstd)
         made = native.find(read)
