@@ -163,27 +163,21 @@ def test_wrong_solutions_are_caught_with_their_reason(name: str) -> None:
 @pytest.mark.parametrize(
     ("says", "computes", "status"), [(11.0, 117.0, "failed"), (48.0, 107.0, "passed")]
 )
-def test_waits_for_a_cpu_confirm_no_times(
-    says: float, computes: float, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_for_a_cpu_confirm_no_times(says: float, computes: float, status: str) -> None:
     """As works_after_the_clock and right were on two cores among nine processes: by the mean of
     what the former says, a run would take 60 us, as long as its work does."""
-    found = confirmed(monkeypatch, says, itertools.repeat(computes), 4)
+    found = confirmed(says, itertools.repeat(computes), 4)
     assert found == (status, 1 + timing.WANTED if status == "passed" else timing.TRIES)
 
 
 @pytest.mark.parametrize(("few", "status"), [(2, "failed"), (3, "passed")])
-def test_what_a_few_batches_confirm_is_tried_more_often(
-    few: int, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_few_batches_confirm_is_tried_more_often(few: int, status: str) -> None:
     computes = [500.0, 107.0, *[500.0] * 20, *[107.0] * (few - 1), *[500.0] * 20]
-    found = confirmed(monkeypatch, 48.0, iter(computes), 0)
+    found = confirmed(48.0, iter(computes), 0)
     assert found == (status, 22 + few - 1 if status == "passed" else timing.MOST_TRIES)
 
 
-def confirmed(
-    monkeypatch: pytest.MonkeyPatch, says: float, computes: Iterator[float], waits: int
-) -> tuple[str, int]:
+def confirmed(says: float, computes: Iterator[float], waits: int) -> tuple[str, int]:
     """What follows from batches of 256 runs of ``says`` microseconds, but for ``waits`` of 3.1 ms,
     that ``computes`` of a CPU and 290 by the judge's clock; and how many it takes, a first one that
     only warms up included."""
@@ -199,8 +193,8 @@ def confirmed(
         seconds=runs * 290e-6 + timing.MESSAGE_SECONDS,
     )
     session: Any = SimpleNamespace(process=solution, device=torch.device("cpu"))
-    judging: Any = SimpleNamespace(units=[], loop=None, wrong=lambda *_: None)
-    monkeypatch.setattr(timing, "_loop_on_cpu", lambda *_: 69.0)
+    longer: Any = SimpleNamespace(clock=None, run=lambda *_: ([-1e9], []))  # than 69 at first
+    judging: Any = SimpleNamespace(units=[], loop=longer, wrong=lambda *_: None)
     batches = timing._Batches(session, judging, timing.EagerTimes(110.0, 160.0, 0.0, 69.0, 115.0))
     batches.runs = runs
     assert batches.take() is None
