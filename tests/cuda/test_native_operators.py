@@ -225,6 +225,22 @@ def test_gradients_as_they_come(native, strides):
         compare(found, expected)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("kind", [torch._neg_view, torch.zeros_like], ids=["negative", "zeros"])
+def test_gradients_whose_memory_is_not_what_they_are(native, kind, place):
+    given = tensors(SUM)
+    _, _, *kept, total = schema.linear_norm_sum_forward(*given, *facts(SUM))
+    leaves = [t.clone().requires_grad_() for t in (*given[:5], *given[5])]
+    dys = list(torch.randn(2, M, N, dtype=torch.float64))
+    dys[place] = kind(dys[place])
+    expected = torch.autograd.grad(layers([*leaves[:5], leaves[5:]], SUM), leaves, dys)
+    if kind is torch.zeros_like:
+        dys[place] = torch._efficientzerotensor((M, N), dtype=torch.float64)
+    for _ in range(4):
+        read = dys[0], *given, total, *kept, *facts(SUM), [True] * 6, dys[1]
+        compare(schema.linear_norm_backward(*read), expected)
+
+
 @pytest.mark.parametrize("used", [True, False])
 def test_a_sum_of_another_dtype_than_the_norms(gpu, used):
     """As under autocast, where nothing widens it: its gradient is converted on the way."""

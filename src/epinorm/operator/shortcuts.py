@@ -139,11 +139,12 @@ def shorten_backward(operator: Any) -> None:
         found = kinds.find(tensors, fact)
         if found is not None:
             executable, want, copies = found
-            native.keep_backward(executable, read, tuple(facts), want, dsum is not None)
             inputs = Inputs(x, weight, bias, norm_weight, norm_bias, tuple(operands), constants)
-            if copies:
+            if copies:  # contiguous ones too, whose sign or zeros are not in memory
                 dy = calls.as_dense(dy)
                 dsum = None if dsum is None else calls.as_dense(dsum)
+            else:
+                native.keep_backward(executable, read, tuple(facts), want, dsum is not None)
             kept = [Forward(z, z, mean, rstd)]
             made = executable.backward(inputs, kept, dy, want, None, None, dsum)
             return calls.in_order(made)
