@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from epinorm.backends import memo, unpromised
 from epinorm.backends.prepack import prepacked
 from epinorm.capture.backend import compile_graph
-from epinorm.operator import schema, shortcuts
+from epinorm.operator import native_operators, schema, shortcuts
 
 CHAIN = "add_residual|layer_norm(1e-05)|silu|mul_channel"
 SUM = "add_residual|layer_norm(1e-05)|silu|returns(sum)"
@@ -73,8 +73,7 @@ def step(
     dsum = [torch.randn_like(total[0])] if total and uses_sum else []
     kept = (total[0] if total else z, mean, rstd)
     before = [None if t is None else t.clone() for t in (*flat, *kept, dy)]
-    named: dict[str, Any] = {} if dsum else {"dsum": None}  # as TorchInductor writes it
-    found = schema.linear_norm_backward(dy, *given, *kept, *facts(chain), wanted, *dsum, **named)
+    found = schema.linear_norm_backward(dy, *given, *kept, *facts(chain), wanted, *dsum)
     assert type(found) is list
     for t, was in zip((*flat, *kept, dy), before, strict=True):
         assert t is None or torch.equal(t, was), "an operator writes over nothing that it is given"
@@ -340,8 +339,31 @@ def test_the_precision_setting_is_read_at_each_call(gpu):
         compare((y,), (nn.functional.silu(y64) * vectors[3].double(),), 1e-4)
 
 
+def test_a_setting_that_another_thread_changes_meanwhile(gpu, monkeypatch):
+    chain, found = "layer_norm(1e-05)|silu", native_operators.passes_of
+
+    def meanwhile(*given: Any) -> Any:
+        torch.set_float32_matmul_precision("high")
+        return found(*given)
+
+    def kernels(setting: str) -> list[str]:
+        torch.set_float32_matmul_precision(setting)
+        x, weight, vectors = torch.randn(24, 256), torch.randn(N, 256), list(torch.randn(3, N))
+        gpu.launches.clear()
+        schema.linear_norm(x, weight, *vectors, [], *facts(chain, "single"))
+        return gpu.kinds()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native_operators, "passes_of", meanwhile)
+        for _ in range(4):
+            assert kernels("highest") == ["split", "linear_norm", "rescue"]
+    for _ in range(4):
+        assert kernels("high") == ["linear_norm"]
+
+
 @pytest.mark.filterwarnings("ignore:prepack keeps nothing")
 def test_a_prepacked_weight_is_read_where_it_is_kept(gpu, streams):
+    gpu.refuses_graphs = True  # which repeat what was launched, where x comes to the same address
     weight, vectors = torch.randn(N, 256), list(torch.randn(3, N))
     chain = "layer_norm(1e-05)|silu"
 
@@ -362,9 +384,10 @@ def test_a_prepacked_weight_is_read_where_it_is_kept(gpu, streams):
         weight.mul_(2)
         assert calls() == [2, 1, 1, 1, 1]
     weight.mul_(2)
-    gpu.capturing, before = True, gpu.replayed  # so that no graph stands for the launches
-    assert calls() == [1] * 5
-    assert gpu.replayed == before + 15
+    for _ in range(5):
+        before = gpu.replayed
+        assert splits() == 1
+        assert gpu.replayed >= before + 3
 
 
 def test_a_chains_own_numbers_are_its_own(native):

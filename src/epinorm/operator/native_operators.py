@@ -9,7 +9,7 @@ import torch
 
 from epinorm.backends.prepack import marked
 from epinorm.operator.calls import Facts, constants_of, remembering
-from epinorm.precision import fp32_precision
+from epinorm.precision import takes_tf32
 from epinorm.problem import Executable, NativePasses, Wanted
 
 
@@ -80,8 +80,8 @@ class NativeOperator(Native):
         self, executable: Executable, tensors: Sequence[Any], program: Any, outputs: Sequence[Any]
     ) -> None:
         if outputs and all([t is None or t.is_contiguous() for t in tensors]):
-            asked = setting_of(executable)
-            self.made().add_operator(self._name, tensors, asked, program, outputs)
+            setting = setting_of(executable)
+            self.made().add_operator(self._name, tensors, setting, program, outputs)
 
 
 def passes_of(executable: Executable, facts: Facts) -> NativePasses | None:
@@ -91,5 +91,8 @@ def passes_of(executable: Executable, facts: Facts) -> NativePasses | None:
 
 
 def setting_of(executable: Executable) -> Any:
-    """PyTorch's setting for fp32 products, where the call depends on it."""
-    return fp32_precision() if executable.problem.dtype == torch.float32 else None
+    """PyTorch's setting for fp32 products that the executable was made for, if it depends on it:
+    another thread may have changed it meanwhile."""
+    problem = executable.problem
+    depends = problem.dtype == torch.float32 and takes_tf32(problem.m, problem.k, problem.n)
+    return problem.precision if depends else None
