@@ -87,8 +87,9 @@ def any_flagged(case: Case) -> bool:
     assert found is not None
     written = found[1]
     written.finish()
-    at = written.any_flag - written.flags.data_ptr()
-    return written.flags[at : at + 4].view(torch.int32).item() != 0
+    flags = written.by_row.held
+    at = written.any_flag - flags.data_ptr()
+    return flags[at : at + 4].view(torch.int32).item() != 0
 
 
 def by_pytorch(case: Case, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -70,7 +70,7 @@ class PlaneProducts:
         want: Wanted,
         left: KeptPlanes | None,
         into: Tensor | None,
-        later: Later | None,
+        later: Later | None = None,
     ) -> tuple[NormGradients, Tensor | None, Tensor | None]:
         """The norm's gradients with dz, dX and dW; the arguments are those of `backward`."""
         if residual_has_dz(self.problem, want):
