@@ -1,7 +1,8 @@
 """What enters the norm as a second result, on a GPU: both results and all gradients."""
 
-from __future__ import gc
+from __future__ import annotations
 
+import gc
 import math
 
 import pytest
