@@ -76,11 +76,30 @@ class OneFrozen(Attention):
         self.v.bias = None
 
 
+class OneBias(Attention):
+    """Biases of one value for all channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_q, self.of_k = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = F.linear(x, self.q.weight, self.of_q), F.linear(x, self.k.weight, self.of_k)
+        return q.sin() * k.cos()
+
+
+class Mapped(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(super().forward)(x.unsqueeze(1)).squeeze(1)
+
+
 CASES: dict[type[nn.Module], list[int]] = {
     Attention: [3],
     Results: [],
     InPlace: [2],  # of the other x, where v is of another chain
     OneFrozen: [],
+    OneBias: [],
+    Mapped: [3],
 }
 
 

@@ -149,4 +149,6 @@ def storage_of(node: fx.Node) -> int | None:
     value = value_of(node)
     if value is None or value.layout is not torch.strided:
         return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):  # of vmap and grad
+        value = torch._C._functorch.get_unwrapped(value)
     return value.untyped_storage()._cdata

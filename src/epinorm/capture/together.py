@@ -87,6 +87,8 @@ def _is_plain(found: Found) -> bool:
     y = value_of(found.nodes[0])
     if y is None or not all(isinstance(size, int) for size in y.shape):
         return False
+    if found.bias is not None and tensor_of(found.bias).shape != y.shape[-1:]:
+        return False  # one value for all channels
     part = torch.empty((*y.shape[:-1], 2 * y.shape[-1]), device="meta")[..., : y.shape[-1]]
     return _can_read(found.nodes[0], part)
 
