@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import epinorm
@@ -15,6 +14,7 @@ from epinorm import Chain, GroupNorm, LinearNorm
 from epinorm.chain import reference
 from epinorm.operator import dispatch, schema, transforms
 from epinorm.operator.calls import run_inference
+from watching import SeesOperators
 
 NORMS = ["group_norm(2,1e-05)", "layer_norm(1e-05)", "rms_norm"]
 STRATEGIES = ["auto", "reference"]
@@ -320,16 +320,9 @@ def test_a_package_of_aotinductor(tmp_path):
 
 
 def test_modes_see_the_operator():
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Watch(), torch.no_grad():
+    with SeesOperators() as mode, torch.no_grad():
         block()(torch.randn(5, 10))
-    assert schema.linear_norm in seen
+    assert schema.linear_norm in mode.seen
     with torch.profiler.profile() as profile, torch.no_grad():
         block()(torch.randn(5, 10))
     assert "epinorm::linear_norm" in {event.key for event in profile.key_averages()}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from epinorm.capture.backend import compile_graph
 from epinorm.operator import schema
+from watching import SeesOperators
 
 M, K, N = 6, 8, 16
 GROUP = "group_norm(4,1e-05)|leaky_relu(0.01)|scale(2.0)"
@@ -162,18 +162,12 @@ def test_a_chains_own_numbers_are_its_own() -> None:
 
 
 def test_autograd_and_modes_still_see_the_operator(dispatched: Counter[str]) -> None:
-    class Sees(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    seen: list[Any] = []
     given = tensors()
     for _ in range(2):
         forward(*given, GROUP, *FACTS)
-    with Sees():
+    with SeesOperators() as mode:
         forward(*given, GROUP, *FACTS)
-    assert seen[0] is forward
+    assert mode.seen[0] is forward
     given[1].requires_grad_()
     for _ in range(2):
         y = forward(*given, GROUP, *FACTS)

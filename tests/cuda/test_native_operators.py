@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from epinorm.backends import memo, unpromised
 from epinorm.backends.prepack import prepacked
 from epinorm.capture.backend import compile_graph
 from epinorm.operator import native_operators, schema, shortcuts
+from watching import SeesOperators
 
 CHAIN = "add_residual|layer_norm(1e-05)|silu|mul_channel"
 SUM = "add_residual|layer_norm(1e-05)|silu|returns(sum)"
@@ -276,16 +276,10 @@ def test_the_stream_and_the_device_are_asked_for_at_each_call(gpu, native, monke
 
 
 def test_modes_autograd_and_transforms_see_the_operator(native):
-    class Sees(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    seen: list[Any] = []
     given = tensors()
-    with Sees():
+    with SeesOperators() as mode:
         y = schema.linear_norm(*given, *facts())
-    assert seen[0] is schema.linear_norm
+    assert mode.seen[0] is schema.linear_norm
     by_sample = torch.vmap(
         lambda row, r: schema.linear_norm(row[None], *given[1:5], [r[None], given[5][1]], *facts())
     )
