@@ -87,7 +87,8 @@ def _arithmetic(
         if rounds == 1 and length > SPLIT_LENGTH:
             gain = max(gain, (length / SPLIT_LENGTH) ** SPLIT_GAIN)
         found.append(padded / (rate * share * gain))
-    return min(found)
+    # Splitting sums fills the GPU; it does not outrun it.
+    return max(min(found), 2.0 * rows * columns * length / rate)
 
 
 def _split_gain(tiles: int, length: int, shortest: int, gpu: Gpu) -> float:
