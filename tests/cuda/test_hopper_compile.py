@@ -147,6 +147,9 @@ HELD = [
     ((16384, 1024, 1024, 1), F16, RESIDUAL, True),
     ((16384, 768, 32, 24), HIGHEST, "add_residual|group_norm({groups})", True),
     ((16384, 768, 32, 24), HIGHEST, "group_norm({groups})|mul_element", False),
+    ((65536, 256, 256, 1), HIGHEST, RESIDUAL, False),  # in clusters, in turn
+    ((65536, 1024, 256, 1), HIGHEST, RESIDUAL, False),  # together
+    ((65536, 256, 192, 1), HIGHEST, RESIDUAL, True),
 ]
 
 
@@ -178,6 +181,18 @@ def test_tiles_that_the_plan_seldom_takes(tile, kind):
     problem = problem_of(*(4096, 1024, 16, 64), kind, training)
     stages = largest_stages(hopper_plan.instance_for(problem, tile))
     check(source_of(problem, dataclasses.replace(tile, stages=min(stages, 12))))
+
+
+@pytest.mark.parametrize("k", [128, 256, 1024])
+@pytest.mark.parametrize("chain", ["layer_norm|relu", "rms_norm|silu", "gelu|layer_norm|gelu"])
+def test_two_planes_in_clusters(chain, k):
+    """Inference at 256 channels; z beside it where a part is narrower."""
+    for channels, training in ((256, False), (224, True)):
+        problem = problem_of(65536, k, channels, 1, HIGHEST, training, chain)
+        problem = dataclasses.replace(problem, has_norm_bias="rms" not in chain)
+        tile = hopper_plan.choose_tile(problem, SMS)
+        assert tile.cluster_n == 2
+        check(source_of(problem, tile))
 
 
 def test_the_largest_ring_fits_and_one_slot_more_does_not():

@@ -204,6 +204,39 @@ def test_the_benchmark_takes_the_tile_that_was_measured_best(kind, block_m, bloc
     assert (tile.block_m, tile.block_n, tile.ping_pong) == (block_m, block_n, ping_pong)
 
 
+@pytest.mark.parametrize(
+    ("facts", "block_m", "block_n", "blocks"),
+    [
+        (dict(m=65536, k=256, channels=256, groups=1), 64, 128, 2),  # in turn
+        (dict(m=65536, k=256, channels=256, groups=1, training=True), 64, 128, 2),
+        (dict(m=65536, k=128, channels=192, groups=1), 64, 96, 2),
+        (dict(m=16384, k=1024, channels=256, groups=4), 128, 128, 2),  # together
+        (dict(m=65536, k=256, channels=128, groups=2), 128, 128, 1),
+        (dict(m=1024, k=256, channels=256, groups=1), 64, 256, 1),  # too few tiles
+        (dict(m=65536, k=256, channels=256, groups=1, kind="high"), 64, 256, 1),
+    ],
+)
+def test_two_planes_share_groups_of_up_to_256_in_clusters(facts, block_m, block_n, blocks):
+    tile = hopper_plan.choose_tile(problem_of(**{"kind": "highest", **facts}), SMS)
+    assert (tile.block_m, tile.block_n, tile.cluster_n) == (block_m, block_n, blocks)
+    assert tile.ping_pong == (block_m == 64 and tile.consumer_n == block_n)
+
+
+HEAVY_TO_KEEP = [
+    "mish|layer_norm",
+    "dropout(0.1)|layer_norm",
+    "add_residual|layer_norm|mul_element",
+]
+
+
+@pytest.mark.parametrize("chain", HEAVY_TO_KEEP)
+def test_two_planes_that_keep_z_take_no_cluster_whose_registers_spill(chain):
+    for channels, training, least in ((256, True, 0), (256, False, 2), (224, True, 2)):
+        problem = problem_of(65536, 256, channels, 1, "highest", training, chain)
+        found = [t for t in hopper_plan.candidates(problem) if not t.split_columns]
+        assert len([t for t in found if t.cluster_n > 1]) == least
+
+
 def test_a_measured_tile_overrides_the_model(monkeypatch):
     problem = problem_of(520, 256, 16, 32)
     chosen = hopper_plan.choose_tile(problem, SMS)

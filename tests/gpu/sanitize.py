@@ -89,6 +89,7 @@ CLUSTERS = (
     (70, 200, 1024, 1, "bfloat16", False),
     (70, 200, 2048, 1, "float16", True),
     (70, 200, 768, 1, "high", True),  # and its range guard's
+    (70, 200, 256, 33, "highest", True),  # enough tiles for clusters
 )
 # Of a training step whose backward pass writes dz as planes: rows, K, groups of 16 channels. Held
 # by a block; by two of a cluster, the last one with lanes to spare. At `high` the kernel between

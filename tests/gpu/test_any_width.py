@@ -187,11 +187,12 @@ def test_hard_inputs(hard, n, text, strategy):
 
 
 @pytest.mark.parametrize("hard", [outliers, denormals, zeros, spread])
-def test_hard_inputs_in_clusters(hard):
-    """One plane and the norm in one kernel, whose range guard shares groups of 1024 too."""
-    tensors = tensors_of(2100, 256, 1024, "add_residual|layer_norm|silu")
+@pytest.mark.parametrize(("m", "n", "precision"), [(2100, 1024, "high"), (8500, 256, "highest")])
+def test_hard_inputs_in_clusters(m, n, precision, hard):
+    """The norm in one kernel with the product, whose range guard shares groups of 1024 too."""
+    tensors = tensors_of(m, 256, n, "add_residual|layer_norm|silu")
     hard(*tensors[:2])
-    check(tensors, "add_residual|layer_norm|silu", "high", "single", times=2.0)
+    check(tensors, "add_residual|layer_norm|silu", precision, "single", times=2.0)
 
 
 @pytest.mark.parametrize("n", [75, 768, 4096])

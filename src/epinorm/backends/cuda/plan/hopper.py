@@ -43,8 +43,11 @@ SHORT_SUM = 128
 FEWEST_SHARED_CHANNELS = {2: 640, 4: 512}
 """Of such groups, by bytes of x: for 512 in 16 bit, two warpgroups that split 64 rows' columns were
 as fast or faster."""
-NARROWEST_SHARE = 128
-"""Columns of a block's part of such a group: more blocks wait longer for each other."""
+NARROWEST_SHARE = {1: 128, 2: 72}
+"""Columns of a block's part of such a group, by planes: more blocks wait longer for each other."""
+WIDEST_THAT_KEEPS = 112
+"""Columns of such a part, two planes, where z or the sum is written: or registers spill. In turn,
+and with a light chain, 128 columns spill a few that a tile needs once."""
 MOST_STAGES = 12
 EVEN_SHARE = 0.9
 """Of the multiprocessors, that must stay at work where tiles are shared out evenly."""
@@ -123,23 +126,29 @@ def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
             if channels % (16 * blocks) == 0 and 64 <= channels // blocks <= widest:
                 width = channels // blocks
                 yield Tile(64, width, 0, False, split_columns=True, cluster_n=blocks)
-        if planes == 1 and channels >= FEWEST_SHARED_CHANNELS[problem.dtype.itemsize]:
-            yield from _cluster_shapes(problem)
+        if planes == 2 or channels >= FEWEST_SHARED_CHANNELS[problem.dtype.itemsize]:
+            yield from _cluster_shapes(problem, planes)
 
 
-def _cluster_shapes(problem: Problem) -> Iterator[Tile]:
+def _cluster_shapes(problem: Problem, planes: int) -> Iterator[Tile]:
     """Tiles of blocks that share a group, each block's warpgroups with rows of their own."""
     elements = problem.chain.operand_kinds.count("element")
     keeps = problem.keeps_z or problem.chain.returns_sum
     many = elements > 1 or (elements and keeps) or problem.chain.rounding == "eager"
     widest = 192 if many else 256  # or registers spill
+    if planes == 2:
+        alone = any(op.operand is None for op in problem.chain.pre)
+        heavy = elements > 1 or alone or "seed" in problem.chain.operand_kinds
+        widest = WIDEST_THAT_KEEPS if keeps and heavy else WIDEST[2]
     channels = columns_of(problem)
     for blocks, at_once in CLUSTERS_AT_ONCE.items():
         width = channels // blocks
-        if channels % (8 * blocks) or not NARROWEST_SHARE <= width <= widest:
+        if channels % (8 * blocks) or not NARROWEST_SHARE[planes] <= width <= widest:
             continue
         groups = problem.n // channels
         for rows, ping_pong in ((128, False), (64, True)):
+            if planes == 2 and keeps and not ping_pong and width > WIDEST_THAT_KEEPS:
+                continue
             if math.ceil(problem.m / rows) * groups >= at_once:  # fewer leave the GPU half empty
                 yield Tile(rows, width, 0, ping_pong, cluster_n=blocks)
 

@@ -138,7 +138,9 @@ def operand_slots(instance: Instance[Tile]) -> int:
     """Slots of the ring, behind a tile's last step, for the chain's one element operand; 0: the
     epilogue reads such operands from memory. They pay in clusters and with two planes."""
     tile, problem, size = instance.tile, instance.problem, instance.problem.norm_dtype.itemsize
-    pays = tile.cluster_n > 1 if tile.ping_pong else problem.planes == 2 and tile.cluster_n == 1
+    in_cluster = tile.cluster_n > 1
+    together = problem.planes == 2 and not (in_cluster and tile.split_columns)
+    pays = in_cluster if tile.ping_pong else together
     kinds = problem.chain.operand_kinds
     serves = kinds.count("element") == 1 and "seed" not in kinds  # or registers spill
     aligned = rows_aligned(problem) and size == problem.out_dtype.itemsize
