@@ -110,7 +110,8 @@ def test_a_flagged_row_changes_no_other(hard, training, tile):
     ours = after.y[rows]
     assert torch.equal(ours.isnan(), eager.isnan())
     if not eager.isnan().any():
-        allowed = allowed_error(relative_error(eager, truth), torch.float32)
+        # Few rows, each a sum of its own in plain fp32 (test_precision.py allows as much).
+        allowed = 2.0 * allowed_error(relative_error(eager, truth), torch.float32)
         assert relative_error(ours, truth) <= allowed
 
 
@@ -133,7 +134,7 @@ def test_a_flagged_column_changes_its_group_alone(hard, tile):
             eager, truth = case.pytorch(None)["y"], case.pytorch(torch.float64)["y"]
             assert torch.equal(after.y.isnan(), eager.isnan())
             if not eager.isnan().any():
-                allowed = allowed_error(relative_error(eager, truth), torch.float32)
+                allowed = 2.0 * allowed_error(relative_error(eager, truth), torch.float32)
                 assert relative_error(after.y, truth) <= allowed
 
 
