@@ -46,8 +46,8 @@ as fast or faster."""
 NARROWEST_SHARE = {1: 128, 2: 72}
 """Columns of a block's part of such a group, by planes: more blocks wait longer for each other."""
 WIDEST_THAT_KEEPS = 112
-"""Columns of such a part, two planes, where z or the sum is written: or registers spill. In turn,
-and with a light chain, 128 columns spill a few that a tile needs once."""
+"""Columns of such a part, two planes, where z or the sum is written behind a chain that is not
+light: or registers spill, hundreds of bytes."""
 MOST_STAGES = 12
 EVEN_SHARE = 0.9
 """Of the multiprocessors, that must stay at work where tiles are shared out evenly."""
@@ -147,10 +147,14 @@ def _cluster_shapes(problem: Problem, planes: int) -> Iterator[Tile]:
             continue
         groups = problem.n // channels
         for rows, ping_pong in ((128, False), (64, True)):
-            if planes == 2 and keeps and not ping_pong and width > WIDEST_THAT_KEEPS:
+            # Fewer leave the GPU half empty, but by two planes such tiles in turn were faster than
+            # one block's. A residual's slot of the ring is in the next warpgroup's way.
+            few = math.ceil(problem.m / rows) * groups < at_once
+            if few and not (planes == 2 and ping_pong):
                 continue
-            if math.ceil(problem.m / rows) * groups >= at_once:  # fewer leave the GPU half empty
-                yield Tile(rows, width, 0, ping_pong, cluster_n=blocks)
+            if planes == 2 and ping_pong and elements:
+                continue
+            yield Tile(rows, width, 0, ping_pong, cluster_n=blocks)
 
 
 def candidates(problem: Problem) -> Iterator[Tile]:

@@ -42,6 +42,11 @@ CLUSTER = 1.01
 
 SHARED_GROUP = {1: 1.1, 2: 2.0}
 """By planes: what blocks whose warpgroups split columns take longer for the exchange."""
+SHARED_BY_PLANES = 1.2
+"""The same of other tiles of two planes: blocks that share groups, or warpgroups of one block.
+Their kernels took 1.28 times the estimate at the median of 58 (23 shapes, by which this was chosen;
+0.7 to 1 with few rows, 1.1 to 1.5 with many, up to 1.85 with K of 128 or spills), and strategy.py's
+factor for planes comes on top."""
 CLUSTERS_AT_ONCE = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 """That an H200 with its 132 multiprocessors holds: a cluster stays within a GPC."""
 L2_BYTES_PER_CYCLE, L2_BYTES_OF_SPLIT_COLUMNS = 46, 64
@@ -154,8 +159,11 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     if problem.matrix_dtype is not None:
         moved += problem.m * problem.n * problem.matrix_dtype.itemsize
     memory = START + moved / MEMORY_BYTES_PER_CYCLE
-    if tile.cluster_n > 1 and tile.split_columns:
+    in_cluster = tile.cluster_n > 1
+    if in_cluster and tile.split_columns:
         total *= SHARED_GROUP[planes]
+    elif planes == 2 and (in_cluster or tile.split_columns):
+        total *= SHARED_BY_PLANES
     if tile.fp32_input:
         total *= FP32_INPUT
     return max(total, memory) + NOT_HIDDEN * min(total, memory)

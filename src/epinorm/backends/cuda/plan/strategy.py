@@ -25,7 +25,10 @@ CORE_VARIABLE = "EPINORM_CORE"
 
 WIDEST_TILE, LARGEST_GUARDED_GROUP = 256, 2048
 """Channels of a group that the range guard of the single kernel can compute again: by one block,
-and by clusters of blocks. Two planes in clusters lose to a norm kernel of its own (decision 12)."""
+and by clusters of blocks."""
+WIDEST_BY_TWO_PLANES, ITS_FEWEST_ROWS = 512, 8192
+"""Channels of a group up to which the single kernel is taken by two planes, and from how many rows
+on beyond `WIDEST_TILE`: wider ones lose to a norm kernel of its own (decision 12)."""
 
 # What the host of an H200 takes for a model of one such chain, in microseconds of which eager's
 # layers take costs.eager_host: no call is faster for long, whatever the GPU takes. One kernel; fp32
@@ -251,7 +254,9 @@ def _why_not(problem: Problem, core: Core) -> str | None:
 
 def largest_guarded_group(problem: Problem) -> int:
     """Channels of a group up to which the Hopper core's single kernel is taken in planes."""
-    return LARGEST_GUARDED_GROUP if problem.planes == 1 else WIDEST_TILE
+    if problem.planes == 1:
+        return LARGEST_GUARDED_GROUP
+    return WIDEST_BY_TWO_PLANES if problem.m >= ITS_FEWEST_ROWS else WIDEST_TILE
 
 
 def _tile_text(problem: Problem, core: Core) -> str:
