@@ -222,6 +222,15 @@ def test_a_model_that_needs_values_is_told_as_far_as_it_goes() -> None:
     assert any(re.search(r"breaks at .*test_explain.py:\d+", note) for note in explained.notes)
 
 
+def test_a_call_that_is_refused_is_no_model_without_chains(capfd: Any) -> None:
+    made = model(lambda self, x: self.norm(self.fc(x)))()
+    said = str(epinorm.explain(made, torch.randn(ROWS, K + 1)))
+    assert "not seen: without values the model stops (" in said
+    assert "no chain" not in said
+    assert "Traceback" not in capfd.readouterr().err  # PyTorch's log of what raises
+    assert "no chain" in str(epinorm.explain(nn.Identity(), torch.randn(ROWS, K)))
+
+
 class AsksForAStream(Model):
     """As transformers does in front of its masks: without a driver the question raises."""
 

@@ -93,6 +93,13 @@ class Mapped(Attention):
         return torch.vmap(super().forward)(x.unsqueeze(1)).squeeze(1)
 
 
+class Heads(Attention):
+    """Losses of their own, of which a step may take one."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.q(x).sin(), self.k(x).cos(), self.v(x).exp()
+
+
 CASES: dict[type[nn.Module], list[int]] = {
     Attention: [3],
     Results: [],
@@ -100,6 +107,7 @@ CASES: dict[type[nn.Module], list[int]] = {
     OneFrozen: [],
     OneBias: [],
     Mapped: [3],
+    Heads: [],
 }
 
 
@@ -229,6 +237,18 @@ def test_what_changes_between_them_keeps_them_apart() -> None:
     with torch.no_grad():
         torch.testing.assert_close(rewritten(model, groups)(x.clone()), model(x))
     assert 3 not in groups
+
+
+def test_a_loss_of_one_result_gives_the_others_no_gradient() -> None:
+    """Zeros are a gradient to optimizers: momentum and weight decay go on."""
+    model, groups = Heads(), list[int]()
+    policy, *_ = rewritten(model, groups)(torch.randn(2, ROWS, K))
+    policy.sum().backward()
+    assert [p.grad is None for p in model.parameters()] == [False] * 2 + [True] * 6
+    with torch.no_grad():
+        torch._dynamo.reset()
+        rewritten(model, groups)(torch.randn(2, ROWS, K))
+    assert groups == [3]
 
 
 def test_in_inference_too_but_not_for_few_rows() -> None:

@@ -339,7 +339,7 @@ def run_without_values(
     args, kwargs = pytree.tree_map(without_values, (args, kwargs))
     state = random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), mock.patch.object(_FAKE_TENSORS, "disabled", True):
             backend = backend_for(twin)
             captured, _ = capture(twin, backend)
             captured(twin, *args, **kwargs)

@@ -221,7 +221,10 @@ def _explanation(name: str, recorders: list[Recorder], notes: tuple[str, ...]) -
             if graph.broken_by:
                 breaks[_break(graph)] = None
             breaks |= dict.fromkeys(graph.unseen)
-    unseen = any(graph.unseen for recorder in recorders for graph in recorder.graphs)
+    graphs = [graph for recorder in recorders for graph in recorder.graphs]
+    unseen = any(graph.unseen for graph in graphs) or bool(
+        notes and not graphs
+    )  # it stopped at once
     shown = tuple(rows.values()), (*breaks, *notes), tuple(linears.values())
     return Explanation(name, *shown, seen=bool(rows) or not unseen)
 

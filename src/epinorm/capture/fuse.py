@@ -212,6 +212,11 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
             or _has_any_global_hook()
         ):
             return _as_written(own, name, args, kwargs)
+        for value in args if not kwargs else (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.is_nested:
+                # Dynamo's guards of other calls would end the process: they ask for strides.
+                log_once(f"{name} runs its own code on nested tensors, unfused")
+                return own(*args, **kwargs)
         if fused.of_class is not model.__class__ or fused.recorder.saw_frames:
             fused.find_units(model)
         if fused.units:

@@ -10,7 +10,9 @@ Under autocast each weight is copied at each call anyway: a compiler's cast writ
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx import traceback
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -46,6 +49,7 @@ def groups_of(
     """By each one's linear layer, the two or more that are faster as one; compiled: whether a
     compiler joins casts to what puts tensors together."""
     readers: dict[Any, list[Found]] = {}
+    gradients_of = _sources_of_gradients(search)
     for place in places:
         found = place.found if place.taken else None
         is_cast = found is None and compiled
@@ -54,7 +58,9 @@ def groups_of(
         if found is not None and _is_plain(found) and (not is_cast or _is_cast(found)):
             given = [value_of(node) for node in (found.linear.weight, found.bias)]
             asks = tuple(t is not None and t.requires_grad for t in given)
-            kind = found.linear.x, found.bias is None, asks, is_cast
+            y = found.nodes[0]
+            sources = gradients_of[y] if any(asks) and _wants_gradient(y) else 0
+            kind = found.linear.x, found.bias is None, asks, sources, is_cast
             readers.setdefault(kind, []).append(found)
     groups = {}
     for (*_, is_cast), group in readers.items():
@@ -62,6 +68,28 @@ def groups_of(
         if faster and _is_undisturbed(search, group):
             groups.update(dict.fromkeys([each.nodes[0] for each in group], group))
     return groups
+
+
+def _sources_of_gradients(search: Search) -> dict[fx.Node, int]:
+    """By node, a bit for each result that it has a part in, and for each tensor that is changed by
+    it. As one, Linears have a gradient if any has: where a loss reads the result of one alone, the
+    others would get zeros for None, which optimizers take for a gradient."""
+    found: dict[fx.Node, int] = defaultdict(int)
+    bits, effects = itertools.count(), {node for node, _ in search.effects}
+    for node in reversed(search.graph.nodes):
+        if node in effects:
+            found[node] |= 1 << next(bits)
+        for given in node.all_input_nodes:
+            if node.op == "output":
+                found[given] |= 1 << next(bits)
+            elif node in effects or _wants_gradient(node):
+                found[given] |= found[node]
+    return found
+
+
+def _wants_gradient(node: fx.Node) -> bool:
+    values = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def _is_cast(found: Found) -> bool:

@@ -42,7 +42,13 @@ class Kinds(Generic[T]):
 
     def find(self, tensors: Sequence[Any], fact: Any) -> T | None:
         """What was kept for tensors like these and an equal fact; x may have other rows."""
-        for kind in self.by_count.get(len(tensors), ()):
+        kinds = self.by_count.get(len(tensors))
+        if not kinds:
+            return None
+        for t in tensors:
+            if getattr(t, "is_nested", False):
+                return None  # the guard would end the process: it asks for strides
+        for kind in kinds:
             if kind.fits(*tensors):
                 return kind.found.get(kind.key(tensors, fact))
         return None
