@@ -226,14 +226,16 @@ def _planes(problem: Problem, core: Core, layout: Layout) -> Bound:
 
     The product is the single kernel of the chain without a norm (gemm/forward.py), its range guard
     included, so prepacked weights, tuned tiles and planes kept for the backward pass are the same.
-    z goes through memory once; the norm kernel starts early behind the guard. A sum that is a
-    result is the matrix between the two, where backward needs no z besides.
+    z goes through memory once; the norm kernel starts early behind the guard, and writes y over it
+    where nothing else reads it. A sum that is a result is the matrix between the two, where
+    backward needs no z besides.
     """
     pre, keeps_z, returns_sum = problem.chain.pre, problem.keeps_z, problem.chain.returns_sum
     of_pre = sum(op.operand is not None for op in pre)
     constants_of_pre = sum(len(op.arguments) for op in pre)
     multiply = single.bind(product_of(problem), core, layout, problem)
-    normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size)
+    over_z = not (problem.training or returns_sum) and problem.out_dtype == problem.dtype
+    normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size, over_z)
 
     def run(inputs: Inputs) -> Forward:
         x, weight, bias, norm_weight, norm_bias, operands, constants = inputs
