@@ -74,6 +74,38 @@ def test_what_is_launched_computes_the_chain(text, strategy, kernels, gpu: Any) 
             )
 
 
+@pytest.mark.parametrize("strategy", ["planes", "epilogue"])
+@pytest.mark.parametrize(
+    ("text", "training", "over"),
+    [
+        ("silu|layer_norm|gelu", False, True),
+        ("silu|layer_norm|gelu", True, False),
+        ("silu|layer_norm|gelu|returns(sum)", False, False),
+        ("layer_norm|gelu|returns(sum)", False, False),
+    ],
+)
+def test_y_takes_zs_place_where_nothing_else_reads_z(
+    strategy, text, training, over, gpu: Any
+) -> None:
+    """In Python's launches, and in native ones, of which a graph is made too."""
+    given, operands = tensors(text)
+    given[0] = torch.randn(2, M // 2, K)
+    given[1].requires_grad_(training)
+    for _ in range(6):
+        found = apply_chain(*given, operands, text, strategy)
+        y, *total = found if isinstance(found, tuple) else (found,)
+        (norm,) = [launch for launch in gpu.launches if launch.kind == "norm_forward"]
+        z_at, y_at = norm.arguments[0], norm.arguments[5]
+        assert (z_at == y_at) == over
+        assert y.data_ptr() == y_at
+        assert all(t.data_ptr() != y_at for t in total)
+        exact = expected(given, operands, text)
+        exact, *_ = exact if isinstance(exact, tuple) else (exact,)
+        torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-4)
+        gpu.launches.clear()
+    assert gpu.replayed
+
+
 def test_before_the_norm_all_is_computed_on_the_way_unless_it_is_kept(gpu: Any) -> None:
     text = "silu|add_residual|layer_norm|mul_channel"
     facts = dict(m=64, k=64, channels=96, groups=1, kind="highest", chain=text)

@@ -384,7 +384,8 @@ def test_addresses_that_come_back_are_a_graph(gpu, caller):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_where_memory_peaks_no_graph_holds_it(gpu, training):
-    """In training the planes of x and W are given back before y is made: 4 MB of Dreamer's peak."""
+    """In training the planes of x and W are given back before y is made: 4 MB of Dreamer's peak.
+    In inference y takes z's place."""
     x, weight, bias, gamma, beta, operand = tensors()
     facts = (CHAIN, "planes", False, None)
     inputs = Inputs(x, weight, bias, gamma, beta, (operand,), calls.constants_of(facts))
@@ -398,7 +399,7 @@ def test_where_memory_peaks_no_graph_holds_it(gpu, training):
         made = executable.forward(*inputs)
     held = list(accumulate(event.cpu_memory_usage for event in profile.function_events))
     planes, of_matrix = 2 * 2 * K * (M + N), made.y.nbytes
-    assert (max(held) > planes + 2 * of_matrix) == (not training)
+    assert planes + of_matrix < max(held) < planes + 2 * of_matrix
 
 
 def test_no_graph_while_a_stream_is_captured(gpu, caller):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from epinorm.backends.cuda.executable import CudaExecutable
+from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.norm_forward import FEW, forward_plans
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.problem import Layout, Plan
@@ -76,6 +77,28 @@ def test_wide_groups_wait_in_shared_memory_or_are_read_again(norm_case):
         for channels in (8192, 16384, 20000, 65536)
     ]
     assert kinds == ["registers", "registers", "shared", "reread"]
+
+
+OVER_Z = ((16, 8, 1000), (33, 5, 257), (100, 3, 65), (1024, 1, 1024), (1000, 1, 4096))
+OVER_Z += ((8192, 2, 129), (16384, 1, 33), (20000, 1, 17), (65536, 1, 40), (65537, 1, 9))
+
+
+@pytest.mark.parametrize(("channels", "groups", "rows"), OVER_Z)
+@pytest.mark.parametrize("dtype", [torch.float32, *OTHER_DTYPES])
+def test_y_over_z_has_the_same_bits(norm_case, channels, groups, rows, dtype):
+    """By every kernel: warps and blocks for a group, groups in shared memory and read again; with
+    values that a second reader of them would show."""
+    chain = "mul_channel|group_norm({groups})|silu|add_residual"
+    case = norm_case(channels, groups, rows, dtype, chain, training=False, extra=0)
+    case.z[rows // 2, :: channels // 2 + 1] = float("nan")
+    expected = case.forward().y
+    run = NormForward(case.problem).bind(case.problem.n, tuple(case.z.shape), True)
+    for _ in range(3):
+        z = case.given.clone()
+        y = run(z, *case.inputs[2:]).y
+        assert y is z
+        assert torch.equal(y.isnan(), expected.isnan())
+        assert torch.equal(y.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -215,7 +238,6 @@ def test_cuda_graph_replays_forward_and_backward(norm_case):
     case.backward(case.forward())
     graph = torch.cuda.CUDAGraph()
     from epinorm.backends.cuda.norm.backward import NormBackward
-    from epinorm.backends.cuda.norm.forward import NormForward
 
     with torch.cuda.graph(graph):
         kept = NormForward(case.problem)(case.z, case.inputs)

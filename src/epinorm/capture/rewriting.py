@@ -29,6 +29,7 @@ from epinorm.capture.purity import changed_argument, tensor_of, value_of
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import checkpoints
+from epinorm.capture.spent import let_spend
 from epinorm.capture.together import groups_of, put_together
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller, Uses
@@ -191,6 +192,7 @@ def rewrite(
     places += [place for place in linears if place.norm is not None]
     linears = [place for place in linears if place.norm is None]
     tidy(gm.graph, opened)
+    let_spend(gm.graph)
     if taken or opened or groups:
         gm.graph.lint()
     gm.recompile()

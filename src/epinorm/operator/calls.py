@@ -107,9 +107,10 @@ def executable_of(
     training: bool,
     whole_step: bool = False,
     y_size: tuple[int, ...] | None = None,
+    spends_x: bool = False,
 ) -> Executable:
     """What computes tensors like ``inputs``, which are dense; y_size: of y where its leading
-    dimensions are not folded. whole_step: see ``Problem``."""
+    dimensions are not folded. whole_step, spends_x: see ``Problem``."""
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     device = x.device
     chain, text, *_, has_rows = _structure_of(facts[0])
@@ -118,7 +119,7 @@ def executable_of(
     precision = _precision(x, weight)
     prepacked = bool(marked) and keeps(weight)
     key = (
-        *(text, *facts[1:], training, whole_step, y_size, precision, prepacked),
+        *(text, *facts[1:], training, whole_step, spends_x, y_size, precision, prepacked),
         *(x.shape, x.stride(), x.dtype, device),
         *(weight.shape, weight.stride(), weight.dtype, weight.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device),
@@ -131,7 +132,7 @@ def executable_of(
         return found
     if len(_executables) >= _MOST_EXECUTABLES:
         _executables.clear()
-    problem = _problem(inputs, chain, facts, training, prepacked, whole_step)
+    problem = _problem(inputs, chain, facts, training, prepacked, whole_step, spends_x)
     for tell in planned:
         tell(problem, inputs)
     layout = Layout(x.stride(0), weight.stride(0), y_size or (problem.m, problem.n))
@@ -145,7 +146,13 @@ def _precision(x: Tensor, weight: Tensor) -> Precision:
 
 
 def _problem(
-    inputs: Inputs, chain: Chain, facts: Facts, training: bool, prepacked: bool, whole_step: bool
+    inputs: Inputs,
+    chain: Chain,
+    facts: Facts,
+    training: bool,
+    prepacked: bool,
+    whole_step: bool,
+    spends_x: bool,
 ) -> Problem:
     x = inputs.x
     out_dtype = facts[3] or x.dtype
@@ -166,6 +173,7 @@ def _problem(
         precision=_precision(x, inputs.weight),
         prepacked=prepacked and not training,
         whole_step=whole_step,
+        spends_x=spends_x,
     )
 
 
@@ -253,15 +261,16 @@ def executable_for_call(
     training: bool,
     whole_step: bool = False,
     y_size: tuple[int, ...] | None = None,
+    spends_x: bool = False,
 ) -> Executable:
-    """What computes tensors in the order of ``Inputs``, dense or not; y_size: see
+    """What computes tensors in the order of ``Inputs``, dense or not; y_size, spends_x: see
     ``executable_of``."""
     given = Inputs(*(*tensors, constants_of(facts)))
     dense = _inputs(tensors, given.constants)
     copied = facts[1] == "auto" and dense.weight is not given.weight
     if copied and dense.x.device.type == "cpu" and len(dense.x) < _ROWS_WORTH_A_COPY:
         facts = (facts[0], "reference", *facts[2:])
-    executable = executable_of(dense, facts, training, whole_step, y_size)
+    executable = executable_of(dense, facts, training, whole_step, y_size, spends_x)
     return executable if _are_same(given, dense) else _Copying(executable)
 
 

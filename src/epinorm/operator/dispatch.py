@@ -7,6 +7,7 @@ all that this depends on (``kinds.py``), PyTorch's modes aside, which are looked
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -33,6 +34,9 @@ from epinorm.operator.undisturbed import (
 from epinorm.problem import Inputs, Strategy, check_strategy
 
 _is_grad_enabled = torch.is_grad_enabled
+
+SPENDING = ("cuda",)
+"""Devices where a pass needs memory of x's size, and x's own serves."""
 
 
 class _Found(NamedTuple):
@@ -67,6 +71,8 @@ class Caller:
         check_strategy(strategy)
         self.facts: calls.Facts = (chain, strategy, strict, None)
         self._uses = Uses() if uses is None else uses
+        self._spends_x = False
+        self._spending: Caller | None = None
         self._constants, parsed = calls.constants_of(self.facts), Chain.parse(chain)
         self._kinds_of_operands = parsed.operand_kinds
         self._drops = "seed" in self._kinds_of_operands
@@ -105,6 +111,30 @@ class Caller:
         results = self.again(tensors, self.facts)
         return self._first(tensors, self.facts) if results is None else results
 
+    @property
+    def spending(self) -> Caller:
+        """The same where x is the result of another Caller, which nobody else has; with nothing
+        in common, so that no other call is taken for one of these."""
+        if self._spending is None:
+            self._spending = made = copy(self)
+            made._spends_x, made._spending = True, made
+            made._kinds, made._native = Kinds(), NativeCalls()
+        return self._spending
+
+    def _spends(self, tensors: tuple[Any, ...], facts: calls.Facts) -> bool:
+        """Whether the pass may write over x. What else holds x holds it for a gradient."""
+        x = tensors[0]
+        return (
+            self._spends_x
+            and facts[3] is None
+            and x.__class__ is Tensor
+            and x.dtype == torch.float32
+            and x.device.type in SPENDING
+            and x.is_contiguous()
+            and not x.requires_grad
+            and not (_is_grad_enabled() and torch._C._any_requires_grad(*tensors))
+        )
+
     def _first(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results:
         """As a call that is like no earlier one."""
         asked = (*tensors[:5], tensors[5:], *self.facts[:3])
@@ -113,6 +143,9 @@ class Caller:
             # Checkpointing compares what two runs of a call save, and the second will be like this.
             with torch.no_grad():
                 call(*asked)
+        # Of a call that spends x the ordinary pass is not compiled, nor is it loaded when a second
+        # call is captured.
+        if hooked or self._spends(tensors, facts):
             self._keep(tensors, facts)
             if (found := self.again(tensors, facts)) is not None:
                 return found
@@ -187,7 +220,8 @@ class Caller:
             matrix, operands = calls.fold(x), calls.fold_operands(operands, facts)
             y_size = None if training else (*x.shape[:-1], weight.shape[0])
         given = (matrix, weight, *vectors, operands)
-        made = calls.executable_for_call(given, facts, training, training, y_size)
+        spends_x = self._spends(tensors, facts)
+        made = calls.executable_for_call(given, facts, training, training, y_size, spends_x)
         return _Found(calls.eager_for(made) or made, training, matrix is not x and bool(operands))
 
 

@@ -116,7 +116,9 @@ def recorded() -> Iterator[list[tuple[Problem, Inputs]]]:
     result: list[tuple[Problem, Inputs]] = []
 
     def note(problem: Problem, inputs: Inputs) -> None:
-        problem = dataclasses.replace(problem, whole_step=False)
+        if problem.spends_x:
+            inputs = inputs._replace(x=inputs.x.clone())
+        problem = dataclasses.replace(problem, whole_step=False, spends_x=False)
         if problem not in found:
             found[problem] = inputs
             result.append((problem, inputs))

@@ -195,7 +195,7 @@ def _forward(problem: Problem, plan: Plan, layout: Layout) -> Bound:
         return _planes(problem, plan.core or "hopper", layout)
     z_is_sum = sum_is_z(problem)
     normalise = NormForward(rest_of(problem) if z_is_sum else problem)
-    normalise_rows = normalise.bind(problem.n, layout.y_size)
+    normalise_rows = normalise.bind(problem.n, layout.y_size, _y_over_z(problem))
     bias_in_z = problem.bias_in_z
     # PyTorch takes other kernels where a bias is added in fp32: zeros, so that z's error is eager's
     # (without: 1.85 times as large for 16 rows of 8192).
@@ -220,20 +220,27 @@ def _forward(problem: Problem, plan: Plan, layout: Layout) -> Bound:
     return run
 
 
+def _y_over_z(problem: Problem) -> bool:
+    """Whether the norm kernel alone reads z, which is of y's size, and y is of its dtype."""
+    is_kept = problem.training or problem.chain.returns_sum
+    return not is_kept and problem.out_dtype == problem.dtype
+
+
 def _planes(problem: Problem, core: Core, layout: Layout) -> Bound:
     """Strategy `planes`: an fp32 product by fp16 planes, then the norm kernel, for groups of any
     width.
 
     The product is the single kernel of the chain without a norm (gemm/forward.py), its range guard
     included, so prepacked weights, tuned tiles and planes kept for the backward pass are the same.
-    z goes through memory once; the norm kernel starts early behind the guard. A sum that is a
-    result is the matrix between the two, where backward needs no z besides.
+    z goes through memory once; the norm kernel starts early behind the guard, and writes y over it
+    where nothing else reads it. A sum that is a result is the matrix between the two, where
+    backward needs no z besides.
     """
     pre, keeps_z, returns_sum = problem.chain.pre, problem.keeps_z, problem.chain.returns_sum
     of_pre = sum(op.operand is not None for op in pre)
     constants_of_pre = sum(len(op.arguments) for op in pre)
     multiply = single.bind(product_of(problem), core, layout, problem)
-    normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size)
+    normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size, _y_over_z(problem))
 
     def run(inputs: Inputs) -> Forward:
         x, weight, bias, norm_weight, norm_bias, operands, constants = inputs

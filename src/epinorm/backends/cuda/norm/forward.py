@@ -68,10 +68,17 @@ class NormForward:
         described at ``epinorm.problem.Forward``."""
         return self.bind(z.stride(0), tuple(z.shape))(z, *inputs[2:])
 
-    def bind(self, z_stride: int, z_size: tuple[int, ...]) -> Callable[..., Forward]:
-        """The function of z and of ``Inputs`` from bias on; y has z's size."""
+    def bind(
+        self, z_stride: int, z_size: tuple[int, ...], over_z: bool = False
+    ) -> Callable[..., Forward]:
+        """The function of z and of ``Inputs`` from bias on; y has z's size.
+
+        over_z: y is z, whose rows lie one behind another, of y's size and dtype and nobody else's.
+        In all kernels the thread that writes an element is the only one that reads z there, for the
+        last time for that very value; so the read-only path holds z as it is read.
+        """
         problem, channels, itemsize = self.problem, self.channels, self.itemsize
-        outputs, launches, widest = self._outputs(z_size), self.launches, self.widest
+        outputs, launches, widest = self._outputs(z_size, over_z), self.launches, self.widest
         chain_arguments = ChainArguments(problem.chain, problem.stats_dtype)
         sizes, training, stride_bytes = (
             (problem.m, self.groups),
@@ -109,7 +116,7 @@ class NormForward:
 
         return run if problem.m else lambda z, *_: outputs(z)
 
-    def _outputs(self, z_size: tuple[int, ...]) -> Callable[[Tensor], Forward]:
+    def _outputs(self, z_size: tuple[int, ...], over_z: bool) -> Callable[[Tensor], Forward]:
         """A function that makes what a call returns, not filled in; z is kept as it is, or not."""
         problem, device, stats = self.problem, self.problem.device, self.problem.stats_dtype
         new_y = new_tensor(z_size, problem.out_dtype, device)
@@ -123,6 +130,8 @@ class NormForward:
             new_mean = new_rstd if self.has_mean else new_mean
         elif new_total is None:
             no_z = torch.empty((0,), dtype=problem.dtype, device=device)
+            if over_z:
+                return lambda z: Forward(z, no_z, nothing, nothing)
             return lambda z: Forward(new_y(), no_z, nothing, nothing)
         if new_total is None:
             return lambda z: Forward(new_y(), z, new_mean(), new_rstd())
