@@ -41,7 +41,8 @@ class Problem:
     fp32 and fp32. ``training``: z, mean and rstd are kept for a backward pass. ``prepacked``: the
     weight is kept converted (``epinorm.prepack``), so that the plan need not count that.
     ``whole_step``: the backward pass follows in this process, and gets from the forward pass what
-    is no output of the operators too.
+    is no output of the operators too. ``spends_x``: nobody reads x after the forward pass, whose
+    memory may be overwritten by it; in inference alone.
     """
 
     chain: Chain
@@ -59,6 +60,7 @@ class Problem:
     precision: Precision
     prepacked: bool = False
     whole_step: bool = False
+    spends_x: bool = False
 
     @property
     def groups(self) -> int:
