@@ -86,6 +86,16 @@ def test_where_it_cannot_be_it_stays(text, strategy, gpu: Any) -> None:
     assert gpu.kinds()[0] == "split"
 
 
+def test_an_x_of_any_leading_dimensions(gpu: Any) -> None:
+    inputs = tensors()
+    truth = expected(inputs, "relu")
+    wide = Layout(K, K, (2, 3, 4, N))
+    run = executable._forward(problem("relu"), Plan("single", "", "hopper"), wide)
+    y = run(inputs._replace(x=inputs.x.view(2, 3, 4, K))).y
+    torch.testing.assert_close(y.view(M, N).double(), truth, rtol=1e-4, atol=1e-4)
+    assert gpu.kinds()[0] == "split_over"
+
+
 def test_what_spends_x() -> None:
     spent = problem("relu")
     assert over_x(spent)
