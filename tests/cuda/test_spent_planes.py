@@ -160,6 +160,17 @@ def test_memory_is_less_by_xs_planes(kind: str, packed: bool, gpu: Any) -> None:
         assert plans[0] == plans[1]
 
 
+def test_planes_together_have_no_more_bits_than_fp32() -> None:
+    """So the guard rounds nothing where it puts x together; magnitudes over all of fp16's range."""
+    value = (torch.rand(1 << 20) + 1) * 2.0 ** (14 - 44 * torch.rand(1 << 20))
+    high = value.half()
+    low = ((value - high.float()) * 2048).half()
+    made = high.float() + low.float() * 2.0**-11
+    assert torch.equal(made.double(), high.double() + low.double() / 2048)
+    for scale in (2.0**-74, 2.0**46):
+        assert torch.equal((made * scale).double(), made.double() * scale)
+
+
 @pytest.mark.parametrize("planes", [1, 2])
 @pytest.mark.parametrize("columns", [8, 64, 192, 1024, 2048, 8192])
 @pytest.mark.parametrize("rows", [100, 1 << 20])
