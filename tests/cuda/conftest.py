@@ -436,10 +436,26 @@ class ImaginaryGPU:
             more = matrix_at(w, all_rows - second, columns, w_stride, torch.float32)
             self.split[hi + second * padded * 2] = more.clone()
 
-    def signature_of_rescue(self, problem: Any) -> str:
-        return rescue.SIGNATURE + chain_signature(problem)
+    def signature_of_split_over(self, _source: Any) -> str:
+        return planes.OVER_SIGNATURE
 
-    def compute_rescue(self, problem: Any, *_: Any) -> None:
+    def compute_split_over(self, _source: Any, *arguments: Any) -> None:
+        """Leaves NaN in x."""
+        x, x_stride, w, w_stride, hi, _lo, _scale, _flags, _spoilt, _exact, *numbers = arguments
+        rows, second, all_rows, columns, padded = numbers
+        assert x_stride == columns == padded
+        over = matrix_at(x, rows, columns, x_stride, torch.float32)
+        self.split[x] = over.clone()
+        over.fill_(float("nan"))
+        if all_rows > second:
+            more = matrix_at(w, all_rows - second, columns, w_stride, torch.float32)
+            self.split[hi] = more.clone()
+
+    def signature_of_rescue(self, source: Any) -> str:
+        problem, *_, spent = source
+        return rescue.SIGNATURE + "pp" * spent + chain_signature(problem)
+
+    def compute_rescue(self, source: Any, *_: Any) -> None:
         """Nothing is flagged."""
 
 
@@ -490,7 +506,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     set_(linear_norm, "linear_norm_source", lambda instance: ("linear_norm", instance))
     set_(norm_forward, "forward_source", lambda *source: ("norm_forward", source))
     set_(planes, "split_source", lambda *source: ("split", source))
-    set_(rescue, "rescue_source", lambda problem, *_: ("rescue", problem))
+    set_(planes, "split_over_source", lambda *source: ("split_over", source))
+    set_(rescue, "rescue_source", lambda *source: ("rescue", source))
     set_(norm_forward, "compiled", lambda _: SimpleNamespace(spill_bytes=0))
     set_(device, "device_index", lambda device=None: 0)
     set_(device, "gpu_at", lambda index: device.Gpu((9, 0), SMS, SHARED_BYTES, SHARED_BYTES + 1024))

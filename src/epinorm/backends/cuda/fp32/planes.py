@@ -30,6 +30,8 @@ VECTOR_BYTES = 16
 
 SIGNATURE = "plpl" + "ppppp" + "iiiii"
 """Both matrices and their row strides; hi, lo, scale, flags, spoilt; ``Splitter.numbers``."""
+OVER_SIGNATURE = "plpl" + "pppppp" + "iiiii"
+"""The same, with exact behind spoilt."""
 
 # What a plane pair and a single plane must hold of each element, relatively. Two: an fp32 product's
 # own error. One: 2^-11 is what TF32 keeps; a little more is let through for values 2^-28 of their
@@ -109,13 +111,28 @@ def split_source(
     return KernelSource("split", kernel_text("fp32/split.cu", prelude), arch)
 
 
+def split_over_source(
+    planes: int, columns: int, arch: str, rows: int = 1 << 20, sms: int = 132
+) -> KernelSource:
+    """The kernel that writes the first matrix's planes over it; all rows start on 16 bytes."""
+    prelude = split_prelude(planes, columns, True, split_shape(rows, columns, sms))
+    return KernelSource("split_over", kernel_text("fp32/split_over.cu", prelude), arch)
+
+
 class Splitter(PlaneLayout):
-    """Splits one matrix, or two with as many columns, into one buffer of ``nbytes`` bytes."""
+    """Splits one matrix, or two with as many columns, into one buffer of ``nbytes`` bytes; or the
+    first into its own memory (``over_first``), by ``launch`` alone."""
 
     def __init__(
-        self, planes: int, columns: int, rows: int, more_rows: int, device: torch.device
+        self,
+        planes: int,
+        columns: int,
+        rows: int,
+        more_rows: int,
+        device: torch.device,
+        over_first: bool = False,
     ) -> None:
-        super().__init__(planes, columns, rows, more_rows)
+        super().__init__(planes, columns, rows, more_rows, over_first)
         self.device = device
         self._launches: dict[bool, Callable[..., None]] = {}
 
@@ -142,7 +159,8 @@ class Splitter(PlaneLayout):
             event.synchronize()
 
     def launch(self, aligned: bool) -> Callable[..., None]:
-        """What a call launches, to be kept: a function of the arguments of ``SIGNATURE``.
+        """What a call launches, to be kept: a function of the arguments of ``SIGNATURE``, or of
+        ``OVER_SIGNATURE``.
 
         aligned: all rows of the matrices begin at multiples of 16 bytes. Loads the kernel, which is
         not possible while a CUDA graph is captured.
@@ -158,27 +176,36 @@ class Splitter(PlaneLayout):
         """The first or the second matrix's planes in a buffer; buffer: (nbytes,) uint8."""
         begin, rows = (self.second, self.more_rows) if second else (0, self.rows)
 
-        def rows_of(offset: int, width: int, dtype: torch.dtype) -> Tensor:
+        def rows_of(offset: int, width: int, dtype: torch.dtype, begin: int = begin) -> Tensor:
             start = offset + begin * width * dtype.itemsize
             part = buffer[start : start + rows * width * dtype.itemsize].view(dtype)
             return part.view(rows, width) if width > 1 else part
 
         return Planes(
-            rows_of(self.hi, self.padded, torch.float16),
-            rows_of(self.lo, self.padded, torch.float16),
+            rows_of(self.hi, self.padded, torch.float16, self.begin * second),
+            rows_of(self.lo, self.padded, torch.float16, self.begin * second),
             rows_of(self.scale, 1, torch.float32),
             rows_of(self.flags, 1, torch.uint8),
             rows_of(self.spoilt, LISTED, torch.int32),
         )
 
+    def planes_over(self, first: Tensor) -> tuple[Tensor, Tensor]:
+        """The first matrix's planes hi and lo over itself; first: (rows, columns), contiguous."""
+        halves = first.view(torch.float16).view(self.rows, 2, self.columns)
+        return halves.select(1, 0), halves.select(1, self.planes - 1)
+
     def _prepare(self, aligned: bool) -> Callable[..., None]:
         device, columns, rows = self.device, self.columns, self.all_rows
         sms = sm_count(device)
         arch = arch_of(device)
-        source = split_source(self.planes, columns, aligned, arch, rows, sms)
+        source, signature = (
+            (split_over_source(self.planes, columns, arch, rows, sms), OVER_SIGNATURE)
+            if self.over_first
+            else (split_source(self.planes, columns, aligned, arch, rows, sms), SIGNATURE)
+        )
         blocks = -(-rows // split_shape(rows, columns, sms).block_rows)
         kernel = load(source, device)
-        launch = kernel.prepare(SIGNATURE, blocks, THREADS, dependent=starts_early(device))
+        launch = kernel.prepare(signature, blocks, THREADS, dependent=starts_early(device))
         self._launches[aligned] = launch
         return launch
 

@@ -23,6 +23,11 @@
 #include "fp32/rescue_splits.cuh"
 #include "common/variance.cuh"
 
+#ifndef X_ROWS  // rescue_spent.cu has its own
+#define SPENT_PARAMETERS
+#define X_ROWS x
+#endif
+
 struct Epilogue {
   const float *bias, *gamma, *beta;
   const float* operands[chain::kSlots];
@@ -218,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rescue(const float* x, i64 x_stride, const float* w, i64 w_stride, const float* bias,
            const float* gamma, const float* beta, const Flag* row_flags, const Flag* column_flags,
            const float* x_scale, const float* w_scale, float* y, float* z, float* mean, float* rstd,
-           int m, int n, int k CHAIN_PARAMETERS) {
+           int m, int n, int k SPENT_PARAMETERS CHAIN_PARAMETERS) {
   extern __shared__ __align__(16) float shared[];
   __shared__ GroupSelection selection;
   __shared__ Flag near[kLooks * kWarps];
@@ -262,7 +267,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const int column = item.first_column + (kGroupParts > 1 ? rank_in_cluster() * kColumns : 0);
       const Range own = own_k(k);
       const int length = own.end - own.first;
-      const float *own_x = x + own.first, *own_w = w + own.first;
+      const auto own_x = X_ROWS + own.first;
+      const float* const own_w = w + own.first;
       if (rows <= Place<kThinRows>::kHeight)
         multiply<kThinRows>(shared, selection.rows, rows, own_x, x_stride, own_w, w_stride, column, n,
                             length);

@@ -172,12 +172,13 @@ def rescue_source(
     limit: int = LARGEST_SHARED,
     flags_late: bool = False,
     splits: int = 1,
+    spent: bool = False,
 ) -> KernelSource:
     """The kernel's text for ``problem``'s chain and group size; compiles without a GPU.
 
     aligned: each row of x and of weight begins at a multiple of 16 bytes. limit: as in
     ``RescueTile``. flags_late: the kernel before it writes flags. splits: blocks that share a sum,
-    1 before sm_90.
+    1 before sm_90. spent: x's planes lie over x (``split_over.cu``).
     Raises `ValueError` for a problem that is not fp32 throughout, or a group that does not fit.
     """
     dtypes = (problem.dtype, problem.norm_dtype, problem.out_dtype)
@@ -203,6 +204,7 @@ def rescue_source(
         "kKeepStatistics": problem.keeps_statistics,
         "kProduct": _product_in(problem) if tile.parts == 1 else 0,
         "kFlagsLate": flags_late,
+        **({"kPlanes": problem.planes} if spent else {}),
     }
     count = len(problem.chain.operand_kinds)
     parameters = "".join(f", const float* operand{i}, long long stride{i}" for i in range(count))
@@ -217,7 +219,8 @@ def rescue_source(
         + f"#define STRIDE_LIST {{{strides}}}\n"
         + f"#define CONSTANT_LIST {constant_list(arguments.names)}\n"
     )
-    return KernelSource("rescue", kernel_text("fp32/rescue.cu", prelude), arch)
+    name = "fp32/rescue_spent.cu" if spent else "fp32/rescue.cu"
+    return KernelSource("rescue", kernel_text(name, prelude), arch)
 
 
 def prepare_guard(
@@ -249,8 +252,11 @@ def prepare_guard(
 
 
 @memo()
-def rescue_launch(problem: Problem, aligned: bool, flags_late: bool = False) -> Callable[..., None]:
-    """A function of the arguments of ``SIGNATURE``, behind which are the chain's, that overwrites y
+def rescue_launch(
+    problem: Problem, aligned: bool, flags_late: bool = False, spent: bool = False
+) -> Callable[..., None]:
+    """A function of the arguments of ``SIGNATURE``, behind which are, if ``spent``, spoilt and
+    exact of x's rows (``PlaneLayout``), whose planes lie over x, and the chain's, that overwrites y
     and, in training, z, mean and rstd wherever a flagged row or column takes part.
 
     aligned: each row of x and of weight begins at a multiple of 16 bytes. Flags are uint8, at
@@ -265,6 +271,6 @@ def rescue_launch(problem: Problem, aligned: bool, flags_late: bool = False) -> 
     # Clusters came with sm_90, as early starts did.
     clusters = starts_early(device)
     splits = splits_of(tile, m, n, problem.k, sm_count(device)) if clusters else 1
-    source = rescue_source(problem, aligned, arch_of(device), limit, flags_late, splits)
-    signature = SIGNATURE + chain_signature(problem)
+    source = rescue_source(problem, aligned, arch_of(device), limit, flags_late, splits, spent)
+    signature = SIGNATURE + "pp" * spent + chain_signature(problem)
     return prepare_guard(load(source, device), device, signature, tile, splits, (m, n))

@@ -80,20 +80,25 @@ EPINORM_FUNCTION void multiply_stage(Sums<kThreadRows>& part, const float* a, co
   }
 }
 
+// Rows, or columns, of a matrix that are selected, on their way; rescue_spent.cu has others.
+template <int kLines, bool kAcross>
+EPINORM_FUNCTION Lines<kLines, kAcross> lines_of(const float* x, i64 stride, const int* selected,
+                                                 int rows) {
+  return {[&](int i) { return x + selected[min(i, rows - 1)] * (kAcross ? 1 : stride); }, stride};
+}
+
 // The product of `rows` selected rows, their numbers in `selected`, and the strip's columns, left in
 // `shared` as rows of kTileStride.
 // kAcrossX: x is (k, m), of which columns are selected; kAcrossW: w is (k, n). Else (m, k), (n, k).
-template <int kThreadRows, bool kAcrossX = false, bool kAcrossW = false>
-EPINORM_FUNCTION void multiply(float* shared, const int* selected, int rows, const float* x,
+template <int kThreadRows, bool kAcrossX = false, bool kAcrossW = false, class X>
+EPINORM_FUNCTION void multiply(float* shared, const int* selected, int rows, const X& x,
                                i64 x_stride, const float* w, i64 w_stride, int first_column, int n,
                                int k) {
   using Here = Place<kThreadRows>;
   constexpr int kColumnPart = Here::kHeight * kPitch;       // floats, of x in a stage
   constexpr int kStage = kColumnPart + kWidth * kPitch;
   const Here here;
-  const Lines<Here::kHeight, kAcrossX> x_lines(
-      [&](int i) { return x + selected[min(i, rows - 1)] * (kAcrossX ? 1 : x_stride); },
-      x_stride);
+  const auto x_lines = lines_of<Here::kHeight, kAcrossX>(x, x_stride, selected, rows);
   const Lines<kWidth, kAcrossW> w_lines(
       [&](int j) { return w + min(first_column + j, n - 1) * (kAcrossW ? 1 : w_stride); }, w_stride);
   const u32 ring = static_cast<u32>(__cvta_generic_to_shared(shared));

@@ -4,12 +4,14 @@ fp32 takes three launches: x and W are split into planes (planes.py), multiplied
 not hold is computed again (rescue.py). In training the planes stay for the backward pass, where it
 reads planes too and there is room (fp32/kept_planes.py): W's then have a launch and a buffer to
 themselves. Where x has few rows, Hopper's core converts W on its way into the product instead
-(gemm/hopper/fp32_weight.py).
+(gemm/hopper/fp32_weight.py). Where nobody reads x afterwards, its planes lie over it
+(fp32/split_over.cu).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan import hopper, portable
 from epinorm.backends.cuda.plan.gradients import planes_taken, weight_waits
 from epinorm.backends.cuda.plan.hopper_tile import Tile
+from epinorm.backends.cuda.plan.planes import over_x
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
@@ -201,11 +204,12 @@ class _Split(Launch):
     ) -> None:
         super().__init__(problem)
         self.kernel, self.given = kernel, KeptOperands(kernel.given)
-        planes = problem.planes
+        planes, self.prepacked = problem.planes, prepacked
         self.rescued = columns_of(problem) <= LARGEST_GUARDED_GROUP
+        self.spends = over_x(problem) and isinstance(kernel, HopperLinearNorm) and self.rescued
         rows = 0 if prepacked else problem.n
         device = problem.device
-        self.split = splitter(planes, problem.k, problem.m, rows, device)
+        self.split = splitter(planes, problem.k, problem.m, rows, device, self.spends)
         self.split_weight = splitter(planes, problem.k, problem.n, 0, device)
         self.new_buffer = new_tensor((self.split.nbytes,), torch.uint8, device)
         nbytes = self.split_weight.nbytes
@@ -220,13 +224,16 @@ class _Split(Launch):
 
     def _load(self, aligned: bool) -> tuple[Callable[..., None], Callable[..., None] | None]:
         """Of the splitting kernel and of the range guard's."""
-        guard = rescue_launch(self.problem, aligned) if self.rescued else None
+        guard = rescue_launch(self.problem, aligned, spent=self.spends) if self.rescued else None
         found = self.kernels[aligned] = (self.split.launch(aligned), guard)
         return found
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Callable[..., Forward]:
         """The function takes a ``_Weight`` too, and its buffer if the planes are to be left for the
         backward pass."""
+        if self.spends and x_stride != self.problem.k:
+            return self._sparing().bind(x_stride, w_stride, y_size)
+        otherwise: Callable[..., Forward] | None = None
         outputs, new_buffer, given, kept = (
             self.outputs(y_size), self.new_buffer, self.given, self.given.kept
         )  # fmt: skip
@@ -234,34 +241,38 @@ class _Split(Launch):
             self.split, self.kernels, self.sizes, self.constants
         )  # fmt: skip
         m, n, _ = sizes
-        held = self.kernel.held
+        held, spends = self.kernel.held, self.spends
         length = self.kernel.length(split.padded)
         stride_bytes = (x_stride | w_stride) * 4
 
         def run(
             inputs: Inputs, weight: _Weight | None = None, left: Tensor | None = None
         ) -> Forward:
+            nonlocal otherwise
             x, w, bias, gamma, beta, operands, constants = inputs
-            out, numbers = outputs(), chain_arguments(constants)
             matrices = x_at, _, w_at, _ = x.data_ptr(), x_stride, w.data_ptr(), w_stride
             aligned = not (x_at | w_at | stride_bytes) % VECTOR_BYTES
+            if spends and not aligned:
+                if otherwise is None:
+                    otherwise = self._sparing().bind(x_stride, w_stride, y_size)
+                return otherwise(inputs, weight)
+            out, numbers = outputs(), chain_arguments(constants)
             convert, guard = kernels.get(aligned) or self._load(aligned)
             buffer = new_buffer()
             at = buffer.data_ptr()
             scale, flags = at + split.scale, at + split.flags
-            convert(
-                *matrices, at, at + split.lo, scale, flags, at + split.spoilt, *split.numbers
-            )  # fmt: skip
+            lost = (at + split.spoilt, at + split.exact) if spends else (at + split.spoilt,)
+            convert(*matrices, at, at + split.lo, scale, flags, *lost, *split.numbers)
             of_chain = dense(operands, held) if operands else ()
             element = () if held is None else (of_chain[held],)
             if weight is None:
                 column_scale, column_flags = scale + 4 * split.second, flags + split.second
-                key: Any = (at, *map(Tensor.data_ptr, element))
+                key: Any = (at, spends and x_at, *map(Tensor.data_ptr, element))
             else:
                 hi, column_scale, column_flags, _ = weight
-                key = (at, hi, *map(Tensor.data_ptr, element))
+                key = (at, spends and x_at, hi, *map(Tensor.data_ptr, element))
             launch, first = kept.get(key) or given(
-                key, lambda: (*self._operands(buffer, weight), *(t.view(m, n) for t in element))
+                key, lambda: (*self._operands(buffer, x, weight), *(t.view(m, n) for t in element))
             )
             parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = out.addresses
@@ -273,7 +284,7 @@ class _Split(Launch):
                 others = matrix_arguments(operands)[0] if operands else ()
                 guard(
                     *matrices, *parameters, flags, column_flags, scale, column_scale,
-                    *targets, *sizes, *others, *numbers,
+                    *targets, *sizes, *(lost if spends else ()), *others, *numbers,
                 )  # fmt: skip
             if left is None:
                 return out
@@ -283,13 +294,18 @@ class _Split(Launch):
 
         return run if self.problem.m else lambda *_: outputs()
 
-    def _operands(self, buffer: Tensor, weight: _Weight | None) -> Operands:
+    def _sparing(self) -> _Split:
+        """The same for an x that cannot be written over, or must not be."""
+        return _Split(replace(self.problem, spends_x=False), self.kernel, self.prepacked)
+
+    def _operands(self, buffer: Tensor, x: Tensor, weight: _Weight | None) -> Operands:
         """x's planes, and W's: its own or the second of the buffer."""
-        x = self.split.planes_in(buffer)
+        first = None if self.spends else self.split.planes_in(buffer)
+        of_x = self.split.planes_over(x) if first is None else (first.hi, first.lo)
         if weight is not None:
-            return x.hi, x.lo, *weight[3]()
+            return *of_x, *weight[3]()
         w = self.split.planes_in(buffer, True)
-        return x.hi, x.lo, w.hi, w.lo
+        return *of_x, w.hi, w.lo
 
     @property
     def nbytes_left(self) -> int:

@@ -13,25 +13,35 @@ LISTED = 4
 """Columns of a row that are remembered where the planes do not hold them."""
 
 
+LONGEST_KEPT_ROW = 8192
+"""Columns of the longest row that the splitting kernels hold in registers."""
+
+
 class PlaneLayout:
     """The planes of one matrix, or of two with as many columns, in ``nbytes`` bytes.
 
     Each for the rows of both matrices: hi, lo (where there are two planes), spoilt, scale, flags.
     The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``, ``spoilt``,
-    ``scale`` and ``flags`` are offsets in bytes.
+    ``scale`` and ``flags`` are offsets in bytes. over_first: the first matrix's planes lie over
+    itself (fp32/split_over.cu), those here are the second's alone, and the first's values in its
+    spoilt columns stand in ``exact``.
     """
 
-    def __init__(self, planes: int, columns: int, rows: int, more_rows: int) -> None:
+    def __init__(
+        self, planes: int, columns: int, rows: int, more_rows: int, over_first: bool = False
+    ) -> None:
         self.planes, self.columns, self.rows, self.more_rows = planes, columns, rows, more_rows
         lines = -(-columns // LINE_COLUMNS) * LINE_COLUMNS
         wasted = lines - columns > MOST_PADDING * columns
         self.padded = -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE if wasted else lines
         self.second = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if more_rows else rows
         self.all_rows = self.second + more_rows
-        plane_bytes = self.all_rows * self.padded * 2
+        self.over_first, self.begin = over_first, 0 if over_first else self.second
+        plane_bytes = (self.begin + more_rows) * self.padded * 2
         self.hi, self.lo = 0, (planes - 1) * plane_bytes
         self.spoilt = planes * plane_bytes
-        self.scale = self.spoilt + 4 * LISTED * self.all_rows
+        self.exact = self.spoilt + 4 * LISTED * self.all_rows
+        self.scale = self.exact + 4 * LISTED * rows * over_first
         self.flags = self.scale + 4 * self.all_rows
         self.nbytes = self.flags + self.all_rows
         self.numbers = (rows, self.second, self.all_rows, columns, self.padded)

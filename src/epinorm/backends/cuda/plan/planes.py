@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import lru_cache
 
+from epinorm.backends.cuda.plan.plane_layout import LONGEST_KEPT_ROW, PlaneLayout
 from epinorm.chain import Chain
 from epinorm.problem import Problem
 
@@ -40,3 +41,11 @@ def rest_of(problem: Problem) -> Problem:
         return problem
     chain = dataclasses.replace(problem.chain, pre=(), returns_sum=False)
     return dataclasses.replace(problem, chain=chain, has_bias=False)
+
+
+def over_x(problem: Problem) -> bool:
+    """Whether x's planes may be written over x, where Hopper's core multiplies by planes and x's
+    rows lie one behind another from 16 bytes on: nobody reads x later, and its planes fit its rows,
+    which are held in registers meanwhile."""
+    padded = PlaneLayout(problem.planes, problem.k, problem.m, 0).padded
+    return problem.spends_x and not problem.training and padded == problem.k <= LONGEST_KEPT_ROW

@@ -24,7 +24,7 @@ from epinorm.backends.cuda.plan.norm_forward import forward_plans
 from epinorm.backends.cuda.plan.norm_planes import rows_plans
 from epinorm.backends.cuda.plan.norm_tile import vector_width
 from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
-from epinorm.backends.cuda.plan.planes import product_of, rest_of, sum_is_z
+from epinorm.backends.cuda.plan.planes import over_x, product_of, rest_of, sum_is_z
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.device import gpu_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.text.backward_chain import backward_problem
@@ -149,7 +149,9 @@ class _Forward(_Pass):
     def _by_planes(self, core: Core, tile: Tile | PortableTile, why: str) -> None:
         problem, planes = self.problem, self.problem.planes
         m, n, k = problem.m, problem.n, problem.k
-        of_x, of_w = PlaneLayout(planes, k, m, 0), PlaneLayout(planes, k, n, 0)
+        over = core == "hopper" and over_x(problem)
+        of_x, of_w = PlaneLayout(planes, k, m, 0, over), PlaneLayout(planes, k, n, 0)
+        first = "split_over" if over else "split"
         kernel = "portable_linear_norm" if core == "portable" else "linear_norm"
         if self._leaves(core):
             reason = f"{_planes(planes)}; the backward pass reads them too"
@@ -166,12 +168,17 @@ class _Forward(_Pass):
         elif problem.prepacked:
             reason = f"{_planes(planes)}; W's are kept from call to call"
             otherwise = "W's too, where they cannot be kept"
-            self._step("split", "x's planes", reason, otherwise=otherwise)
-            self._take("x's planes", of_x.nbytes, "split", "rescue")
+            makes = "x's planes over x" if over else "x's planes"
+            self._step(first, makes, reason, otherwise=otherwise)
+            name = "x's scales and flags" if over else makes
+            self._take(name, of_x.nbytes, first, "rescue")
         else:
-            self._step("split", "x's and W's planes", _planes(planes))
-            both = PlaneLayout(planes, k, m, n).nbytes
-            self._take("x's and W's planes", both, "split", "rescue")
+            makes = "x's planes over x, W's planes" if over else "x's and W's planes"
+            otherwise = "split, where rows are not aligned to 16 bytes" if over else ""
+            self._step(first, makes, _planes(planes), otherwise=otherwise)
+            both = PlaneLayout(planes, k, m, n, over).nbytes
+            name = "W's planes, x's scales and flags" if over else "x's and W's planes"
+            self._take(name, both, first, "rescue")
         self._step(kernel, self.y, why, tile)
         self._step("rescue", self.y, _GUARD)
 
