@@ -75,7 +75,7 @@ class NormForward:
 
         over_z: y is z, whose rows lie one behind another, of y's size and dtype and nobody else's.
         In all kernels the thread that writes an element is the only one that reads z there, for the
-        last time for that very value; so the read-only path holds z as it is read.
+        last time for that very value.
         """
         problem, channels, itemsize = self.problem, self.channels, self.itemsize
         outputs, launches, widest = self._outputs(z_size, over_z), self.launches, self.widest

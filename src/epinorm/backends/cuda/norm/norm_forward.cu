@@ -1,5 +1,6 @@
 // z (the linear's output without its bias) -> y = post(norm(pre(z + bias))), mean and rstd, and, with
 // kWritesSum, what enters the norm.
+// y may be written over z (executable.py): each thread reads its part of z before it writes there.
 // One read of z, one write of y; the values stay in registers between the passes of the statistics.
 // From the last row to the first: the rows that the product wrote last are still in the L2 cache.
 #include "common/dependent.cuh"
@@ -78,7 +79,7 @@ struct Pass {
       for (int e = 0; e < kVectors; ++e) {
         const i64 row = rows - 1 - (first + u * kWarpsY);
         if (row >= 0 && at.inside(e)) {
-          raw[u][e].it.load(z + row * z_stride + at.column(e));
+          raw[u][e].it.load_own(z + row * z_stride + at.column(e));
           elements[u][e].load(from, row, at.column(e));
         }
       }
@@ -167,8 +168,8 @@ EPINORM_FUNCTION void normalize_rows(TeamType team, const Z* z, i64 z_stride, co
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
-norm_forward(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
-             const P* __restrict__ gamma, const P* __restrict__ beta, Y* __restrict__ y,
+norm_forward(const Z* z, i64 z_stride, const Z* __restrict__ bias,
+             const P* __restrict__ gamma, const P* __restrict__ beta, Y* y,
              T* __restrict__ mean, T* __restrict__ rstd, i64 rows,
              int groups EPINORM_CHAIN_PARAMETERS EPINORM_SUM_PARAMETER) {
   wait_for_previous_kernel();

@@ -1,5 +1,6 @@
 // norm_forward for groups that do not fit the registers of a block: a block a (row, group) at a time.
 // The values stay in shared memory between the passes (kCached), or are read and computed again.
+// y may be written over z, as there.
 // The layout's kVector and kLanes hold, kVectors does not: how many a lane takes is a run-time loop.
 #include "common/dependent.cuh"
 #include "norm/norm_layout.cuh"
@@ -17,7 +18,8 @@ struct WideGroup {
     Elements elements;
     channels.load(from, base + channel);
     elements.load(from, row, base + channel);
-    const auto raw = loaded<Z, kVector>(z + base + channel);
+    Vector<Z, kVector> raw;
+    raw.load_own(z + base + channel);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       T t[chain::kSlots];
@@ -54,8 +56,8 @@ struct WideGroup {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
-norm_forward_wide(const Z* __restrict__ z, i64 z_stride, const Z* __restrict__ bias,
-                  const P* __restrict__ gamma, const P* __restrict__ beta, Y* __restrict__ y,
+norm_forward_wide(const Z* z, i64 z_stride, const Z* __restrict__ bias,
+                  const P* __restrict__ gamma, const P* __restrict__ beta, Y* y,
                   T* __restrict__ mean, T* __restrict__ rstd, i64 rows,
                   int groups EPINORM_CHAIN_PARAMETERS EPINORM_SUM_PARAMETER) {
   wait_for_previous_kernel();
