@@ -412,7 +412,8 @@ class ImaginaryGPU:
         dtypes = [problem.dtype if i == 2 else problem.norm_dtype for i in range(len(by_name))]
         pairs = zip(by_name, dtypes, outputs.sums, strict=False)
         self.sums[at] = [gradient.to(dtype) for gradient, dtype, wanted in pairs if wanted]
-        elements = [g for g, kind in zip(by_name[3:], kinds, strict=False) if kind == "element"]
+        asked = zip(by_name[3:], outputs.elements, strict=False)
+        elements = [gradient for gradient, wanted in asked if wanted]
         for address, gradient in zip(more[count:], elements, strict=False):
             matrix_at(address, m, n, n, problem.norm_dtype).copy_(gradient)
 

@@ -433,6 +433,26 @@ def test_a_chain_that_returns_its_sum(gpu):
         total.sum().backward()
 
 
+def test_one_of_two_residuals_wants_a_gradient(gpu):
+    """As where noise is added before a norm and a stream behind it, or the other way round."""
+    for wants in ((True, False), (False, True)):
+        caller = Caller("add_residual|layer_norm(1e-05)|mul_element", "epilogue")
+        for _ in range(6):
+            given = tensors()
+            before, behind = (torch.randn(M, N, dtype=torch.float64) for _ in range(2))
+            for t, wanted in zip((before, behind), wants, strict=True):
+                t.requires_grad_(wanted)
+            x, weight, bias, gamma, beta = given[:RESIDUAL]
+            z = nn.functional.linear(x, weight, bias) + before
+            expected = nn.functional.layer_norm(z, (N,), gamma, beta, 1e-5) * behind
+            y = call(caller, [*given[:RESIDUAL], before, behind])
+            leaves = [t for t in (*given[:RESIDUAL], before, behind) if t.requires_grad]
+            dy = torch.randn_like(y)
+            found = (torch.autograd.grad(of, leaves, dy) for of in (y, expected))
+            compare(*found)
+        assert y.grad_fn.name() == NATIVE
+
+
 def test_a_sum_of_another_dtype_than_the_norms(gpu, monkeypatch):
     """As under autocast, where nothing widens it: its gradient is converted before it is read."""
     chain, bf16 = "silu|layer_norm(1e-05)|returns(sum)", torch.bfloat16
