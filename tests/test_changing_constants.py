@@ -112,8 +112,14 @@ def results(
     ],
 )
 def test_one_kernel_computes_values_and_gradients_with_any_numbers(
-    pre: str, post: str, values: tuple[float, ...], dtype: torch.dtype
+    pre: str,
+    post: str,
+    values: tuple[float, ...],
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("EPINORM_CACHE_DIR", str(tmp_path))  # as above
     seen = None
     for value in values:
         chain = Chain.build(NORM, pre.format(value, value), post.format(value, value))
