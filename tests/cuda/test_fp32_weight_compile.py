@@ -33,7 +33,8 @@ from problems import EASY, HEAVY, problem_of
 
 pytestmark = pytest.mark.usefixtures("kept_figures")
 
-TILES = fp32_weight_tiles()
+TILES = fp32_weight_tiles(1)
+TWO_PLANES = fp32_weight_tiles(2)[0]
 SMS = 132
 
 
@@ -69,6 +70,14 @@ def test_chains(chain, training):
     check(problem_of(1024, 8192, 16, 512, "high", training, chain), TILES[-1], training)
 
 
+@pytest.mark.parametrize(
+    "channels, chain", [(2, EASY), (64, HEAVY), (128, "rms_norm|silu"), (16, "gelu")]
+)
+def test_two_planes(channels, chain):
+    groups = 1 if "rms" in chain else 4096 // channels
+    check(problem_of(128, 4096, channels, groups, "highest", False, chain), TWO_PLANES)
+
+
 @pytest.mark.parametrize("parameters", [(False, False, False), (True, False, True)])
 def test_absent_parameters(parameters):
     check(problem_of(kind="high", parameters=parameters), TILES[0])
@@ -94,10 +103,10 @@ def test_converting_x(channels, chain, training):
         check(problem, tile, training)
 
 
-@pytest.mark.parametrize("tile", TILES + fp32_input_tiles(8, 256), ids=str)
+@pytest.mark.parametrize("tile", [*TILES, TWO_PLANES, *fp32_input_tiles(8, 256)], ids=str)
 def test_the_rings_fit_and_one_slot_more_does_not(tile):
-    stage = 128 * 256
-    instance = hopper_plan.instance_for(problem_of(1024, 8192, 16, 512, "high"), tile)
+    stage, kind = 128 * 256, "highest" if tile == TWO_PLANES else "high"
+    instance = hopper_plan.instance_for(problem_of(1024, 8192, 16, 512, kind), tile)
     assert fp32_shared_bytes(instance) <= SHARED_LIMIT < fp32_shared_bytes(instance) + stage
     assert stages_of_fp32(instance) >= 3
 
@@ -115,11 +124,12 @@ def test_x_is_converted_where_w_has_few_rows():
 
 
 @pytest.mark.parametrize(
-    "columns, both, aligned", [(4, False, True), (1000, True, False), (8192, True, True)]
+    "planes, columns, both, aligned",
+    [(1, 4, False, True), (1, 1000, True, False), (1, 8192, True, True), (2, 8192, False, True)],
 )
-def test_what_comes_before(columns, both, aligned):
+def test_what_comes_before(planes, columns, both, aligned):
     shape = split_shape(1024, columns, SMS)
-    result = compiled(split_and_sample_source(columns, aligned, shape, both))
+    result = compiled(split_and_sample_source(planes, columns, aligned, shape, both))
     assert (result.spill_bytes, result.stack_bytes) == (0, 0)
 
 
@@ -134,7 +144,25 @@ def test_it_is_taken_where_x_has_few_rows(m, k, taken):
     assert chosen.fp32_weight == taken
 
 
-def test_it_is_for_one_plane_of_a_weight_as_it_is():
+@pytest.mark.parametrize(
+    "m, k, taken", [(64, 8192, True), (128, 8192, True), (128, 32768, True), (4096, 8192, False)]
+)
+def test_so_it_is_at_highest(m, k, taken):
+    problem = problem_of(m, k, kind="highest")
+    chosen = hopper_plan.choose_tile(problem, SMS)
+    assert chosen is not None
+    assert chosen.fp32_weight == taken
+    for other in (
+        hopper_plan.choose_tile(problem, SMS, prepacked=True),
+        hopper_plan.choose_tile(problem, SMS, converts=False),
+        hopper_plan.choose_tile(dataclasses.replace(problem, training=True), SMS),
+        hopper_plan.choose_tile(dataclasses.replace(problem, k=128), SMS),
+    ):
+        assert other is not None
+        assert not other.fp32_weight
+
+
+def test_it_is_for_a_weight_as_it_is():
     problem = problem_of(kind="high")
     for other in (
         hopper_plan.choose_tile(problem, SMS, prepacked=True),

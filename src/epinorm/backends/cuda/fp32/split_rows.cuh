@@ -10,7 +10,7 @@
 // thread keeps in registers; rows longer than kRowThreads * kRowVectors * 4 are read twice),
 // kTolerance; kAligned (every row starts at a multiple of 16 bytes); kPlain and kOrdered: whether the
 // planes are written as said, and whether a single one goes, in the order of weight_fragments.cuh and in
-// rows of whole lines of L2, to where lo is.
+// rows of whole lines of L2, to where lo is; two go, in place of the plain ones, to where these would.
 #pragma once
 #include "fp32/planes_prelude.cuh"
 #include "common/flags.cuh"
@@ -68,7 +68,7 @@ __device__ __forceinline__ Vector load_vector(const float* row, int at, int k) {
   return loaded;
 }
 
-static_assert(!kOrdered || kPlanes == 1, "lo has another use");
+static_assert(!kOrdered || !kPlain || kPlanes == 1, "lo has another use");
 constexpr int kOrderedColumns = 32;
 constexpr int kOrderedMultiple = 64;  // columns of a line: no shorter than the plain plane's rows
 
@@ -91,11 +91,15 @@ __device__ __forceinline__ bool split_vector(const Vector& vector, float factor,
     held &= value.held;
   }
   const HalfVector halves = {{hi[0] | u32{hi[1]} << 16, hi[2] | u32{hi[3]} << 16}};
-  if (kOrdered) store_ordered(lo_row, at, halves);
+  if (kOrdered) store_ordered(kPlanes == 2 ? hi_row : lo_row, at, halves);
   if (kPlain && (!kOrdered || at < padded)) *reinterpret_cast<HalfVector*>(hi_row + at) = halves;
-  if (kPlanes == 2)
-    *reinterpret_cast<HalfVector*>(lo_row + at) = {
-        {lo[0] | u32{lo[1]} << 16, lo[2] | u32{lo[3]} << 16}};
+  if (kPlanes == 2) {
+    const HalfVector rests = {{lo[0] | u32{lo[1]} << 16, lo[2] | u32{lo[3]} << 16}};
+    if (kOrdered)
+      store_ordered(lo_row, at, rests);
+    else
+      *reinterpret_cast<HalfVector*>(lo_row + at) = rests;
+  }
   return held;
 }
 
@@ -158,7 +162,7 @@ __device__ __forceinline__ void split_row(const float* from, int row, int k, con
   bool held = in_range;
   const int lines = (k + kOrderedMultiple - 1) / kOrderedMultiple;
   const int columns = kOrdered ? lines * kOrderedMultiple : to.padded;
-  u16* hi_row = to.hi + static_cast<i64>(row) * to.padded;
+  u16* hi_row = to.hi + static_cast<i64>(row) * (kPlain ? to.padded : columns);
   u16* lo_row = to.lo + static_cast<i64>(row) * columns;
 #pragma unroll
   for (int i = 0; i < kRowVectors; ++i) {

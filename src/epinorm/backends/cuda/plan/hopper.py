@@ -178,17 +178,24 @@ def candidates(problem: Problem) -> Iterator[Tile]:
                 yield dataclasses.replace(fitted, cluster=2)
     if _may_convert(problem):
         channels = columns_of(problem)
-        tiles = fp32_weight_tiles()
+        tiles = fp32_weight_tiles(problem.planes)
         if tiles[0].block_n % channels == 0 and rows_aligned(problem):
             yield from tiles
-        elements = problem.chain.operand_kinds.count("element")
-        yield from fp32_input_tiles(math.lcm(channels, 8), 192 if elements > 1 else 256)
+        if problem.planes == 1:
+            elements = problem.chain.operand_kinds.count("element")
+            yield from fp32_input_tiles(math.lcm(channels, 8), 192 if elements > 1 else 256)
 
 
 def _may_convert(problem: Problem) -> bool:
-    """fp32 at `high` throughout, rows that the copy engine can read."""
+    """fp32 throughout, rows that the copy engine can read; at `highest` no short sums, and no
+    training, whose backward pass reads planes."""
     fp32 = problem.dtype == problem.norm_dtype == problem.out_dtype == torch.float32
-    return fp32 and problem.precision == "high" and problem.k % 4 == 0
+    one_plane = problem.precision == "high"
+    return (
+        fp32
+        and problem.k % 4 == 0
+        and (one_plane or (not problem.training and problem.k > SHORT_SUM))
+    )
 
 
 def _may_share_loads(problem: Problem, tile: Tile) -> bool:
@@ -234,6 +241,8 @@ def choose_tile(
     converts: W or x may be converted on the way; where W is prepacked its planes are not read then.
     `epinorm tune` clears what is kept here.
     """
+    if problem.planes == 2:  # kept planes are as long as W, and converted already
+        converts = converts and not prepacked
     # It measures with conversions of W, and they are what decides whether TF32 is faster.
     if not (prepacked and problem.precision == "high"):
         remembered = tuned.choice(problem, candidates)

@@ -76,12 +76,14 @@ SAMPLE_BYTES = 1024
 def _step_cycles(tile: Tile, planes: int, columns: int) -> float:
     """One step along k: the tensor cores' time or shared memory's. columns: of tiles."""
     if tile.converts:
-        # What is converted goes through shared memory, and out of it once; the other's plane twice.
+        # What is converted goes through shared memory, and out of it once; the other's plane twice
+        # for each product.
         fp32, plane = tile.block_n, tile.block_m
         if tile.fp32_input:
             fp32, plane = plane, fp32
-        both = 2 * 4 * fp32 * tile.block_k + 3 * plane * STEP_BYTES
-        tensor = tile.block_m * tile.block_n / 32
+        products = 3 if planes == 2 else 1
+        both = 2 * 4 * fp32 * tile.block_k + (planes + 2 * products) * plane * STEP_BYTES
+        tensor = products * tile.block_m * tile.block_n / 32
         loaded = SHORTEST_STEP_OF_FP32_INPUT / columns if tile.fp32_input else 0.0
         return max(tensor, both / SHARED_BYTES_PER_CYCLE, SHORTEST_STEP_OF_FP32, loaded)
     products = 3 if planes == 2 else 1
@@ -153,7 +155,8 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     moved = (problem.m + problem.n) * problem.k * itemsize
     if tile.converts:
         converted = problem.n if tile.fp32_weight else problem.m
-        moved += converted * problem.k * (4 if problem.training else 2)  # fp32, and a plane
+        written = itemsize if problem.training else 0  # as a plane
+        moved += converted * problem.k * (4 - itemsize + written)
     elements = 1 + problem.chain.operand_kinds.count("element")
     moved += elements * problem.m * problem.n * problem.out_dtype.itemsize
     if problem.matrix_dtype is not None:

@@ -158,10 +158,12 @@ STAGE_BYTES_OF_FP32 = BLOCK_N * 2 * STEP_BYTES
 _VERDICT_BYTES = 16
 
 
-def fp32_weight_tiles() -> list[Tile]:
+def fp32_weight_tiles(planes: int) -> list[Tile]:
     """What there is to choose from: rows of x by 128 rows of W, which gives columns of y."""
-    # Few row tiles that share a column tile: they read the same rows of W, in fp32.
-    return [Tile(m, BLOCK_N, 4, ping_pong=False, group=4, fp32_weight=True) for m in (128, 256)]
+    # Few row tiles that share a column tile: they read the same rows of W, in fp32. With two planes
+    # 64 rows of x take as many accumulators as 192 with one.
+    rows = (64,) if planes == 2 else (128, 256)
+    return [Tile(m, BLOCK_N, 4, ping_pong=False, group=4, fp32_weight=True) for m in rows]
 
 
 def fp32_input_tiles(unit: int, widest: int) -> list[Tile]:
@@ -178,15 +180,17 @@ def _besides_rings(instance: Instance[Tile]) -> int:
     return _VERDICT_BYTES + 2 * (_STORE_BYTES + vectors(instance) * tile.block_n * 4)
 
 
-def _plane_stage_bytes(tile: Tile) -> int:
-    return (tile.block_m if tile.fp32_weight else tile.block_n) * STEP_BYTES
+def _plane_stage_bytes(instance: Instance[Tile]) -> int:
+    tile = instance.tile
+    rows = tile.block_m if tile.fp32_weight else tile.block_n
+    return instance.problem.planes * rows * STEP_BYTES
 
 
 def stages_of_fp32(instance: Instance[Tile]) -> int:
     """Slots of the fp32 matrix's ring: as many as fit beside the plane's."""
     tile = instance.tile
     barriers = 16  # of a slot of either ring, and the verdict's and the epilogue's
-    left = SHARED_LIMIT - tile.stages * (_plane_stage_bytes(tile) + barriers)
+    left = SHARED_LIMIT - tile.stages * (_plane_stage_bytes(instance) + barriers)
     left -= barriers + _besides_rings(instance)
     return left // (STAGE_BYTES_OF_FP32 + barriers)
 
@@ -194,5 +198,5 @@ def stages_of_fp32(instance: Instance[Tile]) -> int:
 def fp32_shared_bytes(instance: Instance[Tile]) -> int:
     """Dynamic shared memory of a block, as the kernels that convert on the way lay it out."""
     tile, stages = instance.tile, stages_of_fp32(instance)
-    rings = stages * STAGE_BYTES_OF_FP32 + tile.stages * _plane_stage_bytes(tile)
+    rings = stages * STAGE_BYTES_OF_FP32 + tile.stages * _plane_stage_bytes(instance)
     return rings + _besides_rings(instance) + (stages + tile.stages + 1) * 16

@@ -184,21 +184,23 @@ class _Forward(_Pass):
 
     def _converts(self, tile: Tile, why: str) -> None:
         problem = self.problem
-        of_x = PlaneLayout(1, problem.k, problem.m, 0)
-        of_w = PlaneLayout(1, problem.k, problem.n, 0)
+        planes = problem.planes
+        of_x = PlaneLayout(planes, problem.k, problem.m, 0)
+        of_w = PlaneLayout(planes, problem.k, problem.n, 0)
         leaves = self._leaves("hopper")
         plane, converted, rows = "x", "W", problem.m
         if tile.fp32_input:
             plane, converted, rows = "W", "x", problem.n
-        makes = f"{plane}'s plane, scales of {converted}"
+        made = f"{plane}'s plane{'s' * (planes - 1)}"
+        makes = f"{made}, scales of {converted}"
         self._step("split_and_sample", makes, f"{converted} is converted in the product")
         otherwise = f"by planes of x and W, where the copy engine cannot read {converted}'s rows"
         kernel = "linear_norm_fp32_input" if tile.fp32_input else "linear_norm_fp32_weight"
         self._step(kernel, self.y, why, tile, otherwise)
         self._step("rescue", self.y, _GUARD)
         first, last = "split_and_sample", "rescue"
-        ordered = rows * -(-problem.k // 32) * 64
-        self._take(f"{plane}'s plane in the order of fragments", ordered, first, last)
+        ordered = planes * rows * -(-problem.k // 32) * 64
+        self._take(f"{made} in the order of fragments", ordered, first, last)
         if leaves:
             self._save("W's planes", of_w.nbytes, "dX")
             self._save("x's planes", of_x.nbytes, "dW")

@@ -1,7 +1,7 @@
-"""`hopper_fp32_weight.cu` and `hopper_fp32_input.cu`: fp32 at `high` without a pass that makes a
-plane of W, or of x. `plan/hopper.py` says when: where the other matrix has few rows.
+"""`hopper_fp32_weight.cu` and `hopper_fp32_input.cu`: fp32 without a pass that makes planes of W, or
+at `high` of x. `plan/hopper.py` says when: where the other matrix has few rows.
 
-Three launches: the other matrix becomes a plane while the scales of this one's rows are estimated,
+Three launches: the other matrix becomes one plane or two while the scales of this one's rows are estimated,
 the product with the chain in its epilogue, and the range guard (rescue.py).
 """
 
@@ -49,9 +49,9 @@ SIGNATURE = "mm" + "ppppp" + "ppp" + "plpppp" + "iiii"
 rstd; the converted matrix and its row stride, scale, flags, spoilt columns, plane; m, n, k, the
 plane's columns."""
 PREPARING_SIGNATURE = "pl" + "ppppp" + "pl" + "ppp" + "iiii"
-"""The matrix that becomes a plane and its row stride; plane, ordered plane, scale, flags, spoilt
-columns; the converted one and its row stride, scale, flags, spoilt columns; the rows of either, k,
-the plane's columns."""
+"""The matrix that becomes a plane and its row stride; plane, ordered plane (or both, ordered, where
+there are two), scale, flags, spoilt columns; the converted one and its row stride, scale, flags,
+spoilt columns; the rows of either, k, the plane's columns."""
 
 
 def readable(at: int, stride: int) -> bool:
@@ -67,7 +67,9 @@ class Converting(Launch):
         self.tile, self.leaves = tile, leaves
         self.maps = KeptOperands(self._maps_of)
         m, n, k, device = problem.m, problem.n, problem.k, problem.device
-        self.of_x, self.of_weight = splitter(1, k, m, 0, device), splitter(1, k, n, 0, device)
+        planes = problem.planes
+        self.of_x = splitter(planes, k, m, 0, device)
+        self.of_weight = splitter(planes, k, n, 0, device)
         self.ordered = -(-k // ORDERED_MULTIPLE) * ORDERED_MULTIPLE
         # Of the splitters' layouts all but the planes, where these are not left.
         self.missing = (0, 0) if leaves else (self.of_x.spoilt, self.of_weight.spoilt)
@@ -77,7 +79,10 @@ class Converting(Launch):
         self.new_weight = new_tensor((nbytes_weight,), torch.uint8, device)
         # Rows of the matrix that becomes a plane, and of the one that is converted on the way.
         self.rows = (m, n) if tile.fp32_weight else (n, m)
-        self.new_ordered = new_tensor((self.rows[0], self.ordered), torch.float16, device)
+        ordered = planes * self.rows[0], self.ordered
+        self.new_ordered = new_tensor(ordered, torch.float16, device)
+        # From the ordered hi to lo, where there are two.
+        self.low = (planes - 1) * self.rows[0] * self.ordered * 2
         self.kernels: dict[bool, tuple[Callable[..., None], Callable[..., None]]] = {}
         if m:
             self.launch = self._prepare()
@@ -111,7 +116,7 @@ class Converting(Launch):
         problem, device = self.problem, self.problem.device
         of_plane, converted = self.rows
         shape = split_shape(of_plane, problem.k, sm_count(device))
-        source = split_and_sample_source(problem.k, aligned, shape, self.leaves)
+        source = split_and_sample_source(problem.planes, problem.k, aligned, shape, self.leaves)
         blocks = -(-of_plane // shape.block_rows) + -(-converted // (SPLIT_THREADS // 32))
         kernel = load(source, device)
         convert = kernel.prepare(PREPARING_SIGNATURE, blocks, SPLIT_THREADS, dependent=True)
@@ -127,6 +132,7 @@ class Converting(Launch):
         missing_x, missing_weight = self.missing
         numbers = (*sizes, of_x.padded)
         leaves, chain_arguments, of_input = self.leaves, self.constants, self.tile.fp32_input
+        low = self.low
 
         def run(inputs: Inputs) -> Forward:
             x, w, bias, gamma, beta, operands, constants = inputs
@@ -146,8 +152,9 @@ class Converting(Launch):
             planes = (plane, own_plane) if leaves else (0, 0)
             aligned = not (plain_at | plain_stride * 4) % VECTOR_BYTES
             convert, guard = kernels.get(aligned) or self._load(aligned)
+            hi, lo = (ordered_at, ordered_at + low) if low else (planes[0], ordered_at)
             convert(
-                plain_at, plain_stride, planes[0], ordered_at, scale, flags,
+                plain_at, plain_stride, hi, lo, scale, flags,
                 plane + of_plain.spoilt, fp32_at, stride, *own, *rows, *numbers[2:],
             )  # fmt: skip
             key = ordered_at, fp32_at, stride
@@ -176,7 +183,7 @@ class Converting(Launch):
         return run if self.problem.m else lambda *_: outputs()
 
     def _maps_of(self, operands: tuple[Tensor, ...]) -> tuple[bytes, ...]:
-        """Of the ordered plane and of the converted matrix."""
+        """Of the ordered planes and of the converted matrix."""
         (ordered, fp32), tile = operands, self.tile
         rows = tile.block_m if tile.fp32_weight else tile.block_n
         boxes = (ordered, rows, tile.block_k), (fp32, BLOCK_N, STEP_BYTES // 4)
@@ -186,10 +193,11 @@ class Converting(Launch):
 def converting_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:
     """The kernel that reads W, or x, as fp32 and converts it on the way; compiles without a GPU.
 
-    One plane alone (`high`). writes_plane: of what is converted, kept for the backward pass.
+    writes_plane: of what is converted, kept for the backward pass; not with two planes.
     """
     tile, name = instance.tile, "fp32_weight" if instance.tile.fp32_weight else "fp32_input"
     plane_rows = tile.block_m if tile.fp32_weight else tile.block_n
+    planes = instance.problem.planes
     numbers: dict[str, int | bool | str] = {
         "kBlockN": BLOCK_N,
         "kBlockM": plane_rows,
@@ -197,23 +205,25 @@ def converting_source(instance: Instance[Tile], writes_plane: bool) -> KernelSou
         "kStagesX": tile.stages,
         "kTileGroup": tile.group,
         "kWritesPlane": writes_plane,
-        "kPlanes": 1,
-        "kTolerance": TOLERANCE[1],
+        "kPlanes": planes,
+        "kTolerance": TOLERANCE[planes],
     }
     more = {"kLendsRing": tile.fp32_weight}
     if tile.fp32_input:
         more["kAlignedRows"] = rows_aligned(instance.problem)
     prelude = constants(numbers) + wgmma_a_text(plane_rows) + epilogue_prelude(instance)
+    if planes == 2:
+        prelude += wgmma_a_text(plane_rows, adds=False)
     text = kernel_text(f"gemm/hopper/hopper_{name}.cu", prelude + constants(more))
     return KernelSource(f"linear_norm_{name}", text, ARCH)
 
 
 def split_and_sample_source(
-    columns: int, aligned: bool, shape: SplitShape, both: bool
+    planes: int, columns: int, aligned: bool, shape: SplitShape, both: bool
 ) -> KernelSource:
-    """The kernel that makes x's plane and estimates the scales of W's rows.
+    """The kernel that makes x's planes and estimates the scales of W's rows.
 
-    aligned: each row of x starts on 16 bytes. both: x's plane is written as it is, too.
+    aligned: each row of x starts on 16 bytes. both: x's, one, is written as it is, too.
     """
-    prelude = split_prelude(1, columns, aligned, shape, "both" if both else "ordered")
+    prelude = split_prelude(planes, columns, aligned, shape, "both" if both else "ordered")
     return KernelSource("split_and_sample", kernel_text("fp32/split_and_sample.cu", prelude), ARCH)

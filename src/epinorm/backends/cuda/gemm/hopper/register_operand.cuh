@@ -8,7 +8,7 @@
 // depends on the row alone.
 //
 // The prelude defines kTolerance; what two_rings.cuh and weight_fragments.cuh need; the instruction
-// wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b).
+// wgmma_a(float (&d)[kBlockM / 2], const u32 (&a)[4], u64 b); with two planes wgmma_a_alone, which d is no part of.
 #pragma once
 #include "gemm/hopper/fp32_prelude.cuh"
 #include "fp32/plane_value.cuh"
@@ -16,7 +16,9 @@
 #include "gemm/hopper/two_rings.cuh"
 #include "gemm/hopper/weight_fragments.cuh"
 
+static_assert(kPlanes == 1 || !kWritesPlane, "one plane is left for the backward pass");
 constexpr int kAccumulators = kBlockM / 2;
+using Operand = Fragments[kPlanes];
 
 // Of all consumers: is it true for any thread?
 __device__ __forceinline__ bool any_consumer(bool value) {
@@ -64,12 +66,12 @@ struct Multiplier {
   __device__ __forceinline__ explicit Multiplier(const Rings& rings) : rings(rings) {}
 
   template <class Look>
-  __device__ __forceinline__ void make(Fragments& a, const WeightRows& rows, u32 offset, int step,
+  __device__ __forceinline__ void make(Operand& a, const WeightRows& rows, u32 offset, int step,
                                        Look look) {
     barrier_wait(rings.full_w(slot_w.stage), slot_w.parity);
     const u32 at = rings.w(slot_w.stage) + offset;
     rows.own.convert<kBoxBytesW>(a, at);
-    look(a, at, step);
+    look(a[0], at, step);
     __syncwarp();  // lanes may have come back from it one by one
     slot_w.next();
   }
@@ -80,7 +82,7 @@ struct Multiplier {
                                            u32 offset, int k_steps, Look look) {
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) v[i] = 0.0f;  // else they live through the epilogue
-    Fragments a[2];  // one is multiplied while the other is made
+    Operand a[2];  // one is multiplied while the other is made
     make(a[0], rows, offset, 0, look);
     for (int first = 0; first < k_steps; first += 2) {
 #pragma unroll
@@ -90,10 +92,10 @@ struct Multiplier {
         wgmma_fence();  // the fragments were written by ordinary instructions
 #pragma unroll
         for (int i = 0; i < kStepProducts; ++i)
-          wgmma_a(v, a[u][i], b + i * (step_bytes<true>() >> 4));
+          wgmma_a(v, a[u][0][i], b + i * (step_bytes<true>() >> 4));
         wgmma_commit();
         wgmma_wait<1>();  // the step before is done: its slot of x, and its registers
-        keep_fragments(a[(u + 1) % 2]);
+        keep_fragments(a[(u + 1) % 2][0]);
         // Only now: an arrival right behind the loads of make() overtakes them, and the copy engine
         // overwrites what has not been read (measured).
         __syncwarp();
@@ -105,8 +107,53 @@ struct Multiplier {
     }
     wgmma_wait<0>();
     keep_after_wait(v);
-    keep_fragments(a[1]);
+    keep_fragments(a[1][0]);
     release(rings.empty_x(slot_x.before()));
+  }
+
+  // The same by two planes of either operand (hopper_pipeline.cuh): each step is folded, so one is in flight.
+  template <class Look>
+  __device__ __forceinline__ void multiply_planes(float (&v)[kAccumulators], const WeightRows& rows,
+                                                  u32 offset, int k_steps, Look look) {
+    float part[kAccumulators], cross[kAccumulators];
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) v[i] = part[i] = cross[i] = 0.0f;
+    Operand a[2];
+    make(a[0], rows, offset, 0, look);
+    for (int first = 0; first < k_steps; first += 2) {
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        barrier_wait(rings.full_x(slot_x.stage), slot_x.parity);
+        const u64 high = descriptor<true, 0>(rings.x(slot_x.stage));
+        const u64 low = descriptor<true, 0>(rings.x(slot_x.stage) + kPlaneBytesX);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kStepProducts; ++i) {
+          const u64 at = i * (step_bytes<true>() >> 4);
+          wgmma_a(cross, a[u][1][i], high + at);
+          wgmma_a(cross, a[u][0][i], low + at);
+          if (i == 0)
+            wgmma_a_alone(part, a[u][0][i], high);
+          else
+            wgmma_a(part, a[u][0][i], high + at);
+        }
+        wgmma_commit();
+        __syncwarp();
+        release(rings.empty_w(slot_w.before()));  // its values are in registers that products read
+        if (u == 0 || first + 2 < k_steps) make(a[1 - u], rows, offset, first + u + 1, look);
+        wgmma_wait<0>();
+        keep_after_wait(part);
+        keep_after_wait(cross);
+        keep_fragments(a[u][0]);
+        keep_fragments(a[u][1]);
+        release(rings.empty_x(slot_x.stage));
+        slot_x.next();
+#pragma unroll
+        for (int i = 0; i < kAccumulators; ++i) v[i] += part[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) v[i] += cross[i] * (1.0f / kPlaneLowFactor);
   }
 };
 
@@ -194,13 +241,17 @@ __device__ __forceinline__ void multiply_tile(float (&v)[kAccumulators], Multipl
   bool first_time = true, repeat;
   do {
     int next = look;
-    multiplier.multiply(v, rows, offset, k_steps, [&](const Fragments& a, u32 at, int step) {
+    const auto look_at = [&](const Fragments& a, u32 at, int step) {
       if (step != next) return;
       next += look_step;
       if (kWritesPlane)
         write_pieces(weight.plane, a, rows.row, step * kStepK, rows.n, weight.k_padded);
       if (any_small(a)) note_step(weight, rows, at, step * kStepK);
-    });
+    };
+    if constexpr (kPlanes == 2)
+      multiplier.multiply_planes(v, rows, offset, k_steps, look_at);
+    else
+      multiplier.multiply(v, rows, offset, k_steps, look_at);
     const bool infinite[2] = {row_infinite(v, 0), row_infinite(v, 1)};
     repeat = any_consumer(infinite[0] || infinite[1]) && first_time;
     if (repeat) repeat = any_consumer(correct_scales(rows, infinite, weight, k));

@@ -39,15 +39,17 @@ def wgmma_text(columns: int, dtype: torch.dtype, major_k_a: bool, major_k_b: boo
     )
 
 
-def wgmma_a_text(columns: int) -> str:
-    """wgmma.mma_async.m64n<columns>k16 of fp16 with A from registers, as a function."""
+def wgmma_a_text(columns: int, adds: bool = True) -> str:
+    """wgmma.mma_async.m64n<columns>k16 of fp16 with A from registers, as a function; adds: to what
+    the accumulators hold."""
     count = columns // 2
-    a = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    a, flags = ", ".join(f'"r"(a[{i}])' for i in range(4)), f"{int(adds)}, 1, 1, 0"
     return (
-        f"__device__ __forceinline__ void wgmma_a(float (&d)[{count}], const unsigned (&a)[4], "
+        f"__device__ __forceinline__ void wgmma_a{'' if adds else '_alone'}"
+        f"(float (&d)[{count}], const unsigned (&a)[4], "
         "unsigned long long b) {\n"
         f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 '
-        f'{{{_registers(count)}}}, {{{_registers(4, count)}}}, %{count + 4}, 1, 1, 1, 0;"\n'
+        f'{{{_registers(count)}}}, {{{_registers(4, count)}}}, %{count + 4}, {flags};"\n'
         f'    : {_accumulators(count)} : {a}, "l"(b));\n}}\n'
     )
 

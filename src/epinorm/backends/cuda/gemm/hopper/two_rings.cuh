@@ -1,4 +1,5 @@
-// The rings of hopper_fp32_weight.cu: W goes through one as fp32, x through another as a plane of fp16.
+// The rings of hopper_fp32_weight.cu: W goes through one as fp32, x through another as its plane or two
+// of fp16.
 // Two threads load, one each. x's ring is lent to the epilogue at a tile's end (kLendsRing), while W's is
 // filled on.
 //
@@ -20,7 +21,8 @@ constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
 
 constexpr int kBoxBytesW = kBlockN * kSwizzleRowBytes;
 constexpr int kStageBytesW = 2 * kBoxBytesW;
-constexpr int kStageBytesX = kBlockM * kSwizzleRowBytes;
+constexpr int kPlaneBytesX = kBlockM * kSwizzleRowBytes;
+constexpr int kStageBytesX = kPlanes * kPlaneBytesX;
 constexpr int kOffsetX = kStagesW * kStageBytesW;
 constexpr int kRingsBytes = kOffsetX + kStagesX * kStageBytesX;
 
@@ -116,8 +118,9 @@ __device__ __forceinline__ void load_w(const Rings& rings, const TensorMap* w,
   }
 }
 
+// rows: of a plane of x; one lies behind the other.
 __device__ __forceinline__ void load_x(const Rings& rings, const TensorMap* x,
-                                       const TileOrder& order, int k_steps,
+                                       const TileOrder& order, int rows, int k_steps,
                                        const volatile int* again) {
   SlotX slot;
   u32 parity = 0, returned = 0;
@@ -128,7 +131,10 @@ __device__ __forceinline__ void load_x(const Rings& rings, const TensorMap* x,
         const u32 full = rings.full_x(slot.stage);
         barrier_wait(rings.empty_x(slot.stage), slot.parity ^ 1);
         barrier_arrive_expect(full, kStageBytesX);
-        tma_load(rings.x(slot.stage), x, full, step * kStepK, row);
+#pragma unroll
+        for (int plane = 0; plane < kPlanes; ++plane)
+          tma_load(rings.x(slot.stage) + plane * kPlaneBytesX, x, full, step * kStepK,
+                   plane * rows + row);
       }
     } while (wait_for_verdict(rings, again, parity));
     if (kLendsRing) barrier_wait(rings.returned(), returned);
@@ -154,7 +160,7 @@ __device__ __forceinline__ void share_work(const Rings& rings, const volatile in
     if (threadIdx.x == kConsumerThreads)
       load_w(rings, w, order, k_steps, again);
     else if (threadIdx.x == kConsumerThreads + 32)
-      load_x(rings, x, order, k_steps, again);
+      load_x(rings, x, order, columns, k_steps, again);
   } else {
     take_registers<240>();
     consume(warpgroup, k_steps);

@@ -9,8 +9,9 @@
 // gives must hold one of each pair {0,1}, {2,3}, {4,5}, {6,7}: the j-th 16 of 32 columns takes chunk 2q + j.
 // split_rows.cuh writes x's plane in this order (kOrdered).
 //
-// The prelude defines kTolerance, that of one plane.
+// The prelude defines kPlanes, and kTolerance, that of as many.
 #pragma once
+#include "fp32/plane_value.cuh"
 #include "common/flags.cuh"
 #include "gemm/row_store.cuh"
 #include "common/shared_units.cuh"
@@ -37,6 +38,14 @@ __device__ __forceinline__ u32 halves(u32 low, u32 high, float factor) {
   return pair;
 }
 
+// What the halves leave of two floats, times 2^11, as two more.
+__device__ __forceinline__ u32 low_halves(u32 low, u32 high, float factor, u32 pair) {
+  const float rest[2] = {
+      __fmaf_rn(__uint_as_float(low), factor, -Float16::load(static_cast<u16>(pair & 0xffff))),
+      __fmaf_rn(__uint_as_float(high), factor, -Float16::load(static_cast<u16>(pair >> 16)))};
+  return halves(__float_as_uint(rest[0]), __float_as_uint(rest[1]), kPlaneLowFactor);
+}
+
 __device__ __forceinline__ u32 smaller_halves(u32 a, u32 b) {
   asm("min.u16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
   return a;
@@ -47,8 +56,9 @@ __device__ __forceinline__ bool any_below(u32 pair, u32 limit) {
   return (pair & 0xffff) < limit || pair >> 16 < limit;
 }
 
-// Up to 2^-17 halves, whose steps are 2^-24 down there, may not hold a value to 2^-8.
-constexpr u32 kSmallBits = 0x0081;
+// Up to 2^-17 halves, whose steps are 2^-24 down there, may not hold a value to 2^-8; up to 2^-16 two
+// planes, whose steps are 2^-35, not to 2^-20.
+constexpr u32 kSmallBits = kPlanes == 2 ? 0x0101 : 0x0081;
 
 // Two rows of W, one and the one 8 below, as a lane sees them.
 struct OwnRows {
@@ -67,7 +77,8 @@ struct OwnRows {
   }
 
   template <int kBoxBytes>
-  __device__ __forceinline__ void convert(Fragments& a, u32 at) const {
+  __device__ __forceinline__ void convert(Fragments (&planes)[kPlanes], u32 at) const {
+    Fragments& a = planes[0];
     uint4 raw[kStepProducts][2];
 #pragma unroll
     for (int i = 0; i < kStepProducts; ++i)
@@ -79,6 +90,12 @@ struct OwnRows {
       for (int lower = 0; lower < 2; ++lower) {
         a[i][lower] = halves(raw[i][lower].x, raw[i][lower].y, factor[lower]);
         a[i][lower + 2] = halves(raw[i][lower].z, raw[i][lower].w, factor[lower]);
+        if constexpr (kPlanes == 2) {
+          planes[1][i][lower] =
+              low_halves(raw[i][lower].x, raw[i][lower].y, factor[lower], a[i][lower]);
+          planes[1][i][lower + 2] =
+              low_halves(raw[i][lower].z, raw[i][lower].w, factor[lower], a[i][lower + 2]);
+        }
       }
   }
 };
