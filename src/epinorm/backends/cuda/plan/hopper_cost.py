@@ -54,8 +54,8 @@ L2_BYTES_PER_CYCLE, L2_BYTES_OF_SPLIT_COLUMNS = 46, 64
 where its warpgroups split columns."""
 SHORTEST_STEP_OF_FP32_INPUT = 2300
 """32 KB of x, from memory, for as many blocks as there are column tiles; before `FP32_INPUT`."""
-FP32_INPUT = 1.25
-"""What the kernel that converts x was measured to take of its estimate."""
+FP32_INPUT, TWO_PLANES_OF_FP32 = 1.25, 1.2
+"""What kernels that convert x, or W into two planes, were measured to take of their estimates."""
 
 OPERATION = {
     **dict.fromkeys(("gelu", "gelu_tanh", "mish", "softplus"), 1.6),
@@ -169,6 +169,8 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
         total *= SHARED_BY_PLANES
     if tile.fp32_input:
         total *= FP32_INPUT
+    elif tile.converts and planes == 2:
+        total *= TWO_PLANES_OF_FP32
     return max(total, memory) + NOT_HIDDEN * min(total, memory)
 
 
