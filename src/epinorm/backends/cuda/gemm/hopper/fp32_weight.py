@@ -1,8 +1,8 @@
-"""`hopper_fp32_weight.cu` and `hopper_fp32_input.cu`: fp32 without a pass that makes planes of W, or
-at `high` of x. `plan/hopper.py` says when: where the other matrix has few rows.
+"""`hopper_fp32_weight.cu` and `hopper_fp32_input.cu`: fp32 without a pass that makes planes of W,
+or at `high` of x. `plan/hopper.py` says when: where the other matrix has few rows.
 
-Three launches: the other matrix becomes one plane or two while the scales of this one's rows are estimated,
-the product with the chain in its epilogue, and the range guard (rescue.py).
+Three launches: the other matrix becomes one plane or two while the scales of this one's rows are
+estimated, the product with the chain in its epilogue, and the range guard (rescue.py).
 """
 
 from __future__ import annotations
