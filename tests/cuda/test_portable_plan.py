@@ -192,13 +192,17 @@ def test_planes_are_taken_where_they_pay(on):
 
 
 @pytest.mark.parametrize("kind", ["high", "highest"])
-def test_few_rows_take_the_single_kernel_where_the_weight_is_prepacked(kind, on):
-    """Converting W in each call costs more than PyTorch's product; converted, W is half as long."""
+def test_few_rows_read_the_planes_of_a_prepacked_weight(kind, on):
+    """At `high` converting W in each call costs more than PyTorch's product, of which W is half as
+    long once it is converted; at `highest` it is converted on its way."""
     on(H200)
     problem = problem_of(16, kind=kind)
-    assert cuda_plan.plan_cuda(problem, "auto").strategy == "epilogue"
-    converted = dataclasses.replace(problem, prepacked=True)
-    assert cuda_plan.plan_cuda(converted, "auto").strategy == "single"
+    plan = cuda_plan.plan_cuda(problem, "auto")
+    assert plan.strategy == ("epilogue" if kind == "high" else "single")
+    assert ("the weight's made on the way" in plan.reason.split(";")[0]) == (kind == "highest")
+    converted = cuda_plan.plan_cuda(dataclasses.replace(problem, prepacked=True), "auto")
+    assert converted.strategy == "single"
+    assert "W's kept from call to call" in converted.reason.split(";")[0]
 
 
 @pytest.mark.parametrize("gpu", [H200, A100])
