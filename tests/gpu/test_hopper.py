@@ -184,6 +184,11 @@ TILES = [
     (Tile(128, 256, 0, ping_pong=False), "high"),
     (Tile(128, 128, 0, tf32=True), "high"),
     (Tile(64, 128, 0, tf32=True), "high"),
+    (Tile(64, 256, 0, tf32=True, register_a=True), "high"),
+    (Tile(128, 256, 0, ping_pong=False, tf32=True, register_a=True), "high"),
+    (Tile(128, 256, 0, ping_pong=False, tf32=True, register_a=True, cluster=2), "high"),
+    (Tile(64, 64, 2, tf32=True, register_a=True), "high"),
+    (Tile(64, 64, 0, tf32=True, register_a=True, consumers=4), "high"),
     (Tile(128, 128, 0, ping_pong=False), "highest"),
     (Tile(128, 96, 0, ping_pong=False, cluster=2), "highest"),
     (Tile(64, 64, 0), "highest"),
@@ -202,6 +207,13 @@ def test_every_kind_of_tile(tile, kind):
         make_product(4097, 264, 16, 129, kind, training=True).check()
 
 
+FROM_REGISTERS = [
+    Tile(64, 256, 0, tf32=True, register_a=True),
+    Tile(128, 192, 0, ping_pong=False, tf32=True, register_a=True),
+    Tile(64, 256, 0, ping_pong=False, split_columns=True, tf32=True, register_a=True, cluster_n=2),
+    Tile(64, 128, 0, tf32=True, register_a=True, cluster_n=4),
+    Tile(128, 128, 0, ping_pong=False, tf32=True, register_a=True, cluster_n=3),
+]
 SHARING = [
     Tile(128, 192, 0, ping_pong=False, cluster_n=4),
     Tile(128, 256, 0, ping_pong=False, cluster_n=3),
@@ -211,6 +223,31 @@ SHARING = [
     Tile(128, 128, 0, cluster_n=6),
     Tile(128, 96, 0, cluster_n=5),
 ]
+
+
+@pytest.mark.parametrize("k", [4, 28, 32, 36, 100, 512])
+@pytest.mark.parametrize("tile", FROM_REGISTERS, ids=str)
+def test_tf32_from_registers(tile, k):
+    """Sums of one step and of an odd number, that end within one; W's rows at any stride."""
+    channels = tile.block_n * tile.cluster_n
+    with forced_tile(tile):
+        case = make_product(4099, k, channels, 2, "high", "layer_norm|silu", training=True)
+        case.check()
+        case = make_product(300, k, channels, 1, "high", "add_residual|layer_norm", uniform=True)
+        wide = torch.randn(channels, k + 3, device="cuda") / k**0.5
+        case.inputs = case.inputs._replace(weight=wide[:, 1 : k + 1])
+        case.check()
+
+
+def test_tf32_from_registers_keeps_what_is_not_finite():
+    """Inf and NaN of x and W come out where PyTorch's products have them."""
+    with forced_tile(Tile(64, 128, 0, tf32=True, register_a=True)):
+        case = make_product(200, 96, 16, 8, "high")
+        x, weight = case.inputs.x, case.inputs.weight
+        x[3, 5], x[70, 95] = float("inf"), float("nan")
+        weight[17, 40] = float("nan")
+        y = case.ours().y
+        assert torch.equal(y.isnan(), case.pytorch(torch.float64)["y"].isnan())
 
 
 @pytest.mark.parametrize("tile", SHARING, ids=str)

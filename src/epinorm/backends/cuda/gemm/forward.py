@@ -20,6 +20,7 @@ from torch import Tensor
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
 from epinorm.backends.cuda.fp32.planes import VECTOR_BYTES, splitter
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
+from epinorm.backends.cuda.fp32.rounded_weight import RoundedWeight
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting, readable
 from epinorm.backends.cuda.gemm.hopper.linear_norm import HopperLinearNorm
 from epinorm.backends.cuda.gemm.launch import (
@@ -125,7 +126,9 @@ def _launch_with(problem: Problem, tile: Tile | PortableTile, prepacked: bool = 
         return _Converting(problem, tile)
     else:
         kernel = HopperLinearNorm(problem, tile)
-    return _Split(problem, kernel, prepacked) if kernel.by_planes else _Direct(problem, kernel)
+    if kernel.by_planes:
+        return _Split(problem, kernel, prepacked)
+    return _Direct(problem, kernel, isinstance(tile, Tile) and tile.register_a)
 
 
 class _Converting(Converting):
@@ -152,11 +155,12 @@ class _Converting(Converting):
 
 
 class _Direct(Launch):
-    """x and W go into the product as they are."""
+    """x and W go into the product as they are; or W rounded to TF32."""
 
-    def __init__(self, problem: Problem, kernel: LinearNorm) -> None:
+    def __init__(self, problem: Problem, kernel: LinearNorm, rounds: bool = False) -> None:
         super().__init__(problem)
         self.kernel, self.given = kernel, KeptOperands(kernel.given)
+        self.rounded = RoundedWeight(problem.n, problem.k, problem.device) if rounds else None
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Bound:
         outputs, given, kept = self.outputs(y_size), self.given, self.given.kept
@@ -164,16 +168,19 @@ class _Direct(Launch):
         readable = self.kernel.readable
         keeps_matrix = problem.matrix_dtype is not None
         keeps_statistics = problem.keeps_statistics
-        held, y_matrix = self.kernel.held, sizes[:2]
+        held, y_matrix, rounded = self.kernel.held, sizes[:2], self.rounded
+        stride = w_stride if rounded is None else rounded.padded
 
         def run(inputs: Inputs) -> Forward:
             x, weight, bias, gamma, beta, operands, constants = inputs
             out = outputs()
+            if rounded is not None:
+                weight = rounded(weight, w_stride)
             y, matrix, mean, rstd = out.addresses
             if operands:
                 operands = dense(operands, held)
             of_chain = 0 if held is None else operands[held].data_ptr()
-            found = kept.get((x.data_ptr(), x_stride, weight.data_ptr(), w_stride, of_chain))
+            found = kept.get((x.data_ptr(), x_stride, weight.data_ptr(), stride, of_chain))
             if found is None:
                 x, w = readable(x.view(-1, x.shape[-1])), readable(weight)
                 at = (x.data_ptr(), x.stride(0), w.data_ptr(), w.stride(0), of_chain)

@@ -164,9 +164,12 @@ def candidates(problem: Problem) -> Iterator[Tile]:
         load_m = -(-max(problem.m, 1) // 8) * 8 if low else None
         # TF32 operands are rounded in shared memory, by the one warpgroup that reads them.
         alone = shape.ping_pong and shape.cluster_n == 1
-        kinds = (False, True) if alone and _may_be_tf32(problem) else (False,)
-        for tf32 in kinds:
-            tile = dataclasses.replace(shape, load_m=load_m, tf32=tf32)
+        kinds = [(False, False)]
+        if _may_be_tf32(problem):
+            kinds += [(True, False)] * alone
+            kinds += [(True, True)] * _may_come_from_registers(shape, load_m)
+        for tf32, register_a in kinds:
+            tile = dataclasses.replace(shape, load_m=load_m, tf32=tf32, register_a=register_a)
             if problem.planes == 2:  # one plane is not folded
                 tile = dataclasses.replace(tile, fold_steps=fold_steps(problem.k))
             tile = dataclasses.replace(tile, resident_steps=_resident_steps(problem, tile))
@@ -200,7 +203,7 @@ def _may_convert(problem: Problem) -> bool:
 
 def _may_share_loads(problem: Problem, tile: Tile) -> bool:
     """Two blocks below each other can load W for both: for `epinorm tune` to try, see CLUSTER."""
-    alone = tile.cluster_n == 1 and not tile.resident_steps and not tile.tf32
+    alone = tile.cluster_n == 1 and not tile.resident_steps and tile.tf32 == tile.register_a
     one_plane = problem.planes == 1 and tile.block_n % 16 == 0
     return alone and one_plane and problem.m > tile.block_m and not tile.ping_pong
 
@@ -222,6 +225,7 @@ def _resident_steps(problem: Problem, tile: Tile) -> int:
     """The steps of W where it is one column tile that a block uses again and again."""
     steps = math.ceil(problem.k / tile.block_k)
     one = problem.n <= tile.block_n and problem.planes == 1 and tile.cluster_n == 1
+    one = one and not tile.register_a
     if not one or problem.m < 4 * tile.block_m:
         return 0
     return steps if steps * tile.block_n * STEP_BYTES <= LARGEST_RESIDENT_BYTES else 0
@@ -230,6 +234,12 @@ def _resident_steps(problem: Problem, tile: Tile) -> int:
 def _may_be_tf32(problem: Problem) -> bool:
     """Rows of fp32 that the copy engine can read, and leave to multiply them as TF32."""
     return problem.precision == "high" and problem.k % 4 == 0
+
+
+def _may_come_from_registers(shape: Tile, load_m: int | None) -> bool:
+    """64 rows a warpgroup, all of which are loaded: more would not fit the registers."""
+    rows_of_one = shape.block_m if shape.ping_pong or shape.split_columns else shape.block_m // 2
+    return rows_of_one == 64 and load_m is None
 
 
 @memo(4096)

@@ -52,8 +52,12 @@ CLUSTERS_AT_ONCE = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 L2_BYTES_PER_CYCLE, L2_BYTES_OF_SPLIT_COLUMNS = 46, 64
 """Of a multiprocessor, where blocks share groups: they read W once for 64 or 128 rows. The latter:
 where its warpgroups split columns."""
+L2_BYTES_OF_TF32 = 52
+"""Of operands of four bytes, in registers or not: their kernels then take 0.95 to 1.25 times the
+estimate (11 shapes, jobs of 2026-11-27), as those of planes do."""
 SHORTEST_STEP_OF_FP32_INPUT = 2300
-"""32 KB of x, from memory, for as many blocks as there are column tiles; before `FP32_INPUT`."""
+"""32 KB of fp32 x, from memory, for as many blocks as there are column tiles; before
+`FP32_INPUT`."""
 FP32_INPUT, TWO_PLANES_OF_FP32 = 1.25, 1.2
 """What kernels that convert x, or W into two planes, were measured to take of their estimates."""
 
@@ -92,14 +96,22 @@ def _step_cycles(tile: Tile, planes: int, columns: int) -> float:
     read = products * row_blocks * (64 + tile.consumer_n) * STEP_BYTES
     rows = tile.block_m + (0 if tile.resident_steps else tile.block_n)
     written = planes * rows * STEP_BYTES
-    if tile.tf32:  # read, rounded and written once more
+    loaded = 0.0
+    if tile.register_a:  # A is read once, into registers
+        read = (tile.block_m + row_blocks * tile.consumer_n) * STEP_BYTES
+        loaded = SHORTEST_STEP_OF_FP32_INPUT / columns * tile.block_m / 256
+    elif tile.tf32:  # read, rounded and written once more
         written *= 3 if tile.resident_steps else 5
-    rate = L2_BYTES_OF_SPLIT_COLUMNS if tile.split_columns else L2_BYTES_PER_CYCLE
-    from_l2 = written / rate if tile.cluster_n > 1 else 0.0
-    shortest = SHORTEST_STEP_OF_TF32 if tile.tf32 and not tile.resident_steps else SHORTEST_STEP
+    rate = L2_BYTES_OF_TF32 if tile.register_a else L2_BYTES_PER_CYCLE
+    rate = L2_BYTES_OF_SPLIT_COLUMNS if tile.split_columns else rate
+    from_l2 = 0.0
+    if tile.cluster_n > 1 or tile.register_a:
+        from_l2 = (written - (1 - 1 / tile.cluster) * tile.block_n * STEP_BYTES) / rate
+    in_smem = tile.tf32 and not (tile.resident_steps or tile.register_a)
+    shortest = SHORTEST_STEP_OF_TF32 if in_smem else SHORTEST_STEP
     if planes == 1 and not tile.tf32:
         shortest = min(shortest, NARROW + NARROW_COLUMN * tile.consumer_n)
-    return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, from_l2, shortest)
+    return max(tensor, (read + written) / SHARED_BYTES_PER_CYCLE, from_l2, loaded, shortest)
 
 
 def _off_lines(problem: Problem, tile: Tile) -> bool:
@@ -177,6 +189,9 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
 def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
     """The conversion of x, and of W where it is not prepacked, and what surrounds it; a kernel that
     converts on the way reads no prepacked planes."""
+    if tile.register_a:
+        moved = problem.n * problem.k * 8
+        return LAUNCH_MICROSECONDS * CYCLES_PER_MICROSECOND + moved / MEMORY_BYTES_PER_CYCLE
     if problem.dtype != torch.float32 or tile.tf32:
         return 0.0
     of_x = 0 if tile.fp32_input else problem.m

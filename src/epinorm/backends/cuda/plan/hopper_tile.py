@@ -27,7 +27,8 @@ class Tile:
     rows). load_m: rows of A that are loaded, fewer than block_m where m is small. cluster: blocks
     that share the loads of B. group: row tiles that share a column tile. fold_steps: steps of 64
     between folds (two planes); 0: each product of 16 is folded. tf32: fp32 operands are multiplied
-    as they are, as TF32. cluster_n: blocks of a cluster side by side that share a group's
+    as they are, as TF32. register_a: x's rows are then rounded on their way into registers, and W
+    by a kernel in front. cluster_n: blocks of a cluster side by side that share a group's
     statistics. resident_steps: steps of B, where it is one column tile, that stay in shared memory;
     0: B goes through the ring. consumers: warpgroups that multiply; more than two take turns at
     small tiles. fp32_weight: by `hopper_fp32_weight.cu`, which converts W on the way; stages are of
@@ -44,6 +45,7 @@ class Tile:
     split_columns: bool = False
     load_m: int | None = None
     tf32: bool = False
+    register_a: bool = False
     cluster_n: int = 1
     resident_steps: int = 0
     consumers: int = 2
@@ -54,7 +56,9 @@ class Tile:
         order = "pingpong" if self.ping_pong else "cooperative"
         text = f"{self.block_m} x {self.block_n}, {self.stages} stages, {order}"
         text += f", cluster of {self.cluster_blocks}" * (self.cluster_blocks > 1)
-        return text + ", W in shared memory" * (self.resident_steps > 0) + ", TF32" * self.tf32
+        return text + ", W in shared memory" * (self.resident_steps > 0) + (
+            ", TF32 from registers" if self.register_a else ", TF32" * self.tf32
+        )
 
     @property
     def converts(self) -> bool:
@@ -91,6 +95,11 @@ class Tile:
     def consumer_n(self) -> int:
         """Columns of a tile that one warpgroup multiplies."""
         return self.block_n // 2 if self.split_columns else self.block_n
+
+
+def rounded_columns(k: int) -> int:
+    """Columns of W as TF32 in the order of `register_tf32.cuh`: whole steps."""
+    return -(-k * 4 // STEP_BYTES) * STEP_BYTES // 4
 
 
 def stage_bytes(tile: Tile, planes: int) -> int:

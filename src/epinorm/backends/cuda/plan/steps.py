@@ -18,7 +18,7 @@ from epinorm.backends.cuda.plan.gradients import (
     weight_waits,
 )
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
-from epinorm.backends.cuda.plan.hopper_tile import Tile
+from epinorm.backends.cuda.plan.hopper_tile import Tile, rounded_columns
 from epinorm.backends.cuda.plan.norm_backward import Outputs, backward_plans
 from epinorm.backends.cuda.plan.norm_forward import forward_plans
 from epinorm.backends.cuda.plan.norm_planes import rows_plans
@@ -138,7 +138,13 @@ class _Forward(_Pass):
             otherwise = "narrower copies, where rows are not aligned to 16 bytes"
             self._step("portable_linear_norm", self.y, why, tile, otherwise)
         else:
-            otherwise = "copies of x or W first, where their rows are not aligned to 16 bytes"
+            copied = "x or W"
+            if isinstance(tile, Tile) and tile.register_a:
+                copied, rounded = "x", "W as TF32"
+                self._step("round_weight", rounded, "the tensor cores would cut what is below off")
+                nbytes = problem.n * rounded_columns(problem.k) * 4
+                self._take(rounded, nbytes, "round_weight", "linear_norm")
+            otherwise = f"copies of {copied} first, where their rows are not aligned to 16 bytes"
             self._step("linear_norm", self.y, why, tile, otherwise)
 
     def _leaves(self, core: Core) -> bool:

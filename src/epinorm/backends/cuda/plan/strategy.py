@@ -45,7 +45,7 @@ _UNSURE, _ROWS_OF_A_TILE = 3.0, 64
 has all its rows: so far short estimates are off, and the host gains more (decision 18)."""
 
 _PLANES = 1.08
-"""What fp32 by planes was measured to take of what is estimated for it."""
+"""What fp32 by planes, or as TF32 from registers, was measured to take of its estimate."""
 _WITHOUT_NORM = 1.18
 """The same of a kernel without a norm, in 16 bit or TF32."""
 _WORTH_WITHOUT_NORM = 0.93
@@ -290,6 +290,8 @@ class Cost:
 def _single_cost(problem: Problem, core: Core) -> Cost:
     tile, estimate = single_tile(problem, core), single_microseconds(problem, core)
     planes = problem.dtype == torch.float32 and tile is not None and not tile.tf32
+    if isinstance(tile, Tile) and tile.register_a:
+        return Cost(estimate * _PLANES, _HOST_ONE)
     if problem.chain.norm is None and not planes:
         estimate *= _WITHOUT_NORM
     return Cost(estimate * _PLANES, _HOST_PLANES) if planes else Cost(estimate, _HOST_ONE)

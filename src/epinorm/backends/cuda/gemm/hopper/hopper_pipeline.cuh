@@ -9,6 +9,7 @@
 // The prelude (hopper/text.py) defines what hopper_ring.cuh says, and the instruction
 // wgmma(float (&d)[kAccumulators], u64 a, u64 b, int accumulate).
 #pragma once
+#include "common/tf32.cuh"
 #include "gemm/hopper/hopper_ring.cuh"
 
 // ---- the consumers: a warpgroup ----
@@ -97,19 +98,7 @@ struct Share {
         first_column(kSplitColumns ? consumer * kConsumerN : 0) {}
 };
 
-// To 10 bits behind the point, ties away from zero; Inf and NaN stay what they are.
-__device__ __forceinline__ u32 rounded_tf32(u32 bits) {
-  u32 rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
-  return rounded;
-}
-
-__device__ __forceinline__ uint4 rounded(const uint4& unit) {
-  return {rounded_tf32(unit.x), rounded_tf32(unit.y), rounded_tf32(unit.z), rounded_tf32(unit.w)};
-}
-
-// The tensor cores cut TF32 operands off where PyTorch's products round them, which costs 13 % more
-// error. So they are rounded in place, by the one warpgroup that a step belongs to.
+// In place, by the one warpgroup that a step belongs to.
 __device__ __forceinline__ void round_to_tf32(u32 from, int bytes, u32 thread, int threads) {
   constexpr int kAtOnce = 4;
   const u32 pass_bytes = threads * kUnitBytes;
@@ -120,13 +109,13 @@ __device__ __forceinline__ void round_to_tf32(u32 from, int bytes, u32 thread, i
       if (at + i * pass_bytes < bytes) units[i] = load_unit(from + at + i * pass_bytes);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      if (at + i * pass_bytes < bytes) store_unit(from + at + i * pass_bytes, rounded(units[i]));
+      if (at + i * pass_bytes < bytes) store_unit(from + at + i * pass_bytes, rounded_tf32(units[i]));
   }
   fence_for_async_reads();
 }
 
 __device__ __forceinline__ void round_step_to_tf32(const Ring& ring, int stage, int consumer) {
-  static_assert(kElementBytes == 2 || kPingPong, "each step has one reader");
+  static_assert(kElementBytes == 2 || kPingPong || kRegisterA, "each step has one reader");
   const u32 thread = threadIdx.x % kWarpgroupThreads;
   round_to_tf32(ring.a(stage, 0), kLoadM * kSwizzleRowBytes, thread, kWarpgroupThreads);
   if (!kWeightInSmem) round_to_tf32(ring.b(stage, 0, 0), kPlaneBytesB, thread, kWarpgroupThreads);
@@ -197,7 +186,7 @@ __device__ __forceinline__ void multiply_at_once(Accumulators& result, const Rin
       if (first + i < kUnits) units[i] = load_unit(address(first + i));
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      if (first + i < kUnits) store_unit(address(first + i), rounded(units[i]));
+      if (first + i < kUnits) store_unit(address(first + i), rounded_tf32(units[i]));
   }
   fence_for_async_reads();
   named_barrier_sync(1 + share.consumer, kWarpgroupThreads);
@@ -244,6 +233,8 @@ __device__ __forceinline__ void multiply_and_fold(Accumulators& result, Accumula
   }
 }
 
+#include "gemm/hopper/register_tf32.cuh"
+
 // What comes behind a tile's last step.
 __device__ __forceinline__ void wait_for_operand(const Ring& ring, Slot slot) {
 #pragma unroll
@@ -278,7 +269,10 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
       meanwhile();
     }
   };
-  if constexpr (kElementBytes == 4 && kWeightInSmem && kWeightSteps <= kStages) {
+  if constexpr (kRegisterA) {
+    define(result);
+    multiply_from_registers(result, ring, slot, share, k_steps, issued);
+  } else if constexpr (kElementBytes == 4 && kWeightInSmem && kWeightSteps <= kStages) {
     define(result);
     multiply_at_once(result, ring, slot, share, pass_turn);
   } else if constexpr (kPlanes == 1) {

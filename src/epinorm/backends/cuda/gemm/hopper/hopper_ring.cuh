@@ -8,6 +8,7 @@
 //   kSplitColumns                          together, but each warpgroup has half of the columns
 //   kLoadM                                 rows of A that are loaded: fewer than kBlockM if M is small
 //   kElementBytes                          2, or 4: fp32 multiplied as TF32
+//   kRegisterA                             TF32 with A out of registers, see register_tf32.cuh
 //   kStages                                slots of the ring
 //   kPlanes, kFoldSteps                    2 planes: three products, see multiply_tile() there
 //   kMajorKA, kMajorKB                     the operand's rows run along the summed index

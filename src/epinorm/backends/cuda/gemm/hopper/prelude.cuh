@@ -7,5 +7,5 @@ constexpr int kOperandSlots = 0;
 #define HELD_PARAMETER
 constexpr int kCluster = 1, kClusterN = 1, kTileGroup = 16;
 constexpr bool kMajorKA = true, kMajorKB = true, kPingPong = true, kSplitColumns = false;
-constexpr bool kAlignedRows = true;
+constexpr bool kAlignedRows = true, kRegisterA = false;
 __device__ void wgmma(float (&d)[128], unsigned long long a, unsigned long long b, int accumulate);

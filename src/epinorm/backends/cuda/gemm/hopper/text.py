@@ -54,6 +54,20 @@ def wgmma_a_text(columns: int, adds: bool = True) -> str:
     )
 
 
+def wgmma_tf32_text(columns: int) -> str:
+    """wgmma.mma_async.m64n<columns>k8 of TF32 with A from registers, as a function."""
+    count = columns // 2
+    a = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    return (
+        f"__device__ __forceinline__ void wgmma_a(float (&d)[{count}], const unsigned (&a)[4], "
+        "unsigned long long b, int accumulate) {\n"
+        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 5}, 0; '
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k8.f32.tf32.tf32 "
+        f'{{{_registers(count)}}}, {{{_registers(4, count)}}}, %{count + 4}, p, 1, 1; }}"\n'
+        f'    : {_accumulators(count)} : {a}, "l"(b), "r"(accumulate));\n}}\n'
+    )
+
+
 def _registers(count: int, first: int = 0) -> str:
     return ", ".join(f"%{first + i}" for i in range(count))
 
@@ -71,7 +85,7 @@ def product_prelude(
     held_slots: int = 0,
 ) -> str:
     """The constants that `hopper_ring.cuh` needs, and the product instruction."""
-    return constants(
+    text = constants(
         {
             "kBlockM": tile.block_m,
             "kBlockN": tile.block_n,
@@ -89,9 +103,12 @@ def product_prelude(
             "kSplitColumns": tile.split_columns,
             "kLoadM": tile.load_m or tile.block_m,
             "kElementBytes": tile.element_bytes,
+            "kRegisterA": tile.register_a,
             "kConsumers": tile.consumers,
         }
-    ) + wgmma_text(tile.consumer_n, dtype, major_k_a, major_k_b)
+    )
+    text += wgmma_text(tile.consumer_n, dtype, major_k_a, major_k_b)
+    return text + wgmma_tf32_text(tile.consumer_n) * tile.register_a
 
 
 def product_source(
