@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 import epinorm
+from epinorm.problem import Strategy
 from epinorm.tools.results import commit, device_name
 
 NOISE = 0.1
@@ -40,6 +41,8 @@ REORDERED_RUNS = 3
 WARMUP_STEPS = 3
 PRECISIONS = ("highest", "high", "bfloat16")
 """Of fp32's products as PyTorch's setting says; or bf16 by autocast."""
+EXACT = "float64"
+"""The precision of a run that the others can be held against."""
 
 
 @dataclass(frozen=True)
@@ -138,19 +141,28 @@ class Run:
     losses: list[float]
 
 
-def train(config: Config, device: torch.device, precision: str, who: str, order: int) -> Run:
+def train(
+    config: Config,
+    device: torch.device,
+    precision: str,
+    who: str,
+    order: int,
+    strategy: Strategy = "auto",
+) -> Run:
     """Train from the same parameters; ``who``: "eager" or "epinorm"."""
     model = network(config, device, order)
+    kind = torch.float64 if precision == EXACT else torch.float32
+    model.to(kind)
     if who == "epinorm":
-        model = epinorm.fuse(model)
+        model = epinorm.fuse(model, strategy=strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate, fused=device.type == "cuda")
-    losses = torch.empty(config.steps, device=device)
+    losses = torch.empty(config.steps, device=device, dtype=kind)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         with context(precision, device):
-            found = model(x)
-        loss = nn.functional.mse_loss(found.float(), y)
+            found = model(x.to(kind))
+        loss = nn.functional.mse_loss(found.to(kind), y.to(kind))
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -191,12 +203,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def compare(config: Config, device: torch.device, precision: str) -> list[Run]:
+def compare(
+    config: Config, device: torch.device, precision: str, strategy: Strategy = "auto"
+) -> list[Run]:
     """Eager, epinorm, and eager with its rows in other orders; the same setting for all."""
     saved = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "high" else "highest")
     try:
-        runs = [train(config, device, precision, who, 0) for who in ("eager", "epinorm")]
+        both = ("eager", "epinorm")
+        runs = [train(config, device, precision, who, 0, strategy) for who in both]
         orders = range(1, REORDERED_RUNS + 1)
         return runs + [train(config, device, precision, "eager", order) for order in orders]
     finally:
@@ -214,6 +229,12 @@ def spread(runs: list[Run]) -> tuple[float, float]:
     eager, ours, *reordered = runs
     pairs = itertools.combinations([eager, *reordered], 2)
     return distance(ours, eager), max(distance(a, b) for a, b in pairs)
+
+
+def from_exact(runs: list[Run], exact: Run) -> tuple[float, float]:
+    """How far epinorm is from the run in float64, and the furthest that a run of eager is."""
+    eager, ours, *reordered = runs
+    return distance(ours, exact), max(distance(run, exact) for run in (eager, *reordered))
 
 
 def report(runs: list[Run]) -> str:

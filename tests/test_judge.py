@@ -408,6 +408,28 @@ def test_one_error_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked")
+def test_dropout_is_off_on_both_sides(tmp_path: Path) -> None:
+    """KernelBench's 66: else Model itself is not clean, since two masks are drawn."""
+    paths = []
+    for name in ("problem", "right"):
+        text = (ZOO / f"{name}.py").read_text()
+        for old, new in (
+            ("self.fc = ", "self.drop = nn.Dropout(0.2)\n        self.fc = "),
+            ("return x + x", "return self.drop(x + x)"),
+            ("return 2 * F.leaky_relu(self.gn(self.fc(x)), self.slope)",
+             "return self.drop(2 * F.leaky_relu(self.gn(self.fc(x)), self.slope))"),
+        ):  # fmt: skip
+            text = text.replace(old, new)
+        assert "return self.drop(" in text
+        paths.append(tmp_path / f"{name}.py")
+        paths[-1].write_text(text)
+    verdict = judge(*paths, JudgeOptions(timing=False, time_limit=120.0, seed=5))
+    assert verdict.clean, verdict.failures
+    assert any("what it drops is not judged" in note for note in verdict.notes)
+    assert not any("drop" in note for note in judged("right").notes)
+
+
+@pytest.mark.usefixtures("forked")
 def test_what_breaks_the_judge_is_a_line_of_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(session: Session) -> list[Result]:
         raise ZeroDivisionError("for once")

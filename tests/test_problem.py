@@ -84,6 +84,21 @@ def test_scale_leaves_constants_that_are_no_size(tmp_path: Path) -> None:
     assert "eps" not in load_problem(write(tmp_path, text), scale=2).scaled
 
 
+def test_a_window_of_pooling_is_no_size(tmp_path: Path) -> None:
+    """KernelBench's 55, whose kernel_size = 2 allowed no scale but 2 of its 32768 features."""
+    text = GOOD + "\nkernel_size = 2\npool_kernel_size = 3\n"
+    scaled = load_problem(write(tmp_path, text), scale=4).scaled
+    assert scaled
+    assert not {"kernel_size", "pool_kernel_size"} & set(scaled)
+
+
+def test_one_is_no_size(tmp_path: Path) -> None:
+    """KernelBench's 80, whose max_dim = 1 allowed no scale at all."""
+    scaled = load_problem(write(tmp_path, GOOD + "\nmax_dim = 1\n"), scale=4).scaled
+    assert scaled
+    assert "max_dim" not in scaled
+
+
 def test_scale_that_does_not_divide_names_the_value_and_what_does(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     message = refused(path, 16)

@@ -1,6 +1,7 @@
 """``epinorm bench --kernelbench``: KernelBench's rule, ours, and one failure that costs one row."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from epinorm.tools.kernelbench.problem import ProblemError
+from epinorm.tools.models import suite
+from epinorm.tools.models.exported import left_to_pytorch
 from epinorm.tools.models.suite import (
     SuiteRow,
     bench_problem,
@@ -83,6 +86,65 @@ def test_what_is_wrong_is_the_rows_reason(tmp_path: Path, before: str, said: str
     assert not row.right
     assert row.ours_us is None
     assert said in row.reason
+
+
+EXPORTED = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+
+    def forward(self, x):
+        x = self.fc(x)
+        x = torch.relu(x)
+        return x
+
+def get_inputs():
+    return [torch.rand(256, 1024)]
+
+def get_init_inputs():
+    return [1024]
+"""
+
+
+def test_the_exported_file_is_held_against_the_rule_and_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, file = tmp_path / "76_Exported.py", tmp_path / "out" / "76_Exported.py"
+    path.write_text(EXPORTED)
+    of = {"compile": False, "timing": FAST, "exported": file, "judging": True}
+    row = bench_problem(76, path, CPU, **of)
+    assert (row.reason, row.exported_reason) == (None, None)
+    assert (row.exported_seeds, row.judged, row.is_right) == (5, True, True)
+    assert row.over("eager", "exported") == row.eager_us / row.exported_us
+    assert "1 of 1 exported files are right, 1 of 1 clean by the judge, " in suite_sentence([row])
+    write = suite.write_exported
+
+    def wrong(problem: Path, to: Path, device: torch.device) -> None:
+        write(problem, to, device)
+        text = to.read_text()
+        assert text.count("x = torch.relu(x)") == 1
+        to.write_text(text.replace("x = torch.relu(x)", "x = torch.relu(x) + 1"))
+
+    monkeypatch.setattr(suite, "write_exported", wrong)
+    row = bench_problem(76, path, CPU, **of)
+    assert row.right
+    assert not row.is_right
+    assert (row.exported_seeds, row.exported_us, row.judged) == (0, None, None)
+    assert "passes 0 of 5 seeds, of float64's 5" in row.exported_reason
+
+
+def test_a_file_whose_kernels_did_not_run_is_not_right_on_a_gpu() -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        warnings.warn("another", stacklevel=1)
+        assert left_to_pytorch(warned, torch.device("cuda")) is None
+        warnings.warn("ModelNew runs PyTorch's own layers here: no kernels", stacklevel=1)
+    assert "own layers" in left_to_pytorch(warned, torch.device("cuda"))
+    assert left_to_pytorch(warned, CPU) is None
 
 
 def test_kernelbenchs_tolerance() -> None:

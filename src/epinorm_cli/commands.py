@@ -61,6 +61,17 @@ def bench(
     problems: Annotated[
         str | None, typer.Option(help="With --kernelbench: these alone, such as 12,62.")
     ] = None,
+    exported: Annotated[
+        bool,
+        typer.Option(
+            "--exported",
+            help="With --kernelbench: export each, hold the file against the rule too, time it.",
+        ),
+    ] = False,
+    judged: Annotated[
+        bool,
+        typer.Option("--judged", help="As --exported, and judge each file, gradients included."),
+    ] = False,
     dtype: options.Dtype = "float32",
     precision: options.Precision = None,
     device: options.Device = None,
@@ -99,13 +110,17 @@ def bench(
     of_whole = small or settings != "highest"
     if problems is not None and suite is None:
         raise UsageError("--problems goes with --kernelbench FOLDER")
+    if (exported or judged) and suite is None:
+        raise UsageError("--exported and --judged go with --kernelbench FOLDER")
     if suite is not None:
         if of_file or of_whole or training is not None:
             raise UsageError(
                 "--kernelbench runs forward in fp32 at highest: of the options it takes "
-                "--problems, --scale, --device, --runs, --compile, --out and --json alone"
+                "--problems, --exported, --judged, --scale, --device, --runs, --compile, --out and "
+                "--json alone"
             )
-        raise typer.Exit(0 if bench_suite(suite, problems, scale, *how) else 1)
+        done = bench_suite(suite, problems, scale, *how, exported=exported, judged=judged)
+        raise typer.Exit(0 if done else 1)
     assert model is not None
     if is_whole_model(model):
         if of_file or scale != 1:

@@ -145,6 +145,8 @@ def bench_suite(
     runs: int | None,
     out_folder: Path,
     as_json: bool,
+    exported: bool = False,
+    judged: bool = False,
 ) -> bool:
     """Run KernelBench's problems that begin with a product; whether all of them are right."""
     from dataclasses import replace
@@ -166,7 +168,8 @@ def bench_suite(
         with progress(f"{done} of {len(files)}, {path.stem}") as notify:
             row = suite.bench_problem(
                 *(number, path, where),
-                compile=compile_, scale=scale, timing=timing, notify=notify,
+                compile=compile_, scale=scale, timing=timing, notify=notify, judging=judged,
+                exported=out_folder / "exported" / path.name if exported or judged else None,
             )  # fmt: skip
         rows.append(row)
         _write_row(out_folder / "kernelbench", row)
@@ -185,5 +188,8 @@ def bench_suite(
         for row in rows:
             if row.reason:
                 out.print(f"{row.name}: {row.reason}", style="red", markup=False)
+            if row.exported_reason:
+                said = f"{row.name}, exported: {row.exported_reason}"
+                out.print(said, style="red", markup=False)
         out.print(suite_sentence(rows), markup=False)
-    return all(row.right for row in rows)
+    return all(row.is_right for row in rows)

@@ -29,7 +29,9 @@ def _has_it_alone(reader: fx.Node, x: fx.Node) -> bool:
 
 def _is_made(x: fx.Node) -> bool:
     """Whether x is the y of one of our calls, which has memory of its own whatever computed it."""
-    made = x
-    if x.target is operator.getitem and x.args[1] == 0:  # beside the sum, another tensor
-        made = x.args[0]  # type: ignore[assignment]
-    return isinstance(made.target, Caller)
+    if x.target is not operator.getitem:
+        return isinstance(x.target, Caller)
+    made, index = x.args
+    # Beside the sum, another tensor. Of a call that gives y alone, y[0] is a view of it.
+    caller = getattr(made, "target", None)
+    return isinstance(caller, Caller) and caller.returns_sum and bool(index == 0)

@@ -79,7 +79,7 @@ class Caller:
         self._kinds: Kinds[_Found] = Kinds() if like is None else like
         self._autocast_facts: calls.Facts = (chain, strategy, strict, torch.float32)
         self._autocast_training = (str(_keeping_its_sum(parsed)), *self._autocast_facts[1:])
-        self._returns_sum = parsed.returns_sum
+        self.returns_sum = parsed.returns_sum
         self._layers = calls.layers_of(self.facts)
         self._native = NativeCalls()
         self._has_layers = strategy in ("auto", "reference") and not strict
@@ -105,7 +105,7 @@ class Caller:
         y = self._native.find(tensors)
         if y is not None:
             self._uses.count += 1
-            return y if self._returns_sum or y.__class__ is Tensor else y[0]
+            return y if self.returns_sum or y.__class__ is Tensor else y[0]
         if not is_undisturbed():
             return self._disturbed(tensors)
         results = self.again(tensors, self.facts)
@@ -174,7 +174,7 @@ class Caller:
 
     def _asked(self, results: Results) -> Results:
         """Without a sum that was computed to be kept alone."""
-        return results if self._returns_sum or isinstance(results, Tensor) else results[0]
+        return results if self.returns_sum or isinstance(results, Tensor) else results[0]
 
     def again(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results | None:
         """What the call gives if it is like an earlier one, else None; tensors: operands last."""
@@ -184,12 +184,12 @@ class Caller:
         if isinstance(found.executable, calls.Eager):
             return found.executable.results(self._constants, *tensors)
         self._uses.count += 1
-        self._native.keep(found.executable, tensors, facts, found.training, self._returns_sum)
+        self._native.keep(found.executable, tensors, facts, found.training, self.returns_sum)
         if facts[3] is None:
             return self._run(found, tensors, facts)
         with torch._C._ExcludeDispatchKeyGuard(transforms.CUDA_AUTOCAST):
             results = self._run(found, transforms.cast(tensors), facts)
-        if isinstance(results, Tensor) or not self._returns_sum:
+        if isinstance(results, Tensor) or not self.returns_sum:
             return results
         y, total = results
         return y, total.to(transforms.sum_dtype_under_autocast(tensors, Chain.parse(facts[0])))

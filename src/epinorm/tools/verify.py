@@ -35,6 +35,18 @@ from epinorm.tools.tf32 import RoundedOperands, allows_tf32
 InputKind = Literal["rand", "randn"]
 
 
+def stop_dropout(model: nn.Module) -> bool:
+    """Let the model's modules for dropout drop nothing, for good; whether any dropped something."""
+    dropping = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p
+    ]
+    for module in dropping:
+        module.p = 0.0
+    return bool(dropping)
+
+
 def randomize_parameters(model: nn.Module, seed: int = 0) -> None:
     """Give every one-dimensional parameter (norm weight and bias, linear bias) random values.
 

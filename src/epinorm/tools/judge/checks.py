@@ -64,7 +64,7 @@ def _file(session: Session) -> list[Result]:
 
 
 def _parameters(session: Session) -> list[Result]:
-    state, trained = session.process.construct(session.init, session.options.seed)
+    state, trained = session.process.construct(session.init, session.options.seed, session.dropped)
     ours = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
     model = session.model
     theirs = {name: (tuple(t.shape), t.dtype) for name, t in model.state_dict().items()}

@@ -32,6 +32,7 @@ _NOT_HELD = {
     "one",
     "no signals": "it can stop or kill its user's processes, this one among them",
 }
+_DROPPED = "ran with dropout off, p = 0 in its modules and Model's: what it drops is not judged"
 _AS_ROOT = "the judge runs as root, and so the solution, which may change the machine"
 
 
@@ -47,11 +48,11 @@ def judge(problem: Path, solution: Path, options: JudgeOptions, notify: Notify =
         raise ProblemError(
             f"{solution} does not exist; expected a Python file with ModelNew"
         ) from None
-    notes = remarks(solution)
     loaded = load_problem(problem, options.scale)
     with fp32_precision_set(options.precision):
         process = SolutionProcess(options.time_limit, solution)
         session = Session.start(loaded, options, process)
+        notes = (*remarks(solution), *([_DROPPED] if session.dropped else []))
         passes = () if not options.timing else (False, True) if options.training else (False,)
         if passes:
             notify("timing eager", 0.0)

@@ -260,10 +260,12 @@ class SolutionProcess:
         os.ftruncate(self._files[0], 0)
         wire.put(self._files[0], buffer.getbuffer())
 
-    def construct(self, init: Sequence[Any], seed: int) -> tuple[dict[str, Tensor], list[str]]:
+    def construct(
+        self, init: Sequence[Any], seed: int, dropout_off: bool
+    ) -> tuple[dict[str, Tensor], list[str]]:
         """ModelNew(*init) under ``seed``; its state_dict on the CPU and its trained parameters."""
         self._send(list(init))
-        answer = self.ask("construct", seed=seed)
+        answer = self.ask("construct", seed=seed, dropout_off=dropout_off)
         state = self._tensors(answer)
         return {k: v for k, v in state.items() if v is not None}, _texts(answer.get("trained"))
 

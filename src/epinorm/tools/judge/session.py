@@ -23,6 +23,7 @@ from epinorm.tools.verify import (
     is_floating,
     randomize_parameters,
     run_model,
+    stop_dropout,
 )
 
 PUBLIC_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}
@@ -55,6 +56,7 @@ class Session:
     """One judgement in progress. ``inputs`` are the problem's own, in its dtype on its device.
 
     ``model`` has the solution's parameters; ``example`` has its own, and is there to be timed.
+    ``dropped``: they had dropout, which is off: two masks cannot be compared.
     """
 
     problem: ProblemFile
@@ -66,6 +68,7 @@ class Session:
     init: Sequence[Any]
     inputs: tuple[Any, ...]
     example: nn.Module
+    dropped: bool = False
     earlier: list[tuple[str, Tensor]] = field(default_factory=list)
 
     @staticmethod
@@ -83,7 +86,9 @@ class Session:
         init = problem.get_init_inputs()
         torch.manual_seed(options.seed)
         model = problem.model_type(*init)
-        return Session(problem, options, process, device, dtype, model, init, inputs, example)
+        dropped = any([stop_dropout(m) for m in (model, example)])
+        made = model, init, inputs, example, dropped
+        return Session(problem, options, process, device, dtype, *made)
 
     @property
     def tolerance(self) -> float:

@@ -28,7 +28,7 @@ from epinorm.tools.judge import wire
 from epinorm.tools.judge.loop import Loop, Recipe
 from epinorm.tools.judge.observe import Untouched, observe
 from epinorm.tools.kernelbench.problem import told
-from epinorm.tools.verify import draw_inputs, poisoned_memory, run_model
+from epinorm.tools.verify import draw_inputs, poisoned_memory, run_model, stop_dropout
 
 _clock = time.perf_counter
 
@@ -70,13 +70,15 @@ class Worker:
             raise Refused("its ModelNew is not a subclass of torch.nn.Module")
         return {"seconds": _clock() - start}
 
-    def construct(self, seed: int) -> dict[str, Any]:
+    def construct(self, seed: int, dropout_off: bool) -> dict[str, Any]:
         assert self.factory is not None
         arguments = self._received()
         torch.manual_seed(seed)
         model = self.factory(*arguments)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         answer = self._sent(model.state_dict())
+        if dropout_off:
+            stop_dropout(model)
         self.model = model.to(device=self.device, dtype=self.dtype)
         return {**answer, "trained": trained}
 

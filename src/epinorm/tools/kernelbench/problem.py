@@ -27,7 +27,8 @@ SIZE_WORDS = frozenset(
     "batch batches size sizes features feature hidden dim dims channels channel groups group rows "
     "columns cols width in out input output inputs outputs embed d m k n".split()
 )
-"""``--scale`` divides a module-level integer if a word of its name (split at ``_``) is here."""
+"""``--scale`` divides a module-level integer if a word of its name (split at ``_``) is here, and
+none is ``kernel``: a window of pooling is no size of a tensor."""
 
 
 class ProblemError(ValueError):
@@ -164,17 +165,20 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _is_size(name: str) -> bool:
-    return any(word in SIZE_WORDS for word in re.split(r"_|\d+", name.lower()))
+    words = re.split(r"_|\d+", name.lower())
+    return "kernel" not in words and any(word in SIZE_WORDS for word in words)
 
 
 def _module_sizes(tree: ast.Module) -> dict[str, ast.Constant]:
-    """The integer literals of module-level lines ``name = integer`` whose name says size."""
+    """The integer literals of module-level lines ``name = integer`` whose name says size.
+
+    1 is none: a batch of one stays one, and ``dim = 1`` says which."""
     sizes = {}
     for statement in tree.body:
         name, value = target_of(statement), getattr(statement, "value", None)
         if name is None or isinstance(statement, ast.AugAssign) or not _is_size(name):
             continue
-        if isinstance(value, ast.Constant) and type(value.value) is int and value.value > 0:
+        if isinstance(value, ast.Constant) and type(value.value) is int and value.value > 1:
             sizes[name] = value
     return sizes
 

@@ -14,7 +14,8 @@ import gc
 import math
 import re
 import statistics
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ import epinorm
 from epinorm.tools.bench import fp32_precision_set, model_runner
 from epinorm.tools.kernelbench.problem import ProblemError, ProblemFile, load_problem
 from epinorm.tools.models.bench import FEW_RUNS
+from epinorm.tools.models.exported import (
+    exported_model,
+    judged,
+    left_to_pytorch,
+    write_exported,
+)
 from epinorm.tools.models.subject import SETTINGS, dropout_off
 from epinorm.tools.models.verify import compare_candidate, judge, truth_of
 from epinorm.tools.progress import Notify, in_a_line, silent
@@ -53,6 +60,9 @@ class SuiteRow(JsonRow):
     Model in float64. Errors are relative to float64.
     ``fused``: chains that can be fused and other Linears that run as ours, of ``places``. What is
     not ``right`` has no times, and ``reason`` says why.
+
+    The same of the file that ``epinorm export`` writes, where it was asked for; ``judged``: whether
+    the judge finds it clean, ``exported_reason``: what is wrong with it.
     """
 
     KEY = ("problem", "gpu")
@@ -74,11 +84,20 @@ class SuiteRow(JsonRow):
     ours_error: float | None = None
     eager_error: float | None = None
     reason: str | None = None
+    exported_us: float | None = None
+    exported_seeds: int | None = None
+    judged: bool | None = None
+    exported_reason: str | None = None
 
-    def over(self, key: str) -> float | None:
-        """The competitor's time over ours."""
-        other = getattr(self, f"{key}_us")
-        return other / self.ours_us if self.ours_us and other else None
+    @property
+    def is_right(self) -> bool:
+        """In every way that was asked for."""
+        return self.right and self.exported_reason is None
+
+    def over(self, key: str, mine: str = "ours") -> float | None:
+        """The competitor's time over ours, or over that of ``mine``."""
+        own, other = getattr(self, f"{mine}_us"), getattr(self, f"{key}_us")
+        return other / own if own and other else None
 
 
 def problem_files(folder: Path) -> dict[int, Path]:
@@ -113,21 +132,37 @@ def bench_problem(
     scale: int = 1,
     timing: Settings = FEW_RUNS,
     notify: Notify = silent,
+    exported: Path | None = None,
+    judging: bool = False,
 ) -> SuiteRow:
-    """Fuse, verify and time one problem; whatever goes wrong with it is the row's reason."""
+    """Fuse, verify and time one problem; whatever goes wrong with it is the row's reason.
+
+    ``exported``: where to export it to; that file is held against the rule and timed beside, and,
+    with ``judging``, given to the judge.
+    """
     row = SuiteRow(number, path.stem, False, 0, 0, 0, 0, **measured_on(device))
     torch._dynamo.reset()
     try:
         with fp32_precision_set("highest"), torch.no_grad():
-            return _bench(row, load_problem(path, scale), device, compile, timing, notify)
+            row = _bench(row, load_problem(path, scale), device, compile, timing, notify, exported)
+        if exported is None or not judging or row.exported_reason is not None:
+            return row
+        _make_room(device)
+        notify("judging", 0.8)
+        wrong = judged(path, exported, device, scale)
+        return replace(row, judged=wrong is None, exported_reason=wrong and f"judge: {wrong}")
     except KeyboardInterrupt:
         raise
     except Exception as error:  # one problem's failure is its row, not the end of the table
         return replace(row, reason=in_a_line(error))
     finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        _make_room(device)
+
+
+def _make_room(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _bench(
@@ -137,16 +172,25 @@ def _bench(
     compile: bool,
     timing: Settings,
     notify: Notify,
+    exported: Path | None,
 ) -> SuiteRow:
     notify("making the model", 0.0)
     with device:  # billions of random numbers take a CPU long
         model, inputs = problem.make(torch.float32, device)
+        new = None if exported is None else _exported(problem, model, exported, device)
     fused = epinorm.fuse(copy.deepcopy(model))
     notify("KernelBench's five seeds", 0.2)
-    seeds, exact, reason = _by_the_rule(problem, model, fused, device)
+    candidates = {"ours": fused} if new is None else {"ours": fused, "exported": new}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        exact, passed, missed = _by_the_rule(problem, model, candidates, device)
+    seeds, reason = passed["ours"], missed["ours"]
     explained = epinorm.explain(fused)
     places = (*explained.rows, *explained.linears)
     row = replace(row, seeds=seeds, exact_seeds=exact)
+    if new is not None:
+        wrong_file = missed["exported"] or left_to_pytorch(warned, device)
+        row = replace(row, exported_seeds=passed["exported"], exported_reason=wrong_file)
     row = replace(row, fused=sum(place.fused for place in places), places=len(places))
     notify("against float64", 0.4)
     row, wrong = _judged(row, model, fused, inputs)
@@ -155,6 +199,8 @@ def _bench(
     runners = {
         name: model_runner(m, inputs, False) for name, m in (("ours", fused), ("eager", model))
     }
+    if new is not None and row.exported_reason is None:
+        runners["exported"] = model_runner(new, inputs, False)
     if compile:
         notify("compiling", 0.5)
         compiled = torch.compile(model, dynamic=False)
@@ -166,12 +212,24 @@ def _bench(
     return replace(row, right=True, **times)
 
 
+def _exported(
+    problem: ProblemFile, model: nn.Module, file: Path, device: torch.device
+) -> nn.Module:
+    with torch.device("cpu"):  # where export looks at the problem
+        write_exported(problem.path, file, device)
+    return exported_model(problem, model, file)
+
+
 def _by_the_rule(
-    problem: ProblemFile, model: nn.Module, fused: nn.Module, device: torch.device
-) -> tuple[int, int, str | None]:
-    """How many seeds pass, how many would in float64, and on how many of these ours does not."""
+    problem: ProblemFile,
+    model: nn.Module,
+    candidates: Mapping[str, nn.Module],
+    device: torch.device,
+) -> tuple[int, dict[str, int], dict[str, str | None]]:
+    """On how many seeds Model passes in float64; how many each candidate passes; what is wrong."""
     exact_model = copy.deepcopy(model).double()
-    passed, exact, missed = 0, 0, 0
+    exact = 0
+    passed, missed = dict.fromkeys(candidates, 0), dict.fromkeys(candidates, 0)
     for seed in SEEDS:
         torch.manual_seed(seed)
         with device:
@@ -179,11 +237,18 @@ def _by_the_rule(
         given = [v.to(device) if isinstance(v, Tensor) else v for v in given]
         wide = of_floats(given, Tensor.double)
         eager = model(*given)
-        right = within_tolerance(fused(*given), eager)
         could = within_tolerance(exact_model(*wide), eager)
-        passed, exact, missed = passed + right, exact + could, missed + (could and not right)
-    said = f"KernelBench's rule passes {passed} of {len(SEEDS)} seeds, of float64's {exact}"
-    return passed, exact, said if missed else None
+        exact += could
+        for name, candidate in candidates.items():
+            right = within_tolerance(candidate(*given), eager)
+            passed[name] += right
+            missed[name] += could and not right
+    of = f"of {len(SEEDS)} seeds, of float64's {exact}"
+    wrong = {
+        name: f"KernelBench's rule passes {passed[name]} {of}" if missed[name] else None
+        for name in candidates
+    }
+    return exact, passed, wrong
 
 
 def _judged(
@@ -203,7 +268,9 @@ def _judged(
     return row, judged.reason
 
 
-def geometric_mean(rows: Iterable[SuiteRow], key: str = "eager") -> float | None:
+def geometric_mean(
+    rows: Iterable[SuiteRow], key: str = "eager", mine: str = "ours"
+) -> float | None:
     """Of the competitor's time over ours, over the rows that have both; None if none has."""
-    logs = [math.log(ratio) for row in rows if (ratio := row.over(key))]
+    logs = [math.log(ratio) for row in rows if (ratio := row.over(key, mine))]
     return math.exp(sum(logs) / len(logs)) if logs else None

@@ -1,0 +1,35 @@
+"""200 steps of examples/train_blocks.py on a GPU, against the same run in float64."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import epinorm
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_blocks.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("train_blocks", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_blocks"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_200_steps_follow_float64_as_closely_as_eager_does(example) -> None:
+    device, config = torch.device("cuda"), example.Config(width=1024, batch=2048, steps=200)
+    model = epinorm.fuse(example.network(config, device))
+    x, _ = next(example.Task(config, device).batches(0))
+    model(x).sum().backward()
+    assert all(row.fused for row in epinorm.explain(model).rows)
+    runs = example.compare(config, device, "highest")
+    exact = example.train(config, device, example.EXACT, "eager", 0)
+    ours, eager = example.from_exact(runs, exact)
+    print(f"from float64: epinorm {ours:.2e}, eager at most {eager:.2e}")
+    assert exact.losses[-1] < 0.5 < exact.losses[0]
+    assert 0 < ours <= eager
