@@ -81,7 +81,7 @@ def test_group_sizes(tile, channels):
     make(tile, channels=channels, groups=max(5, 520 // channels), chain=chain).check()
 
 
-@pytest.mark.parametrize("m", [1, 7, 127, 128, 129, 255, 256, 257, 1025])
+@pytest.mark.parametrize("m", [0, 1, 7, 127, 128, 129, 255, 256, 257, 1025])
 def test_rows(tile, m):
     make(tile, m).check()
 
