@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting
+from epinorm.backends.cuda.plan.planes import product_of
+from epinorm.backends.cuda.plan.steps import single_tile
 from epinorm.backends.cuda.plan.strategy import plan_cuda
 from epinorm.operator import calls
 
@@ -53,6 +56,47 @@ def test_a_training_step_launches_what_its_plan_says(
     assert [*_kernels(plan.forward), None, *_kernels(plan.backward)] == launched
     assert all(step.reason for step in (*plan.forward, *plan.backward))
     hash(plan)
+
+
+CONVERTING = pytest.mark.parametrize(
+    "setting, m, k, n, norm",
+    [
+        ("highest", 128, 8192, 8192, None),
+        ("highest", 128, 8192, 8192, "layer_norm"),
+        ("highest", 70, 8224, 8192, None),  # half a line of the planes is padding
+        ("high", 16384, 3072, 768, None),
+    ],
+)
+
+
+@CONVERTING
+def test_what_converts_on_the_way_launches_what_its_plan_says(
+    setting, m, k, n, norm, gpu, problems
+):
+    torch.set_float32_matmul_precision(setting)
+    found = launches(gpu, m, k, n, norm, "gelu", "", torch.float32, False)
+    plan = plan_cuda(problems[0], "auto")
+    assert _kernels(plan.forward) == [one["kernel"] for one in found]
+    assert plan.forward[0].kernel == "split_and_sample"
+    product = product_of(problems[0]) if plan.strategy == "planes" else problems[0]
+    made = Converting(product, single_tile(product, "hopper"))
+    taken = made.new_ordered(), made.new_x(), made.new_weight()
+    assert sum(buffer.nbytes for buffer in plan.scratch) == sum(t.nbytes for t in taken)
+
+
+@pytest.mark.parametrize("setting", ["high", "highest"])
+@pytest.mark.parametrize("chain", [(None, "gelu"), ("group_norm(512)", "")])
+@pytest.mark.parametrize("training", [False, True])
+def test_an_x_without_rows_launches_nothing(setting, chain, training, gpu):
+    """Whose plan may be to convert W on the way."""
+    torch.set_float32_matmul_precision(setting)
+    norm, pre = chain
+    facts = (norm, pre, "", torch.float32)
+    if training:
+        found = launches(gpu, 0, 8192, 8192, *facts, True, True)
+    else:
+        found = launches(gpu, 0, 8192, 8192, *facts, False)
+    assert "linear_norm_fp32_weight" not in [one.get("kernel") for one in found]
 
 
 def _kernels(steps):

@@ -5,6 +5,7 @@
 #include "common/storage.cuh"
 
 constexpr float kPlaneLowFactor = 2048.0f;  // 2^11
+constexpr float kPlaneLargestRest = 1.0f / 256;  // of a value, in lo: lo lo is left out of products
 constexpr int kPlaneTopExponent = 14;       // of the largest magnitude that shares a scale, scaled
 constexpr int kPlaneLargestExponent = 60;   // of what is not flagged, unscaled
 
@@ -42,8 +43,13 @@ struct PlaneValue {
     hi = Float16::store(scaled);
     float rest = scaled - Float16::load(hi);
     lo = Float16::store(rest * kPlaneLowFactor);
-    if (kPlanes == 2) rest -= Float16::load(lo) * (1.0f / kPlaneLowFactor);
+    held = true;
+    if (kPlanes == 2) {
+      // What lo has most of is held, and multiplied by the other factor's hi alone.
+      held = fabsf(rest) < fabsf(scaled) * kPlaneLargestRest;
+      rest -= Float16::load(lo) * (1.0f / kPlaneLowFactor);
+    }
     // Less, not at most: scaled down, a value below the smallest fp32 is lost without a rest.
-    held = (value == 0.0f) | (fabsf(rest) < fabsf(scaled) * tolerance);
+    held = (value == 0.0f) | (held & (fabsf(rest) < fabsf(scaled) * tolerance));
   }
 };

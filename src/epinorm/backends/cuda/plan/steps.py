@@ -23,7 +23,7 @@ from epinorm.backends.cuda.plan.norm_backward import Outputs, backward_plans
 from epinorm.backends.cuda.plan.norm_forward import forward_plans
 from epinorm.backends.cuda.plan.norm_planes import rows_plans
 from epinorm.backends.cuda.plan.norm_tile import vector_width
-from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
+from epinorm.backends.cuda.plan.plane_layout import LINE_COLUMNS, PlaneLayout
 from epinorm.backends.cuda.plan.planes import over_x, product_of, rest_of, sum_is_z
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.device import gpu_of, max_shared_bytes, sm_count
@@ -205,7 +205,8 @@ class _Forward(_Pass):
         self._step(kernel, self.y, why, tile, otherwise)
         self._step("rescue", self.y, _GUARD)
         first, last = "split_and_sample", "rescue"
-        ordered = planes * rows * -(-problem.k // 32) * 64
+        columns = -(-problem.k // LINE_COLUMNS) * LINE_COLUMNS
+        ordered = planes * rows * columns * 2
         self._take(f"{made} in the order of fragments", ordered, first, last)
         if leaves:
             self._save("W's planes", of_w.nbytes, "dX")

@@ -126,7 +126,10 @@ class Converting(Launch):
 
     def bind(self, x_stride: int, w_stride: int, y_size: tuple[int, ...]) -> Bound:
         """A forward pass of this ``Layout``, for a converted matrix that is ``readable``."""
-        outputs, launch, maps, kernels = self.outputs(y_size), self.launch, self.maps, self.kernels
+        outputs = self.outputs(y_size)
+        if not self.problem.m:  # nothing was prepared
+            return lambda *_: outputs()
+        launch, maps, kernels = self.launch, self.maps, self.kernels
         new_x, new_ordered, new_weight = self.new_x, self.new_ordered, self.new_weight
         of_x, of_weight, sizes, rows = self.of_x, self.of_weight, self.sizes, self.rows
         missing_x, missing_weight = self.missing
@@ -180,7 +183,7 @@ class Converting(Launch):
             more.left = KeptPlanes(of_rows, of_columns)
             return more
 
-        return run if self.problem.m else lambda *_: outputs()
+        return run
 
     def _maps_of(self, operands: tuple[Tensor, ...]) -> tuple[bytes, ...]:
         """Of the ordered planes and of the converted matrix."""
