@@ -1,4 +1,4 @@
-"""`round_weight.cu`: W as TF32 in the order of `register_tf32.cuh`, for a product of x from registers."""
+"""`round_weight.cu`: W as TF32 in the order of `register_tf32.cuh`, for x out of registers."""
 
 from __future__ import annotations
 

@@ -56,8 +56,10 @@ class Tile:
         order = "pingpong" if self.ping_pong else "cooperative"
         text = f"{self.block_m} x {self.block_n}, {self.stages} stages, {order}"
         text += f", cluster of {self.cluster_blocks}" * (self.cluster_blocks > 1)
-        return text + ", W in shared memory" * (self.resident_steps > 0) + (
-            ", TF32 from registers" if self.register_a else ", TF32" * self.tf32
+        return (
+            text
+            + ", W in shared memory" * (self.resident_steps > 0)
+            + (", TF32 from registers" if self.register_a else ", TF32" * self.tf32)
         )
 
     @property

@@ -10,43 +10,8 @@
 // wgmma(float (&d)[kAccumulators], u64 a, u64 b, int accumulate).
 #pragma once
 #include "common/tf32.cuh"
-#include "gemm/hopper/hopper_ring.cuh"
-
-// ---- the consumers: a warpgroup ----
-
-// The slot is free as soon as every consumer warp of every block that it was loaded into says so.
-__device__ __forceinline__ void release(const Ring& ring, int stage) {
-  const int lane = threadIdx.x % 32;
-  if (kCluster == 1) {
-    if (lane == 0) barrier_arrive(ring.empty_barrier(stage));
-  } else if (lane < kCluster) {
-    barrier_arrive_at(ring.empty_barrier(stage), lane);
-  }
-}
-
-using Accumulators = float[kRowBlocks][kAccumulators];
-
-__device__ __forceinline__ void keep_after_wait(Accumulators& values) {
-#pragma unroll
-  for (int block = 0; block < kRowBlocks; ++block) keep_after_wait(values[block]);
-}
-
-__device__ __forceinline__ void set_to_zero(Accumulators& values) {
-#pragma unroll
-  for (int block = 0; block < kRowBlocks; ++block)
-#pragma unroll
-    for (int i = 0; i < kAccumulators; ++i) values[block][i] = 0.0f;
-}
-
-// The first product reads no sum. The ptxas of CUDA 12 defines the registers all the same, behind the
-// fence, and so makes each product wait for the one before it (its C7515); not if they have a value here.
-__device__ __forceinline__ void define(Accumulators& values) {
-#if __CUDACC_VER_MAJOR__ < 13
-  set_to_zero(values);
-#endif
-}
-
-constexpr int kStepProducts = kBlockK / kProductK;
+#include "gemm/hopper/hopper_consumer.cuh"
+#include "gemm/hopper/register_tf32.cuh"
 
 // The i-th product of a step. With two planes, v = hi + lo 2^-11: the products lo hi and hi lo go into
 // accumulators of their own, which are 2^-11 of the result and so need no folding.
@@ -87,16 +52,6 @@ __device__ __forceinline__ void multiply_step(Accumulators& main, Accumulators* 
     multiply_product(main, cross, ring, stage, step, i, first_block, first_column,
                      main_started || i > 0, cross_started || i > 0);
 }
-
-// Which part of a tile a consumer multiplies: its row blocks and its first column.
-struct Share {
-  int consumer, first_block, first_column;
-
-  __device__ __forceinline__ explicit Share(int consumer)
-      : consumer(consumer),
-        first_block(kPingPong || kSplitColumns ? 0 : consumer * kRowBlocks),
-        first_column(kSplitColumns ? consumer * kConsumerN : 0) {}
-};
 
 // In place, by the one warpgroup that a step belongs to.
 __device__ __forceinline__ void round_to_tf32(u32 from, int bytes, u32 thread, int threads) {
@@ -232,8 +187,6 @@ __device__ __forceinline__ void multiply_and_fold(Accumulators& result, Accumula
     release(ring, slot.stage);
   }
 }
-
-#include "gemm/hopper/register_tf32.cuh"
 
 // What comes behind a tile's last step.
 __device__ __forceinline__ void wait_for_operand(const Ring& ring, Slot slot) {

@@ -7,6 +7,7 @@
 // one 16-byte load. Why these chunks meet no bank twice: weight_fragments.cuh.
 #pragma once
 #include "common/tf32.cuh"
+#include "gemm/hopper/hopper_consumer.cuh"
 
 constexpr int kFragmentWords = 4;
 static_assert(!kRegisterA || (kElementBytes == 4 && kRowBlocks == 1 && !kWeightInSmem),
