@@ -12,7 +12,7 @@ from epinorm.operator.functional import apply_chain
 from epinorm.tools.export.export import export
 from epinorm.tools.export.recipe import read_recipes
 from epinorm.tools.export.source import forward_of, model_class
-from epinorm.tools.kernelbench.problem import load_problem
+from epinorm.tools.kernelbench.problem import ProblemError, load_problem
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -182,3 +182,19 @@ def test_the_text_around_a_chain_is_the_problems_own(tmp_path: Path) -> None:
         in text
     )
     assert "facts=(self.factor,)," in text
+
+
+@pytest.mark.parametrize(
+    "forward, behind",
+    [
+        ("        x = self.fc(x); return self.gn(x)", "x = self.fc(x);"),
+        ("        'é'; return self.gn(self.fc(x))", "'é';"),
+    ],
+)
+def test_statements_that_share_a_line_are_said(tmp_path: Path, forward: str, behind: str) -> None:
+    """Their lines could not be replaced one by one."""
+    file = tmp_path / "problem.py"
+    file.write_text(PROBLEM.format(forward=forward), encoding="utf-8")
+    with pytest.raises(ProblemError) as said:
+        model_class(file)
+    assert f"a statement of forward stands behind {behind!r}; give it a line" in str(said.value)

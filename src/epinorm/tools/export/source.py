@@ -18,13 +18,21 @@ OWN_IMPORTS = ("import functools", "import hashlib", "import inspect", "import t
 
 def model_class(path: Path) -> ast.ClassDef:
     """The class Model of a problem file; raises ProblemError where it is not a plain class
-    statement of the file with a method forward."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    statement of the file with a method forward whose statements have lines of their own."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
     found = [s for s in tree.body if isinstance(s, ast.ClassDef) and s.name == "Model"]
     if len(found) != 1:
         raise ProblemError(f"{path.name} must define class Model once, at its top level")
     if not any(isinstance(s, ast.FunctionDef) and s.name == "forward" for s in found[0].body):
         raise ProblemError(f"{path.name}: class Model must define forward itself")
+    lines = text.encode().splitlines()
+    for statement in forward_of(found[0]).body:
+        if before := lines[statement.lineno - 1][: statement.col_offset].strip():
+            raise ProblemError(
+                f"{path.name}, line {statement.lineno}: a statement of forward stands behind "
+                f"{before.decode()!r}; give it a line of its own"
+            )
     return found[0]
 
 
