@@ -33,9 +33,13 @@ of the length."""
 SHORTEST_PART, PARTS_GAIN = 512, 0.55
 """Sums of a few tiles are split further, into as many parts as idle multiprocessors and the sum's
 length allow; the same of their number. Fitted to forward products: dW's are not split so."""
-FEW_ROWS, FEW_ROWS_TERM, FEW_ROWS_COLUMNS, FEW_ROWS_PART = 16, 22e-3, 64, 256
-"""So few rows of fp32 have kernels of their own: what a term takes before it is split,
-columns of a tile, and the shortest part."""
+FEW_ROWS, FEW_ROWS_COLUMNS, FEW_ROWS_PART = 16, 64, 256
+FEW_ROWS_TERM, FEW_ROWS_TERM_ROW = 11e-3, 0.9e-3
+"""So few rows of fp32 have kernels of their own: columns of a tile, the shortest part, and what a
+term takes before it is split, with each row."""
+HALF_A_TILE = 64
+"""Up to so many rows of fp32 long sums of tiles for most multiprocessors gain nothing: 32 and 64
+rows of 8192 terms and columns take 260 and 350 us."""
 BYTES = 3.6e6
 """That a kernel which only moves memory moves a microsecond."""
 LAUNCH = 2.5
@@ -77,14 +81,17 @@ def _arithmetic(
         return 0.0
     if kind == "highest" and rows <= FEW_ROWS:
         tiles = -(-columns // FEW_ROWS_COLUMNS)
-        return FEW_ROWS_TERM * length / _split_gain(tiles, length, FEW_ROWS_PART, gpu)
+        term = FEW_ROWS_TERM + FEW_ROWS_TERM_ROW * rows
+        rounds_of_all = max(tiles / gpu.multiprocessors, 1.0)
+        return term * length * rounds_of_all / _split_gain(tiles, length, FEW_ROWS_PART, gpu)
     found, rate = [], FLOPS[kind] * (DW_SHARE[kind] if of_weight else 1.0)
     for (tile_rows, tile_columns), share in TILES[kind]:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         rounds = -(-tiles // gpu.multiprocessors)
         padded = rounds * gpu.multiprocessors * tile_rows * tile_columns * 2.0 * length
         gain = 1.0 if of_weight else _split_gain(tiles, length, SHORTEST_PART, gpu)
-        if rounds == 1 and length > SPLIT_LENGTH:
+        full = kind == "highest" and rows <= HALF_A_TILE and 2 * tiles > gpu.multiprocessors
+        if rounds == 1 and length > SPLIT_LENGTH and not full:
             gain = max(gain, (length / SPLIT_LENGTH) ** SPLIT_GAIN)
         found.append(padded / (rate * share * gain))
     # Splitting sums fills the GPU; it does not outrun it.
