@@ -234,16 +234,13 @@ def test_hard_matrices(tile, change):
         allowed = max(2 * (theirs - exact).norm().item(), limit * exact.norm().item())
         assert (ours - exact).norm().item() <= allowed
     # Nor may a column be worse, but for its share of cut sums: nothing hides behind the others.
-    # Each row counts alike: beside one that is larger than all others no other would be compared.
-    sizes = truth.where(truth.isfinite(), 0.0).norm(dim=1, keepdim=True).clamp(min=1e-300)
-    z, truth, eager = (t.double() / sizes for t in (z, truth, eager))
     for column in range(0, z.shape[1], 5):
         ours, exact = where_finite(z[:, column], truth[:, column])
         theirs = eager[:, column][truth[:, column].isfinite()].double()
         allowed = limit * exact.norm().item()
         if limit < 1e-3:
             allowed = max(2 * (theirs - exact).norm().item(), allowed)
-        assert (ours - exact).norm().item() <= allowed
+        assert (ours - exact).norm().item() <= allowed, (column, (theirs - exact).norm().item())
     # A hard row must not spoil the results of the others.
     ordinary = (matrix == untouched).all(1)
     error = (z - truth)[:, ordinary].norm() / truth[:, ordinary].norm()

@@ -31,5 +31,5 @@ def test_200_steps_follow_float64_as_closely_as_eager_does(example) -> None:
     exact = example.train(config, device, example.EXACT, "eager", 0)
     ours, eager = example.from_exact(runs, exact)
     print(f"from float64: epinorm {ours:.2e}, eager at most {eager:.2e}")
-    assert exact.losses[-1] < 0.5 < exact.losses[0]
+    assert exact.losses[-1] < 0.75 * exact.losses[0]
     assert 0 < ours <= eager

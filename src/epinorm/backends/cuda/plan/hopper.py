@@ -203,7 +203,7 @@ def _may_convert(problem: Problem) -> bool:
 
 def _may_share_loads(problem: Problem, tile: Tile) -> bool:
     """Two blocks below each other can load W for both: for `epinorm tune` to try, see CLUSTER."""
-    alone = tile.cluster_n == 1 and not tile.resident_steps and tile.tf32 == tile.register_a
+    alone = tile.cluster_n == 1 and not tile.resident_steps and not tile.tf32
     one_plane = problem.planes == 1 and tile.block_n % 16 == 0
     return alone and one_plane and problem.m > tile.block_m and not tile.ping_pong
 

@@ -104,9 +104,7 @@ def _step_cycles(tile: Tile, planes: int, columns: int) -> float:
         written *= 3 if tile.resident_steps else 5
     rate = L2_BYTES_OF_TF32 if tile.register_a else L2_BYTES_PER_CYCLE
     rate = L2_BYTES_OF_SPLIT_COLUMNS if tile.split_columns else rate
-    from_l2 = 0.0
-    if tile.cluster_n > 1 or tile.register_a:
-        from_l2 = (written - (1 - 1 / tile.cluster) * tile.block_n * STEP_BYTES) / rate
+    from_l2 = written / rate if tile.cluster_n > 1 or tile.register_a else 0.0
     in_smem = tile.tf32 and not (tile.resident_steps or tile.register_a)
     shortest = SHORTEST_STEP_OF_TF32 if in_smem else SHORTEST_STEP
     if planes == 1 and not tile.tf32:

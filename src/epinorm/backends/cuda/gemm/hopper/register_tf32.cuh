@@ -10,7 +10,7 @@
 #include "gemm/hopper/hopper_consumer.cuh"
 
 constexpr int kFragmentWords = 4;
-static_assert(!kRegisterA || (kElementBytes == 4 && kRowBlocks == 1 && !kWeightInSmem),
+static_assert(!kRegisterA || (kElementBytes == 4 && kRowBlocks == 1 && !kWeightInSmem && kCluster == 1),
               "TF32, 64 rows a warpgroup");
 
 // Of a step, rounded. at: the lane's first chunk, of the upper row.
