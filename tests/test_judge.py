@@ -487,7 +487,7 @@ def test_what_other_processes_compute_for_a_solution_counts(tmp_path: Path, ende
     with process.SolutionProcess(60, tmp_path / "elsewhere.py") as solution:
         how = {"device": "cpu", "dtype": "float32", "precision": "native", "most": 1 << 20}
         solution.ask("load", path=solution.solution, **how)
-        solution.construct([], 0)
+        solution.construct([], 0, False)
         solution.take_inputs([torch.zeros(1)])
         before = solution.cpu_seconds()
         solution.run()

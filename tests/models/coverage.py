@@ -1,10 +1,11 @@
 """Count the places where a Linear's result reaches a norm, and those that can be fused.
 
-`make coverage`, or `python tests/models/coverage.py [NAME...] [--all] [--out FILE]`: a line for
-each model, in training and in eval, then the sum of all; BatchNorm counts by itself. Whether a plan
-then leaves a chain to PyTorch's layers does not count. --all: each place that cannot be fused, and
-why.
+`make coverage`, or `python tests/models/coverage.py [NAME...] [--all] [--out FILE | --check FILE]`:
+a line for each model, in training and in eval, then the sum of all; BatchNorm counts by itself.
+Whether a plan then leaves a chain to PyTorch's layers does not count. --all: each place that cannot
+be fused, and why.
 --out: the sums as a results file (benchmarks/results/coverage/cpu.json, for docs/internals).
+--check: the exit code is 1 if fewer places are found, or fused, than that file says.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--check", type=Path)
     chosen = parser.parse_args()
     names = chosen.names or list(CASES)
     totals: Counter[str] = Counter()
@@ -79,6 +81,16 @@ def main() -> None:
         facts |= {"commit": commit(), "date": today()}
         counted = [{"kind": KINDS[kind], **numbers, **facts} for kind, numbers in sums.items()]
         write_atomic(chosen.out, json.dumps(counted, indent=1) + "\n")
+    if chosen.check:
+        kept = {row["kind"]: row for row in json.loads(chosen.check.read_text())}
+        lost = [
+            f"{KINDS[kind]}: {what} is {numbers[what]}, was {kept[KINDS[kind]][what]}"
+            for kind, numbers in sums.items()
+            for what in numbers
+            if numbers[what] < kept[KINDS[kind]][what]
+        ]
+        if lost:
+            raise SystemExit("; ".join(lost))
 
 
 if __name__ == "__main__":
