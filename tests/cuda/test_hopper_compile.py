@@ -150,6 +150,7 @@ HELD = [
     ((65536, 256, 256, 1), HIGHEST, RESIDUAL, False),  # in clusters, in turn
     ((65536, 1024, 256, 1), HIGHEST, RESIDUAL, False),  # together
     ((65536, 256, 192, 1), HIGHEST, RESIDUAL, True),
+    ((65536, 512, 512, 1), HIGH, RESIDUAL, True),  # TF32 from registers, in clusters
 ]
 
 
@@ -185,6 +186,25 @@ def test_tiles_that_the_plan_seldom_takes(tile, kind):
     problem = problem_of(*(4096, 1024, 16, 64), kind, training)
     stages = largest_stages(hopper_plan.instance_for(problem, tile))
     check(source_of(problem, dataclasses.replace(tile, stages=min(stages, 12))))
+
+
+FROM_REGISTERS = [
+    ((65536, 512, 512, 1), Tile(128, 256, 0, ping_pong=False, cluster_n=2)),
+    ((300, 36, 512, 1), Tile(64, 64, 0, ping_pong=False, split_columns=True, cluster_n=8)),
+    ((16384, 256, 512, 1), Tile(64, 256, 0, ping_pong=False, split_columns=True, cluster_n=2)),
+    ((8192, 64, 2048, 1), Tile(64, 256, 0, cluster_n=8)),
+]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("shape, tile", FROM_REGISTERS)
+def test_tf32_from_registers_where_blocks_share_groups(shape, tile, training):
+    problem = problem_of(*shape, HIGH, training, "layer_norm|relu")
+    tile = dataclasses.replace(tile, tf32=True, register_a=True)
+    stages = min(largest_stages(hopper_plan.instance_for(problem, tile)), hopper_plan.MOST_STAGES)
+    tile = dataclasses.replace(tile, stages=stages)
+    assert tile in hopper_plan.candidates(problem)
+    check(source_of(problem, tile))
 
 
 @pytest.mark.parametrize("k", [128, 256, 1024])

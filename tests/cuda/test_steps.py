@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from epinorm.backends.cuda.fp32.rounded_weight import RoundedWeight
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting
 from epinorm.backends.cuda.plan.planes import product_of
 from epinorm.backends.cuda.plan.steps import single_tile
@@ -82,6 +83,29 @@ def test_what_converts_on_the_way_launches_what_its_plan_says(
     made = Converting(product, single_tile(product, "hopper"))
     taken = made.new_ordered(), made.new_x(), made.new_weight()
     assert sum(buffer.nbytes for buffer in plan.scratch) == sum(t.nbytes for t in taken)
+
+
+@pytest.mark.parametrize(
+    "m, k, n, norm",
+    [
+        (65536, 256, 256, "layer_norm"),
+        (65536, 100, 256, "layer_norm"),  # W's last step is padded
+        (16384, 256, 1024, "layer_norm"),  # in clusters
+        (65536, 256, 256, None),
+    ],
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_tf32_from_registers_launches_what_its_plan_says(m, k, n, norm, training, gpu, problems):
+    """And takes what its plan says for W."""
+    torch.set_float32_matmul_precision("high")
+    whole_step = (True,) * training
+    found = launches(gpu, m, k, n, norm, "gelu", "", torch.float32, training, *whole_step)
+    plan = plan_cuda(problems[0], "auto")
+    backward = [None, *_kernels(plan.backward)] * training
+    assert [*_kernels(plan.forward), *backward] == [one.get("kernel") for one in found]
+    assert _kernels(plan.forward) == ["round_weight", "linear_norm"]
+    taken = RoundedWeight(n, k, torch.device("cpu")).new()
+    assert [b.nbytes for b in plan.scratch if b.name == "W as TF32"] == [taken.nbytes]
 
 
 @pytest.mark.parametrize("setting", ["high", "highest"])

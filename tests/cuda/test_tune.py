@@ -245,6 +245,27 @@ def test_a_table_that_cannot_be_trusted_is_ignored_with_one_warning(how, table):
         assert hopper_plan.choose_tile(problem_of(m=512), SMS) is not None
 
 
+LATER_FIELDS = ("fp32_weight", "fp32_input", "register_a")
+"""Of a tile, that tables were written without."""
+
+
+@pytest.mark.parametrize("lacking", [LATER_FIELDS, LATER_FIELDS[-1:]])
+def test_a_table_from_before_a_field_was_there_is_read(lacking, table):
+    problem = problem_of()
+    tile = other_tile(problem)
+    tuned.remember(problem, Choice("single", tile, 1.0))
+    text = json.loads(table.read_text())
+    for entry in text["choices"].values():
+        for name in lacking:
+            del entry["tile"][name]
+    table.write_text(json.dumps(text))
+    tuned.forget()
+    memo.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hopper_plan.choose_tile(problem, SMS) == tile
+
+
 @pytest.mark.filterwarnings("ignore:epinorm")
 def test_a_folder_that_cannot_be_made_is_said(table):
     table.parent.parent.write_text("a file where the folder should be")

@@ -78,6 +78,7 @@ HOPPER = (
     (5, 520, 8, 9, "bfloat16", False),
     (130, 70, 16, 17, "highest", True),
     (130, 72, 16, 17, "high", True),
+    (300, 100, 128, 8, "high", True),  # TF32 from registers
 )
 # Groups shared by the blocks of a cluster. Racecheck takes half a minute for these, where the other
 # tools take seconds: what came to no end within 25 s was that, and cut off (H200, compute-sanitizer
@@ -88,7 +89,8 @@ CLUSTERS = (
     (70, 200, 512, 1, "bfloat16", True),
     (70, 200, 1024, 1, "bfloat16", False),
     (70, 200, 2048, 1, "float16", True),
-    (70, 200, 768, 1, "high", True),  # and its range guard's
+    (70, 200, 768, 1, "high", True),  # TF32 from registers
+    (70, 202, 768, 1, "high", True),  # by a plane, and its range guard's
     (70, 200, 256, 33, "highest", True),  # enough tiles for clusters
 )
 # Of a training step whose backward pass writes dz as planes: rows, K, groups of 16 channels. Held

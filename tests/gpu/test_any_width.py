@@ -187,10 +187,14 @@ def test_hard_inputs(hard, n, text, strategy):
 
 
 @pytest.mark.parametrize("hard", [outliers, denormals, zeros, spread])
-@pytest.mark.parametrize(("m", "n", "precision"), [(2100, 1024, "high"), (8500, 256, "highest")])
-def test_hard_inputs_in_clusters(m, n, precision, hard):
-    """The norm in one kernel with the product, whose range guard shares groups of 1024 too."""
-    tensors = tensors_of(m, 256, n, "add_residual|layer_norm|silu")
+@pytest.mark.parametrize(
+    ("m", "k", "n", "precision"),
+    [(2100, 256, 1024, "high"), (2100, 258, 1024, "high"), (8500, 256, 256, "highest")],
+)
+def test_hard_inputs_in_clusters(m, k, n, precision, hard):
+    """The norm in one kernel with the product: as TF32, and, where rows of x are not on 16 bytes,
+    by planes, whose range guard shares groups of 1024 too."""
+    tensors = tensors_of(m, k, n, "add_residual|layer_norm|silu")
     hard(*tensors[:2])
     check(tensors, "add_residual|layer_norm|silu", precision, "single", times=2.0)
 

@@ -191,6 +191,7 @@ def _tile(fields: Any) -> Tile:
     fields = {
         "fp32_weight": False,
         "fp32_input": False,
+        "register_a": False,
     } | fields  # of a table from before there was such a tile
     if set(fields) != set(_FIELD_TYPES):
         raise ValueError(f"{fields!r} is not a tile")
