@@ -3,7 +3,8 @@
 #pragma once
 #include "common/integers.cuh"
 
-// Ties away from zero; Inf and NaN stay what they are.
+// Ties away from zero; Inf and NaN stay what they are, but a NaN whose payload is in the bits that are
+// cut off alone, as no arithmetic makes it, becomes Inf.
 __device__ __forceinline__ u32 rounded_tf32(u32 bits) {
   u32 rounded;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));

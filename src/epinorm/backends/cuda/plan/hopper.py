@@ -52,6 +52,9 @@ MOST_STAGES = 12
 EVEN_SHARE = 0.9
 """Of the multiprocessors, that must stay at work where tiles are shared out evenly."""
 LARGEST_RESIDENT_BYTES = 96 * 1024
+LONGEST_FROM_REGISTERS = 512
+"""Terms of a TF32 sum with x out of registers, in training: of longer ones the backward pass mostly
+takes planes, which a forward pass by planes leaves to it."""
 
 MEASURED: dict[tuple[int, int, int, int, int], Tile] = {
     (1, 32, 16384, 1024, 1024): Tile(64, 256, 0),  # 56.4 us for the model's choice of 58.1
@@ -167,7 +170,7 @@ def candidates(problem: Problem) -> Iterator[Tile]:
         kinds = [(False, False)]
         if _may_be_tf32(problem):
             kinds += [(True, False)] * alone
-            kinds += [(True, True)] * _may_come_from_registers(shape, load_m)
+            kinds += [(True, True)] * _may_come_from_registers(problem, shape, load_m)
         for tf32, register_a in kinds:
             tile = dataclasses.replace(shape, load_m=load_m, tf32=tf32, register_a=register_a)
             if problem.planes == 2:  # one plane is not folded
@@ -236,10 +239,11 @@ def _may_be_tf32(problem: Problem) -> bool:
     return problem.precision == "high" and problem.k % 4 == 0
 
 
-def _may_come_from_registers(shape: Tile, load_m: int | None) -> bool:
+def _may_come_from_registers(problem: Problem, shape: Tile, load_m: int | None) -> bool:
     """64 rows a warpgroup, all of which are loaded: more would not fit the registers."""
     rows_of_one = shape.block_m if shape.ping_pong or shape.split_columns else shape.block_m // 2
-    return rows_of_one == 64 and load_m is None
+    short = problem.k <= LONGEST_FROM_REGISTERS or not problem.training
+    return rows_of_one == 64 and load_m is None and short
 
 
 @memo(4096)
