@@ -10,7 +10,14 @@ from typing import Any
 
 from epinorm.tools.models.rows import COMPETITORS, OURS, ModelRow
 from epinorm.tools.models.suite import SuiteRow
-from epinorm.tools.models.tables import NAMES, SUITE, milliseconds, suite_cells, suite_sentence
+from epinorm.tools.models.tables import (
+    NAMES,
+    SUITE,
+    exported_sentence,
+    milliseconds,
+    suite_cells,
+    suite_sentence,
+)
 from epinorm.tools.results import Row
 from epinorm.tools.tables import (
     COLUMNS,
@@ -375,6 +382,11 @@ def details_table(rows: Sequence[ModelRow]) -> str:
         for row in rows
     ]
     return measured_table(heads, cells, rows)
+
+
+def exported_files(rows: Sequence[SuiteRow]) -> str:
+    """What KernelBench's problems as exported files come to."""
+    return f"{exported_sentence(rows)}.\n\n{provenance(rows)}" if rows else "Not measured yet."
 
 
 def suite_table(rows: Sequence[SuiteRow]) -> str:

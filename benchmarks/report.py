@@ -9,7 +9,8 @@ and a pass: ``nvidia-h200-forward`` is the times of the forward rows of
 what short calls wait for, and ``-short`` a few of the times. A table has at most six columns.
 ``models-nvidia-h200-forward`` is the forward rows of ``benchmarks/results/models``, with
 ``-details`` their errors, memory and coverage, ``models-nvidia-h200-section`` README's choice of
-them; ``kernelbench-nvidia-h200`` is ``benchmarks/results/kernelbench``.
+them; ``kernelbench-nvidia-h200`` is ``benchmarks/results/kernelbench``, and
+``kernelbench-exported-nvidia-h200`` what its rows with ``--exported`` come to, in a sentence.
 ``judged`` is the verdicts of ``epinorm judge --json`` in ``benchmarks/results/judged``;
 ``exported`` the rows of ``benchmarks/exported.py``,
 ``accumulation``, ``others``, ``host`` and ``rounding`` those of ``benchmarks/accumulation.py`` and
@@ -35,6 +36,7 @@ from readme_tables import (
     columns_table,
     coverage_table,
     details_table,
+    exported_files,
     exported_table,
     host_table,
     judged_table,
@@ -122,7 +124,8 @@ def _model_rows_of(slug: str, results: Path) -> list[ModelRow]:
 def _suite_table(slug: str, results: Path) -> str:
     path = results / "kernelbench" / f"{slug}.json"
     rows = read_rows_of(SuiteRow, path) if path.is_file() else []
-    return suite_table(sorted(rows, key=lambda row: row.problem))
+    table = exported_files if slug.startswith("exported-") else suite_table
+    return table(sorted(rows, key=lambda row: row.problem))
 
 
 def _rows_of(slug: str, results: Path) -> list[Row]:

@@ -120,7 +120,11 @@ def test_the_exported_file_is_held_against_the_rule_and_judged(
     assert (row.reason, row.exported_reason) == (None, None)
     assert (row.exported_seeds, row.judged, row.is_right) == (5, True, True)
     assert row.over("eager", "exported") == row.eager_us / row.exported_us
-    assert "1 of 1 exported files are right, 1 of 1 clean by the judge, " in suite_sentence([row])
+    said = suite_sentence([row])
+    assert "1 of 1 exported files are right, " in said
+    assert "; of 1 that were judged 1 are clean; " in said
+    unclean = replace(row, judged=False, exported_reason="judge: gradients: ...")
+    assert "of 2 that were judged 1 are clean, not so " in suite_sentence([row, unclean])
     write = suite.write_exported
 
     def wrong(problem: Path, to: Path, device: torch.device) -> None:

@@ -192,7 +192,7 @@ def portable_product_of(shape: ProductShape, *rest: Any) -> Any:
 
 def weights_converted() -> None:
     """On the way into the product, and left as planes; a scale is corrected, an element noted."""
-    for tile in (*fp32_weight_tiles(), *fp32_input_tiles(8, 256)[:1]):
+    for tile in (*fp32_weight_tiles(1), *fp32_input_tiles(8, 256)[:1]):
         # Two tiles for most blocks.
         rows = 2 * tile.block_m + 40 if tile.fp32_weight else 1000
         case = make_product(rows, 136, 16, 528, "high", "mul_row|" + CHAIN, training=True)

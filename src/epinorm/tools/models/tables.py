@@ -40,7 +40,7 @@ def suite_sentence(rows: Sequence[SuiteRow]) -> str:
         return f"{said}."
     said += f"; {mean:.2f} times as fast as eager in the geometric mean"
     said += f", {to_compile:.2f} times as fast as torch.compile" if to_compile else ""
-    said += _of_exported(rows)
+    said += f"; {sentence}" if (sentence := exported_sentence(rows)) else ""
     odd = [str(row.problem) for row in right if row.seeds < len(SEEDS)]
     if odd:
         said += f"; KernelBench's rule fails Model in float64 too, and so ours, in {', '.join(odd)}"
@@ -48,15 +48,21 @@ def suite_sentence(rows: Sequence[SuiteRow]) -> str:
     return f"{said}; the least is {slowest.over('eager'):.2f} ({slowest.name})."
 
 
-def _of_exported(rows: Sequence[SuiteRow]) -> str:
-    """Of the exported files: how many are right and clean, and their geometric mean."""
+def exported_sentence(rows: Sequence[SuiteRow]) -> str:
+    """Of the exported files: how many are right, their geometric mean, and what the judge says."""
     files = [row for row in rows if row.exported_seeds is not None]
     if not files:
         return ""
-    of = len(files)
-    right = sum(row.exported_reason is None for row in files)
-    said = f"; {right} of {of} exported files are right"
-    if any(row.judged is not None for row in files):
-        said += f", {sum(bool(row.judged) for row in files)} of {of} clean by the judge"
-    mean = geometric_mean([row for row in files if row.right], mine="exported")
-    return f"{said}, {mean:.2f} times as fast as eager" if mean else said
+    right = [row for row in files if row.judged is not None or row.exported_reason is None]
+    said = f"{len(right)} of {len(files)} exported files are right"
+    mean = geometric_mean([row for row in right if row.right], mine="exported")
+    said += f", {mean:.2f} times as fast as eager" if mean else ""
+    judged = [row for row in files if row.judged is not None]
+    if judged:
+        said += f"; of {len(judged)} that were judged {sum(map(_is_clean, judged))} are clean"
+    unclean = [str(row.problem) for row in judged if not _is_clean(row)]
+    return f"{said}, not so {', '.join(unclean)}" if unclean else said
+
+
+def _is_clean(row: SuiteRow) -> bool:
+    return bool(row.judged)

@@ -14,11 +14,13 @@ from epinorm.backends.cuda.plan.plane_layout import PlaneLayout
 from epinorm.problem import Problem
 
 # Cycles. A tile's first loads; what passes between two tiles of a warpgroup; a column of a row
-# block in the epilogue, with both warpgroups at it and with one alone.
+# block in the epilogue, with both warpgroups at it and with one alone, or alone beside x's
+# fragments: heavy chains spill then (65536 x 256 -> 256, GELU before and behind LayerNorm: 101 us
+# in turn, 87 together, 84 by planes).
 START = 4500
 BETWEEN_TILES = 700
 EPILOGUE_TOGETHER = 22
-EPILOGUE_ALONE = 17
+EPILOGUE_ALONE, EPILOGUE_FROM_REGISTERS = 17, 24
 SHARED_BYTES_PER_CYCLE = 128
 MEMORY_BYTES_PER_CYCLE = 2400
 """Of the whole chip: 4.2 TB/s at 1.75 GHz."""
@@ -154,7 +156,8 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     wide = 1.3 if tile.consumer_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
     weight = wide * _epilogue_weight(problem)
     if tile.ping_pong:
-        epilogue = EPILOGUE_ALONE * weight * tile.block_n * tile.block_m / 64
+        alone = EPILOGUE_FROM_REGISTERS if tile.register_a else EPILOGUE_ALONE
+        epilogue = alone * weight * tile.block_n * tile.block_m / 64
         turns = tile.consumers
         each_once = max(turns * products, products + epilogue + BETWEEN_TILES)
         total = START + rounds / turns * each_once + epilogue
