@@ -300,6 +300,8 @@ def test_relative_error() -> None:
 def test_the_limits() -> None:
     assert allowed_error(1e-5, torch.float32) == pytest.approx(1e-5, rel=0.006)
     assert allowed_error(0.0, torch.float32) == 4 * 2**-23
+    assert allowed_error(1e6, torch.float32) == pytest.approx(1e6, rel=0.006)
+    assert allowed_error(1e9, torch.float32) == 2e9
     assert allowed_error(4e-3, torch.bfloat16) == pytest.approx(4.4e-3, rel=0.006)
     # The floor in 16 bit lies under the error that rounding and one product leave in eager.
     model, inputs = make(Model, torch.bfloat16)

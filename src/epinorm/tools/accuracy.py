@@ -38,6 +38,11 @@ the roundings between are in fp32 there, and whole ulps would be above eager's e
 fp64: the truth has the same precision, so eager's error against it is often zero, and the distance
 between two correct results is all there is to judge."""
 
+NO_TRUTH, TIMES_NOISE = 2.0**24, 2.0
+"""An error of eager's so many times the truth says that the truth, in float64, is roundings itself:
+of terms that cancel, as in the gradient of a bias in front of a BatchNorm, which is 0. Then eager's
+result and ours are roundings of these terms too; which are larger is luck, however many draws are
+pooled, and twice eager's error passes."""
 
 DRAWS = 4
 """Where the error of one draw is luck, those of several are pooled, as root mean squares."""
@@ -50,7 +55,8 @@ NARROW = 1.05
 
 def allowed_error(eager_error: float, dtype: torch.dtype) -> float:
     """The largest relative error that passes, given eager's own (dimensionless)."""
-    limit = RATIO_LIMITS[dtype] + RATIO_RESOLUTION
+    no_truth = eager_error > NO_TRUTH
+    limit = TIMES_NOISE if no_truth else RATIO_LIMITS[dtype] + RATIO_RESOLUTION
     return max(limit * eager_error, FLOOR_ULPS[dtype] * torch.finfo(dtype).eps)
 
 
