@@ -9,6 +9,7 @@ large blocks, in which an access beyond a tensor's end is still inside an alloca
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,19 +19,20 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import ProductCase, make_product, plane_products
+from product_case import ProductCase, fitted, make_product, plane_products
 
 import epinorm
 from conftest import CHAIN, make_case
 from epinorm.backends.cuda.fp32.norm_planes import DzPlanes
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
+from epinorm.backends.cuda.gemm.forward import launch_with
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting
 from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
 from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
-from epinorm.backends.cuda.plan.hopper_tile import fp32_input_tiles, fp32_weight_tiles
+from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_input_tiles, fp32_weight_tiles
 from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.backends.cuda.runtime.replay import settle
@@ -175,6 +177,7 @@ def run_flagged(case: ProductCase) -> None:
 def hopper_kernels() -> None:
     linear_norm_kernels(HOPPER)
     weights_converted()
+    x_written_over()
     dz_written(*WRITTEN)
     products(hopper_product_of, PRODUCTS + SPLIT_PRODUCTS)
     adding_products()
@@ -192,18 +195,33 @@ def portable_product_of(shape: ProductShape, *rest: Any) -> Any:
 
 def weights_converted() -> None:
     """On the way into the product, and left as planes; a scale is corrected, an element noted."""
-    for tile in (*fp32_weight_tiles(1), *fp32_input_tiles(8, 256)[:1]):
+    cases = [("high", tile) for tile in (*fp32_weight_tiles(1), *fp32_input_tiles(8, 256)[:1])]
+    for kind, tile in [*cases, *(("highest", tile) for tile in fp32_weight_tiles(2))]:
         # Two tiles for most blocks.
         rows = 2 * tile.block_m + 40 if tile.fp32_weight else 1000
-        case = make_product(rows, 136, 16, 528, "high", "mul_row|" + CHAIN, training=True)
+        case = make_product(rows, 136, 16, 528, kind, "mul_row|" + CHAIN, training=True)
         matrix = case.inputs.weight if tile.fp32_weight else case.inputs.x
         matrix[5, 7], matrix[9, 3] = 1e6, 1e-14
-        found = Converting(case.problem, tile, leaves=True).bind(*case.layout(case.inputs))(
-            case.inputs
-        )
+        leaves = kind == "high"  # two planes are left by no such kernel
+        launch = Converting(case.problem, tile, leaves)
+        found = launch.bind(*case.layout(case.inputs))(case.inputs)
         torch.cuda.synchronize()
         assert all(bool(t.isfinite().all()) for t in found.outputs), tile
         print(f"converted on the way by {tile}: done", flush=True)
+
+
+def x_written_over() -> None:
+    """By its planes, from which the guard puts together what it computes again."""
+    for kind in ("high", "highest"):
+        case = make_product(70, 256, 16, 17, kind)
+        problem = dataclasses.replace(case.problem, spends_x=True)
+        tile = fitted(problem, Tile(64, 64, 0))
+        case.inputs.x[5, 7], case.inputs.weight[9, 3] = 1e-14, 1e-14
+        case.inputs.x[40] *= 2.0**-70
+        found = launch_with(problem, tile, case.layout(case.inputs))(case.inputs)
+        torch.cuda.synchronize()
+        assert bool(found.y.isfinite().all()), kind
+        print(f"planes over x, {kind}: done", flush=True)
 
 
 def split_kernels() -> None:
@@ -275,7 +293,7 @@ def adding_products() -> None:
         flags = row_flags.data_ptr(), sum_flags.data_ptr()
         for flagged in (0, 1):
             sum_flags[3] = flagged
-            add(0, lambda planes=planes: planes, scale.data_ptr(), result, *flags)
+            add(0, functools.partial(tuple, planes), scale.data_ptr(), result, *flags)
             prepare_rescue(result, a, b, not major_k_a, *flags, 0, scale.data_ptr(), adds=True)()
         assert bool(result.isfinite().all())
         print(f"added product {size} x {tuple(b.shape)}: done", flush=True)
