@@ -5,13 +5,14 @@ Each text is a problem file of the form that KernelBench has, after M, K and N.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+
+from export_case import load
 
 __all__ = ["PROBLEMS", "TOLERANCES", "far_off", "loaded", "problem_text", "trials"]
 
@@ -82,12 +83,7 @@ def loaded(text: str, folder: Path, name: str) -> ModuleType:
     """The text as a module, from a file in the folder."""
     path = folder / f"{name}.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(path, name)
 
 
 def trials(

@@ -1,12 +1,12 @@
 """The training run of examples/train_blocks.py, small and on the CPU."""
 
 import dataclasses
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from export_case import load
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_blocks.py"
 CPU = torch.device("cpu")
@@ -14,10 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train_blocks", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_blocks"] = module
-    spec.loader.exec_module(module)
+    module = load(EXAMPLE, "train_blocks")
     module.REORDERED_RUNS = 2
     return module
 

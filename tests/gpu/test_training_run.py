@@ -1,24 +1,19 @@
 """200 steps of examples/train_blocks.py on a GPU, against the same run in float64."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import epinorm
+from export_case import load
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_blocks.py"
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train_blocks", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_blocks"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(EXAMPLE, "train_blocks")
 
 
 def test_200_steps_follow_float64_as_closely_as_eager_does(example) -> None:

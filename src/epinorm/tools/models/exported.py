@@ -13,7 +13,6 @@ from epinorm.tools.export.export import export
 from epinorm.tools.judge.facts import JudgeOptions
 from epinorm.tools.judge.judge import judge
 from epinorm.tools.kernelbench.problem import ProblemError, ProblemFile, load_module
-from epinorm.tools.progress import Notify, silent
 
 MODE = "float32 highest"
 OWN_LAYERS = "ModelNew runs PyTorch's own layers"
@@ -43,11 +42,9 @@ def left_to_pytorch(warned: list[warnings.WarningMessage], device: torch.device)
     return said[0] if said and device.type == "cuda" else None
 
 
-def judged(
-    path: Path, file: Path, device: torch.device, scale: int = 1, notify: Notify = silent
-) -> str | None:
+def judged(path: Path, file: Path, device: torch.device, scale: int) -> str | None:
     """What the judge holds against an exported file, its gradients too; None: it is clean."""
-    verdict = judge(path, file, JudgeOptions(device=str(device), timing=False, scale=scale), notify)
+    verdict = judge(path, file, JudgeOptions(device=str(device), timing=False, scale=scale))
     if verdict.clean:
         return None
     failed = [f"{check.name}: {check.reason}" for check in verdict.failures]

@@ -228,8 +228,7 @@ def _resident_steps(problem: Problem, tile: Tile) -> int:
     """The steps of W where it is one column tile that a block uses again and again."""
     steps = math.ceil(problem.k / tile.block_k)
     one = problem.n <= tile.block_n and problem.planes == 1 and tile.cluster_n == 1
-    one = one and not tile.register_a
-    if not one or problem.m < 4 * tile.block_m:
+    if not one or tile.register_a or problem.m < 4 * tile.block_m:
         return 0
     return steps if steps * tile.block_n * STEP_BYTES <= LARGEST_RESIDENT_BYTES else 0
 

@@ -54,9 +54,9 @@ CLUSTERS_AT_ONCE = {2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 L2_BYTES_PER_CYCLE, L2_BYTES_OF_SPLIT_COLUMNS = 46, 64
 """Of a multiprocessor, where blocks share groups: they read W once for 64 or 128 rows. The latter:
 where its warpgroups split columns."""
-L2_BYTES_OF_TF32 = 52
-"""Of operands of four bytes, in registers or not: their kernels then take 0.95 to 1.25 times the
-estimate (11 shapes, jobs of 2026-11-27), as those of planes do."""
+L2_BYTES_FROM_REGISTERS = 52
+"""The same of TF32 with x out of registers, in a cluster or not: its kernels then take 0.95 to 1.25
+times the estimate (11 shapes, jobs of 2026-11-27), as those of planes do."""
 SHORTEST_STEP_OF_FP32_INPUT = 2300
 """32 KB of fp32 x, from memory, for as many blocks as there are column tiles; before
 `FP32_INPUT`."""
@@ -104,9 +104,10 @@ def _step_cycles(tile: Tile, planes: int, columns: int) -> float:
         loaded = SHORTEST_STEP_OF_FP32_INPUT / columns * tile.block_m / 256
     elif tile.tf32:  # read, rounded and written once more
         written *= 3 if tile.resident_steps else 5
-    rate = L2_BYTES_OF_TF32 if tile.register_a else L2_BYTES_PER_CYCLE
-    rate = L2_BYTES_OF_SPLIT_COLUMNS if tile.split_columns else rate
-    from_l2 = written / rate if tile.cluster_n > 1 or tile.register_a else 0.0
+    from_l2 = 0.0
+    if tile.cluster_n > 1 or tile.register_a:
+        alike = L2_BYTES_FROM_REGISTERS if tile.register_a else L2_BYTES_PER_CYCLE
+        from_l2 = written / (L2_BYTES_OF_SPLIT_COLUMNS if tile.split_columns else alike)
     in_smem = tile.tf32 and not (tile.resident_steps or tile.register_a)
     shortest = SHORTEST_STEP_OF_TF32 if in_smem else SHORTEST_STEP
     if planes == 1 and not tile.tf32:

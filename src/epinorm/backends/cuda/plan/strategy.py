@@ -290,11 +290,11 @@ class Cost:
 def _single_cost(problem: Problem, core: Core) -> Cost:
     tile, estimate = single_tile(problem, core), single_microseconds(problem, core)
     planes = problem.dtype == torch.float32 and tile is not None and not tile.tf32
-    if isinstance(tile, Tile) and tile.register_a:
-        return Cost(estimate * _PLANES, _HOST_ONE)
-    if problem.chain.norm is None and not planes:
+    if planes or (isinstance(tile, Tile) and tile.register_a):
+        estimate *= _PLANES
+    elif problem.chain.norm is None:
         estimate *= _WITHOUT_NORM
-    return Cost(estimate * _PLANES, _HOST_PLANES) if planes else Cost(estimate, _HOST_ONE)
+    return Cost(estimate, _HOST_PLANES if planes else _HOST_ONE)
 
 
 def _backward_cost(problem: Problem, core: Core | None) -> Cost:
