@@ -51,6 +51,13 @@ CASES = {
         return x.sum(dim=1)""",
         ["scale(2)"],
     ),
+    "instance norm": (
+        """
+        x = x.unsqueeze(0)
+        x = self.fc(x)
+        return nn.functional.instance_norm(x)""",
+        ["identity"],
+    ),
     "two chains and a residual": (
         """
         kept = x

@@ -8,6 +8,7 @@ import itertools
 import logging
 import random
 import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,7 +28,8 @@ from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import CleanupManager
-from torch._dynamo.variables import dicts
+from torch._dynamo.variables import ConstantVariable, dicts
+from torch._dynamo.variables import functions as dynamo_python_functions
 from torch._dynamo.variables import torch as dynamo_functions
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -123,6 +125,28 @@ def _answers_as_in_eager() -> Iterator[None]:
             functions.tracing_state_functions = known
 
 
+_CHECKS_ITS_INPUT = "torch.nn.modules.instancenorm"
+"""Which warns, at each call, of an input of another number of channels than it was made for."""
+
+
+@contextmanager
+def _warning_at_once() -> Iterator[None]:
+    """Let that be said while it is captured, and end no graph. Where warnings are errors the
+    capture ends, and the model's own code raises it."""
+    skipped: Any = dynamo_python_functions.SkipFunctionVariable
+    refuse = skipped.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(tx, "f_globals", {}).get("__name__")
+        if self.value is not warnings.warn or name != _CHECKS_ITS_INPUT:
+            return refuse(self, tx, args, kwargs)
+        warnings.warn(args[0].as_python_constant(), stacklevel=2)
+        return ConstantVariable.create(None)
+
+    with mock.patch.object(skipped, "call_function", call_function):
+        yield
+
+
 def _itself(saved: Tensor) -> Tensor:
     return saved
 
@@ -214,6 +238,7 @@ class Callback:
                 mock.patch.object(_FAKE_TENSORS, "disabled", True),
                 guards,
                 _without_cycles(),
+                _warning_at_once(),
             ):
                 self.graph, self.has_zero = None, False
                 result = self._inner(frame, *arguments)

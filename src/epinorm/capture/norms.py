@@ -25,10 +25,13 @@ _NORMS: Mapping[Any, tuple[type[Norm], tuple[str, ...]]] = {
         (GroupNorm, ("input", "num_groups", "weight", "bias", "eps")),
     ),
 }
+_INSTANCE = (
+    *("input", "running_mean", "running_var", "weight", "bias"),
+    *("use_input_stats", "momentum", "eps"),
+)
 _OTHER_NORMS = {
     F.batch_norm: "BatchNorm with statistics of the batch, or not over (M, N) in fp32",
     torch.batch_norm: "BatchNorm with statistics of the batch, or not over (M, N) in fp32",
-    F.instance_norm: "InstanceNorm",
     F.local_response_norm: "local response norm",
 }
 
@@ -48,6 +51,8 @@ def read_norm_function(node: fx.Node, x: fx.Node) -> NormRead | str | None:
         return None
     if node.target in _OTHER_NORMS:
         return f"its norm is {_OTHER_NORMS[node.target]}; chains have Layer-, RMS- or GroupNorm"
+    if node.target is F.instance_norm:
+        return _instance_norm(node, x)
     if node.target not in _NORMS:
         return None
     kind, names = _NORMS[node.target]
@@ -67,6 +72,33 @@ def read_norm_function(node: fx.Node, x: fx.Node) -> NormRead | str | None:
     except (TypeError, ValueError) as error:
         return str(error)
     return norm if isinstance(norm, str) else NormRead(norm, weight, bias)
+
+
+def _instance_norm(node: fx.Node, x: fx.Node) -> NormRead | str:
+    """InstanceNorm over the last of x's dimensions alone, (B, C, 1, ..., L): a LayerNorm of each
+    row of L without a weight, whatever is taken for a sample or a channel.
+
+    But it gives 0 for a row of equal numbers where eps is 0,
+    and autocast leaves it in 16 bit.
+    """
+    given, value = arguments(node, *_INSTANCE), value_of(x)
+    eps: Any = given.get("eps", 1e-5)
+    if given.get("input") is not x or node.all_input_nodes != [x] or value is None:
+        return "its InstanceNorm has weights of channels or keeps running statistics"
+    if given.get("use_input_stats", True) is not True:
+        return "its InstanceNorm is not by its input's own statistics"
+    if not isinstance(eps, (int, float)) or not eps > 0:
+        return "its InstanceNorm's eps is not above 0 at each call"
+    if value.dim() < 3 or not same_shape(value.shape[2:-1], (1,) * (value.dim() - 3)):
+        return "its InstanceNorm is over more than the last dimension"
+    if value.dtype.itemsize == 2 and _may_be_under_autocast(node.graph):
+        return "autocast leaves InstanceNorm in 16 bit, and chains' norms in fp32"
+    return NormRead(LayerNorm(eps=eps))
+
+
+def _may_be_under_autocast(graph: fx.Graph) -> bool:
+    entered = graph.find_nodes(op="call_function", target=torch.amp.autocast_mode._enter_autocast)
+    return torch._C._is_any_autocast_enabled() or bool(entered)
 
 
 def _norm(kind: type[Norm], given: dict[str, Any], eps: Any, x: Any) -> Norm | str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.nn.functional as F
 from torch import fx, nn
 
 from epinorm.capture.chains import Search
@@ -132,6 +133,8 @@ def _chains(reading: _Reading, ends: set[int] | None) -> tuple[list[tuple[Found,
             why = "its value is needed on the way, or its rows are reshaped"
         elif any(is_dropout(node) is not None for node in found.nodes):
             why = "dropout is left to PyTorch"
+        elif found.norm_node is not None and found.norm_node.target is F.instance_norm:
+            why = "its norm is InstanceNorm, whose weights another model may have for each sample"
         elif "row" in found.chain.operand_kinds:
             why = "it multiplies rows by a number each"
         elif not why and ends is not None and span.last not in ends:  # type: ignore[union-attr]
