@@ -141,6 +141,7 @@ def pytorch_settings() -> Iterator[None]:
     torch.backends.fp32_precision = "none"
     torch.backends.cuda.matmul.fp32_precision = "none"
     torch.backends.mkldnn.matmul.fp32_precision = "none"
+    torch.backends.cudnn.allow_tf32 = True
 
 
 @pytest.fixture

@@ -25,6 +25,12 @@ def fp32_precision() -> Literal["high", "highest"]:
     return "high" if setting == "tf32" else "highest"
 
 
+def convolutions_take_tf32() -> bool:
+    """Whether PyTorch computes fp32 convolutions on CUDA in TF32 now, which is its default."""
+    # At::Context asks the same: the old ``torch.backends.cudnn.allow_tf32`` sets it too.
+    return torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
+
+
 def follows_setting(dtype: torch.dtype, device_type: str) -> bool:
     """Whether ``fp32_precision`` decides about products of this dtype and device type."""
     return dtype == torch.float32 and device_type == "cuda"

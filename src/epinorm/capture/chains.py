@@ -14,6 +14,7 @@ from epinorm.capture.found import Found, Place, Step, gather, unfit
 from epinorm.capture.moves import can_move, moves_rows, turns_rows
 from epinorm.capture.norms import NormRead, read_norm_function
 from epinorm.capture.obstacles import (
+    IN_DISGUISE,
     WHY_WHOLE,
     paths_to_norms,
     takes_apart,
@@ -73,9 +74,9 @@ class Search:
         """Every place where a Linear's result reaches a norm, in order; ``of``: of these alone."""
         return self._all(lambda walk: walk.places(), of)
 
-    def linears(self) -> list[Place]:
+    def linears(self, of: Collection[fx.Node] | None = None) -> list[Place]:
         """Every Linear that ``places``, which is asked first, left; in order."""
-        return self._all(lambda walk: [walk.without_norm()])
+        return self._all(lambda walk: [walk.without_norm()], of)
 
     def _all(
         self, places_of: Callable[[_Walk], list[Place]], of: Collection[fx.Node] | None = None
@@ -373,10 +374,12 @@ class _Walk:
 
     def _beyond(self, current: fx.Node, obstacle: str) -> list[Place]:
         """The places that chains would have, were it not for the obstacle at ``current``."""
-        nodes = tuple(step.end for step in self.steps)
+        nodes, paths = tuple(step.end for step in self.steps), list[list[fx.Node]]()
+        if IN_DISGUISE not in self.start.meta:
+            paths = paths_to_norms(current, self.taken, _DEPTH_OF_SEARCH)
         return [
             Place(self.start, path[-1], (*nodes, *path), None, why_columns(path) or obstacle)
-            for path in paths_to_norms(current, self.taken, _DEPTH_OF_SEARCH)
+            for path in paths
         ]
 
 

@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from epinorm.backends.unpromised import saving_hooks
+from epinorm.capture.convolution import depends_on_tf32
 from epinorm.capture.guards import Owners, guards_as_needed, has_zero
 from epinorm.said import log_once
 
@@ -221,7 +222,7 @@ class Callback:
         self._owners: Owners = weakref.WeakSet()
         self._codes: list[weakref.ref[Any]] = []
         self.graph: fx.GraphModule | None = None  # that is captured; one at a time is
-        self.has_zero = False  # of it
+        self.has_zero = self.convolves = False  # of it
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
         code = frame.f_code
@@ -229,7 +230,7 @@ class Callback:
             self.skipped = True
             return ConvertFrameReturn(frame_exec_strategy=_NOT_TRACED, apply_to_code=False)
         owners = self._owners if OF_ITS_OWN else None  # tried with these versions alone
-        guards = guards_as_needed(lambda: self.has_zero, owners)
+        guards = guards_as_needed(lambda: self.has_zero, lambda: self.convolves, owners)
         settings = {key: v for key, v in DYNAMO.items() if hasattr(dynamo.config, key)}
         try:
             with (
@@ -240,7 +241,7 @@ class Callback:
                 _without_cycles(),
                 _warning_at_once(),
             ):
-                self.graph, self.has_zero = None, False
+                self.graph, self.has_zero, self.convolves = None, False, False
                 result = self._inner(frame, *arguments)
                 if (made := result.guarded_code) is not None:
                     self._codes.append(weakref.ref(made.code))
@@ -320,6 +321,7 @@ def capture(
 
     def call_backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
         callback.graph, callback.has_zero = gm, has_zero(gm)
+        callback.convolves = depends_on_tf32(gm)
         alive = known()
         # What is tried on example values is none of those whose hooks wait for saved tensors.
         with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):

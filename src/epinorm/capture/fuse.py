@@ -26,7 +26,7 @@ from epinorm.capture.rewriting import Recorder
 from epinorm.chain import Rounding
 from epinorm.chain.chain import check_rounding
 from epinorm.operator import calls
-from epinorm.precision import fp32_precision
+from epinorm.precision import convolutions_take_tf32, fp32_precision
 from epinorm.problem import Strategy, check_strategy
 from epinorm.said import is_new, log_once
 
@@ -72,6 +72,7 @@ def _likeness(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     with arguments that are looked into nowhere here."""
     given = args if not kwargs else (*args, *kwargs.values())
     facts: list[Any] = [model.training, torch.is_grad_enabled(), fp32_precision(), len(marked)]
+    facts.append(convolutions_take_tf32())
     facts += kwargs
     if torch._C._is_any_autocast_enabled():
         facts += [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _DEVICES]

@@ -21,6 +21,8 @@ from torch._guards import Guard
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
+from epinorm.precision import convolutions_take_tf32
+
 _GET_TAKES_GUARDS = TorchVersion(torch.__version__) >= "2.10"
 
 
@@ -34,6 +36,13 @@ def has_zero(gm: fx.GraphModule) -> bool:
 
 
 def _no_guard(*_: Any) -> None: ...
+
+
+def _add(manager: Any, guard: Any, holds: Callable[[Any], bool], fact: str) -> None:
+    try:
+        manager.add_lambda_guard(holds, [fact], guard.user_stack)
+    except TypeError:  # PyTorch 2.9 and 2.10
+        manager.add_lambda_guard(holds, [fact])
 
 
 def _here(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,13 +123,17 @@ class _Watching:
 
 
 @contextmanager
-def guards_as_needed(zero_is_there: Callable[[], bool], owners: Owners | None) -> Iterator[None]:
+def guards_as_needed(
+    zero_is_there: Callable[[], bool], convolves: Callable[[], bool], owners: Owners | None
+) -> Iterator[None]:
     """Dynamo's guard of a float takes -0.0 for 0.0: where zero_is_there, let one look at the sign.
+    None looks whether convolutions take TF32: where what was captured convolves, let one.
     None looks which hooks wait for saved tensors: the graph, which nothing compiles, does not
     depend on them. Those who can invalidate the guards, and with them free the graph, join owners;
     None: nobody frees what was captured."""
     matches: Any = GuardBuilder.EQUALS_MATCH
     compare: Any = GuardBuilder.TENSOR_MATCH
+    grad_mode: Any = GuardBuilder.GRAD_MODE
     begin: Any = GuardBuilder.__init__
     install: Any = Guard.create
     empty: set[tuple[Any, str]] = set()
@@ -131,12 +144,16 @@ def guards_as_needed(zero_is_there: Callable[[], bool], owners: Owners | None) -
         if not (zero_is_there() and _is_zero(value)):
             return
         sign = math.copysign(1.0, value)
-        facts = [lambda v: math.copysign(1.0, v) == sign, [f"copysign(1, {guard.name}) == {sign}"]]
-        add = self.get_guard_manager(guard).add_lambda_guard
-        try:
-            add(*facts, guard.user_stack)
-        except TypeError:  # PyTorch 2.9 and 2.10
-            add(*facts)
+        fact = f"copysign(1, {guard.name}) == {sign}"
+        manager = self.get_guard_manager(guard)
+        _add(manager, guard, lambda v: math.copysign(1.0, v) == sign, fact)
+
+    def settings_match(self: Any, guard: Any, *rest: Any, **named: Any) -> None:
+        grad_mode(self, guard, *rest, **named)  # one for each capture
+        if convolves():
+            taken, fact = convolutions_take_tf32(), "whether convolutions take TF32"
+            root = self.guard_manager.root
+            _add(root, guard, lambda _: convolutions_take_tf32() == taken, fact)
 
     def tensor_match(self: Any, guard: Any, *rest: Any, **named: Any) -> None:
         is_marked = any(_MARK.fullmatch(name) for name in vars(_value(self, guard)))
@@ -157,6 +174,7 @@ def guards_as_needed(zero_is_there: Callable[[], bool], owners: Owners | None) -
     patched: dict[str, Any] = {
         "EQUALS_MATCH": equals_match,
         "TENSOR_MATCH": tensor_match,
+        "GRAD_MODE": settings_match,
         "AUTOGRAD_SAVED_TENSORS_HOOKS": _no_guard,
     }
     if owners is not None:

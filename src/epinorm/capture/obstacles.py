@@ -23,6 +23,8 @@ from epinorm.capture.spelling import (
     same_shape,
 )
 
+IN_DISGUISE = "epinorm_in_disguise"
+"""In the meta of a Linear that was a convolution, behind which its rows are columns again."""
 _TURNING = ("t", "transpose", "permute", "swapaxes")
 WHY_WHOLE = "epinorm_why_one_linear"
 """In the meta of a Linear whose parts reach norms: why they are no Linears of their own."""

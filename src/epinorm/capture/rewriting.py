@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from epinorm.capture.attention import close_unused, open_functions, tidy
 from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Search
+from epinorm.capture.convolution import open_convolutions
 from epinorm.capture.distributed import as_in_eager
 from epinorm.capture.found import Found, Place
 from epinorm.capture.heads import open_heads
@@ -160,6 +161,7 @@ def rewrite(
     open_parts(gm.graph, settings.rounding, always=by_name)
     if settings.rounding == "once":
         open_heads(gm.graph, always=by_name)
+    open_convolutions(gm.graph, settings)
     batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
     search = Search(gm.graph, settings.rounding)
     places = [with_paying_dropout(p, settings) for p in search.places()]

@@ -1,0 +1,171 @@
+"""fp32 convolutions of one tap as Linears over channels, where that is estimated to be faster.
+
+Rows of channels lie so in memory where an image is channels-last. Else x is turned before and the
+result back behind, each a copy: decisions/0029-conv1d.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from epinorm.backends.cuda.plan import costs
+from epinorm.backends.engine import plan_for
+from epinorm.capture.chains import Search
+from epinorm.capture.layouts import is_unseen
+from epinorm.capture.obstacles import IN_DISGUISE
+from epinorm.capture.paying import Settings, pays
+from epinorm.capture.purity import changed_argument, is_pure, tensor_of, value_of
+from epinorm.capture.sites import problem_of
+from epinorm.capture.spelling import (
+    arguments,
+    checkpoints,
+    computed,
+    name_of,
+    read_pointwise,
+    same_shape,
+)
+from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
+from epinorm.precision import convolutions_take_tf32, fp32_precision
+
+_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_KERNELS = {F.conv1d: 1, F.conv2d: 2}
+_WITHOUT_ORDER = ("movedim", "amax", "max", "mean", "sum")
+"""What reads a result as fast however it lies: a convolution that is a Linear too, reductions."""
+
+
+def open_convolutions(graph: fx.Graph, settings: Settings) -> None:
+    """Put a Linear in the place of each convolution that is faster so, with what follows it."""
+    # Backwards, so that what reads a result is seen to read it in any order.
+    for node in reversed([node for node in graph.nodes if _is_of_one_tap(node)]):
+        with suppress(StaysWhole):
+            _open(graph, node, settings)
+
+
+def depends_on_tf32(gm: fx.GraphModule) -> bool:
+    """Whether what is made of the graph depends on how convolutions are computed on a GPU."""
+    graphs = [gm.graph, *(inner.graph for _, inner in checkpoints(gm))]
+    nodes = (node for graph in graphs for node in graph.nodes)
+    return any(_is_of_one_tap(node) and tensor_of(node).is_cuda for node in nodes)
+
+
+def _is_of_one_tap(node: fx.Node) -> bool:
+    """Whether the node is x (B, K, ...) by weight (N, K, 1, ...), in fp32, at each place of x."""
+    dims = _KERNELS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    if dims is None:
+        return False
+    given = arguments(node, *_NAMES)
+    tensors = [value_of(given.get(name)) for name in ("input", "weight", "bias")]
+    x, weight, bias = tensors
+    there = [t for t in (*tensors, value_of(node)) if t is not None]
+    if x is None or weight is None or (bias is None and given.get("bias") is not None):
+        return False
+    plain = all(
+        t.dtype == torch.float32 and t.layout is torch.strided and not t.is_nested for t in there
+    )
+    return (
+        plain
+        and not any(is_traceable_wrapper_subclass(t) for t in there)
+        and x.dim() == dims + 2
+        and same_shape(weight.shape[1:], (x.shape[1], *(1,) * dims))
+        and _is(given.get("stride", 1), 1)
+        and (_is(given.get("padding", 0), 0) or given["padding"] in ("valid", "same"))
+        and given.get("groups", 1) == 1
+    )
+
+
+def _is(sizes: Any, number: int) -> bool:
+    """Whether a number, or each of several, is this one."""
+    return set(sizes if isinstance(sizes, (tuple, list)) else (sizes,)) == {number}
+
+
+def _behind(node: fx.Node) -> list[fx.Node]:
+    """Operations of its elements alone that follow the convolution, as far as only they read it
+    and no mode changes in between."""
+    steps: list[fx.Node] = []
+    last, at = node, node.next
+    while at.op != "output" and (is_pure(at) or changed_argument(at) is not None):
+        if at in last.users:
+            operation, value = read_pointwise(at, last), value_of(at)
+            if len(last.users) > 1 or operation is None or operation.operand is not None:
+                break
+            if value is None or value.dtype != torch.float32:
+                break
+            steps.append(at)
+            last = at
+        at = at.next
+    return steps
+
+
+def _open(graph: fx.Graph, node: fx.Node, settings: Settings) -> None:
+    """Open one convolution; where that is not to be, leave all as it was."""
+    steps = _behind(node)
+    last, copied = [node, *steps][-1], [False, False]
+
+    def body(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Any:
+        rows = input.movedim(1, -1)
+        copied[0] = not rows.is_contiguous()
+        y = F.linear(rows.contiguous() if copied[0] else rows, weight.flatten(1), bias)
+        for step in steps:
+            y = _applied(step, y)
+        return y.movedim(-1, 1)
+
+    trace = Trace(graph, node, {})
+    with trace.opening():
+        end = trace.run(body)
+        if end.stride() != tensor_of(last).stride() and not _lies_unseen(last, end):
+            copied[1] = True
+            end = trace.run(lambda *_, **__: end.contiguous())
+        check_alike(end, value_of(last), layout=copied[1])
+        result = trace.node_of(end)
+    new = trace.nodes
+    (linear,) = (each for each in new if each.target is F.linear)
+    linear.meta[IN_DISGUISE] = True
+    if _pays(Search(graph, settings.rounding), linear, settings, *copied):
+        last.replace_all_uses_with(result)
+        erase(graph, [node, *steps])
+    else:
+        erase(graph, new)
+
+
+def _applied(step: fx.Node, y: Tensor) -> Any:
+    """What an operation makes of another value than its own."""
+    return computed(step, lambda given: y if isinstance(given, fx.Node) else given)
+
+
+def _lies_unseen(last: fx.Node, value: Tensor) -> bool:
+    """Whether the result need not be turned back: nobody sees it, and what reads it is no slower
+    for it."""
+    return all(name_of(u) in _WITHOUT_ORDER for u in last.users) and is_unseen({last: value})
+
+
+def _pays(
+    search: Search, linear: fx.Node, settings: Settings, turns_x: bool, turns_y: bool
+) -> bool:
+    """Whether the Linear with its copies is faster than what PyTorch's own Linear is estimated to
+    take without any: of an H200's convolutions in full fp32 none was faster than that."""
+    places: Sequence[Any] = search.linears([linear])
+    if not places or places[0].found is None:
+        return False
+    if settings.of(False)[0] == "reference":
+        return True
+    if convolutions_take_tf32() or fp32_precision() != "highest":
+        return False
+    problem = problem_of(places[0].found)
+    if problem.device.type != "cuda" or not pays(places[0], settings):
+        return False
+    plan = plan_for(replace(problem, whole_step=problem.training))
+    if plan.gain is None or plan.microseconds is None:
+        return False
+    passes = 2 if problem.training else 1
+    copies = [problem.m * problem.k] * turns_x + [problem.m * problem.n] * turns_y
+    turning = sum(costs.turning(problem, values) for values in copies)
+    ours = plan.microseconds + costs.HOST_LAYER + passes * turning
+    return ours < plan.gain * plan.microseconds
