@@ -43,6 +43,9 @@ _WITHOUT_ORDER = ("movedim", "amax", "max", "mean", "sum")
 
 def open_convolutions(graph: fx.Graph, settings: Settings) -> None:
     """Put a Linear in the place of each convolution that is faster so, with what follows it."""
+    asked_for = settings.of(False)[0] == "reference"
+    if not asked_for and (convolutions_take_tf32() or fp32_precision() != "highest"):
+        return
     # Backwards, so that what reads a result is seen to read it in any order.
     for node in reversed([node for node in graph.nodes if _is_of_one_tap(node)]):
         with suppress(StaysWhole):
@@ -156,8 +159,6 @@ def _pays(
         return False
     if settings.of(False)[0] == "reference":
         return True
-    if convolutions_take_tf32() or fp32_precision() != "highest":
-        return False
     problem = problem_of(places[0].found)
     if problem.device.type != "cuda" or not pays(places[0], settings):
         return False
