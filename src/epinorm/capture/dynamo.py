@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 
 from epinorm.backends.unpromised import saving_hooks
 from epinorm.capture.convolution import depends_on_tf32
-from epinorm.capture.guards import Owners, guards_as_needed, has_zero
+from epinorm.capture.guards import Owners, guards_as_needed, has_zero, here
 from epinorm.said import log_once
 
 Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
@@ -144,7 +144,7 @@ def _warning_at_once() -> Iterator[None]:
         warnings.warn(args[0].as_python_constant(), stacklevel=2)
         return ConstantVariable.create(None)
 
-    with mock.patch.object(skipped, "call_function", call_function):
+    with mock.patch.object(skipped, "call_function", here(call_function, refuse)):
         yield
 
 

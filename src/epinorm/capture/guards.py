@@ -45,7 +45,7 @@ def _add(manager: Any, guard: Any, holds: Callable[[Any], bool], fact: str) -> N
         manager.add_lambda_guard(holds, [fact])
 
 
-def _here(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+def here(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
     """ours in this thread, theirs in others: PyTorch's exports capture without a lock."""
     thread = get_ident()
 
@@ -159,7 +159,7 @@ def guards_as_needed(
         is_marked = any(_MARK.fullmatch(name) for name in vars(_value(self, guard)))
         without: dict[str, Any] = {}
         if not is_marked:
-            without = {name: _here(_no_guard, getattr(GuardManager, name)) for name in _MARKS}
+            without = {name: here(_no_guard, getattr(GuardManager, name)) for name in _MARKS}
         with mock.patch.multiple(GuardManager, **without) if without else nullcontext():
             compare(self, guard, *rest, **named)
 
@@ -180,9 +180,9 @@ def guards_as_needed(
     if owners is not None:
         patched["__init__"] = begin_watching
     for name, ours in patched.items():
-        patched[name] = _here(ours, getattr(GuardBuilder, name))
+        patched[name] = here(ours, getattr(GuardBuilder, name))
     with (
         mock.patch.multiple(GuardBuilder, **patched),
-        mock.patch.object(Guard, "create", _here(create, install)),
+        mock.patch.object(Guard, "create", here(create, install)),
     ):
         yield
