@@ -225,6 +225,17 @@ def test_hooks_and_gradients_are_of_the_convolution() -> None:
     assert [row.chain for row in epinorm.explain(fused).linears] == ["scale(2)|relu"]
 
 
+def test_gradients_lie_as_eagers() -> None:
+    """Optimizers take another way for what lies otherwise than its parameter."""
+    model = Convolved(F.relu, dims=2).to(memory_format=torch.channels_last)
+    fused, strides = epinorm.fuse(copy.deepcopy(model), strategy="reference"), []
+    for m in (model, fused):
+        m(image(True)).square().sum().backward()
+        strides.append([p.grad.stride() for p in m.parameters()])
+    assert strides[0] == strides[1] == [(K, 1, K, K), (1,)]
+    assert len(epinorm.explain(fused).linears) == 1
+
+
 def test_a_norm_behind_it_is_no_chain_that_failed() -> None:
     model = nn.Sequential(nn.Conv1d(K, N, 1), nn.BatchNorm1d(N), nn.ReLU(), nn.GroupNorm(4, N))
     fused = epinorm.fuse(copy.deepcopy(model), strategy="reference", strict=True)

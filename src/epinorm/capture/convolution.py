@@ -115,7 +115,10 @@ def _open(graph: fx.Graph, node: fx.Node, settings: Settings) -> None:
     def body(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Any:
         rows = input.movedim(1, -1)
         copied[0] = not rows.is_contiguous()
-        y = F.linear(rows.contiguous() if copied[0] else rows, weight.flatten(1), bias)
+        # Of a channels-last weight the gradient has its strides too: optimizers compare them.
+        as_last = weight.stride()[-1] != 1
+        weight = weight.movedim(1, -1).flatten(0, -2) if as_last else weight.flatten(1)
+        y = F.linear(rows.contiguous() if copied[0] else rows, weight, bias)
         for step in steps:
             y = _applied(step, y)
         return y.movedim(-1, 1)
