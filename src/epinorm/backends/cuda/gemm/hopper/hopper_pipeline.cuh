@@ -13,32 +13,39 @@
 #include "gemm/hopper/hopper_consumer.cuh"
 #include "gemm/hopper/register_tf32.cuh"
 
-// The i-th product of a step. With two planes, v = hi + lo 2^-11: the products lo hi and hi lo go into
-// accumulators of their own, which are 2^-11 of the result and so need no folding.
+// The planes of a step's i-th product, and the row block of A.
+struct Multiplied {
+  const Ring& ring;
+  int stage, step, i, first_block, first_column;
+
+  __device__ __forceinline__ u64 a(int plane, int block) const {
+    constexpr u32 kRowBlockBytes = kMajorKA ? kProductM * kSwizzleRowBytes : kBoxBytes;
+    const u32 row_block = ring.a(stage, plane) + (first_block + block) * kRowBlockBytes;
+    return descriptor<kMajorKA, kBoxBytes>(row_block) + i * (step_bytes<kMajorKA>() >> 4);
+  }
+  __device__ __forceinline__ u64 b(int plane) const {
+    const u32 bytes = kMajorKB ? first_column * kSwizzleRowBytes : first_column / 64 * kBoxBytes;
+    return descriptor<kMajorKB, kBoxBytes>(ring.b(stage, step, plane) + bytes) +
+           i * (step_bytes<kMajorKB>() >> 4);
+  }
+};
+
+// v = hi + lo 2^-11: lo hi and hi lo go into accumulators of their own, which are 2^-11 of the result and
+// so need no folding.
+__device__ __forceinline__ void multiply_cross(Accumulators& cross, const Multiplied& of, int block,
+                                               bool started) {
+  wgmma(cross[block], of.a(1, block), of.b(0), started);
+  wgmma(cross[block], of.a(0, block), of.b(1), 1);
+}
+
+// The i-th product of a step.
 __device__ __forceinline__ void multiply_product(Accumulators& main, Accumulators* cross,
-                                                 const Ring& ring, int stage, int step, int i,
-                                                 int first_block, int first_column,
-                                                 bool main_started, bool cross_started) {
-  constexpr u32 kRowBlockBytes = kMajorKA ? kProductM * kSwizzleRowBytes : kBoxBytes;
-  const u32 column_bytes = kMajorKB ? first_column * kSwizzleRowBytes : first_column / 64 * kBoxBytes;
-  const u64 at_a = i * (step_bytes<kMajorKA>() >> 4), at_b = i * (step_bytes<kMajorKB>() >> 4);
-  u64 b[kPlanes];
-#pragma unroll
-  for (int plane = 0; plane < kPlanes; ++plane)
-    b[plane] = descriptor<kMajorKB, kBoxBytes>(ring.b(stage, step, plane) + column_bytes) + at_b;
+                                                 const Multiplied& of, bool main_started,
+                                                 bool cross_started) {
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
-    u64 a[kPlanes];
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane)
-      a[plane] = descriptor<kMajorKA, kBoxBytes>(ring.a(stage, plane) +
-                                                 (first_block + block) * kRowBlockBytes) +
-                 at_a;
-    if constexpr (kPlanes == 2) {
-      wgmma((*cross)[block], a[1], b[0], cross_started);
-      wgmma((*cross)[block], a[0], b[1], 1);
-    }
-    wgmma(main[block], a[0], b[0], main_started);
+    if constexpr (kPlanes == 2) multiply_cross(*cross, of, block, cross_started);
+    wgmma(main[block], of.a(0, block), of.b(0), main_started);
   }
 }
 
@@ -49,7 +56,7 @@ __device__ __forceinline__ void multiply_step(Accumulators& main, Accumulators* 
                                               bool main_started, bool cross_started) {
 #pragma unroll
   for (int i = 0; i < kStepProducts; ++i)
-    multiply_product(main, cross, ring, stage, step, i, first_block, first_column,
+    multiply_product(main, cross, {ring, stage, step, i, first_block, first_column},
                      main_started || i > 0, cross_started || i > 0);
 }
 
@@ -164,8 +171,8 @@ __device__ __forceinline__ void add_to(Accumulators& sum, const Accumulators& pa
     for (int i = 0; i < kAccumulators; ++i) sum[block][i] += part[block][i] * factor;
 }
 
-// All of a short tile's steps, each product folded into `result` by itself: three in four of the cuts
-// are saved, and the pauses between the products cost a short sum little.
+// All steps, each product of 16 folded into `result` by itself while lo hi and hi lo are multiplied:
+// three in four of the cuts are saved.
 template <class Issued>
 __device__ __forceinline__ void multiply_and_fold(Accumulators& result, Accumulators& part,
                                                   Accumulators& cross, const Ring& ring, Slot& slot,
@@ -174,18 +181,25 @@ __device__ __forceinline__ void multiply_and_fold(Accumulators& result, Accumula
     barrier_wait(ring.full_barrier(slot.stage), slot.parity);
 #pragma unroll
     for (int i = 0; i < kStepProducts; ++i) {
+      const Multiplied of = {ring, slot.stage, step, i, share.first_block, share.first_column};
       wgmma_fence();
-      multiply_product(part, &cross, ring, slot.stage, step, i, share.first_block,
-                       share.first_column, false, step > 0 || i > 0);
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block) wgmma(part[block], of.a(0, block), of.b(0), 0);
+      wgmma_commit();
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block)
+        multiply_cross(cross, of, block, step > 0 || i > 0);
       wgmma_commit();
       if (i == kStepProducts - 1) issued(step);
-      wgmma_wait<0>();
+      wgmma_wait<1>();  // the step before is done
+      if (i == 0 && step > 0) release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
       keep_after_wait(part);
-      keep_after_wait(cross);
       add_to(result, part, 1.0f);
     }
-    release(ring, slot.stage);
   }
+  wgmma_wait<0>();
+  keep_after_wait(cross);
+  release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
 }
 
 // What comes behind a tile's last step.
