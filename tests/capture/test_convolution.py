@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
 
 import epinorm
 from epinorm.capture import convolution, dynamo, paying, sites
@@ -106,6 +108,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "double": (lambda: Convolved().double(), lambda: torch.rand(B, K, L).double()),
     "bfloat16": (lambda: Convolved().bfloat16(), lambda: torch.rand(B, K, L).bfloat16()),
     "no batch": (Convolved, lambda: torch.rand(K, L)),
+    "one channel": (lambda: nn.Conv2d(K, 1, 1), lambda: image(True)),
+    "of one channel": (lambda: nn.Conv2d(1, N, 1), lambda: image(True)[:, :1]),
 }
 
 
@@ -236,6 +240,75 @@ def test_gradients_lie_as_eagers() -> None:
     assert len(epinorm.explain(fused).linears) == 1
 
 
+@pytest.mark.parametrize("channels_last", [(False, False), (True, False), (False, True)])
+def test_gradients_of_x_lie_as_eagers(channels_last: tuple[bool, bool]) -> None:
+    """Of x or the weight as channels-last; two in a row, whose own rows are turned nowhere."""
+    model = nn.Sequential(nn.Conv2d(K, N, 1), nn.ReLU(), nn.Conv2d(N, K, 1))
+    if channels_last[1]:
+        model = model.to(memory_format=torch.channels_last)
+    fused, gradients = epinorm.fuse(copy.deepcopy(model), strategy="reference"), []
+    given = image(channels_last[0])
+    for m in (model, fused):
+        x = given.clone().requires_grad_()
+        gradients += torch.autograd.grad(m(x).square().sum(), x)
+    assert gradients[0].stride() == gradients[1].stride()
+    torch.testing.assert_close(*gradients)
+    assert len(epinorm.explain(fused).linears) == 2
+
+
+def test_hooks_may_view_the_gradient_of_x() -> None:
+    fused = epinorm.fuse(nn.Sequential(nn.Conv1d(K, N, 1)), strategy="reference")
+    for x in (
+        torch.rand(B, K, L),
+        torch.rand(B, K, 2 * L)[..., ::2],
+        torch.rand(K, L).expand(B, K, L),
+    ):
+        (x := x.detach()).requires_grad_().register_hook(lambda g: g.view(-1).view(g.shape))
+        fused(x).square().sum().backward()
+    assert epinorm.explain(fused).linears
+
+
+def test_a_result_without_gradients_may_be_changed_where_they_are() -> None:
+    """As features of a network that does not train are: no view of rows, as a Linear's are."""
+    fused = epinorm.fuse(Convolved(F.gelu, dims=2), strategy="reference")
+    scale = torch.ones((), requires_grad=True)
+    with torch.no_grad():
+        y = fused(image(True))
+    expected = y.sum()
+    y.mul_(scale)
+    y.sum().backward()
+    torch.testing.assert_close(scale.grad, expected)
+    assert epinorm.explain(fused).linears
+
+
+class Beside(nn.Module):
+    """A convolution that stays, and a Linear."""
+
+    def __init__(self, within_vmap: bool) -> None:
+        super().__init__()
+        self.conv, self.fc, self.within_vmap = nn.Conv1d(K, N, 1), nn.Linear(L, N), within_vmap
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.vmap(lambda row: self.conv(row[None])[0])(x) if self.within_vmap else self.conv(x)
+        return F.gelu(self.fc(y))
+
+
+@pytest.mark.parametrize("within_vmap", [True, False])
+def test_where_layouts_have_no_answer_the_rest_is_captured(within_vmap: bool) -> None:
+    model, x = Beside(within_vmap), torch.rand(B, K, L)
+    if not within_vmap:
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
+    torch.testing.assert_close(fused(x), model(x))
+    assert [row.where for row in epinorm.explain(fused).linears] == ["fc"]
+
+
+def test_a_dilation_that_is_none_raises_as_in_eager() -> None:
+    fused = epinorm.fuse(Convolved(dilation=0), strategy="reference")
+    with pytest.raises(RuntimeError, match="dilation"):
+        fused(torch.rand(B, K, L))
+
+
 def test_a_norm_behind_it_is_no_chain_that_failed() -> None:
     model = nn.Sequential(nn.Conv1d(K, N, 1), nn.BatchNorm1d(N), nn.ReLU(), nn.GroupNorm(4, N))
     fused = epinorm.fuse(copy.deepcopy(model), strategy="reference", strict=True)
@@ -248,7 +321,7 @@ def test_a_norm_behind_it_is_no_chain_that_failed() -> None:
 def test_checkpointed_and_compiled() -> None:
     class Checkpointed(Convolved):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+            return checkpoint(super().forward, x, use_reentrant=False)
 
     model, x = Checkpointed(F.gelu), torch.randn(B, K, L)
     check(model, x, [], "reference")
@@ -315,6 +388,24 @@ def test_another_setting_is_another_capture(monkeypatch):
         counts.append(len(recorder.graphs))
     assert counts == [2, 1]
     monkeypatch.undo()
+
+    def looks(gm: Any) -> bool:
+        with monkeypatch.context() as on_a_gpu:
+            on_a_gpu.setattr(convolution, "tensor_of", lambda node: SimpleNamespace(is_cuda=True))
+            depends.append(convolution.depends_on_tf32(gm))
+        return False
+
+    class Checkpointed(Convolved):
+        def forward(self, x: Tensor, times: int = 2) -> Tensor:
+            if not times:
+                return super().forward(x)
+            return checkpoint(self.forward, x, times - 1, use_reentrant=False)
+
+    depends: list[bool] = []
+    with monkeypatch.context() as watching:
+        watching.setattr(dynamo, "depends_on_tf32", looks)
+        epinorm.fuse(Checkpointed(), strategy="reference")(x)
+    assert depends == [True]
     with torch.device("meta"):
         graph = torch.fx.symbolic_trace(nn.Sequential(nn.Conv1d(K, N, 1)))
     assert not dynamo.depends_on_tf32(graph)

@@ -108,6 +108,7 @@ def test_what_it_warns_of_is_said_when_it_is_captured() -> None:
         warnings.simplefilter("always")
         fused(x, y)
     assert ["does not match num_features" in str(warning.message) for warning in said] == [True]
+    assert said[0].filename == nn.modules.module.__file__  # where eager says it: filters go by it
     fused = epinorm.fuse(Benchmark(), strategy="reference")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -47,20 +47,27 @@ def open_convolutions(graph: fx.Graph, settings: Settings) -> None:
     if not asked_for and (convolutions_take_tf32() or fp32_precision() != "highest"):
         return
     # Backwards, so that what reads a result is seen to read it in any order.
+    turned: list[fx.Node] = []
     for node in reversed([node for node in graph.nodes if _is_of_one_tap(node)]):
         with suppress(StaysWhole):
-            _open(graph, node, settings)
+            turned += _open(graph, node, settings)
+    for node in turned:
+        _turn_gradient_back(graph, node)
 
 
 def depends_on_tf32(gm: fx.GraphModule) -> bool:
     """Whether what is made of the graph depends on how convolutions are computed on a GPU."""
-    graphs = [gm.graph, *(inner.graph for _, inner in checkpoints(gm))]
-    nodes = (node for graph in graphs for node in graph.nodes)
-    return any(_is_of_one_tap(node) and tensor_of(node).is_cuda for node in nodes)
+    if any(_is_of_one_tap(node) and tensor_of(node).is_cuda for node in gm.graph.nodes):
+        return True
+    return any(depends_on_tf32(inner) for _, inner in checkpoints(gm))
 
 
 def _is_of_one_tap(node: fx.Node) -> bool:
-    """Whether the node is x (B, K, ...) by weight (N, K, 1, ...), in fp32, at each place of x."""
+    """Whether the node is x (B, K, ...) by weight (N, K, 1, ...), in fp32, at each place of x.
+
+    Not of one channel, whose layout is both; nor where to ask for layouts raises: of sizes that
+    have no value while they are captured, and within vmap.
+    """
     dims = _KERNELS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
     if dims is None:
         return False
@@ -70,23 +77,36 @@ def _is_of_one_tap(node: fx.Node) -> bool:
     there = [t for t in (*tensors, value_of(node)) if t is not None]
     if x is None or weight is None or (bias is None and given.get("bias") is not None):
         return False
-    plain = all(
-        t.dtype == torch.float32 and t.layout is torch.strided and not t.is_nested for t in there
-    )
     return (
-        plain
-        and not any(is_traceable_wrapper_subclass(t) for t in there)
+        all(_is_plain(t) for t in there)
         and x.dim() == dims + 2
+        and not any(same_shape((channels,), (1,)) for channels in weight.shape[:2])
         and same_shape(weight.shape[1:], (x.shape[1], *(1,) * dims))
         and _is(given.get("stride", 1), 1)
         and (_is(given.get("padding", 0), 0) or given["padding"] in ("valid", "same"))
         and given.get("groups", 1) == 1
+        and all(isinstance(d, int) and d > 0 for d in _each(given.get("dilation", 1)))
+    )
+
+
+def _is_plain(value: Tensor) -> bool:
+    return (
+        value.dtype == torch.float32
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not is_traceable_wrapper_subclass(value)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+        and all(isinstance(size, int) or size.node.hint is not None for size in value.shape)
     )
 
 
 def _is(sizes: Any, number: int) -> bool:
     """Whether a number, or each of several, is this one."""
-    return set(sizes if isinstance(sizes, (tuple, list)) else (sizes,)) == {number}
+    return {*_each(sizes)} == {number}
+
+
+def _each(sizes: Any) -> Sequence[Any]:
+    return sizes if isinstance(sizes, (tuple, list)) else (sizes,)
 
 
 def _behind(node: fx.Node) -> list[fx.Node]:
@@ -107,10 +127,12 @@ def _behind(node: fx.Node) -> list[fx.Node]:
     return steps
 
 
-def _open(graph: fx.Graph, node: fx.Node, settings: Settings) -> None:
-    """Open one convolution; where that is not to be, leave all as it was."""
+def _open(graph: fx.Graph, node: fx.Node, settings: Settings) -> list[fx.Node]:
+    """Open one convolution; where that is not to be, leave all as it was. Returns what turns an x
+    whose gradient is contiguous in eager."""
     steps = _behind(node)
     last, copied = [node, *steps][-1], [False, False]
+    contiguous = tensor_of(node).is_contiguous()  # and so is then x's gradient
 
     def body(input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Any:
         rows = input.movedim(1, -1)
@@ -126,9 +148,12 @@ def _open(graph: fx.Graph, node: fx.Node, settings: Settings) -> None:
     trace = Trace(graph, node, {})
     with trace.opening():
         end = trace.run(body)
-        if end.stride() != tensor_of(last).stride() and not _lies_unseen(last, end):
-            copied[1] = True
-            end = trace.run(lambda *_, **__: end.contiguous())
+        if end.stride() != tensor_of(last).stride():
+            copied[1] = not _lies_unseen(last, end)
+            end = trace.run(lambda *_, **__: end.contiguous()) if copied[1] else end
+        elif not torch.is_grad_enabled():
+            # A view that was made so may not be changed in place where gradients are enabled.
+            end = trace.run(lambda *_, **__: end.detach())
         check_alike(end, value_of(last), layout=copied[1])
         result = trace.node_of(end)
     new = trace.nodes
@@ -137,8 +162,23 @@ def _open(graph: fx.Graph, node: fx.Node, settings: Settings) -> None:
     if _pays(Search(graph, settings.rounding), linear, settings, *copied):
         last.replace_all_uses_with(result)
         erase(graph, [node, *steps])
-    else:
-        erase(graph, new)
+        return new[:1] if copied[0] and contiguous else []
+    erase(graph, new)
+    return []
+
+
+def _turn_gradient_back(graph: fx.Graph, turning: fx.Node) -> None:
+    """Let the gradient of the x that a node turns be contiguous, as the convolution's is: hooks and
+    functions of the user's may view it. Nobody sees that of another Linear's rows."""
+    x = turning.args[0]
+    value = tensor_of(x)
+    if not value.requires_grad or value.movedim(1, -1).is_contiguous():
+        return
+    trace = Trace(graph, turning, {})
+    with trace.opening():
+        # The gradient of a view as one row is one.
+        same = trace.node_of(trace.run(lambda x, *_: x.flatten(1).view_as(x)))
+    turning.replace_input_with(x, same)  # type: ignore[arg-type]
 
 
 def _applied(step: fx.Node, y: Tensor) -> Any:

@@ -32,6 +32,7 @@ from torch._dynamo.variables import ConstantVariable, dicts
 from torch._dynamo.variables import functions as dynamo_python_functions
 from torch._dynamo.variables import torch as dynamo_functions
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
 from epinorm.backends.unpromised import saving_hooks
@@ -132,8 +133,9 @@ _CHECKS_ITS_INPUT = "torch.nn.modules.instancenorm"
 
 @contextmanager
 def _warning_at_once() -> Iterator[None]:
-    """Let that be said while it is captured, and end no graph. Where warnings are errors the
-    capture ends, and the model's own code raises it."""
+    """Let that be said while it is captured, in the name of what calls modules as in eager, since
+    filters go by it, and end no graph. Where warnings are errors the capture ends, and the model's
+    own code raises it."""
     skipped: Any = dynamo_python_functions.SkipFunctionVariable
     refuse = skipped.call_function
 
@@ -141,7 +143,10 @@ def _warning_at_once() -> Iterator[None]:
         name = getattr(tx, "f_globals", {}).get("__name__")
         if self.value is not warnings.warn or name != _CHECKS_ITS_INPUT:
             return refuse(self, tx, args, kwargs)
-        warnings.warn(args[0].as_python_constant(), stacklevel=2)
+        message, line = args[0].as_python_constant(), nn.Module._call_impl.__code__.co_firstlineno
+        known = vars(torch_modules).setdefault("__warningregistry__", {})
+        at = (torch_modules.__file__, line, torch_modules.__name__, known)
+        warnings.warn_explicit(message, UserWarning, *at)
         return ConstantVariable.create(None)
 
     with mock.patch.object(skipped, "call_function", here(call_function, refuse)):
