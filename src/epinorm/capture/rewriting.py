@@ -24,8 +24,9 @@ from epinorm.capture.heads import open_heads
 from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
 from epinorm.capture.parts import open_parts
-from epinorm.capture.paying import Settings, may_pay, pays, with_paying_dropout
+from epinorm.capture.paying import Settings, may_pay, pays, why_left, with_paying_dropout
 from epinorm.capture.purity import changed_argument, tensor_of, value_of
+from epinorm.capture.running import Updating
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import checkpoints
@@ -162,7 +163,7 @@ def rewrite(
         open_heads(gm.graph, always=by_name)
     batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
     search = Search(gm.graph, settings.rounding)
-    places = [with_paying_dropout(p, settings) for p in search.places()]
+    places = [_with_paying_batch_norm(search, p, settings) for p in search.places()]
     linears = [
         replace(p, taken=pays(p, settings), norm=batch_norm_of(p.found.nodes if p.found else ()))
         for p in search.linears()
@@ -197,6 +198,18 @@ def rewrite(
         gm.graph.lint()
     gm.recompile()
     return Rewritten(inner.places + places, inner.linears + linears)
+
+
+def _with_paying_batch_norm(search: Search, place: Place, settings: Settings) -> Place:
+    """A place as it is taken; of one whose BatchNorm is left to PyTorch the Linear may be a chain."""
+    paying = with_paying_dropout(place, settings)
+    if place.found is None or not place.found.chain.returns_statistics:
+        return paying
+    obstacle = paying.obstacle or why_left(place.found, settings)
+    if not obstacle:
+        return paying
+    search.taken.difference_update(place.found.nodes)
+    return replace(place, found=None, obstacle=obstacle)
 
 
 def _follow_changes(graph: fx.Graph) -> None:
@@ -261,6 +274,11 @@ def _replace(
             weight = graph.call_method("t", (weight,))
         vectors = map(channels, (found.bias, norm.weight, norm.bias))
         given_all = (x, weight, *vectors, tuple(operands))
+        if found.chain.returns_statistics:
+            running = norm.running
+            apply = Updating(apply, None if running is None else running.momentum)
+            if running is not None:
+                given_all = (now(running.mean), now(running.variance), *given_all)
         new = graph.call_function(apply, given_all)
         new.meta = dict(found.linear.nodes[-1].meta)
 

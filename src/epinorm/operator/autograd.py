@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from epinorm.backends.unpromised import saving_hooks
-from epinorm.chain import Chain, returns_sum
+from epinorm.chain import Chain, returns_more
 from epinorm.chain.reference import Results, epilogue
 from epinorm.operator.accumulation import added, existing_gradient
 from epinorm.operator.calls import Facts, constants_of, fold, fold_operands, run_backward
@@ -93,7 +93,10 @@ class _LinearNorm(_SingleLevel):
 
     @staticmethod
     def forward(ctx: Any, executable: Executable | None, facts: Facts, *tensors: Any) -> Any:
-        return _LinearNorm.keep(ctx, executable, facts, tensors).results
+        kept = _LinearNorm.keep(ctx, executable, facts, tensors)
+        if kept.second is not None and not ctx.returns_sum:
+            ctx.mark_non_differentiable(kept.second)
+        return kept.results
 
     @staticmethod
     def keep(
@@ -105,21 +108,21 @@ class _LinearNorm(_SingleLevel):
             # In here: autograd need not record it. y is no view, which could not change in place.
             inputs = (fold(x), *tensors[1:5], fold_operands(tensors[5:], facts))
             kept = executable.forward(*(*inputs, constants_of(facts)))
-            for made in (kept.y, kept.sum):
+            for made in (kept.y, kept.second):
                 if made is not None:
                     made.resize_(*x.shape[:-1], made.shape[1])
         elif executable is not None:
             kept = executable.forward(*(*inputs, constants_of(facts)))
         else:
             with _next_level():
-                forward = linear_norm_sum_forward if returns_sum(facts[0]) else linear_norm_forward
+                forward = linear_norm_sum_forward if returns_more(facts[0]) else linear_norm_forward
                 kept = Forward(*forward(*inputs, *facts))
-        ctx.returns_sum = kept.sum is not None
-        if ctx.returns_sum:
-            ctx.set_materialize_grads(False)  # often one of the results has none
         chain, saved = Chain.parse(facts[0]), list(tensors)
+        ctx.returns_sum = chain.returns_sum
+        if chain.returns_more:
+            ctx.set_materialize_grads(False)  # often one of the results has none
         if (place := residual_place(chain)) >= 0:
-            saved[OPERANDS + place] = kept.sum
+            saved[OPERANDS + place] = kept.second
         ctx.save_for_backward(kept.saved(chain), kept.mean, kept.rstd, *saved)
         ctx.facts, ctx.executable, ctx.left = facts, executable, None
         if saving_hooks(False) is not None:
@@ -265,8 +268,9 @@ class _LinearNormForward(_LinearNorm):
     @staticmethod
     def forward(ctx: Any, executable: Executable | None, facts: Facts, *tensors: Any) -> Any:
         kept = _LinearNorm.keep(ctx, executable, facts, tensors)
-        ctx.mark_non_differentiable(kept.z, kept.mean, kept.rstd)
-        return tuple(kept) if ctx.returns_sum else tuple(kept[:4])
+        statistics = () if ctx.returns_sum or kept.second is None else (kept.second,)
+        ctx.mark_non_differentiable(kept.z, kept.mean, kept.rstd, *statistics)
+        return tuple(kept) if kept.second is not None else tuple(kept[:4])
 
 
 class _LinearNormBackward(_SingleLevel):
@@ -354,7 +358,7 @@ def _autograd(keyset: Any, *arguments: Any) -> Results:
         with enable_single_level_autograd_function():
             return _LinearNorm.apply(None, facts, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        operator = linear_norm_sum if returns_sum(facts[0]) else linear_norm
+        operator = linear_norm_sum if returns_more(facts[0]) else linear_norm
         inputs = (*tensors[:5], tensors[5:])
         return operator.redispatch(keyset & _AFTER_AUTOGRAD, *inputs, *facts)
 
@@ -366,13 +370,13 @@ def _forward_autograd(keyset: Any, *arguments: Any) -> Any:
         with enable_single_level_autograd_function():
             return _LinearNormForward.apply(None, facts, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        operator = linear_norm_sum_forward if returns_sum(facts[0]) else linear_norm_forward
+        operator = linear_norm_sum_forward if returns_more(facts[0]) else linear_norm_forward
         kept = operator.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
     if not tangent:
         return kept
     results = _in_reference(tensors, facts)
-    y, *total = results if isinstance(results, tuple) else (results,)
-    return (y, *kept[1:4], *total)
+    y, *second = results if isinstance(results, tuple) else (results,)
+    return (y, *kept[1:4], *second)
 
 
 def _backward_autograd(keyset: Any, dy: Tensor, *rest: Any) -> list[Tensor]:
