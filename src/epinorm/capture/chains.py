@@ -283,10 +283,10 @@ class _Walk:
     def _with_operand(self, node: fx.Node, x: fx.Node, kind: str, other: fx.Node) -> Step | None:
         value, given = tensor_of(x), tensor_of(other)
         shape = sizes_of(given.shape)
-        is_row = is_row(given, value) or (
+        of_channels = is_row(given, value) or (
             not self._is_turned and is_rows_parts(given, value, self.n)
         )
-        if given.dim() <= value.dim() and is_row:
+        if given.dim() <= value.dim() and of_channels:
             return Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
         if kind == "mul" and self._is_of_each_row(given, value):
             return Step("operand", (node,), Pointwise("mul_row"), other)

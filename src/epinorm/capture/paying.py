@@ -79,7 +79,7 @@ def why_left(found: Found, settings: Settings) -> str:
             continue
         if plan.strategy != "reference" or settings.strategy == "reference":
             return ""
-        why = why or f"BatchNorm is PyTorch's own here: {plan.reason}"
+        why = why or f"its norm is BatchNorm, PyTorch's own here: {plan.reason}"
     return why
 
 

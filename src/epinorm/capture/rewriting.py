@@ -25,7 +25,7 @@ from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
 from epinorm.capture.parts import open_parts
 from epinorm.capture.paying import Settings, may_pay, pays, why_left, with_paying_dropout
-from epinorm.capture.purity import changed_argument, tensor_of, value_of
+from epinorm.capture.purity import changed_argument, changes, storage_of, tensor_of, value_of
 from epinorm.capture.running import Updating
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
@@ -329,6 +329,7 @@ def _enter_checkpoints(
     """Fuse what the model checkpoints; Dynamo's own operator leaves checkpointing to a compiler."""
     found = Rewritten([], [])
     for node, inner in checkpoints(gm):
+        inner.meta[_CHANGED] = _changed(inner.graph)
         places, linears = rewrite(inner, apply, settings, runs_eagerly)
         found.places.extend(places)
         found.linears.extend(linears)
@@ -343,4 +344,23 @@ def run_checkpointed(inner: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     if context is not None:
         kwargs["context_fn"] = context
     kwargs["use_reentrant"] = False  # parameters are arguments here, which both ways serve
-    return checkpoint(inner.forward, *args, **kwargs)
+    changed = inner.meta.get(_CHANGED, ())
+    if not changed:
+        return checkpoint(inner.forward, *args, **kwargs)
+
+    def run(*others: Any) -> Any:
+        rest = iter(others)
+        return inner.forward(*(a if i in changed else next(rest) for i, a in enumerate(args)))
+
+    return checkpoint(run, *(a for i, a in enumerate(args) if i not in changed), **kwargs)
+
+
+_CHANGED = "epinorm_changed"
+"""In the meta of a graph that is checkpointed: the places of arguments that it changes, a
+BatchNorm's buffers. As in eager they are not saved, which would forbid that."""
+
+
+def _changed(graph: fx.Graph) -> frozenset[int]:
+    memory = {storage_of(tensor) for node in graph.nodes for tensor in changes(node)} - {None}
+    arguments = enumerate(graph.find_nodes(op="placeholder"))
+    return frozenset(i for i, node in arguments if storage_of(node) in memory)

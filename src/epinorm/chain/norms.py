@@ -126,7 +126,7 @@ def parse_norm(text: str) -> Norm:
     """Read a norm's canonical text back; raises ValueError saying what is wrong with it."""
     name, arguments = split_call(text)
     grouped = name == "group_norm"
-    if not grouped <= len(arguments) <= 2:
+    if not grouped <= len(arguments) <= 2 - (name == BatchNorm.operator):
         expected = "num_groups, eps" if grouped else "eps"
         raise ValueError(f"cannot read {text!r}: expected {name}({expected})")
     named: dict[str, Any] = {}
