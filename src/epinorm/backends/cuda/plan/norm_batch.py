@@ -1,0 +1,98 @@
+"""BatchNorm's kernels, whose threads keep columns and walk over rows: their tiles, and their steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from epinorm.backends.cuda.plan.norm_backward import Outputs
+from epinorm.backends.cuda.plan.norm_tile import NARROW, WARP, NormTile, ceil_div, vector_width
+from epinorm.problem import Buffer, Problem, Step
+
+BLOCK_WARPS = 8
+MOST_VALUES = 4
+"""Of a vector: each column has its mean, scale, sums and parameters in registers, so that wider ones
+in 16 bit would leave room for few rows on their way."""
+STATISTICS_ROWS, FORWARD_ROWS = 8, 4
+"""That a thread has in flight. Of 16 bytes each, two blocks of the first have 64 KB on their way on a
+multiprocessor, where memory's rate times its latency takes 25."""
+STATISTICS_BLOCKS = 3
+"""Of a multiprocessor, at most: each leaves a part, which all wait for."""
+
+
+def narrowed(vector: int) -> int:
+    """The width that BatchNorm's kernels have where this is the widest."""
+    return min(vector, MOST_VALUES)
+
+
+def _tile(vector: int, rows: int) -> NormTile:
+    return NormTile(vector, 1, 1, rows, 1, BLOCK_WARPS, True)
+
+
+def statistics_tile(problem: Problem, vector: int) -> NormTile:
+    """Of ``batch_statistics``."""
+    elements = sum(kind == "element" for kind in problem.chain.operand_kinds)
+    return _tile(vector, max(STATISTICS_ROWS // (1 + elements), 1))
+
+
+def forward_tile(problem: Problem, vector: int) -> NormTile:
+    """Of ``batch_forward``."""
+    return _tile(vector, FORWARD_ROWS)
+
+
+def backward_tile(problem: Problem, vector: int) -> NormTile:
+    """Of ``batch_backward``, which reads two matrices."""
+    return _tile(vector, 4 if problem.dtype.itemsize == 2 else 2)
+
+
+def strips(problem: Problem, vector: int) -> int:
+    """Blocks side by side."""
+    return ceil_div(problem.n, WARP * vector)
+
+
+_JOINED = "joined in a fixed order"
+
+
+def _vector(problem: Problem) -> int:
+    return narrowed(vector_width(problem.n // problem.groups, problem.dtype.itemsize, ()))
+
+
+def forward_steps(problem: Problem) -> tuple[list[Step], list[Buffer]]:
+    """Behind the product, and the memory that they take."""
+    vector, nbytes = _vector(problem), 2 * problem.n * problem.stats_dtype.itemsize
+    first, last = statistics_tile(problem, vector), forward_tile(problem, vector)
+    reason = "each block has some rows of its columns"
+    made = "statistics" + ", mean, rstd" * problem.keeps_statistics
+    steps = [
+        Step("batch_statistics", "partial statistics", reason, first, NARROW),
+        Step("batch_join", made, _JOINED),
+        Step("batch_forward", "y", "z again, as statistics are of all rows", last, NARROW),
+    ]
+    return steps, [Buffer("partial statistics", nbytes, "batch_statistics", "batch_join", True)]
+
+
+def backward_steps(problem: Problem, outputs: Outputs) -> tuple[list[Step], list[Buffer]]:
+    """From dy and z to dz and what else is wanted."""
+    tile, size = backward_tile(problem, _vector(problem)), problem.stats_dtype.itemsize
+    gradients = "sums over rows" + ", of which gradients are" * (outputs.gamma or outputs.beta)
+    steps = [
+        Step("batch_backward", "partial sums over rows", "before dz, which needs them", tile, NARROW),
+        Step("norm_column_sums", gradients, _JOINED),
+    ]
+    scratch = [
+        Buffer("partial sums", 2 * size * problem.n, "batch_backward", "norm_column_sums", True)
+    ]
+    rest = replace(outputs, gamma=False, beta=False)
+    if rest.is_empty:
+        return steps, scratch
+    sums = sum(rest.sums)
+    made = ["dz"] * rest.dz + ["partial sums over rows"] * (sums > 0)
+    made += ["operands' gradients"] * any(rest.elements)
+    reason = "dy and z again, as the sums are of all rows"
+    steps.append(Step("batch_backward", ", ".join(made), reason, tile, NARROW))
+    nbytes = problem.m * problem.n * problem.dtype.itemsize
+    scratch += [Buffer("dz", nbytes, "batch_backward", "dW")] * rest.dz
+    of_columns = ["gradients over channels"] * (sums > 0)
+    of_columns += ["largest magnitudes of columns"] * rest.column_largest
+    if of_columns:
+        steps.append(Step("norm_column_sums", ", ".join(of_columns), _JOINED))
+    return steps, scratch
