@@ -56,10 +56,14 @@ def _vector(problem: Problem) -> int:
     return narrowed(vector_width(problem.n // problem.groups, problem.dtype.itemsize, ()))
 
 
+def _said(tile: NormTile) -> str:
+    return f"{tile.vector} columns a thread, {tile.rows} rows on their way, {tile.threads} threads"
+
+
 def forward_steps(problem: Problem) -> tuple[list[Step], list[Buffer]]:
     """Behind the product, and the memory that they take."""
     vector, nbytes = _vector(problem), 2 * problem.n * problem.stats_dtype.itemsize
-    first, last = statistics_tile(problem, vector), forward_tile(problem, vector)
+    first, last = _said(statistics_tile(problem, vector)), _said(forward_tile(problem, vector))
     reason = "each block has some rows of its columns"
     made = "statistics" + ", mean, rstd" * problem.keeps_statistics
     steps = [
@@ -72,8 +76,9 @@ def forward_steps(problem: Problem) -> tuple[list[Step], list[Buffer]]:
 
 def backward_steps(problem: Problem, outputs: Outputs) -> tuple[list[Step], list[Buffer]]:
     """From dy and z to dz and what else is wanted."""
-    tile, size = backward_tile(problem, _vector(problem)), problem.stats_dtype.itemsize
-    gradients = "sums over rows" + ", of which gradients are" * (outputs.gamma or outputs.beta)
+    tile, size = _said(backward_tile(problem, _vector(problem))), problem.stats_dtype.itemsize
+    gradients = "sums over rows"
+    gradients += ", weight's gradient" * outputs.gamma + ", bias's gradient" * outputs.beta
     steps = [
         Step("batch_backward", "partial sums over rows", "before dz, which needs them", tile, NARROW),
         Step("norm_column_sums", gradients, _JOINED),

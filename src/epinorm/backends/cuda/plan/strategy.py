@@ -59,7 +59,8 @@ _FEW_TERMS = 16
 """From here on a sum's own roundings in fp32 weigh more than what planes leave out of its terms:
 sqrt(1 + 2 + ... + k) of 2^-25 against sqrt(k) of 2^-24."""
 
-_EPILOGUE = "a library product, then one kernel"
+_LIBRARY = "a library product"
+_EPILOGUE = f"{_LIBRARY}, then one kernel"
 _EAGER = "PyTorch's own layers"
 
 
@@ -84,7 +85,7 @@ def _decided(problem: Problem, strategy: Strategy) -> Plan:
     if strategy == "epilogue":
         if problem.chain.norm is None:
             return Plan("reference", "without a norm there is nothing for the norm kernel")
-        return Plan("epilogue", f"asked for by name: {_EPILOGUE}")
+        return Plan("epilogue", f"asked for by name: {_LIBRARY}, then {_kernels(problem)}")
     core, why_not = _core(problem) if strategy == "single" else _planes_core(problem)
     if core is None:
         return Plan("reference", why_not)
@@ -157,7 +158,7 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
         forward = costs.library_product(problem) + costs.norm_forward(problem)
         host = _HOST_EPILOGUE + _host_of_batch(problem)
         cost = Cost(forward, host) + _backward_cost(problem, None)
-        ways.append((cost, _EPILOGUE, "epilogue", None))
+        ways.append((cost, f"{_LIBRARY}, then {_kernels(problem)}", "epilogue", None))
     # PyTorch's layers would have to make the kernels' mask in dozens of operations.
     drops = "seed" in problem.chain.operand_kinds
     eager = None
@@ -227,7 +228,11 @@ def _planes_core(problem: Problem) -> tuple[Core | None, str]:
 def _planes_text(problem: Problem, core: Core) -> str:
     tile = single_tile(product_of(problem), core)
     assert tile is not None
-    return f"a product {_operands_text(problem, tile, 'by')}, then one kernel"
+    return f"a product {_operands_text(problem, tile, 'by')}, then {_kernels(problem)}"
+
+
+def _kernels(problem: Problem) -> str:
+    return "three kernels" if problem.chain.returns_statistics else "one kernel"
 
 
 def _operands_text(problem: Problem, tile: Tile | PortableTile, word: str) -> str:
