@@ -80,7 +80,9 @@ def backward_steps(problem: Problem, outputs: Outputs) -> tuple[list[Step], list
     gradients = "sums over rows"
     gradients += ", weight's gradient" * outputs.gamma + ", bias's gradient" * outputs.beta
     steps = [
-        Step("batch_backward", "partial sums over rows", "before dz, which needs them", tile, NARROW),
+        Step(
+            "batch_backward", "partial sums over rows", "before dz, which needs them", tile, NARROW
+        ),
         Step("norm_column_sums", gradients, _JOINED),
     ]
     scratch = [
