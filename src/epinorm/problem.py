@@ -227,12 +227,12 @@ class Inputs(NamedTuple):
 
 class Forward(NamedTuple):
     """y (M, N) in ``out_dtype``; and, where training, what backward needs: z (M, N), the linear's
-    output without its bias (but see ``Problem.bias_in_z``), in ``dtype``, mean and rstd (M, groups),
-    of BatchNorm (N,), in ``stats_dtype``. Not training: three tensors of shape (0,). RMSNorm has no
-    mean: shape (0,). Without a norm there are no statistics, and z where its values decide the
-    gradient. ``second``: where the chain ``returns_sum``, that, (M, N) in ``sum_dtype``, and z of
-    shape (0,) if it ``saves_sum`` or ``saves_y``; where it ``returns_statistics``, these, (2, N) in
-    ``stats_dtype``, which have no gradient.
+    output without its bias (but see ``Problem.bias_in_z``), in ``dtype``, mean and rstd (M, groups)
+    or, of BatchNorm, (N,) in ``stats_dtype``. Not training: three tensors of shape (0,). RMSNorm
+    has no mean: shape (0,). Without a norm there are no statistics, and z where its values decide
+    the gradient. ``second``: where the chain ``returns_sum``, that, (M, N) in ``sum_dtype``, and z
+    of shape (0,) if it ``saves_sum`` or ``saves_y``; where it ``returns_statistics``, these, (2, N)
+    in ``stats_dtype``, which have no gradient.
 
     Only the backward of the backend that made them reads z and the statistics, so their values may
     differ between backends (the reference's z includes the bias); shapes and dtypes may not."""

@@ -35,7 +35,9 @@ def matrix_at(address: int, rows: int, columns: int, stride: int, dtype: torch.d
 
 
 class BatchKernels:
-    """Launches with the arguments that they were given, by PyTorch; partial sums by their address."""
+    """Launches with the arguments that they were given, by PyTorch.
+
+    sums: by the address of the scratch, what the next kernel is to join."""
 
     sums: dict[int, list[Tensor]]
 

@@ -116,7 +116,8 @@ def _batch_norm(node: fx.Node, x: fx.Node, rounding: Rounding) -> NormRead | str
     if value is None or value.dim() != 2:
         return "its norm is BatchNorm by statistics of the batch, of an input that is not (M, N)"
     weight, bias = given.get("weight"), given.get("bias")
-    mean, variance = given.get("running_mean"), given.get("running_var")
+    mean: Any = given.get("running_mean")
+    variance: Any = given.get("running_var")
     if given.get("input") is not x or x in (weight, bias, mean, variance):
         return "its BatchNorm's parameters are what it normalises"
     eps, momentum = (

@@ -66,8 +66,8 @@ def may_pay(place: Place, settings: Settings) -> bool:
 
 
 def why_left(found: Found, settings: Settings) -> str:
-    """Why a chain with a BatchNorm is left to PyTorch, whose product may be ours all the same; empty
-    where it is taken."""
+    """Why a chain with a BatchNorm is left to PyTorch, whose product may be ours all the same;
+    empty where it is taken."""
     problem = problem_of(found)
     problem = replace(problem, whole_step=problem.training)
     why = ""

@@ -201,7 +201,7 @@ def rewrite(
 
 
 def _with_paying_batch_norm(search: Search, place: Place, settings: Settings) -> Place:
-    """A place as it is taken; of one whose BatchNorm is left to PyTorch the Linear may be a chain."""
+    """A place as it is taken; where its BatchNorm is left to PyTorch, its Linear may be a chain."""
     paying = with_paying_dropout(place, settings)
     if place.found is None or not place.found.chain.returns_statistics:
         return paying

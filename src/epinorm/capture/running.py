@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils import checkpoint
 
 from epinorm.capture.found import Found

@@ -6,6 +6,12 @@ from epinorm.chain.chain import Chain, Rounding, returns_more
 from epinorm.chain.norms import BatchNorm, GroupNorm, LayerNorm, Norm, RMSNorm
 
 __all__ = [
-    *("BatchNorm", "Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "Rounding"),
+    "BatchNorm",
+    "Chain",
+    "GroupNorm",
+    "LayerNorm",
+    "Norm",
+    "RMSNorm",
+    "Rounding",
     "returns_more",
 ]

@@ -200,6 +200,13 @@ class Chain:
         return self.returns_sum and not any(op.reads_input for op in self.pre)
 
     @property
+    def residual_place(self) -> int:
+        """The operand, by its place, that is added last to a sum that is kept, which stands in its
+        place among what is kept; -1: none."""
+        last = self.saves_sum and self.pre and self.pre[-1].name == "add_residual"
+        return sum(op.operand is not None for op in self.pre) - 1 if last else -1
+
+    @property
     def saves_y(self) -> bool:
         """Whether y is kept for gradients instead of z, as PyTorch keeps its last layer's."""
         if self.norm is not None or not self.pre:

@@ -108,8 +108,9 @@ class RMSNorm(_Norm):
 @_by_name(0, "BatchNorm(eps=...)")
 @dataclass(frozen=True, kw_only=True)
 class BatchNorm(_Norm):
-    """Batch normalisation of (M, N) by the batch's own statistics: each channel over all rows (Ioffe
-    and Szegedy, 2015). Running statistics are the caller's, who gets the batch's as a second result.
+    """Batch normalisation of (M, N) by the batch's own statistics: each channel over all rows
+    (Ioffe and Szegedy, 2015). Running statistics are the caller's, who gets the batch's as a second
+    result; capture alone makes such chains.
     """
 
     eps: float = 1e-5

@@ -36,8 +36,8 @@ def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None)
 
 
 def batch_statistics(z: Tensor) -> Tensor:
-    """Of z (M, N), over its rows: means and variances with M - 1 in the denominator, (2, N) in fp32,
-    of fp64 in fp64; no gradient flows through them."""
+    """Of z (M, N), over its rows: means and variances with M - 1 in the denominator, (2, N), in
+    fp32 but of fp64; no gradient flows through them."""
     wide = z.detach().to(torch.promote_types(z.dtype, torch.float32))
     variance, mean = torch.var_mean(wide, 0)
     return torch.stack((mean, variance))

@@ -40,13 +40,6 @@ WEIGHT, OPERANDS = map(Inputs._fields.index, ("weight", "operands"))
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 
 
-def residual_place(chain: Chain) -> int:
-    """The operand, by its place, that is added last to a sum that is kept, which stands in its
-    place among what is kept; -1: none."""
-    last = chain.saves_sum and chain.pre and chain.pre[-1].name == "add_residual"
-    return sum(op.operand is not None for op in chain.pre) - 1 if last else -1
-
-
 def _has_tangent(tensors: Sequence[Tensor | None]) -> bool:
     """Whether forward-mode differentiation is under way through one of the tensors."""
     if forward_ad._current_level < 0:
@@ -59,6 +52,10 @@ def _in_reference(tensors: Sequence[Any], facts: Facts) -> Results:
     x, weight, bias, norm_weight, norm_bias, *operands = tensors
     z = F.linear(x, weight, bias).to(facts[3] or x.dtype)
     return epilogue(z, Chain.parse(facts[0]), norm_weight, norm_bias, operands)
+
+
+def _statistics(ctx: Any, kept: Forward) -> list[Tensor]:
+    return [] if ctx.returns_sum or kept.second is None else [kept.second]
 
 
 def _scatter(found: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -94,8 +91,7 @@ class _LinearNorm(_SingleLevel):
     @staticmethod
     def forward(ctx: Any, executable: Executable | None, facts: Facts, *tensors: Any) -> Any:
         kept = _LinearNorm.keep(ctx, executable, facts, tensors)
-        if kept.second is not None and not ctx.returns_sum:
-            ctx.mark_non_differentiable(kept.second)
+        ctx.mark_non_differentiable(*_statistics(ctx, kept))
         return kept.results
 
     @staticmethod
@@ -121,7 +117,7 @@ class _LinearNorm(_SingleLevel):
         ctx.returns_sum = chain.returns_sum
         if chain.returns_more:
             ctx.set_materialize_grads(False)  # often one of the results has none
-        if (place := residual_place(chain)) >= 0:
+        if (place := chain.residual_place) >= 0:
             saved[OPERANDS + place] = kept.second
         ctx.save_for_backward(kept.saved(chain), kept.mean, kept.rstd, *saved)
         ctx.facts, ctx.executable, ctx.left = facts, executable, None
@@ -168,9 +164,9 @@ def gradients(
             found = _first_order(None, dsum, fresh, facts, wanted, create_graph)
         return _scatter(found, wanted)
     if dy is None:
-        x, weight = saved[3:5]
-        dy = x.new_zeros((*x.shape[:-1], weight.shape[0]), dtype=facts[3] or x.dtype)
-        del x, weight
+        x, n = saved[3], saved[4].shape[0]
+        dy = x.new_zeros((*x.shape[:-1], n), dtype=facts[3] or x.dtype)
+        del x
     undisturbed = is_under_autocast_alone if facts[3] is not None else is_undisturbed
     plain = undisturbed() and has_plain_types((dy, dsum, *saved))
     kept, tensors = saved[:3], tuple(saved[3:])
@@ -248,7 +244,7 @@ def _restored(tensors: tuple[Any, ...], facts: Facts) -> tuple[Any, ...]:
     """What was saved with the residual in its place, where the sum stands there. As all of it is
     part of the graph, so are the residual's gradients."""
     chain = Chain.parse(facts[0])
-    place = residual_place(chain)
+    place = chain.residual_place
     if place < 0:
         return tensors
     before = str(Chain(None, chain.pre[:-1])), *facts[1:]
@@ -268,8 +264,7 @@ class _LinearNormForward(_LinearNorm):
     @staticmethod
     def forward(ctx: Any, executable: Executable | None, facts: Facts, *tensors: Any) -> Any:
         kept = _LinearNorm.keep(ctx, executable, facts, tensors)
-        statistics = () if ctx.returns_sum or kept.second is None else (kept.second,)
-        ctx.mark_non_differentiable(kept.z, kept.mean, kept.rstd, *statistics)
+        ctx.mark_non_differentiable(kept.z, kept.mean, kept.rstd, *_statistics(ctx, kept))
         return tuple(kept) if kept.second is not None else tuple(kept[:4])
 
 

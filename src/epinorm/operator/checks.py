@@ -35,10 +35,10 @@ def check_leading_dimensions(x: Tensor, operands: Sequence[Tensor], chain: Chain
     if x.dim() == 0:
         raise RuntimeError("both arguments to linear need to be at least 1D, but x is 0D")
     if isinstance(chain.norm, (GroupNorm, BatchNorm)) and x.dim() != 2:
+        kind, operator = type(chain.norm).__name__, chain.norm.operator
         raise ValueError(
-            f"with {type(chain.norm).__name__} x must be 2D (M, K): {chain.norm.operator} normalises "
-            "dimension 1, which is the linear's output only there; got x of shape "
-            f"{list(x.shape)}"
+            f"with {kind} x must be 2D (M, K): {operator} normalises dimension 1, which is the "
+            f"linear's output only there; got x of shape {list(x.shape)}"
         )
     _check_operand_count(operands, chain)
     for i, (kind, operand) in enumerate(zip(chain.operand_kinds, operands, strict=True)):

@@ -20,7 +20,7 @@ from epinorm.chain import Chain, returns_more
 from epinorm.chain.dropout import draw_seeds
 from epinorm.chain.reference import Results
 from epinorm.operator import calls, transforms
-from epinorm.operator.autograd import differentiable, residual_place
+from epinorm.operator.autograd import differentiable
 from epinorm.operator.checks import check_leading_dimensions, check_types
 from epinorm.operator.kinds import Kinds, is_strided
 from epinorm.operator.native_calls import NativeCalls
@@ -233,7 +233,7 @@ def _keeping_its_sum(chain: Chain) -> Chain:
     if chain.norm is None or chain.returns_more:
         return chain
     with_sum = replace(chain, returns_sum=True)
-    return with_sum if residual_place(with_sum) >= 0 else chain
+    return with_sum if with_sum.residual_place >= 0 else chain
 
 
 def _modes(facts: calls.Facts) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from epinorm.operator import transforms
 from epinorm.operator.accumulation import entered
-from epinorm.operator.autograd import OPERANDS, gradients, residual_place
+from epinorm.operator.autograd import OPERANDS, gradients
 from epinorm.operator.calls import Facts
 from epinorm.operator.native_operators import Native, passes_of, setting_of
 from epinorm.problem import Executable
@@ -35,7 +35,7 @@ class NativeCalls(Native):
         if passes is None or not all([t is None or t.is_contiguous() for t in tensors]):
             return
         chain = executable.problem.chain
-        place, made = residual_place(chain), passes.fields
+        place, made = chain.residual_place, passes.fields
         if returns_more and facts[3] is not None:
             as_pytorch = transforms.sum_dtype_under_autocast(tensors, chain)
             if as_pytorch != executable.problem.sum_dtype:

@@ -1,4 +1,4 @@
-"""BatchNorm's kernels, whose threads keep columns and walk over rows: their tiles, and their steps."""
+"""BatchNorm's kernels, whose threads keep columns and walk over rows: tiles and steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from epinorm.problem import Buffer, Problem, Step
 
 BLOCK_WARPS = 8
 MOST_VALUES = 4
-"""Of a vector: each column has its mean, scale, sums and parameters in registers, so that wider ones
-in 16 bit would leave room for few rows on their way."""
+"""Of a vector: each column has its mean, scale, sums and parameters in registers, so that wider
+ones in 16 bit would leave room for few rows on their way."""
 STATISTICS_ROWS, FORWARD_ROWS = 8, 4
-"""That a thread has in flight. Of 16 bytes each, two blocks of the first have 64 KB on their way on a
-multiprocessor, where memory's rate times its latency takes 25."""
+"""That a thread has in flight. Of 16 bytes each, two blocks of the first have 64 KB on their way on
+a multiprocessor, where memory's rate times its latency takes 25."""
 STATISTICS_BLOCKS = 3
 """Of a multiprocessor, at most: each leaves a part, which all wait for."""
 
@@ -60,46 +60,45 @@ def _said(tile: NormTile) -> str:
     return f"{tile.vector} columns a thread, {tile.rows} rows on their way, {tile.threads} threads"
 
 
-def forward_steps(problem: Problem) -> tuple[list[Step], list[Buffer]]:
-    """Behind the product, and the memory that they take."""
+def add_forward_steps(problem: Problem, into: list[Step], scratch: list[Buffer]) -> None:
+    """Those behind the product, and the memory that they take."""
     vector, nbytes = _vector(problem), 2 * problem.n * problem.stats_dtype.itemsize
     first, last = _said(statistics_tile(problem, vector)), _said(forward_tile(problem, vector))
-    reason = "each block has some rows of its columns"
     made = "statistics" + ", mean, rstd" * problem.keeps_statistics
-    steps = [
-        Step("batch_statistics", "partial statistics", reason, first, NARROW),
-        Step("batch_join", made, _JOINED),
-        Step("batch_forward", "y", "z again, as statistics are of all rows", last, NARROW),
-    ]
-    return steps, [Buffer("partial statistics", nbytes, "batch_statistics", "batch_join", True)]
+    reason = "each block has some rows of its columns"
+    into.append(Step("batch_statistics", "partial statistics", reason, first, NARROW))
+    into.append(Step("batch_join", made, _JOINED))
+    reason = "z again, as statistics are of all rows"
+    into.append(Step("batch_forward", "y", reason, last, NARROW))
+    scratch.append(Buffer("partial statistics", nbytes, "batch_statistics", "batch_join", True))
 
 
-def backward_steps(problem: Problem, outputs: Outputs) -> tuple[list[Step], list[Buffer]]:
-    """From dy and z to dz and what else is wanted."""
-    tile, size = _said(backward_tile(problem, _vector(problem))), problem.stats_dtype.itemsize
-    gradients = "sums over rows"
-    gradients += ", weight's gradient" * outputs.gamma + ", bias's gradient" * outputs.beta
-    steps = [
-        Step(
-            "batch_backward", "partial sums over rows", "before dz, which needs them", tile, NARROW
-        ),
-        Step("norm_column_sums", gradients, _JOINED),
-    ]
-    scratch = [
-        Buffer("partial sums", 2 * size * problem.n, "batch_backward", "norm_column_sums", True)
-    ]
+def add_backward_steps(
+    problem: Problem, outputs: Outputs, into: list[Step], scratch: list[Buffer]
+) -> None:
+    """Those from dy and z to dz and what else is wanted."""
+    tile, nbytes = _said(backward_tile(problem, _vector(problem))), problem.stats_dtype.itemsize
+    made = "sums over rows"
+    made += ", weight's gradient" * outputs.gamma + ", bias's gradient" * outputs.beta
+    reason = "before dz, which needs them"
+    into.append(Step("batch_backward", "partial sums over rows", reason, tile, NARROW))
+    into.append(Step("norm_column_sums", made, _JOINED))
+    nbytes *= 2 * problem.n
+    scratch.append(Buffer("partial sums", nbytes, "batch_backward", "norm_column_sums", True))
     rest = replace(outputs, gamma=False, beta=False)
     if rest.is_empty:
-        return steps, scratch
-    sums = sum(rest.sums)
-    made = ["dz"] * rest.dz + ["partial sums over rows"] * (sums > 0)
-    made += ["operands' gradients"] * any(rest.elements)
+        return
+    sums = any(rest.sums)
+    made = ", ".join(
+        ["dz"] * rest.dz
+        + ["partial sums over rows"] * sums
+        + ["operands' gradients"] * any(rest.elements)
+    )
     reason = "dy and z again, as the sums are of all rows"
-    steps.append(Step("batch_backward", ", ".join(made), reason, tile, NARROW))
+    into.append(Step("batch_backward", made, reason, tile, NARROW))
     nbytes = problem.m * problem.n * problem.dtype.itemsize
     scratch += [Buffer("dz", nbytes, "batch_backward", "dW")] * rest.dz
-    of_columns = ["gradients over channels"] * (sums > 0)
+    of_columns = ["gradients over channels"] * sums
     of_columns += ["largest magnitudes of columns"] * rest.column_largest
     if of_columns:
-        steps.append(Step("norm_column_sums", ", ".join(of_columns), _JOINED))
-    return steps, scratch
+        into.append(Step("norm_column_sums", ", ".join(of_columns), _JOINED))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,10 +73,6 @@ class _Pass:
     ) -> None:
         self.steps.append(Step(kernel, makes, reason, choice, otherwise))
 
-    def _add(self, steps: Sequence[Step], scratch: Sequence[Buffer]) -> None:
-        self.steps += steps
-        self.scratch += scratch
-
     def _take(self, name: str, nbytes: int, since: str, until: str, each: bool = False) -> None:
         self.scratch.append(Buffer(name, nbytes, since, until, each))
 
@@ -128,7 +123,7 @@ class _Forward(_Pass):
         if not problem.chain.returns_sum:  # the product wrote it
             self.y = self.y.replace(", sum", "")
         if problem.chain.returns_statistics:
-            self._add(*norm_batch.forward_steps(problem))
+            norm_batch.add_forward_steps(problem, self.steps, self.scratch)
         elif problem.m:
             vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
             first = forward_plans(problem, vector, max_shared_bytes(problem.device))[0]
@@ -279,7 +274,7 @@ class _Backward(_Pass):
         if not problem.m or outputs.is_empty:
             return
         if problem.chain.returns_statistics:
-            self._add(*norm_batch.backward_steps(problem, outputs))
+            norm_batch.add_backward_steps(problem, outputs, self.steps, self.scratch)
             return
         vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
         plan = backward_plans(problem, vector, outputs)[0]
