@@ -132,6 +132,8 @@ def _chains(reading: _Reading, ends: set[int] | None) -> tuple[list[tuple[Found,
             why = "its value is needed on the way, or its rows are reshaped"
         elif any(is_dropout(node) is not None for node in found.nodes):
             why = "dropout is left to PyTorch"
+        elif found.chain.returns_statistics:
+            why = "BatchNorm in training is PyTorch's own"
         elif "row" in found.chain.operand_kinds:
             why = "it multiplies rows by a number each"
         elif not why and ends is not None and span.last not in ends:  # type: ignore[union-attr]
