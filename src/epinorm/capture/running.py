@@ -37,11 +37,13 @@ def statistics_met(found: Found) -> str | None:
 
 def update_running(mean: Tensor, variance: Tensor, statistics: Tensor, momentum: float) -> None:
     """Let running statistics (N,) take over so much of the batch's, (2, N), as PyTorch's layer."""
+    # As by its kernels, no version is counted: another call of the module may have saved them.
+    both = [mean.data, variance.data]
     with torch.no_grad():
         if mean.dtype == variance.dtype == statistics.dtype:
-            torch._foreach_lerp_([mean, variance], list(statistics.unbind()), momentum)
+            torch._foreach_lerp_(both, list(statistics.unbind()), momentum)
             return
-        for running, now in zip((mean, variance), statistics, strict=True):
+        for running, now in zip(both, statistics, strict=True):
             running.copy_(torch.lerp(running.to(now.dtype), now, momentum))
 
 
