@@ -81,9 +81,16 @@ NETS: dict[str, tuple[Forward, dict[str, Any], list[str]]] = {
     "operands": (
         operands,
         {"momentum": 0.3, "eps": 1e-3},
-        ["add(2)|batch_norm(0.001)", "add_residual|batch_norm(0.001)|gelu|mul_channel|add_residual"],
+        [
+            "add(2)|batch_norm(0.001)",
+            "add_residual|batch_norm(0.001)|gelu|mul_channel|add_residual",
+        ],
     ),
-    "keeps nothing": (plain, {"momentum": 1.0}, ["batch_norm(1e-05)|relu", "tanh|batch_norm(1e-05)"]),
+    "keeps nothing": (
+        plain,
+        {"momentum": 1.0},
+        ["batch_norm(1e-05)|relu", "tanh|batch_norm(1e-05)"],
+    ),
     "keeps all": (plain, {"momentum": 0.0}, ["batch_norm(1e-05)|relu", "tanh|batch_norm(1e-05)"]),
     "not affine": (plain, {"affine": False}, ["batch_norm(1e-05)|relu", "tanh|batch_norm(1e-05)"]),
     "no running statistics": (

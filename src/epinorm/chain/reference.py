@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from epinorm.chain import BatchNorm, Chain, GroupNorm, LayerNorm, Norm
 from epinorm.chain.pointwise import Pointwise
@@ -38,9 +39,9 @@ def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None)
 def batch_statistics(z: Tensor) -> Tensor:
     """Of z (M, N), over its rows: means and variances with M - 1 in the denominator, (2, N), in
     fp32 but of fp64; no gradient flows through them."""
-    wide = z.detach().to(torch.promote_types(z.dtype, torch.float32))
-    variance, mean = torch.var_mean(wide, 0)
-    return torch.stack((mean, variance))
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+        variance, mean = torch.var_mean(z.to(torch.promote_types(z.dtype, torch.float32)), 0)
+        return torch.stack((mean, variance))
 
 
 def apply_pointwise(
