@@ -116,7 +116,7 @@ def step(model: Callable[..., Any], x: Tensor) -> list[Tensor]:
 
 
 def compare(model: nn.Module, other: Any, of_other: nn.Module, **tolerance: float) -> None:
-    """Four steps, eval in between and without gradients at the end, are alike in all that they leave."""
+    """Four steps, one of them in eval, and a call without gradients leave the same."""
     tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-9}
     for training in (True, True, False, True):
         for each in (model, of_other):
