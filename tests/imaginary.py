@@ -23,6 +23,7 @@ from epinorm.backends.cuda.norm import backward_text, forward
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.runtime import device, driver, jit, launch, replay, tensor_map
+from epinorm.chain import BatchNorm
 from epinorm.operator import calls
 from epinorm.problem import Inputs
 
@@ -56,6 +57,8 @@ CASES: dict[str, tuple[int, int, int, Any, str, str]] = {
     "dropout_768": (4096, 768, 768, LayerNorm(), "dropout(0.1)|add_residual", "dropout(0.1)"),
     "heads": (4096, 2048, 2048, RMSNorm(num_groups=16), "", ""),
     "stochastic_depth": (4096, 768, 768, LayerNorm(), "mul_row|add_residual", "returns(sum)"),
+    "batch_norm": (16384, 1024, 1024, BatchNorm(), "", "gelu"),
+    "batch_norm_odd": (100, 36, 60, BatchNorm(), "relu|add_residual", "mul_channel|dropout(0.1)"),
     "linear": (4096, 2048, 2048, None, "", ""),
     "linear_gelu": (4096, 768, 3072, None, "gelu", ""),
     "linear_relu": (4096, 2048, 2048, None, "relu", ""),
@@ -238,7 +241,7 @@ def launches(
         dy = torch.empty_like(forward.y)
         with torch.no_grad():
             saved = [forward.saved(chain), forward.mean, forward.rstd]
-            dsum = None if forward.sum is None else torch.empty_like(forward.sum)
+            dsum = torch.empty_like(forward.second) if chain.returns_sum else None
             known = executable, left
             calls.run_backward((*tensors, operands), facts, saved, dy, wanted, dsum, *known)
     return list(api.launches)

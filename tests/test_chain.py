@@ -69,7 +69,10 @@ def test_other_spellings_are_read(text, chain):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("rely", "exactly one of group_norm, layer_norm, rms_norm, or .*; 'rely' has 0"),
+        (
+            "rely",
+            "exactly one of group_norm, layer_norm, rms_norm, batch_norm, or .*; 'rely' has 0",
+        ),
         ("layer_norm|rms_norm", "exactly one of .*; 'layer_norm|rms_norm' has 2"),
         ("groupnorm(4)", "did you mean 'group_norm'"),
         ("group_norm", r"cannot read 'group_norm': expected group_norm\(num_groups, eps\)"),

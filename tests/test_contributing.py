@@ -76,9 +76,9 @@ for model in (
 """
 
 NORM: Edits = {
-    "chain/chain.py": [
+    "chain/norms.py": [
         (
-            "Norm = GroupNorm | LayerNorm | RMSNorm\n",
+            "Norm = GroupNorm | LayerNorm | RMSNorm | BatchNorm\n",
             """@dataclass(frozen=True)
 class GroupRMSNorm(GroupNorm):
     centred: ClassVar[bool] = False
@@ -87,10 +87,10 @@ class GroupRMSNorm(GroupNorm):
         return f"group_rms_norm({self.num_groups},{format_number(self.eps)})"
 
 
-Norm = GroupNorm | LayerNorm | RMSNorm | GroupRMSNorm
+Norm = GroupNorm | LayerNorm | RMSNorm | BatchNorm | GroupRMSNorm
 """,
         ),
-        ('"layer_norm", "rms_norm")', '"layer_norm", "rms_norm", "group_rms_norm")'),
+        ('"rms_norm", "batch_norm")', '"rms_norm", "batch_norm", "group_rms_norm")'),
         ('grouped = name == "group_norm"', 'grouped = name in ("group_norm", "group_rms_norm")'),
     ],
     "chain/reference.py": [
@@ -122,7 +122,7 @@ Norm = GroupNorm | LayerNorm | RMSNorm | GroupRMSNorm
 USES_NORM = """
 import torch
 from epinorm.chain import Chain, reference
-from epinorm.chain.chain import GroupRMSNorm
+from epinorm.chain.norms import GroupRMSNorm
 import epinorm
 
 torch.manual_seed(0)

@@ -109,7 +109,8 @@ class Problem:
     def made_by_forward(self) -> str:
         """What the forward pass writes, in words."""
         kept = ", z" * self.keeps_z + ", mean, rstd" * self.keeps_statistics
-        return "y" + ", sum" * self.chain.returns_sum + kept
+        more = ", sum" * self.chain.returns_sum + ", statistics" * self.chain.returns_statistics
+        return "y" + more + kept
 
     @property
     def bias_in_z(self) -> bool:
@@ -227,10 +228,11 @@ class Inputs(NamedTuple):
 class Forward(NamedTuple):
     """y (M, N) in ``out_dtype``; and, where training, what backward needs: z (M, N), the linear's
     output without its bias (but see ``Problem.bias_in_z``), in ``dtype``, mean and rstd (M, groups)
-    in ``stats_dtype``. Not training: three tensors of shape (0,). RMSNorm has no mean: shape (0,).
-    Without a norm there are no statistics, and z where its values decide the gradient. Where the
-    chain ``returns_sum``: ``sum`` (M, N) in ``sum_dtype``; z of shape (0,) if it ``saves_sum``
-    or ``saves_y``.
+    or, of BatchNorm, (N,) in ``stats_dtype``. Not training: three tensors of shape (0,). RMSNorm
+    has no mean: shape (0,). Without a norm there are no statistics, and z where its values decide
+    the gradient. ``second``: where the chain ``returns_sum``, that, (M, N) in ``sum_dtype``, and z
+    of shape (0,) if it ``saves_sum`` or ``saves_y``; where it ``returns_statistics``, these, (2, N)
+    in ``stats_dtype``, which have no gradient.
 
     Only the backward of the backend that made them reads z and the statistics, so their values may
     differ between backends (the reference's z includes the bias); shapes and dtypes may not."""
@@ -239,18 +241,18 @@ class Forward(NamedTuple):
     z: Tensor
     mean: Tensor
     rstd: Tensor
-    sum: Tensor | None = None
+    second: Tensor | None = None
 
     def saved(self, chain: Chain) -> Tensor:
         """What stands as z among what the backward pass reads: z, or the result in its place."""
         if chain.saves_y:
             return self.y
-        return self.sum if self.sum is not None and chain.saves_sum else self.z
+        return self.second if self.second is not None and chain.saves_sum else self.z
 
     @property
     def results(self) -> Results:
         """What the operator returns."""
-        return self.y if self.sum is None else (self.y, self.sum)
+        return self.y if self.second is None else (self.y, self.second)
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -260,7 +262,7 @@ class Forward(NamedTuple):
     @property
     def addresses(self) -> tuple[int, int, int, int]:
         """Of y, of the matrix that a product writes beside it, and of mean and rstd."""
-        matrix = self.z if self.sum is None else self.sum
+        matrix = self.z if self.second is None else self.second
         y, mean, rstd = self.y, self.mean, self.rstd
         return y.data_ptr(), matrix.data_ptr(), mean.data_ptr(), rstd.data_ptr()
 

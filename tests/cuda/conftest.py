@@ -43,6 +43,7 @@ from epinorm.precision import product_precision
 sys.path.insert(0, str(Path(__file__).parent))
 
 import figures
+from batch_kernels import SOURCES, STAND_INS, BatchKernels, matrix_at
 
 _WORDS = ctypes.POINTER(ctypes.c_uint64)
 SMS = 132
@@ -55,13 +56,6 @@ _CTYPES = {
     "p": ctypes.c_uint64, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float,
     "d": ctypes.c_double,
 }  # fmt: skip
-
-
-def matrix_at(address: int, rows: int, columns: int, stride: int, dtype: torch.dtype) -> Tensor:
-    """The (rows, columns) of memory that begin at an address, ``stride`` values apart."""
-    values = (rows - 1) * stride + columns
-    memory = (ctypes.c_char * (values * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (stride, 1))
 
 
 def vector_at(address: int, size: int, dtype: torch.dtype) -> Tensor | None:
@@ -84,7 +78,7 @@ class Launch:
 
 
 @dataclass
-class ImaginaryGPU:
+class ImaginaryGPU(BatchKernels):
     """What it was asked to launch; ``stream`` is what PyTorch's current stream is; ``interrupt``
     runs once, when a launch is about to be read; launches of the kind ``refused`` fail."""
 
@@ -501,6 +495,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     replay.native(wait=True)
     for module in (linear_norm, norm_forward, norm_backward, planes, rescue):
         set_(module, "load", gpu.load)
+    for module, made in STAND_INS.items():
+        set_(module, "load", gpu.load)
+        for kind in made:
+            set_(module, SOURCES[kind], lambda *source, kind=kind: (kind, source))
     set_(norm_backward, "backward_plan", lambda *given: backward_plans(*given[:-1])[0])
     set_(norm_backward, "backward_source", lambda *source: ("norm_backward", source))
     set_(norm_backward, "column_sums_source", lambda *source: ("norm_column_sums", source))

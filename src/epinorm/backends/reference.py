@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epinorm.chain import GroupNorm, LayerNorm, Norm
-from epinorm.chain.reference import apply_pointwise, epilogue, normalize
+from epinorm.chain import BatchNorm, GroupNorm, LayerNorm, Norm
+from epinorm.chain.reference import apply_pointwise, batch_statistics, epilogue, normalize
 from epinorm.problem import (
     Forward,
     Gradients,
@@ -80,13 +80,15 @@ def forward(problem: Problem, inputs: Inputs) -> Forward:
     y, mean, rstd = _normalize(u, chain.norm, inputs.norm_weight, inputs.norm_bias)
     y = apply_pointwise(y, chain.post, remaining)
     nothing = z.new_empty(0)
-    total = u.to(problem.sum_dtype) if chain.returns_sum else None
+    second = u.to(problem.sum_dtype) if chain.returns_sum else None
+    if chain.returns_statistics:
+        second = batch_statistics(u)
     if not problem.training:
-        return Forward(y, nothing, nothing, nothing, total)
-    rstd = rstd.to(problem.stats_dtype).reshape(problem.m, problem.groups)
+        return Forward(y, nothing, nothing, nothing, second)
+    rstd = rstd.to(problem.stats_dtype).reshape(chain.statistics_shape(problem.m, problem.n))
     mean = mean.to(problem.stats_dtype)
     mean = mean.reshape_as(rstd) if chain.centred else mean
-    return Forward(y, z if problem.keeps_z else nothing, mean, rstd, total)
+    return Forward(y, z if problem.keeps_z else nothing, mean, rstd, second)
 
 
 def _normalize(
@@ -96,6 +98,8 @@ def _normalize(
     if isinstance(norm, GroupNorm):
         u = u.contiguous()
         return torch.native_group_norm(u, weight, bias, m, n, 1, norm.num_groups, norm.eps)
+    if isinstance(norm, BatchNorm):
+        return torch.native_batch_norm(u, weight, bias, None, None, True, 0.0, norm.eps)
     if norm.num_groups > 1:
         parts = (m * norm.num_groups, n // norm.num_groups)
         wide = u.view(parts).to(torch.promote_types(u.dtype, torch.float32))
@@ -138,6 +142,7 @@ def backward(
         kept_u = _Kept.apply(u, kept.z.to(u.dtype)) if chain.saves_sum else u
         tail = replace(chain, pre=(), returns_sum=False)
         y: Any = epilogue(kept_u, tail, norm_weight, norm_bias, list(given))
+        y = y[0] if chain.returns_statistics else y
         pairs = [(y, last(dy, kept.z) if last else dy)]
         if dsum is not None and u.requires_grad:
             pairs.append((u, dsum.to(u.dtype)))

@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from epinorm.capture.purity import value_of
+from epinorm.capture.purity import BATCH_NORM, value_of
 from epinorm.capture.spelling import arguments
 
-_NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _KEY = "epinorm_batch_norm"
 
 
@@ -47,7 +46,7 @@ class Lowered:
         self._all = [found for node in nodes if (found := self._lower(node))]
 
     def _lower(self, node: fx.Node) -> _Affine | None:
-        given = arguments(node, *_NAMES)
+        given = arguments(node, *BATCH_NORM)
         x, mean, var, eps = (given.get(n) for n in ("input", "running_mean", "running_var", "eps"))
         value, statistics = value_of(x), value_of(mean)
         eps = 1e-5 if eps is None else eps
@@ -86,7 +85,7 @@ class Lowered:
                 self.graph.erase_node(node)
                 continue
             node.target, node.kwargs = F.batch_norm, {"training": False, "eps": affine.given["eps"]}
-            vectors = [affine.given.get(name) for name in _NAMES[1:5]]
+            vectors = [affine.given.get(name) for name in BATCH_NORM[1:5]]
             node.args = (product.args[0], *vectors)
             end.replace_all_uses_with(node)
             for step in reversed(affine.nodes):

@@ -31,10 +31,13 @@ from epinorm.capture.purity import (
     value_of,
 )
 from epinorm.capture.regions import exits, read_activation, read_norm
+from epinorm.capture.running import statistics_met
 from epinorm.capture.spelling import (
     Linear,
     is_cast,
     is_dropout,
+    is_row,
+    is_rows_parts,
     is_view_of_parts,
     is_view_of_rows,
     name_of,
@@ -44,7 +47,7 @@ from epinorm.capture.spelling import (
     same_shape,
     sizes_of,
 )
-from epinorm.chain import GroupNorm, Rounding
+from epinorm.chain import BatchNorm, GroupNorm, Rounding
 from epinorm.chain.pointwise import Pointwise
 
 _MOST_STEPS = 64
@@ -151,7 +154,7 @@ class _Walk:
         if node.op == "output" or (changed is not None and changed is not x):
             self.stopped = "" if node.op == "output" else f"{name_of(node)} changes another tensor"
             return None
-        norm = read_norm_function(node, x)
+        norm = read_norm_function(node, x, self.rounding)
         if norm is not None:
             if self.norm_at >= 0:
                 return None
@@ -191,7 +194,7 @@ class _Walk:
             while node not in self.taken:
                 norm = read_norm_function(node, value)
                 if isinstance(norm, NormRead) and (step := self._norm([node], norm, value)):
-                    return [*steps, step]
+                    return [] if isinstance(norm.norm, BatchNorm) else [*steps, step]
                 kind: Literal["view", "cast"] = "view" if is_view_of_rows(node, value) else "cast"
                 if changed_argument(node) or not (kind == "view" or is_cast(node, value)):
                     break
@@ -252,8 +255,8 @@ class _Walk:
         assert norm is not None
         width = value.shape[-1]
         if not same_shape((width,), (self.n,)):
-            if isinstance(norm, GroupNorm):
-                self.stopped = "GroupNorm after a reshape to rows is not served"
+            if isinstance(norm, (GroupNorm, BatchNorm)):
+                self.stopped = f"{type(norm).__name__} after a reshape to rows is not served"
                 return None
             read = replace(read, norm=replace(norm, num_groups=self.n // width))
         return Step("norm", tuple(nodes), norm=read)
@@ -281,10 +284,10 @@ class _Walk:
     def _with_operand(self, node: fx.Node, x: fx.Node, kind: str, other: fx.Node) -> Step | None:
         value, given = tensor_of(x), tensor_of(other)
         shape = sizes_of(given.shape)
-        is_row = _is_row(given, value) or (
-            not self._is_turned and _is_rows_parts(given, value, self.n)
+        of_channels = is_row(given, value) or (
+            not self._is_turned and is_rows_parts(given, value, self.n)
         )
-        if given.dim() <= value.dim() and is_row:
+        if given.dim() <= value.dim() and of_channels:
             return Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
         if kind == "mul" and self._is_of_each_row(given, value):
             return Step("operand", (node,), Pointwise("mul_row"), other)
@@ -340,6 +343,8 @@ class _Walk:
     def _disturbed(self, found: Found) -> str | None:
         """What may change a tensor or a mode between the chain's first and last operation, or what
         changes a tensor later that only the fused operation's gradient needs as it was."""
+        if (why := statistics_met(found)) is not None:
+            return why
         inside = set(found.nodes)
         first, last = self.order[found.linear.nodes[0]], self.order[found.nodes[-1]]
         read: dict[int | None, int] = {}  # memory, with the place where it is first read
@@ -381,19 +386,3 @@ class _Walk:
             Place(self.start, path[-1], (*nodes, *path), None, why_columns(path) or obstacle)
             for path in paths
         ]
-
-
-def _is_row(given: Tensor, value: Tensor) -> bool:
-    """Whether ``given`` holds one value for each of the last dimension of ``value``."""
-    if not given.dim() or not same_shape(given.shape[-1:], value.shape[-1:]):
-        return False
-    alone = all(isinstance(n, int) and n == 1 for n in given.shape[:-1])
-    return alone and not (value.dim() > 1 and same_shape(given.shape, value.shape))
-
-
-def _is_rows_parts(given: Tensor, value: Tensor, n: Any) -> bool:
-    """Whether ``given`` holds one value for each of the last dimensions of ``value``, rows of n."""
-    count = given.dim()
-    return 1 < count < value.dim() and (
-        same_shape(given.shape, value.shape[-count:]) and given.numel() == n
-    )

@@ -16,7 +16,7 @@ from epinorm.capture.layouts import is_unseen, replayed
 from epinorm.capture.norms import NormRead
 from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import Linear
-from epinorm.chain import Chain, GroupNorm, Rounding
+from epinorm.chain import BatchNorm, Chain, GroupNorm, Rounding
 from epinorm.chain.pointwise import Pointwise
 from epinorm.operator.undisturbed import is_distributed
 
@@ -210,6 +210,8 @@ def _unfit_dtypes(
     )
     inputs = {v.dtype for v in values[:2]}
     if inputs != {linear.dtype} or changes_dtype:  # autocast
+        if found.chain.returns_statistics:
+            return "under autocast BatchNorm's input has 16 bits, and its parameters are fp32"
         if linear.device.type != "cuda":
             return f"under autocast PyTorch's layers mix dtypes on {linear.device.type}"
         kept, operands = value_of(found.kept), (tensor_of(node).dtype for node in found.operands)
@@ -234,6 +236,7 @@ def _unfit_dtypes(
             and (value.dtype.itemsize <= wide or found.rounding == "eager")
         ):
             return f"it rounds to {value.dtype} on its way"
-    if isinstance(found.norm.norm, GroupNorm) and tensor_of(found.linear.x).dim() != 2:
-        return "GroupNorm after a reshape to rows is not served"
+    norm = found.norm.norm
+    if isinstance(norm, (GroupNorm, BatchNorm)) and tensor_of(found.linear.x).dim() != 2:
+        return f"{type(norm).__name__} after a reshape to rows is not served"
     return None

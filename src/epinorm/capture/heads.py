@@ -22,9 +22,11 @@ from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.sites import problem_of
 from epinorm.capture.spelling import arguments, is_view, name_of, read_linear, same_shape
 from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
-from epinorm.chain import GroupNorm, RMSNorm
+from epinorm.chain import BatchNorm, GroupNorm, RMSNorm
 
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
+
+_NOT_OF_HEADS = (GroupNorm, BatchNorm)
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def _heads(join: fx.Node) -> _Heads | None:
     read = [read_norm_function(norm, part) for norm, part in zip(norms, parts, strict=True)]
     found = [norm for norm in read if isinstance(norm, NormRead)]
     kinds = {(norm.norm, norm.weight is None, norm.bias is None) for norm in found}
-    if len(found) < len(norms) or len(kinds) > 1 or isinstance(found[0].norm, GroupNorm):
+    if len(found) < len(norms) or len(kinds) > 1 or isinstance(found[0].norm, _NOT_OF_HEADS):
         return None
     return _Heads(turned.args[0], dim, found) if found[0].weight or not found[0].bias else None
 

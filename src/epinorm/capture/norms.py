@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from epinorm.capture.purity import value_of
+from epinorm.capture.purity import BATCH_NORM, value_of
 from epinorm.capture.spelling import arguments, same_shape
-from epinorm.chain import GroupNorm, LayerNorm, Norm, RMSNorm
+from epinorm.chain import BatchNorm, GroupNorm, LayerNorm, Norm, RMSNorm, Rounding
 
 _ROWS = ("input", "normalized_shape", "weight", "bias", "eps")
 _NORMS: Mapping[Any, tuple[type[Norm], tuple[str, ...]]] = {
@@ -30,25 +31,39 @@ _INSTANCE = (
     *("use_input_stats", "momentum", "eps"),
 )
 _OTHER_NORMS = {
-    F.batch_norm: "BatchNorm with statistics of the batch, or not over (M, N) in fp32",
-    torch.batch_norm: "BatchNorm with statistics of the batch, or not over (M, N) in fp32",
+    torch.batch_norm: "torch.batch_norm, and not F.batch_norm",
     F.local_response_norm: "local response norm",
 }
 
 
 @dataclass(frozen=True)
+class Running:
+    """The nodes of a BatchNorm's running statistics, and how much of the batch's they take over."""
+
+    mean: fx.Node
+    variance: fx.Node
+    momentum: float
+
+
+@dataclass(frozen=True)
 class NormRead:
-    """A norm and the nodes of its weight and bias; None where a chain has no norm."""
+    """A norm and the nodes of its weight and bias; None where a chain has no norm. running: what a
+    BatchNorm changes."""
 
     norm: Norm | None
     weight: fx.Node | None = None
     bias: fx.Node | None = None
+    running: Running | None = None
 
 
-def read_norm_function(node: fx.Node, x: fx.Node) -> NormRead | str | None:
+def read_norm_function(
+    node: fx.Node, x: fx.Node, rounding: Rounding = "once"
+) -> NormRead | str | None:
     """The norm of x that the node computes; a str says why it fits no chain; None: it is none."""
     if node.op != "call_function" or x not in node.all_input_nodes:
         return None
+    if node.target is F.batch_norm:
+        return _batch_norm(node, x, rounding)
     if node.target in _OTHER_NORMS:
         return f"its norm is {_OTHER_NORMS[node.target]}; chains have Layer-, RMS- or GroupNorm"
     if node.target is F.instance_norm:
@@ -120,3 +135,48 @@ def _norm(kind: type[Norm], given: dict[str, Any], eps: Any, x: Any) -> Norm | s
     if not same_shape(shape, x.shape[-1:]):
         return f"its norm is over {shape[0]} features, its input has {x.shape[-1]}"
     return LayerNorm(eps=eps) if kind is LayerNorm else RMSNorm(eps=eps)
+
+
+def _batch_norm(node: fx.Node, x: fx.Node, rounding: Rounding) -> NormRead | str:
+    """A BatchNorm by the batch's own statistics, whose running ones are changed by tensors that the
+    graph holds, as PyTorch's own layer has them."""
+    given, value = arguments(node, *BATCH_NORM), value_of(x)
+    if given.get("training", False) is not True:
+        return "its norm is BatchNorm by running statistics, not over (M, N) in fp32"
+    if rounding == "eager":
+        return "BatchNorm by statistics of the batch is PyTorch's own under rounding='eager'"
+    if value is None or value.dim() != 2:
+        return "its norm is BatchNorm by statistics of the batch, of an input that is not (M, N)"
+    weight, bias = given.get("weight"), given.get("bias")
+    mean: Any = given.get("running_mean")
+    variance: Any = given.get("running_var")
+    if given.get("input") is not x or x in (weight, bias, mean, variance):
+        return "its BatchNorm's parameters are what it normalises"
+    eps, momentum = (
+        given.get(name, default) for name, default in (("eps", 1e-5), ("momentum", 0.1))
+    )
+    if not isinstance(eps, (int, float)) or not eps >= 0:
+        return f"its BatchNorm's eps is {eps}"
+    norm = BatchNorm(eps=eps)
+    if mean is None and variance is None:
+        return NormRead(norm, weight, bias)
+    if not isinstance(momentum, (int, float)):
+        return "its BatchNorm's momentum changes from call to call, as momentum=None does"
+    buffers = value_of(mean), value_of(variance)
+    if mean is variance or not all(_holds_statistics(t, value) for t in buffers):
+        return "its BatchNorm's running statistics are no plain tensors of one value a channel"
+    return NormRead(norm, weight, bias, Running(mean, variance, float(momentum)))
+
+
+def _holds_statistics(running: Tensor | None, value: Tensor) -> bool:
+    return (
+        running is not None
+        and running.dim() == 1
+        and same_shape(running.shape, value.shape[-1:])
+        and running.dtype.is_floating_point
+        and running.dtype.itemsize > 1
+        and running.device == value.device
+        and running.layout is torch.strided
+        and not running.requires_grad
+        and not is_traceable_wrapper_subclass(running)
+    )

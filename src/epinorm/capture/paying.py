@@ -65,6 +65,24 @@ def may_pay(place: Place, settings: Settings) -> bool:
     return pays(place, settings) or pays(place, settings, prepacked=True)
 
 
+def why_left(found: Found, settings: Settings) -> str:
+    """Why a chain with a BatchNorm is left to PyTorch, whose product may be ours all the same;
+    empty where it is taken."""
+    problem = problem_of(found)
+    problem = replace(problem, whole_step=problem.training)
+    why = ""
+    for each in (problem, replace(problem, m=_MANY_ROWS)) if _changes(found) else (problem,):
+        try:
+            plan = plan_for(each, settings.strategy)
+        except RuntimeError as error:
+            why = why or str(error)
+            continue
+        if plan.strategy != "reference" or settings.strategy == "reference":
+            return ""
+        why = why or f"its norm is BatchNorm, PyTorch's own here: {plan.reason}"
+    return why
+
+
 def pays(place: Place, settings: Settings, prepacked: bool = False) -> bool:
     """Whether a chain is faster in our operation than as it is, as its plan has it.
 
@@ -80,8 +98,7 @@ def pays(place: Place, settings: Settings, prepacked: bool = False) -> bool:
     problem = problem_of(place.found)
     prepacked = prepacked and not problem.training
     problem = replace(problem, prepacked=prepacked, whole_step=problem.training)
-    changing = not all(isinstance(size, int) for size in _rows_of(place.found))
-    sizes = (problem, replace(problem, m=_MANY_ROWS)) if changing else (problem,)
+    sizes = (problem, replace(problem, m=_MANY_ROWS)) if _changes(place.found) else (problem,)
     return any(plan_for(each).strategy != "reference" for each in sizes)
 
 
@@ -142,3 +159,8 @@ def _may_guard(rows: Any, low: int, high: float) -> bool:
 
 def _rows_of(found: Found) -> tuple[Any, ...]:
     return tuple(tensor_of(found.linear.x).shape[:-1])
+
+
+def _changes(found: Found) -> bool:
+    """Whether the number of rows is another one from call to call."""
+    return not all(isinstance(size, int) for size in _rows_of(found))

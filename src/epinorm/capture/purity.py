@@ -22,6 +22,10 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 _KEYWORDS = frozenset((operator.and_, operator.or_, operator.not_))
 """That end with _ and change nothing."""
+BATCH_NORM = (
+    *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+)
+"""The arguments of F.batch_norm."""
 _EFFECTS = ("set_", "manual_seed", "seed", "batch_norm", "instance_norm", "embedding")
 _METHODS_WITH_EFFECTS = frozenset(
     (
@@ -103,6 +107,8 @@ def is_pure(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     target: Any = node.target
+    if target is F.batch_norm:
+        return not _running(node)
     if target in _IN_PLACE_OPERATORS:  # of numbers they make new ones
         return value_of(node) is None and value_of(node.args[0]) is None
     if isinstance(target, torch._ops.OpOverload):
@@ -130,6 +136,16 @@ def changed_argument(node: fx.Node) -> fx.Node | None:
     return first if in_place else None
 
 
+def _running(node: fx.Node) -> list[Any]:
+    """The running statistics that a BatchNorm changes, and returns nothing of."""
+    if node.op != "call_function" or node.target is not F.batch_norm:
+        return []
+    given = dict(zip(BATCH_NORM, node.args, strict=False)) | node.kwargs
+    if given.get("training", False) is False:
+        return []
+    return [given[name] for name in BATCH_NORM[1:3] if given.get(name) is not None]
+
+
 def changes(node: fx.Node) -> list[fx.Node]:
     """The tensors that the node is known to change in place."""
     first = changed_argument(node)
@@ -141,6 +157,7 @@ def changes(node: fx.Node) -> list[fx.Node]:
         given = {a.name: v for a, v in zip(schema, node.args, strict=False)} | node.kwargs
         found += [given.get(a.name) for a in schema if a.alias_info and a.alias_info.is_write]
     found.append(node.kwargs.get("out"))
+    found += _running(node)
     return [given for given in found if isinstance(given, fx.Node)]
 
 

@@ -25,8 +25,9 @@ from epinorm.capture.heads import open_heads
 from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
 from epinorm.capture.parts import open_parts
-from epinorm.capture.paying import Settings, may_pay, pays, with_paying_dropout
-from epinorm.capture.purity import changed_argument, tensor_of, value_of
+from epinorm.capture.paying import Settings, may_pay, pays, why_left, with_paying_dropout
+from epinorm.capture.purity import changed_argument, changes, storage_of, tensor_of, value_of
+from epinorm.capture.running import Updating
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import checkpoints
@@ -164,7 +165,7 @@ def rewrite(
     open_convolutions(gm.graph, settings)
     batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
     search = Search(gm.graph, settings.rounding)
-    places = [with_paying_dropout(p, settings) for p in search.places()]
+    places = [_with_paying_batch_norm(search, p, settings) for p in search.places()]
     linears = [
         replace(p, taken=pays(p, settings), norm=batch_norm_of(p.found.nodes if p.found else ()))
         for p in search.linears()
@@ -199,6 +200,18 @@ def rewrite(
         gm.graph.lint()
     gm.recompile()
     return Rewritten(inner.places + places, inner.linears + linears)
+
+
+def _with_paying_batch_norm(search: Search, place: Place, settings: Settings) -> Place:
+    """A place as it is taken; where its BatchNorm is left to PyTorch, its Linear may be a chain."""
+    paying = with_paying_dropout(place, settings)
+    if place.found is None or not place.found.chain.returns_statistics:
+        return paying
+    obstacle = paying.obstacle or why_left(place.found, settings)
+    if not obstacle:
+        return paying
+    search.taken.difference_update(place.found.nodes)
+    return replace(place, found=None, obstacle=obstacle)
 
 
 def _follow_changes(graph: fx.Graph) -> None:
@@ -263,6 +276,11 @@ def _replace(
             weight = graph.call_method("t", (weight,))
         vectors = map(channels, (found.bias, norm.weight, norm.bias))
         given_all = (x, weight, *vectors, tuple(operands))
+        if found.chain.returns_statistics:
+            running = norm.running
+            apply = Updating(apply, None if running is None else running.momentum)
+            if running is not None:
+                given_all = (now(running.mean), now(running.variance), *given_all)
         new = graph.call_function(apply, given_all)
         new.meta = dict(found.linear.nodes[-1].meta)
 
@@ -313,6 +331,7 @@ def _enter_checkpoints(
     """Fuse what the model checkpoints; Dynamo's own operator leaves checkpointing to a compiler."""
     found = Rewritten([], [])
     for node, inner in checkpoints(gm):
+        inner.meta[_CHANGED] = _changed(inner.graph)
         places, linears = rewrite(inner, apply, settings, runs_eagerly)
         found.places.extend(places)
         found.linears.extend(linears)
@@ -327,4 +346,23 @@ def run_checkpointed(inner: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     if context is not None:
         kwargs["context_fn"] = context
     kwargs["use_reentrant"] = False  # parameters are arguments here, which both ways serve
-    return checkpoint(inner.forward, *args, **kwargs)
+    changed = inner.meta.get(_CHANGED, ())
+    if not changed:
+        return checkpoint(inner.forward, *args, **kwargs)
+
+    def run(*others: Any) -> Any:
+        rest = iter(others)
+        return inner.forward(*(a if i in changed else next(rest) for i, a in enumerate(args)))
+
+    return checkpoint(run, *(a for i, a in enumerate(args) if i not in changed), **kwargs)
+
+
+_CHANGED = "epinorm_changed"
+"""In the meta of a graph that is checkpointed: the places of arguments that it changes, a
+BatchNorm's buffers. As in eager they are not saved, which would forbid that."""
+
+
+def _changed(graph: fx.Graph) -> frozenset[int]:
+    memory = {storage_of(tensor) for node in graph.nodes for tensor in changes(node)} - {None}
+    arguments = enumerate(graph.find_nodes(op="placeholder"))
+    return frozenset(i for i, node in arguments if storage_of(node) in memory)

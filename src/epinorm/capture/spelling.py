@@ -329,3 +329,19 @@ def read_binary(node: fx.Node, x: fx.Node) -> tuple[str, fx.Node] | None:
         return None
     other = right if left is x else left
     return (kind, other) if isinstance(value_of(other), Tensor) else None
+
+
+def is_row(given: Tensor, value: Tensor) -> bool:
+    """Whether ``given`` holds one value for each of the last dimension of ``value``."""
+    if not given.dim() or not same_shape(given.shape[-1:], value.shape[-1:]):
+        return False
+    alone = all(isinstance(n, int) and n == 1 for n in given.shape[:-1])
+    return alone and not (value.dim() > 1 and same_shape(given.shape, value.shape))
+
+
+def is_rows_parts(given: Tensor, value: Tensor, n: Any) -> bool:
+    """Whether ``given`` holds one value for each of the last dimensions of ``value``, rows of n."""
+    count = given.dim()
+    return 1 < count < value.dim() and (
+        same_shape(given.shape, value.shape[-count:]) and given.numel() == n
+    )

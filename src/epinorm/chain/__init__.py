@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from epinorm.chain.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm, Rounding, returns_sum
+from epinorm.chain.chain import Chain, Rounding, returns_more
+from epinorm.chain.norms import BatchNorm, GroupNorm, LayerNorm, Norm, RMSNorm
 
-__all__ = ["Chain", "GroupNorm", "LayerNorm", "Norm", "RMSNorm", "Rounding", "returns_sum"]
+__all__ = [
+    "BatchNorm",
+    "Chain",
+    "GroupNorm",
+    "LayerNorm",
+    "Norm",
+    "RMSNorm",
+    "Rounding",
+    "returns_more",
+]

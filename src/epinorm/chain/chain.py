@@ -8,129 +8,28 @@ results, caches and operator schemas, and parses back to the same chain. A chain
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import lru_cache, wraps
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from functools import lru_cache
+from typing import Literal, get_args
 
 import torch
 
 from epinorm.chain.activations import OperandKind
+from epinorm.chain.norms import NORM_NAMES, NORM_TYPES, BatchNorm, GroupNorm, Norm, parse_norm
 from epinorm.chain.pointwise import (
     DEFINITIONS,
     Constants,
     Pointwise,
     PointwiseLike,
     as_pointwise_list,
-    format_number,
-    parse_number,
     parse_pointwise,
     rounded_number,
     split_call,
 )
 
-
-def _number(eps: object) -> float:
-    """eps as a float: also from a tensor of one element, as PyTorch takes it."""
-    if eps is None or isinstance(eps, str):
-        raise TypeError(f"eps must be a number >= 0, got {eps!r}")
-    value = float(eps)  # type: ignore[arg-type]
-    if not value >= 0:
-        raise ValueError(f"eps must be a number >= 0, got {eps}")
-    return value
-
-
-class _Norm:
-    """What norms have in common."""
-
-    num_groups: int
-    eps: float | None
-    operator: ClassVar[str]
-    centred: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        groups = self.num_groups
-        if isinstance(groups, bool) or not isinstance(groups, int):
-            raise TypeError(f"num_groups must be an int, got {type(groups).__name__}")
-        if groups < 1:
-            raise ValueError(f"num_groups must be at least 1, got {groups}")
-        if self.eps is not None or type(self).eps is not None:
-            object.__setattr__(self, "eps", _number(self.eps))
-
-    def __str__(self) -> str:
-        """``name(eps)``, or ``name(groups,eps)``; eps left out where it is PyTorch's default."""
-        eps = "" if self.eps is None else format_number(self.eps)
-        in_groups = self.num_groups > 1 or isinstance(self, GroupNorm)
-        given = f"{self.num_groups},{eps}" if in_groups else eps
-        return f"{self.operator}({given})" if given else self.operator
-
-
-C = TypeVar("C")
-
-
-def _by_name(most: int, call: str) -> Callable[[type[C]], type[C]]:
-    """Say what to write where a norm is made as in torch.nn, whose second argument is no eps."""
-
-    def checked(cls: type[C]) -> type[C]:
-        init = cls.__init__
-
-        @wraps(init)
-        def __init__(self: C, *arguments: Any, **named: Any) -> None:
-            if len(arguments) > most:
-                raise TypeError(
-                    f"write epinorm.{call}: eps is keyword-only, and the number of channels is "
-                    f"that of the linear layer's output; got {cls.__name__}{arguments}"
-                )
-            init(self, *arguments, **named)
-
-        cls.__init__ = __init__  # type: ignore[assignment]
-        return cls
-
-    return checked
-
-
-@_by_name(1, "GroupNorm(num_groups, eps=...)")
-@dataclass(frozen=True)
-class GroupNorm(_Norm):
-    """Group normalisation over each sample's channels in num_groups groups (Wu and He, 2018)."""
-
-    num_groups: int
-    eps: float = field(default=1e-5, kw_only=True)
-    operator: ClassVar[str] = "group_norm"
-
-
-@_by_name(0, "LayerNorm(eps=...)")
-@dataclass(frozen=True, kw_only=True)
-class LayerNorm(_Norm):
-    """Layer normalisation over the output features (Ba, Kiros and Hinton, 2016); num_groups: of as
-    many equal parts of a row, each by itself, as the heads of q and k are normalised."""
-
-    eps: float = 1e-5
-    num_groups: int = 1
-    operator: ClassVar[str] = "layer_norm"
-
-
-@_by_name(0, "RMSNorm(eps=...)")
-@dataclass(frozen=True, kw_only=True)
-class RMSNorm(_Norm):
-    """Root-mean-square normalisation over the output features (Zhang and Sennrich, 2019).
-
-    ``eps=None`` is PyTorch's default: the machine epsilon of the type that it computes in.
-    num_groups: see ``LayerNorm``.
-    """
-
-    eps: float | None = None
-    num_groups: int = 1
-    operator: ClassVar[str] = "rms_norm"
-    centred: ClassVar[bool] = False
-
-
-Norm = GroupNorm | LayerNorm | RMSNorm
-_NORM_TYPES = get_args(Norm)  # Dynamo of PyTorch 2.9 knows no union in isinstance
-
 AUTOCAST_TO_FP32 = ("softplus",)
-_NORM_NAMES = ("group_norm", "layer_norm", "rms_norm")
 _RETURNS_SUM = "returns(sum)"
 
 
@@ -150,7 +49,7 @@ class Chain:
     """The operations after the linear layer: pointwise ``pre``, ``norm``, pointwise ``post``.
 
     Without a norm all operations are in ``pre``. ``returns_sum``: what enters the norm is a result
-    too, the residual stream of a transformer.
+    too, the residual stream of a transformer. BatchNorm's statistics of the batch always are.
     """
 
     norm: Norm | None
@@ -163,6 +62,8 @@ class Chain:
         check_rounding(self.rounding)
         if self.returns_sum and self.norm is None:
             raise ValueError("return_sum gives what enters the norm, and this chain has no norm")
+        if self.returns_sum and self.returns_statistics:
+            raise ValueError("a chain with a BatchNorm returns the batch's statistics, and no sum")
         if self.norm is None:
             together = (op for op in (*self.pre, *self.post) if op.name != "identity")
             object.__setattr__(self, "pre", tuple(together))
@@ -181,7 +82,7 @@ class Chain:
 
         drops: whether an nn.Dropout among them does; None: in training, as its own mode says.
         """
-        if norm is not None and not isinstance(norm, _NORM_TYPES):
+        if norm is not None and (not isinstance(norm, NORM_TYPES) or isinstance(norm, BatchNorm)):
             raise TypeError(
                 "norm must be epinorm.GroupNorm, epinorm.LayerNorm, epinorm.RMSNorm or None, "
                 f"got {type(norm).__name__}"
@@ -277,6 +178,17 @@ class Chain:
         return self.norm is not None and self.norm.centred
 
     @property
+    def returns_statistics(self) -> bool:
+        """Whether the batch's statistics are a result too: (2, N), of each channel over all rows
+        its mean and its variance with M - 1 in the denominator, as running statistics take it."""
+        return isinstance(self.norm, BatchNorm)
+
+    @property
+    def returns_more(self) -> bool:
+        """Whether there is a second result beside y: the sum, or the batch's statistics."""
+        return self.returns_sum or self.returns_statistics
+
+    @property
     def has_groups(self) -> bool:
         """Whether its norm is over parts of a row, or a GroupNorm."""
         norm = self.norm
@@ -286,6 +198,13 @@ class Chain:
     def saves_sum(self) -> bool:
         """Whether the sum, a result anyway, is kept for gradients instead of z."""
         return self.returns_sum and not any(op.reads_input for op in self.pre)
+
+    @property
+    def residual_place(self) -> int:
+        """The operand, by its place, that is added last to a sum that is kept, which stands in its
+        place among what is kept; -1: none."""
+        last = self.saves_sum and self.pre and self.pre[-1].name == "add_residual"
+        return sum(op.operand is not None for op in self.pre) - 1 if last else -1
 
     @property
     def saves_y(self) -> bool:
@@ -328,8 +247,9 @@ class Chain:
     def groups(self, out_features: int) -> int:
         """Groups per row of ``out_features`` channels; raises ValueError if they do not divide.
 
-        Without a norm: parts of up to 8 channels, each computed by itself."""
-        if self.norm is None:
+        Without a norm, and with one over rows: parts of up to 8 channels, each computed by itself.
+        """
+        if self.norm is None or self.returns_statistics:
             return out_features // math.gcd(out_features, 8) if out_features else 0
         if out_features % self.norm.num_groups:
             raise ValueError(
@@ -338,31 +258,18 @@ class Chain:
             )
         return self.norm.num_groups
 
+    def statistics_shape(self, m: int, out_features: int) -> tuple[int, ...]:
+        """The shape of mean and rstd as gradients need them."""
+        return (out_features,) if self.returns_statistics else (m, self.groups(out_features))
+
     def channels_per_group(self, out_features: int) -> int:
         """Channels that share one mean and variance; raises ValueError as ``groups`` does."""
         return out_features // max(self.groups(out_features), 1)
 
 
-def returns_sum(text: str) -> bool:
-    """``Chain.returns_sum`` of a canonical text, without reading the rest of it."""
-    return "|" + _RETURNS_SUM in text
-
-
-def _parse_norm(text: str) -> Norm:
-    name, arguments = split_call(text)
-    grouped = name == "group_norm"
-    if not grouped <= len(arguments) <= 2:
-        expected = "num_groups, eps" if grouped else "eps"
-        raise ValueError(f"cannot read {text!r}: expected {name}({expected})")
-    named: dict[str, Any] = {}
-    if grouped or len(arguments) == 2:
-        groups = parse_number(arguments[0], text)
-        if not groups.is_integer():
-            raise ValueError(f"num_groups must be a whole number, got {arguments[0]}")
-        named, arguments = {"num_groups": int(groups)}, arguments[1:]
-    if arguments and (arguments[0] or name != "rms_norm"):
-        named["eps"] = parse_number(arguments[0], text)
-    return _NORM_TYPES[_NORM_NAMES.index(name)](**named)
+def returns_more(text: str) -> bool:
+    """``Chain.returns_more`` of a canonical text, without reading the rest of it."""
+    return "|" + _RETURNS_SUM in text or BatchNorm.operator in text
 
 
 @lru_cache(maxsize=1024)
@@ -376,20 +283,20 @@ def _parse(text: str) -> Chain:
     if returns_sum:
         del parts[-1]
     names = [split_call(part)[0] for part in parts]
-    norms = [index for index, name in enumerate(names) if name in _NORM_NAMES]
+    norms = [index for index, name in enumerate(names) if name in NORM_NAMES]
     if parts and all(name in DEFINITIONS for name in names):
         pre = tuple(parse_pointwise(part) for part in parts)
         return Chain(None, pre, (), rounding, returns_sum)
     if len(norms) != 1:
-        near = [m for name in names for m in get_close_matches(name, _NORM_NAMES, 1, cutoff=0.7)]
+        near = [m for name in names for m in get_close_matches(name, NORM_NAMES, 1, cutoff=0.7)]
         hint = f"; did you mean {near[0]!r}?" if near and not norms else ""
         raise ValueError(
-            f"a chain holds exactly one of {', '.join(_NORM_NAMES)}, or operations alone; "
+            f"a chain holds exactly one of {', '.join(NORM_NAMES)}, or operations alone; "
             f"{text!r} has {len(norms)}{hint}"
         )
     at = norms[0]
     return Chain(
-        _parse_norm(parts[at]),
+        parse_norm(parts[at]),
         tuple(parse_pointwise(part) for part in parts[:at]),
         tuple(parse_pointwise(part) for part in parts[at + 1 :]),
         rounding,

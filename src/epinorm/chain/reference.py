@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm
+from epinorm.chain import BatchNorm, Chain, GroupNorm, LayerNorm, Norm
 from epinorm.chain.pointwise import Pointwise
 
 Results = Tensor | tuple[Tensor, Tensor]
-"""y; or y and what enters the norm, where the chain ``returns_sum``."""
+"""y; or y and what enters the norm, where the chain ``returns_sum``, or the batch's statistics."""
 
 
 def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -27,10 +28,20 @@ def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None)
         y = normalize(heads, replace(norm, num_groups=1), None, None).flatten(-2)
         y = y if weight is None else y * weight
         return (y if bias is None else y + bias).to(z.dtype)
+    if isinstance(norm, BatchNorm):
+        return F.batch_norm(z, None, None, weight, bias, training=True, eps=norm.eps)
     if isinstance(norm, LayerNorm):
         return F.layer_norm(z, (z.size(-1),), weight, bias, norm.eps)
     normalized = F.rms_norm(z, (z.size(-1),), weight, norm.eps)
     return normalized if bias is None else normalized + bias
+
+
+def batch_statistics(z: Tensor) -> Tensor:
+    """Of z (M, N), over its rows: means and variances with M - 1 in the denominator, (2, N), in
+    fp32 but of fp64; no gradient flows through them."""
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+        variance, mean = torch.var_mean(z.to(torch.promote_types(z.dtype, torch.float32)), 0)
+        return torch.stack((mean, variance))
 
 
 def apply_pointwise(
@@ -55,6 +66,8 @@ def epilogue(
     if chain.norm is None:
         return z
     y = apply_pointwise(normalize(z, chain.norm, norm_weight, norm_bias), chain.post, remaining)
+    if chain.returns_statistics:
+        return y, batch_statistics(z)
     return (y, z) if chain.returns_sum else y
 
 

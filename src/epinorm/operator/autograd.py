@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from epinorm.backends.unpromised import saving_hooks
-from epinorm.chain import Chain, returns_sum
+from epinorm.chain import Chain, returns_more
 from epinorm.chain.reference import Results, epilogue
 from epinorm.operator.accumulation import added, existing_gradient
 from epinorm.operator.calls import Facts, constants_of, fold, fold_operands, run_backward
@@ -40,13 +40,6 @@ WEIGHT, OPERANDS = map(Inputs._fields.index, ("weight", "operands"))
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 
 
-def residual_place(chain: Chain) -> int:
-    """The operand, by its place, that is added last to a sum that is kept, which stands in its
-    place among what is kept; -1: none."""
-    last = chain.saves_sum and chain.pre and chain.pre[-1].name == "add_residual"
-    return sum(op.operand is not None for op in chain.pre) - 1 if last else -1
-
-
 def _has_tangent(tensors: Sequence[Tensor | None]) -> bool:
     """Whether forward-mode differentiation is under way through one of the tensors."""
     if forward_ad._current_level < 0:
@@ -59,6 +52,10 @@ def _in_reference(tensors: Sequence[Any], facts: Facts) -> Results:
     x, weight, bias, norm_weight, norm_bias, *operands = tensors
     z = F.linear(x, weight, bias).to(facts[3] or x.dtype)
     return epilogue(z, Chain.parse(facts[0]), norm_weight, norm_bias, operands)
+
+
+def _statistics(ctx: Any, kept: Forward) -> list[Tensor]:
+    return [] if ctx.returns_sum or kept.second is None else [kept.second]
 
 
 def _scatter(found: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -93,7 +90,9 @@ class _LinearNorm(_SingleLevel):
 
     @staticmethod
     def forward(ctx: Any, executable: Executable | None, facts: Facts, *tensors: Any) -> Any:
-        return _LinearNorm.keep(ctx, executable, facts, tensors).results
+        kept = _LinearNorm.keep(ctx, executable, facts, tensors)
+        ctx.mark_non_differentiable(*_statistics(ctx, kept))
+        return kept.results
 
     @staticmethod
     def keep(
@@ -105,21 +104,21 @@ class _LinearNorm(_SingleLevel):
             # In here: autograd need not record it. y is no view, which could not change in place.
             inputs = (fold(x), *tensors[1:5], fold_operands(tensors[5:], facts))
             kept = executable.forward(*(*inputs, constants_of(facts)))
-            for made in (kept.y, kept.sum):
+            for made in (kept.y, kept.second):
                 if made is not None:
                     made.resize_(*x.shape[:-1], made.shape[1])
         elif executable is not None:
             kept = executable.forward(*(*inputs, constants_of(facts)))
         else:
             with _next_level():
-                forward = linear_norm_sum_forward if returns_sum(facts[0]) else linear_norm_forward
+                forward = linear_norm_sum_forward if returns_more(facts[0]) else linear_norm_forward
                 kept = Forward(*forward(*inputs, *facts))
-        ctx.returns_sum = kept.sum is not None
-        if ctx.returns_sum:
-            ctx.set_materialize_grads(False)  # often one of the results has none
         chain, saved = Chain.parse(facts[0]), list(tensors)
-        if (place := residual_place(chain)) >= 0:
-            saved[OPERANDS + place] = kept.sum
+        ctx.returns_sum = chain.returns_sum
+        if chain.returns_more:
+            ctx.set_materialize_grads(False)  # often one of the results has none
+        if (place := chain.residual_place) >= 0:
+            saved[OPERANDS + place] = kept.second
         ctx.save_for_backward(kept.saved(chain), kept.mean, kept.rstd, *saved)
         ctx.facts, ctx.executable, ctx.left = facts, executable, None
         if saving_hooks(False) is not None:
@@ -165,9 +164,9 @@ def gradients(
             found = _first_order(None, dsum, fresh, facts, wanted, create_graph)
         return _scatter(found, wanted)
     if dy is None:
-        x, weight = saved[3:5]
-        dy = x.new_zeros((*x.shape[:-1], weight.shape[0]), dtype=facts[3] or x.dtype)
-        del x, weight
+        x, n = saved[3], saved[4].shape[0]
+        dy = x.new_zeros((*x.shape[:-1], n), dtype=facts[3] or x.dtype)
+        del x
     undisturbed = is_under_autocast_alone if facts[3] is not None else is_undisturbed
     plain = undisturbed() and has_plain_types((dy, dsum, *saved))
     kept, tensors = saved[:3], tuple(saved[3:])
@@ -245,7 +244,7 @@ def _restored(tensors: tuple[Any, ...], facts: Facts) -> tuple[Any, ...]:
     """What was saved with the residual in its place, where the sum stands there. As all of it is
     part of the graph, so are the residual's gradients."""
     chain = Chain.parse(facts[0])
-    place = residual_place(chain)
+    place = chain.residual_place
     if place < 0:
         return tensors
     before = str(Chain(None, chain.pre[:-1])), *facts[1:]
@@ -265,8 +264,8 @@ class _LinearNormForward(_LinearNorm):
     @staticmethod
     def forward(ctx: Any, executable: Executable | None, facts: Facts, *tensors: Any) -> Any:
         kept = _LinearNorm.keep(ctx, executable, facts, tensors)
-        ctx.mark_non_differentiable(kept.z, kept.mean, kept.rstd)
-        return tuple(kept) if ctx.returns_sum else tuple(kept[:4])
+        ctx.mark_non_differentiable(kept.z, kept.mean, kept.rstd, *_statistics(ctx, kept))
+        return tuple(kept) if kept.second is not None else tuple(kept[:4])
 
 
 class _LinearNormBackward(_SingleLevel):
@@ -354,7 +353,7 @@ def _autograd(keyset: Any, *arguments: Any) -> Results:
         with enable_single_level_autograd_function():
             return _LinearNorm.apply(None, facts, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        operator = linear_norm_sum if returns_sum(facts[0]) else linear_norm
+        operator = linear_norm_sum if returns_more(facts[0]) else linear_norm
         inputs = (*tensors[:5], tensors[5:])
         return operator.redispatch(keyset & _AFTER_AUTOGRAD, *inputs, *facts)
 
@@ -366,13 +365,13 @@ def _forward_autograd(keyset: Any, *arguments: Any) -> Any:
         with enable_single_level_autograd_function():
             return _LinearNormForward.apply(None, facts, *tensors)
     with torch._C._AutoDispatchBelowAutograd():
-        operator = linear_norm_sum_forward if returns_sum(facts[0]) else linear_norm_forward
+        operator = linear_norm_sum_forward if returns_more(facts[0]) else linear_norm_forward
         kept = operator.redispatch(keyset & _AFTER_AUTOGRAD, *arguments)
     if not tangent:
         return kept
     results = _in_reference(tensors, facts)
-    y, *total = results if isinstance(results, tuple) else (results,)
-    return (y, *kept[1:4], *total)
+    y, *second = results if isinstance(results, tuple) else (results,)
+    return (y, *kept[1:4], *second)
 
 
 def _backward_autograd(keyset: Any, dy: Tensor, *rest: Any) -> list[Tensor]:

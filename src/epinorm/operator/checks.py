@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epinorm.chain import Chain, GroupNorm
+from epinorm.chain import BatchNorm, Chain, GroupNorm
 from epinorm.problem import Inputs
 
 _OPTIONAL = ("bias", "norm_weight", "norm_bias")
@@ -34,9 +34,10 @@ def check_leading_dimensions(x: Tensor, operands: Sequence[Tensor], chain: Chain
     """Raise unless x (..., K) and its residuals (..., N) can be folded into matrices."""
     if x.dim() == 0:
         raise RuntimeError("both arguments to linear need to be at least 1D, but x is 0D")
-    if isinstance(chain.norm, GroupNorm) and x.dim() != 2:
+    if isinstance(chain.norm, (GroupNorm, BatchNorm)) and x.dim() != 2:
+        kind, operator = type(chain.norm).__name__, chain.norm.operator
         raise ValueError(
-            "with GroupNorm x must be 2D (M, K): group_norm normalises dimension 1, which is the "
+            f"with {kind} x must be 2D (M, K): {operator} normalises dimension 1, which is the "
             f"linear's output only there; got x of shape {list(x.shape)}"
         )
     _check_operand_count(operands, chain)
@@ -92,7 +93,7 @@ def check_backward(
     sum_dtype = chain.sum_dtype(x.dtype, out_dtype)
     z_dtype = out_dtype if chain.saves_y else sum_dtype if chain.saves_sum else x.dtype
     stats_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    stats = [x.shape[0], chain.groups(y_shape[1])], stats_dtype
+    stats = list(chain.statistics_shape(*y_shape)), stats_dtype
     expected = (
         ("z", chain.keeps_z or chain.saves_sum or chain.saves_y, (y_shape, z_dtype)),
         ("mean", chain.centred, stats),
@@ -158,6 +159,11 @@ def _check_dtypes(inputs: Inputs, chain: Chain, norm_dtype: torch.dtype) -> None
 def _check_norm(
     m: int, n: int, norm_weight: Tensor | None, norm_bias: Tensor | None, chain: Chain
 ) -> None:
+    if chain.returns_statistics and m == 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training, got input size "
+            f"{torch.Size([m, n])}"
+        )
     if chain.norm is not None:
         groups = chain.norm.num_groups
         if n % groups:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.unpromised import saving_hooks
-from epinorm.chain import Chain, returns_sum
+from epinorm.chain import Chain, returns_more
 from epinorm.chain.dropout import draw_seeds
 from epinorm.chain.reference import Results
 from epinorm.operator import calls, transforms
-from epinorm.operator.autograd import differentiable, residual_place
+from epinorm.operator.autograd import differentiable
 from epinorm.operator.checks import check_leading_dimensions, check_types
 from epinorm.operator.kinds import Kinds, is_strided
 from epinorm.operator.native_calls import NativeCalls
@@ -79,7 +79,7 @@ class Caller:
         self._kinds: Kinds[_Found] = Kinds() if like is None else like
         self._autocast_facts: calls.Facts = (chain, strategy, strict, torch.float32)
         self._autocast_training = (str(_keeping_its_sum(parsed)), *self._autocast_facts[1:])
-        self.returns_sum = parsed.returns_sum
+        self.returns_more = parsed.returns_more
         self._layers = calls.layers_of(self.facts)
         self._native = NativeCalls()
         self._has_layers = strategy in ("auto", "reference") and not strict
@@ -105,7 +105,7 @@ class Caller:
         y = self._native.find(tensors)
         if y is not None:
             self._uses.count += 1
-            return y if self.returns_sum or y.__class__ is Tensor else y[0]
+            return y if self.returns_more or y.__class__ is Tensor else y[0]
         if not is_undisturbed():
             return self._disturbed(tensors)
         results = self.again(tensors, self.facts)
@@ -174,7 +174,7 @@ class Caller:
 
     def _asked(self, results: Results) -> Results:
         """Without a sum that was computed to be kept alone."""
-        return results if self.returns_sum or isinstance(results, Tensor) else results[0]
+        return results if self.returns_more or isinstance(results, Tensor) else results[0]
 
     def again(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results | None:
         """What the call gives if it is like an earlier one, else None; tensors: operands last."""
@@ -184,12 +184,12 @@ class Caller:
         if isinstance(found.executable, calls.Eager):
             return found.executable.results(self._constants, *tensors)
         self._uses.count += 1
-        self._native.keep(found.executable, tensors, facts, found.training, self.returns_sum)
+        self._native.keep(found.executable, tensors, facts, found.training, self.returns_more)
         if facts[3] is None:
             return self._run(found, tensors, facts)
         with torch._C._ExcludeDispatchKeyGuard(transforms.CUDA_AUTOCAST):
             results = self._run(found, transforms.cast(tensors), facts)
-        if isinstance(results, Tensor) or not self.returns_sum:
+        if isinstance(results, Tensor) or not self.returns_more:
             return results
         y, total = results
         return y, total.to(transforms.sum_dtype_under_autocast(tensors, Chain.parse(facts[0])))
@@ -202,7 +202,9 @@ class Caller:
         if folds:
             operands = calls.fold_operands(operands, facts)
         made = executable.forward(*(*tensors[:5], operands, self._constants))
-        return made.y if made.sum is None else (made.y, made.sum.view(made.y.shape))
+        if made.second is None:
+            return made.y
+        return made.y, made.second.view(made.y.shape) if made.y.dim() != 2 else made.second
 
     def _keep(self, tensors: tuple[Any, ...], facts: calls.Facts) -> None:
         self._kinds.keep(tensors, _modes(facts), partial(self._find, tensors, facts))
@@ -228,10 +230,10 @@ class Caller:
 def _keeping_its_sum(chain: Chain) -> Chain:
     """The chain with what enters the norm as a result, if that stands in a residual's place: under
     autocast nothing else keeps the residual in fp32, and z besides would take more memory."""
-    if chain.norm is None or chain.returns_sum:
+    if chain.norm is None or chain.returns_more:
         return chain
     with_sum = replace(chain, returns_sum=True)
-    return with_sum if residual_place(with_sum) >= 0 else chain
+    return with_sum if with_sum.residual_place >= 0 else chain
 
 
 def _modes(facts: calls.Facts) -> tuple[Any, ...]:
@@ -298,7 +300,7 @@ def _of_matrices(inputs: Inputs, facts: calls.Facts) -> Results:
     given = inputs[:6]
     tensors = (*inputs[:5], *inputs.operands)
     if torch.compiler.is_compiling() or not (is_undisturbed() and has_plain_types(tensors)):
-        operator = linear_norm_sum if returns_sum(facts[0]) else linear_norm
+        operator = linear_norm_sum if returns_more(facts[0]) else linear_norm
         return operator(*given, *facts)
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)):
         return calls.run_inference(given, facts)

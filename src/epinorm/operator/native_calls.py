@@ -9,16 +9,16 @@ from typing import Any
 
 from epinorm.operator import transforms
 from epinorm.operator.accumulation import entered
-from epinorm.operator.autograd import OPERANDS, gradients, residual_place
+from epinorm.operator.autograd import OPERANDS, gradients
 from epinorm.operator.calls import Facts
 from epinorm.operator.native_operators import Native, passes_of, setting_of
 from epinorm.problem import Executable
 
 
 class NativeCalls(Native):
-    """Those of a model's chain: ``find`` gives y, and the sum if it was asked for, of tensors in
-    the order of ``Inputs``. A training step's backward pass then needs no Python either, once it
-    was recorded (cuda/runtime/chain_node.h)."""
+    """Those of a model's chain: ``find`` gives y, and the sum if it was asked for, or the batch's
+    statistics, of tensors in the order of ``Inputs``. A training step's backward pass then needs no
+    Python either, once it was recorded (cuda/runtime/chain_node.h)."""
 
     def keep(
         self,
@@ -26,17 +26,17 @@ class NativeCalls(Native):
         tensors: Sequence[Any],
         facts: Facts,
         training: bool,
-        returns_sum: bool = False,
+        returns_more: bool = False,
     ) -> None:
         """Let ``find`` compute calls like this one, if ``executable``, which computed it, recorded
-        its pass. facts[3]: the norm's dtype under autocast; returns_sum: the caller wants the sum,
+        its pass. facts[3]: the norm's dtype under autocast; returns_more: the caller wants the sum,
         in PyTorch's dtype."""
         passes = passes_of(executable, facts)
         if passes is None or not all([t is None or t.is_contiguous() for t in tensors]):
             return
         chain = executable.problem.chain
-        place, made = residual_place(chain), passes.fields
-        if returns_sum and facts[3] is not None:
+        place, made = chain.residual_place, passes.fields
+        if returns_more and facts[3] is not None:
             as_pytorch = transforms.sum_dtype_under_autocast(tensors, chain)
             if as_pytorch != executable.problem.sum_dtype:
                 return
@@ -46,10 +46,11 @@ class NativeCalls(Native):
         if leave is not None:
             leave = partial(leave, x.requires_grad, weight.requires_grad)
         kept = made.saved(chain), made.mean, made.rstd
-        total = made.sum if isinstance(made.sum, int) else -1
+        second: Any = made.second if isinstance(made.second, int) else -1
+        both = (-1, second) if chain.returns_statistics else (second, -1)
         self.made().add(
             *(tensors, casts, setting_of(executable), (*x.shape[:-1], weight.shape[0])),
-            *(passes.program, kept, total, passes.planes, passes.has_room, leave),
+            *(passes.program, kept, *both, passes.planes, passes.has_room, leave),
             *(backward if training and backward is not None else (None, None)),
             partial(gradients, executable, facts) if training else None,
             ctypes.addressof(entered),

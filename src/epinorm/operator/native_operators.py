@@ -56,7 +56,7 @@ class NativeOperator(Native):
         passes = passes_of(executable, facts)
         if passes is not None and passes.leave is None:
             made = passes.fields
-            outputs = made.outputs if executable.problem.training else (made.y, made.sum)
+            outputs = made.outputs if executable.problem.training else (made.y, made.second)
             outputs = [t for t in outputs if t is not None]
             self._keep(executable, tensors, passes.program, outputs)
 

@@ -5,7 +5,8 @@ place, which also returns what ``linear_norm_backward`` needs; both are operator
 that a compiled graph holds them and never traces into a kernel. ``linear_norm_backward_begin`` and
 ``linear_norm_backward_end`` are the backward pass in two: such a graph holds what an operator is
 given until it ends, and so gives dy and z back before dX is allocated. ``linear_norm_sum`` and
-``linear_norm_sum_forward`` are the same of chains that return what enters the norm. Registered by
+``linear_norm_sum_forward`` are the same of chains with a second result: what enters the norm, or
+the batch's statistics, in the sum's place. Registered by
 ``Library.define/impl``, whose calls cost a third of ``torch.library.custom_op``'s.
 """
 
@@ -74,21 +75,26 @@ def _fake(*arguments: Any) -> Results:
     x, dtype = inputs.x, arguments[9] or inputs.x.dtype
     check_call(inputs, chain, dtype)
     y = x.new_empty((x.shape[0], inputs.weight.shape[0]), dtype=dtype)
+    if chain.returns_statistics:
+        return y, y.new_empty((2, y.shape[1]), dtype=_stats_dtype(x))
     if not chain.returns_sum:
         return y
     return y, y.new_empty(y.shape, dtype=chain.sum_dtype(x.dtype, dtype))
 
 
+def _stats_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     made, x, chain = _fake(*arguments), arguments[0], Chain.parse(arguments[6])
-    y, *total = made if isinstance(made, tuple) else (made,)
+    y, *second = made if isinstance(made, tuple) else (made,)
     z = x.new_empty(y.shape if chain.keeps_z else 0)
     if chain.norm is None:
         return y, z, x.new_empty(0), x.new_empty(0)
-    stats_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    rstd = x.new_empty((x.shape[0], chain.groups(y.shape[1])), dtype=stats_dtype)
+    rstd = x.new_empty(chain.statistics_shape(*y.shape), dtype=_stats_dtype(x))
     mean = torch.empty_like(rstd) if chain.centred else rstd.new_empty(0)
-    return y, z, mean, rstd, *total
+    return y, z, mean, rstd, *second
 
 
 def _fake_backward(dy: Tensor, *rest: Any) -> list[Tensor]:

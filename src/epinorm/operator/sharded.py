@@ -94,7 +94,7 @@ def layout_of(
 ) -> Layout | None:
     """The layout of a call; None where PyTorch's own layers have to compute it on the DTensors."""
     mesh, last = weight.device_mesh, x.dim() - 1
-    if "row" in chain.operand_kinds:
+    if "row" in chain.operand_kinds or chain.returns_statistics:
         return None
     sharded = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
     if len(sharded) > 1 or any(weight.placements[i] not in (Shard(0), Shard(1)) for i in sharded):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epinorm.chain import Chain, returns_sum
+from epinorm.chain import Chain, returns_more
 from epinorm.chain.reference import Results, epilogue
 from epinorm.operator.schema import OPERATORS, library, linear_norm, linear_norm_sum
 
@@ -50,7 +50,7 @@ def _is_packages(arguments: tuple[Any, ...]) -> bool:
 
 
 def _without_autocast(arguments: tuple[Any, ...]) -> Results:
-    operator = linear_norm_sum if returns_sum(arguments[6]) else linear_norm
+    operator = linear_norm_sum if returns_more(arguments[6]) else linear_norm
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         return operator(*arguments[:5], arguments[5] or (), *arguments[6:])
 

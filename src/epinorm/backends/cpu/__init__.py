@@ -54,6 +54,8 @@ def supports(problem: Problem) -> str | None:
         return f"the tensors are on {problem.device}, not on the CPU"
     if problem.chain.norm is None:
         return "without a norm, PyTorch's product and its operations serve a CPU as they are"
+    if problem.chain.returns_statistics:
+        return "on a CPU PyTorch's own BatchNorm reads no more than a fused one would"
     for dtype in (problem.dtype, problem.norm_dtype, problem.out_dtype):
         if dtype not in CPP_TYPES:
             return f"the CPU kernels know float32, float64 and bfloat16, not {dtype}"

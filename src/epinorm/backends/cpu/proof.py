@@ -115,7 +115,7 @@ def _prove_kernel(executable: Executable) -> None:
         saved = kept._replace(z=kept.saved(chain))
         total = dsum if chain.returns_sum else None
         found = made.backward(inputs, [saved], dy, want, None, None, total)
-        return [t for t in (kept.y, kept.sum, *found[:5], *found.operands) if t is not None]
+        return [t for t in (kept.y, kept.second, *found[:5], *found.operands) if t is not None]
 
     def by_layers(dtype: torch.dtype | None) -> list[Tensor]:
         named: Any = dict.fromkeys(("dtype", "norm_dtype", "out_dtype"), dtype) if dtype else {}

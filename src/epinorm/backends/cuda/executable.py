@@ -14,6 +14,8 @@ from epinorm.backends.cuda.gemm import forward as single
 from epinorm.backends.cuda.gemm.launch import Bound, ProductForm
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.backward import NormBackward
+from epinorm.backends.cuda.norm.batch_backward import BatchBackward
+from epinorm.backends.cuda.norm.batch_forward import BatchForward
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.gradients import BackwardChoice, backward_choice
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
@@ -130,7 +132,8 @@ class _Backward:
         chain = problem.chain
         self._dy_is_dz = chain.is_linear
         self._reads_kept = chain.keeps_z or chain.saves_sum or chain.saves_y
-        self._norm = NormBackward(problem)
+        of_batch = chain.returns_statistics
+        self._norm = BatchBackward(problem) if of_batch else NormBackward(problem)
         self._products: dict[Wanted, _Products] = {}
         self.run = ReplayedBackward(self._run)
 
@@ -194,7 +197,7 @@ def _forward(problem: Problem, plan: Plan, layout: Layout) -> Bound:
     if plan.strategy == "planes":
         return _planes(problem, plan.core or "hopper", layout)
     z_is_sum = sum_is_z(problem)
-    normalise = NormForward(rest_of(problem) if z_is_sum else problem)
+    normalise = _normalising(rest_of(problem) if z_is_sum else problem)
     normalise_rows = normalise.bind(problem.n, layout.y_size, _y_over_z(problem))
     bias_in_z = problem.bias_in_z
     # PyTorch takes other kernels where a bias is added in fp32: zeros, so that z's error is eager's
@@ -220,6 +223,10 @@ def _forward(problem: Problem, plan: Plan, layout: Layout) -> Bound:
     return run
 
 
+def _normalising(problem: Problem) -> NormForward | BatchForward:
+    return BatchForward(problem) if problem.chain.returns_statistics else NormForward(problem)
+
+
 def _y_over_z(problem: Problem) -> bool:
     """Whether the norm kernel alone reads z, which is of y's size, and y is of its dtype."""
     is_kept = problem.training or problem.chain.returns_sum
@@ -240,7 +247,7 @@ def _planes(problem: Problem, core: Core, layout: Layout) -> Bound:
     of_pre = sum(op.operand is not None for op in pre)
     constants_of_pre = sum(len(op.arguments) for op in pre)
     multiply = single.bind(product_of(problem), core, layout, problem)
-    normalise = NormForward(rest_of(problem)).bind(problem.n, layout.y_size, _y_over_z(problem))
+    normalise = _normalising(rest_of(problem)).bind(problem.n, layout.y_size, _y_over_z(problem))
 
     def run(inputs: Inputs) -> Forward:
         x, weight, bias, norm_weight, norm_bias, operands, constants = inputs
@@ -276,7 +283,11 @@ class _Products:
     """What computes dX and dW: planes, or a function each; None for what is not wanted."""
 
     def __init__(
-        self, problem: Problem, choice: BackwardChoice, want: Wanted, norm: NormBackward
+        self,
+        problem: Problem,
+        choice: BackwardChoice,
+        want: Wanted,
+        norm: NormBackward | BatchBackward,
     ) -> None:
         self.by_planes: PlaneProducts | None = None
         if choice.x or choice.weight:

@@ -25,6 +25,7 @@ from epinorm.backends.cuda.gemm.hopper.product import AddingProduct, prepare_add
 from epinorm.backends.cuda.gemm.launch import Operands, ProductForm
 from epinorm.backends.cuda.gemm.product import Product, prepare_product
 from epinorm.backends.cuda.norm.backward import Factors, NormBackward, NormGradients
+from epinorm.backends.cuda.norm.batch_backward import BatchBackward
 from epinorm.backends.cuda.plan.gradients import BackwardChoice, residual_has_dz
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape, choose
 from epinorm.backends.cuda.plan.portable import choose_product_tile
@@ -37,7 +38,9 @@ from epinorm.problem import Forward, Inputs, Later, Problem, Wanted
 class PlaneProducts:
     """The two products of one problem, or one of them, ready to launch."""
 
-    def __init__(self, problem: Problem, choice: BackwardChoice, norm: NormBackward) -> None:
+    def __init__(
+        self, problem: Problem, choice: BackwardChoice, norm: NormBackward | BatchBackward
+    ) -> None:
         self.problem, self.choice, self.norm = problem, choice, norm
         m, k, n, planes, device = problem.m, problem.k, problem.n, problem.planes, problem.device
         self.split_weight = splitter(planes, k, n, 0, device)

@@ -135,6 +135,8 @@ def _chains(reading: _Reading, ends: set[int] | None) -> tuple[list[tuple[Found,
             why = "dropout is left to PyTorch"
         elif found.norm_node is not None and found.norm_node.target is F.instance_norm:
             why = "its norm is InstanceNorm, whose weights another model may have for each sample"
+        elif found.chain.returns_statistics:
+            why = "BatchNorm in training is PyTorch's own"
         elif "row" in found.chain.operand_kinds:
             why = "it multiplies rows by a number each"
         elif not why and ends is not None and span.last not in ends:  # type: ignore[union-attr]

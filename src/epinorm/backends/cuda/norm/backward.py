@@ -205,7 +205,7 @@ class _Launches:
         resident = kernel.blocks_per_sm(tile.threads) * sms
         passes = ceil_div(problem.m, tile.rows_per_pass)
         parts = max(1, min(passes, resident // strips, LARGEST_GRID_Y))
-        self.scratch = _Scratch(problem, outputs, strips * tile.row_warps, parts)
+        self.scratch = Scratch(problem, outputs, strips * tile.row_warps, parts)
         self.new_scratch = new_tensor((self.scratch.nbytes,), torch.uint8, device)
         self.new_flags = new_tensor((self.scratch.column_flags + n,), torch.uint8, device)
         if plan.row_sums is not None:
@@ -216,7 +216,7 @@ class _Launches:
         signature = SIGNATURE + operands + "p" * sum(outputs.elements) + last
         early = starts_early(device)
         self.main = kernel.prepare(signature, (strips, parts), tile.threads, dependent=early)
-        self.column_sums = _column_sums(problem, outputs, device)
+        self.column_sums = column_sums(problem, outputs, device)
         self.row_sums: Callable[..., None] | None = None
         if plan.row_sums is not None:
             before = load(row_sums_source(problem, plan.row_sums, arch), device)
@@ -293,7 +293,7 @@ class _Launches:
         return sums
 
 
-def _column_sums(
+def column_sums(
     problem: Problem, outputs: Outputs, device: torch.device
 ) -> Callable[..., None] | None:
     """The launch of the second step of what blocks found of columns, where there is any."""
@@ -310,7 +310,7 @@ def _column_sums(
     )
 
 
-class _Scratch:
+class Scratch:
     """One allocation for what the kernels hand to each other; offsets in bytes."""
 
     def __init__(self, problem: Problem, outputs: Outputs, row_parts: int, parts: int) -> None:

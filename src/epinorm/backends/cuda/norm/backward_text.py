@@ -26,7 +26,7 @@ def backward_source(
 ) -> KernelSource:
     """The main kernel of this problem, plan and outputs for one architecture."""
     more = {"kSumsGiven": plan.row_sums is not None, "kEveryGroup": 0, "kRaggedRows": 1}
-    extra = output_text(outputs) + _last_parameters(outputs)
+    extra = output_text(outputs) + last_parameters(outputs)
     text = norm_text("norm/norm_backward", problem, plan.tile, more, extra)
     return KernelSource("norm_backward", text, arch)
 
@@ -60,7 +60,8 @@ def output_text(outputs: Outputs) -> str:
     )
 
 
-def _last_parameters(outputs: Outputs) -> str:
+def last_parameters(outputs: Outputs) -> str:
+    """The parameters behind them."""
     if outputs.if_wanted:
         return (
             "#define EPINORM_LARGEST_PARAMETERS , const unsigned* wanted\n"
@@ -91,11 +92,19 @@ def column_sums_source(problem: Problem, outputs: Outputs, arch: str) -> KernelS
         f"case {i}: sum{i}[column] = Rounded<{letter}>::from(sum); break;"
         for i, letter in enumerate(letters)
     )
-    defines = f"#define EPINORM_SUM_PARAMETERS {parameters}\n#define EPINORM_SUM_STORES {stores}\n"
-    numbers = {"kSums": len(letters), "kColumnLargest": int(outputs.column_largest)}
-    text = types_text(problem, True) + constants(numbers) + defines
-    text += read_kernel("norm/norm_column_sums.cu")
+    largest = int(outputs.column_largest)
+    text = column_sums_text(problem, len(letters), largest, parameters, stores)
     return KernelSource("norm_column_sums", text, arch)
+
+
+def column_sums_text(
+    problem: Problem, sums: int, largest: int, parameters: str, stores: str
+) -> str:
+    """Of so many sums, which have these parameters and are stored so."""
+    defines = f"#define EPINORM_SUM_PARAMETERS {parameters}\n#define EPINORM_SUM_STORES {stores}\n"
+    numbers = {"kSums": sums, "kColumnLargest": largest}
+    text = types_text(problem, True) + constants(numbers) + defines
+    return text + read_kernel("norm/norm_column_sums.cu")
 
 
 def _table(kind: str, name: str, values: Sequence[int], otherwise: int) -> str:

@@ -6,6 +6,7 @@ ones (portable.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -14,7 +15,8 @@ from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.planes import sum_is_z
 from epinorm.backends.cuda.runtime.device import HOPPER, Gpu, gpu_of
 from epinorm.backends.cuda.text.backward_chain import backward_elements
-from epinorm.chain import GroupNorm
+from epinorm.chain import BatchNorm, GroupNorm
+from epinorm.chain.pointwise import Pointwise
 from epinorm.problem import Problem
 
 FLOPS = {"native": 760e6, "high": 400e6, "highest": 51e6}
@@ -51,6 +53,7 @@ PRODUCT_LAUNCH = 4.0
 GROUP, GROUP_BACKWARD = 0.55e-3, 1.0e-3
 ROW, ROW_BACKWARD = 1.0e-3, 3.4e-3
 GROUP_NORM_PASSES = 6
+BATCH_NORM_PASSES, BATCH_NORM_PASSES_BACKWARD = 3, 5
 
 # What the host takes, on the machine of that H200: a product called, a layer, and their backward.
 HOST_LINEAR, HOST_LAYER = 21.0, 13.0
@@ -118,6 +121,8 @@ def norm_forward(problem: Problem) -> float:
     size = problem.dtype.itemsize + problem.out_dtype.itemsize * (1 + elements)
     writes_sum = problem.chain.returns_sum and not sum_is_z(problem)
     size += problem.sum_dtype.itemsize * writes_sum
+    if problem.chain.returns_statistics:
+        return _moves(problem, 1, size + problem.dtype.itemsize) + 2 * LAUNCH
     return _moves(problem, 1, size)
 
 
@@ -126,6 +131,9 @@ def norm_backward(problem: Problem) -> float:
     elements = len(backward_elements(problem.chain))
     size = problem.dtype.itemsize + problem.saved_dtype.itemsize
     size += problem.out_dtype.itemsize * (1 + elements)
+    if problem.chain.returns_statistics:
+        again = problem.saved_dtype.itemsize + problem.out_dtype.itemsize
+        return _moves(problem, 1, size + again) + 4 * LAUNCH
     return _moves(problem, 1, size) + 2 * LAUNCH
 
 
@@ -138,16 +146,19 @@ def turning(problem: Problem, values: int) -> float:
 def eager(problem: Problem) -> float:
     """PyTorch's layers one by one; in training their backward too."""
     chain, total = problem.chain, library_product(problem)
-    operations = [op for op in (*chain.pre, *chain.post) if op.name != "identity"]
+    if problem.training:
+        total += library_product(problem, "dX") + library_product(problem, "dW")
+        total += _moves(problem, 1) if problem.has_bias else 0.0
+    return total + eager_layers(problem, (*chain.pre, *chain.post))
+
+
+def eager_layers(problem: Problem, operations: Sequence[Pointwise]) -> float:
+    """PyTorch's norm and these operations, as in ``eager``."""
+    total = _eager_norm(problem)
+    operations = [op for op in operations if op.name != "identity"]
     for op in operations:
         total += _moves(problem, 3 if op.operand == "element" else 2)
-    total += _eager_norm(problem)
-    if not problem.training:
-        return total
-    total += library_product(problem, "dX") + library_product(problem, "dW")
-    if problem.has_bias:
-        total += _moves(problem, 1)
-    for op in operations:
+    for op in operations if problem.training else ():
         if op.name not in ("add_residual", "add_channel", "add"):
             total += _moves(problem, 3 if op.reads_input else 2)
         if op.operand == "channel":
@@ -158,6 +169,9 @@ def eager(problem: Problem) -> float:
 def _eager_norm(problem: Problem) -> float:
     if problem.chain.norm is None:
         return 0.0
+    if isinstance(problem.chain.norm, BatchNorm):
+        backward = _moves(problem, BATCH_NORM_PASSES_BACKWARD) + LAUNCH
+        return _moves(problem, BATCH_NORM_PASSES) + LAUNCH + problem.training * backward
     grouped, count = isinstance(problem.chain.norm, GroupNorm), problem.m * problem.groups
     total = _moves(problem, GROUP_NORM_PASSES if grouped else 2)
     total += count * (GROUP if grouped else ROW)
@@ -170,10 +184,16 @@ def _eager_norm(problem: Problem) -> float:
 def eager_host(problem: Problem) -> float:
     """What the host takes for the same."""
     chain = problem.chain
-    normed, layers = chain.norm is not None, len(chain.pre) + len(chain.post)
-    total = HOST_LINEAR + (layers + normed) * HOST_LAYER
+    linear = HOST_LINEAR + HOST_LINEAR_BACKWARD * problem.training
+    return linear + eager_layers_host(problem, len(chain.pre) + len(chain.post))
+
+
+def eager_layers_host(problem: Problem, layers: int) -> float:
+    """What the host takes for PyTorch's norm and so many operations."""
+    normed = problem.chain.norm is not None
+    total = (layers + normed) * HOST_LAYER
     if problem.training:
-        total += HOST_LINEAR_BACKWARD + layers * HOST_LAYER_BACKWARD + normed * HOST_NORM_BACKWARD
+        total += layers * HOST_LAYER_BACKWARD + normed * HOST_NORM_BACKWARD
     return total
 
 

@@ -160,7 +160,8 @@ def backward_choice(problem: Problem, plan: Plan, want: Wanted) -> BackwardChoic
     if core is not None:
         x, weight = planes_taken(problem, want.x, want.weight, core)
     planes = problem.planes
-    if x and weight and core == "hopper" and worthwhile(problem, planes):
+    of_rows = not problem.chain.returns_statistics
+    if x and weight and core == "hopper" and of_rows and worthwhile(problem, planes):
         vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
         writes_planes = next(rows_plans(problem, vector), None) is not None
     if want.x and not x:

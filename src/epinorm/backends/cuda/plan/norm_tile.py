@@ -12,6 +12,8 @@ WARP = 32
 SECTOR_BYTES = 32
 """The unit of DRAM and L2 traffic: what neighbouring lanes read together should fill one."""
 LARGEST_ACCESS_BYTES = 16
+NARROW = "narrower vectors, where a tensor is not aligned to 16 bytes"
+"""What else a plan says of a norm kernel."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ What only a call can tell, an address that is not aligned say, is a step's ``oth
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
 
-from epinorm.backends.cuda.plan import hopper, hopper_product, portable, tuned
+from epinorm.backends.cuda.plan import hopper, hopper_product, norm_batch, portable, tuned
 from epinorm.backends.cuda.plan.gradients import (
     backward_choice,
     planes_taken,
@@ -22,7 +23,7 @@ from epinorm.backends.cuda.plan.hopper_tile import Tile, rounded_columns
 from epinorm.backends.cuda.plan.norm_backward import Outputs, backward_plans
 from epinorm.backends.cuda.plan.norm_forward import forward_plans
 from epinorm.backends.cuda.plan.norm_planes import rows_plans
-from epinorm.backends.cuda.plan.norm_tile import vector_width
+from epinorm.backends.cuda.plan.norm_tile import NARROW, vector_width
 from epinorm.backends.cuda.plan.plane_layout import LINE_COLUMNS, PlaneLayout
 from epinorm.backends.cuda.plan.planes import over_x, product_of, rest_of, sum_is_z
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
@@ -31,7 +32,6 @@ from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.problem import Buffer, Core, Plan, Problem, Step, Wanted
 
 _SPILLS = "the next tile, where ptxas spills registers"
-_NARROW = "narrower vectors, where a tensor is not aligned to 16 bytes"
 _LIBRARY = "the library's product"
 _GUARD = "what planes do not hold is computed again in fp32"
 
@@ -101,11 +101,12 @@ class _Forward(_Pass):
         if problem.keeps_z and self.steps:
             self._save("z", problem.m * problem.n * problem.dtype.itemsize)
         if problem.keeps_statistics and self.steps:
-            statistic = problem.m * problem.groups * problem.stats_dtype.itemsize
-            self._save("mean and rstd", 2 * statistic)
+            count = math.prod(problem.chain.statistics_shape(problem.m, problem.n))
+            self._save("mean and rstd", 2 * count * problem.stats_dtype.itemsize)
 
-    def _save(self, name: str, nbytes: int, until: str = "norm_backward") -> None:
-        self.saved.append(Buffer(name, nbytes, self.steps[0].kernel, until))
+    def _save(self, name: str, nbytes: int, until: str = "") -> None:
+        norm = "batch_backward" if self.problem.chain.returns_statistics else "norm_backward"
+        self.saved.append(Buffer(name, nbytes, self.steps[0].kernel, until or norm))
 
     def _planes(self, core: Core) -> None:
         """The product as a chain of its own, then the norm kernel."""
@@ -121,10 +122,12 @@ class _Forward(_Pass):
     def _norm(self, problem: Problem) -> None:
         if not problem.chain.returns_sum:  # the product wrote it
             self.y = self.y.replace(", sum", "")
-        if problem.m:
+        if problem.chain.returns_statistics:
+            norm_batch.add_forward_steps(problem, self.steps, self.scratch)
+        elif problem.m:
             vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
             first = forward_plans(problem, vector, max_shared_bytes(problem.device))[0]
-            otherwise = f"{_NARROW}; {_SPILLS}"
+            otherwise = f"{NARROW}; {_SPILLS}"
             self._step(first.kernel, self.y, first.reason, first, otherwise)
 
     def _single(self, core: Core) -> None:
@@ -270,6 +273,9 @@ class _Backward(_Pass):
         problem = self.problem
         if not problem.m or outputs.is_empty:
             return
+        if problem.chain.returns_statistics:
+            norm_batch.add_backward_steps(problem, outputs, self.steps, self.scratch)
+            return
         vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
         plan = backward_plans(problem, vector, outputs)[0]
         if plan.row_sums is not None:
@@ -278,7 +284,7 @@ class _Backward(_Pass):
         sums = sum(outputs.sums)
         makes = ", ".join(["dz"] * outputs.dz + ["partial sums over rows"] * (sums > 0))
         reason = "the least idle lanes for the group's channels"
-        otherwise = f"{_NARROW}; {_SPILLS}"
+        otherwise = f"{NARROW}; {_SPILLS}"
         if if_wanted:
             makes, reason = "dz in fp32", "for the range guard, only where something is flagged"
             reason += "; over x's planes" * self.choice.dz_over_x

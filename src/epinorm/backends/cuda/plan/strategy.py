@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -19,6 +19,7 @@ from epinorm.backends.cuda.plan.steps import completed, single_microseconds, sin
 from epinorm.backends.cuda.runtime.device import HOPPER, capability, supported
 from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.backends.cuda.text.instance import columns_of
+from epinorm.chain import Chain
 from epinorm.problem import Core, Plan, Problem, Strategy
 
 CORE_VARIABLE = "EPINORM_CORE"
@@ -39,6 +40,8 @@ _HOST_BACKWARD = {torch.float32: 170.0}
 _HOST_OTHER_BACKWARD = 120.0
 _HOST_WITHOUT_NORM = 0.8
 """Of a backward pass."""
+_HOST_STATISTICS = 14.0
+"""Two kernels more, and the running statistics in one operation."""
 _HIDDEN = 0.05
 _UNSURE, _ROWS_OF_A_TILE = 3.0, 64
 """Microseconds that a way with a norm may be estimated longer than eager on the GPU, where a tile
@@ -56,7 +59,8 @@ _FEW_TERMS = 16
 """From here on a sum's own roundings in fp32 weigh more than what planes leave out of its terms:
 sqrt(1 + 2 + ... + k) of 2^-25 against sqrt(k) of 2^-24."""
 
-_EPILOGUE = "a library product, then one kernel"
+_LIBRARY = "a library product"
+_EPILOGUE = f"{_LIBRARY}, then one kernel"
 _EAGER = "PyTorch's own layers"
 
 
@@ -74,12 +78,14 @@ def _decided(problem: Problem, strategy: Strategy) -> Plan:
     refusal = supported(problem.device)
     if refusal is not None:
         return Plan("reference", refusal)
+    if problem.chain.returns_statistics and (why := _why_no_batch(problem, strategy)):
+        return Plan("reference", why, chosen=True)
     if strategy == "auto":
         return _auto(problem)
     if strategy == "epilogue":
         if problem.chain.norm is None:
             return Plan("reference", "without a norm there is nothing for the norm kernel")
-        return Plan("epilogue", f"asked for by name: {_EPILOGUE}")
+        return Plan("epilogue", f"asked for by name: {_LIBRARY}, then {_kernels(problem)}")
     core, why_not = _core(problem) if strategy == "single" else _planes_core(problem)
     if core is None:
         return Plan("reference", why_not)
@@ -87,8 +93,21 @@ def _decided(problem: Problem, strategy: Strategy) -> Plan:
     return Plan(strategy, f"asked for by name; {text}", core)
 
 
+def _why_no_batch(problem: Problem, strategy: Strategy) -> str:
+    """Why a BatchNorm is PyTorch's own, whatever it takes; empty where it need not be."""
+    if strategy == "single":
+        return "a block of the single kernel has some rows, and a BatchNorm's statistics are of all"
+    if problem.m < 2 or not (problem.k and problem.n):
+        return f"there is nothing to compute for shape ({problem.m}, {problem.k}) → {problem.n}"
+    if not problem.dtype == problem.norm_dtype == problem.out_dtype:
+        return "under autocast BatchNorm's input has 16 bits, and its parameters are fp32"
+    return ""
+
+
 def _auto(problem: Problem) -> Plan:
     """The fastest of what serves the problem."""
+    if problem.chain.returns_statistics:
+        return _fastest(problem, None, "")
     if problem.chain.is_linear and problem.dtype != torch.float32:
         reason = f"{_EAGER}: cuBLAS multiplies it as fast as it is"
         cost = Cost(costs.eager(problem), costs.eager_host(problem))
@@ -132,17 +151,21 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
     planes_core = _planes_core(problem)[0]
     if planes_core is not None:
         cost = _single_cost(product_of(problem), planes_core)
-        cost += Cost(costs.norm_forward(rest_of(problem)), _HOST_NORM)
+        cost += Cost(costs.norm_forward(rest_of(problem)), _HOST_NORM + _host_of_batch(problem))
         cost += _backward_cost(problem, planes_core)
         ways.append((cost, _planes_text(problem, planes_core), "planes", planes_core))
     if problem.chain.norm is not None:
         forward = costs.library_product(problem) + costs.norm_forward(problem)
-        cost = Cost(forward, _HOST_EPILOGUE) + _backward_cost(problem, None)
-        ways.append((cost, _EPILOGUE, "epilogue", None))
+        host = _HOST_EPILOGUE + _host_of_batch(problem)
+        cost = Cost(forward, host) + _backward_cost(problem, None)
+        ways.append((cost, f"{_LIBRARY}, then {_kernels(problem)}", "epilogue", None))
     # PyTorch's layers would have to make the kernels' mask in dozens of operations.
     drops = "seed" in problem.chain.operand_kinds
     eager = None
-    if problem.out_dtype == problem.dtype and not drops:
+    if problem.chain.returns_statistics:  # whose dropout a graph leaves to PyTorch as it is
+        eager, text = _linear_alone(problem)
+        ways.append((eager, text, "reference", None))
+    elif problem.out_dtype == problem.dtype and not drops:
         eager = Cost(costs.eager(problem), costs.eager_host(problem))
         ways.append((eager, _EAGER, "reference", None))
     if not ways:
@@ -171,6 +194,27 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
     return Plan(strategy, reason, core, chosen=True, gain=gain, microseconds=time)
 
 
+def _linear_alone(problem: Problem) -> tuple[Cost, str]:
+    """What a BatchNorm takes that is PyTorch's own, behind a product that need not be."""
+    chain = problem.chain
+    linear = replace(
+        problem, chain=Chain(None, chain.pre), has_norm_weight=False, has_norm_bias=False
+    )
+    found = Cost(costs.eager(linear), costs.eager_host(linear))
+    core = None if linear.chain.is_linear and linear.dtype != torch.float32 else _core(linear)[0]
+    if core is not None:
+        ours = _single_cost(linear, core) + _backward_cost(linear, core)
+        found = min(found, ours, key=lambda cost: cost.microseconds)
+    layers = Cost(
+        costs.eager_layers(problem, chain.post), costs.eager_layers_host(problem, len(chain.post))
+    )
+    return found + layers, "PyTorch's own BatchNorm behind the Linear"
+
+
+def _host_of_batch(problem: Problem) -> float:
+    return _HOST_STATISTICS if problem.chain.returns_statistics else 0.0
+
+
 def _planes_core(problem: Problem) -> tuple[Core | None, str]:
     """The core that multiplies fp32 by planes with the norm in a kernel of its own; or why not."""
     kinds = (problem.dtype, problem.norm_dtype, problem.out_dtype)
@@ -184,7 +228,11 @@ def _planes_core(problem: Problem) -> tuple[Core | None, str]:
 def _planes_text(problem: Problem, core: Core) -> str:
     tile = single_tile(product_of(problem), core)
     assert tile is not None
-    return f"a product {_operands_text(problem, tile, 'by')}, then one kernel"
+    return f"a product {_operands_text(problem, tile, 'by')}, then {_kernels(problem)}"
+
+
+def _kernels(problem: Problem) -> str:
+    return "three kernels" if problem.chain.returns_statistics else "one kernel"
 
 
 def _operands_text(problem: Problem, tile: Tile | PortableTile, word: str) -> str:

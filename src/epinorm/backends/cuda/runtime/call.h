@@ -147,6 +147,7 @@ struct Call {
   Sizes y_sizes;
   std::vector<std::pair<int, at::Tensor>> kept;  // z, mean, rstd: which result, or a constant
   int sum = -1, planes = -1;                     // which result; the first of them
+  int statistics = -1;                           // which result, of no gradient and not y's size
   std::shared_ptr<const Held> has_room, leave;   // for planes: () -> bool, (results) -> KeptPlanes
   std::shared_ptr<const Backward> backward, backward_with_sum;
   std::shared_ptr<const Held> in_python;  // (saved, dy, wanted, dsum, left) -> gradients

@@ -172,8 +172,8 @@ auto new_node() {
     return c10::make_intrusive<ChainNode>();
 }
 
-// y, and the sum where it is a result, of tensors of which the call fits; nothing where Python has to
-// compute them all the same. The GIL is held.
+// y, and the sum or the batch's statistics where they are a result, of tensors of which the call fits;
+// nothing where Python has to compute them all the same. The GIL is held.
 inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors, void* stream) {
   const at::DeviceType kind = tensors[0].device().type();
   for (size_t i = 0; i < call->casts.size(); ++i)
@@ -200,7 +200,11 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
   if (call->sum >= 0) results.push_back(made[call->sum]);
   for (const at::Tensor& t : results)
     t.unsafeGetTensorImpl()->set_sizes_contiguous(call->y_sizes);
-  if (!call->training) return results;
+  const auto with_statistics = [&]() -> Tensors {
+    if (call->statistics >= 0) results.push_back(made[call->statistics]);
+    return std::move(results);
+  };
+  if (!call->training) return with_statistics();
   auto node = new_node<decltype(ag::Edge::function)>();
   node->set_next_edges(ag::collect_next_edges(tensors));
   node->call = call;
@@ -225,7 +229,7 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
     const bool is_sum = static_cast<int>(i) == call->residual;
     node->saved.emplace_back(is_sum ? made[call->sum] : tensors[i], is_sum);
   }
-  return results;
+  return with_statistics();
 }
 
 }  // namespace epinorm

@@ -200,17 +200,17 @@ PyObject* add_operator(PyObject* self, PyObject* args) {
   });
 }
 
-// (tensors, casts, setting, y's size, program, kept, sum, planes, has_room, leave, two backwards,
+// (tensors, casts, setting, y's size, program, kept, sum, statistics, planes, has_room, leave, two backwards,
 // in_python, accumulating, residual)
 PyObject* add_call(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
     PyObject *given, *casts, *setting, *size, *program, *kept, *has_room, *leave, *first, *second;
     PyObject* in_python;
-    int sum, planes, residual;
+    int sum, statistics, planes, residual;
     unsigned long long accumulating;
-    if (!PyArg_ParseTuple(args, "OOOOO!OiiOOOOOKi", &given, &casts, &setting, &size, program_type,
-                          &program, &kept, &sum, &planes, &has_room, &leave, &first, &second,
-                          &in_python, &accumulating, &residual))
+    if (!PyArg_ParseTuple(args, "OOOOO!OiiiOOOOOKi", &given, &casts, &setting, &size, program_type,
+                          &program, &kept, &sum, &statistics, &planes, &has_room, &leave, &first,
+                          &second, &in_python, &accumulating, &residual))
       return nullptr;
     const auto made = new_call(*value_of<Calls>(self), given, setting, program);
     if (!made) Py_RETURN_NONE;
@@ -225,6 +225,7 @@ PyObject* add_call(PyObject* self, PyObject* args) {
     }
     made->y_sizes = numbers(size);
     made->sum = sum;
+    made->statistics = statistics;
     made->residual = residual;
     made->training = first != Py_None;
     if (made->training) {
@@ -241,7 +242,7 @@ PyObject* add_call(PyObject* self, PyObject* args) {
   });
 }
 
-// (*tensors) -> y, or y and the sum, and all that an operator returns; None for a call that is like
+// (*tensors) -> y, or y and a second result, and all that an operator returns; None for a call that is like
 // none that was added.
 PyObject* call_calls(PyObject* self, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
