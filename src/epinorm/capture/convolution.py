@@ -219,5 +219,5 @@ def _pays(
 
 
 _HOST_TURNED = {False: 110.0, True: 700.0}
-"""Microseconds of the host, with copies, their views and autograd's nodes; in training both ways."""
+"""Microseconds of the host, with copies, their views, autograd's nodes; in training both ways."""
 _IN_TRAINING = 2.0
