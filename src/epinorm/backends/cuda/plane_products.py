@@ -27,7 +27,7 @@ from epinorm.backends.cuda.gemm.product import Product, prepare_product
 from epinorm.backends.cuda.norm.backward import Factors, NormBackward, NormGradients
 from epinorm.backends.cuda.norm.batch_backward import BatchBackward
 from epinorm.backends.cuda.plan.gradients import BackwardChoice, residual_has_dz
-from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape, choose
+from epinorm.backends.cuda.plan.hopper_product import Choice, choose, gradient_shape
 from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.plan.steps import dz_alone
@@ -51,18 +51,17 @@ class PlaneProducts:
         self.dz_planes: DzPlanes | None = None
         if choice.writes_planes:
             self.dz_planes = DzPlanes(problem, self.split_x, self.split_weight)
-        self.dx = self._product(m, n, True) if choice.x else None
-        self.dw = self._product(n, m, False) if choice.weight else None
+        self.dx = self._product(False) if choice.x else None
+        self.dw = self._product(True) if choice.weight else None
 
-    def _product(self, rows: int, length: int, major_k_a: bool) -> Product:
-        problem, device = self.problem, self.problem.device
-        shape = ProductShape(rows, problem.k, length, problem.planes, 4)
+    def _product(self, of_weight: bool) -> Product:
+        device, shape = self.problem.device, gradient_shape(self.problem, of_weight)
         choice: Choice | PortableTile = (
             choose_product_tile(shape.planes, gpu_of(device))
             if self.choice.core == "portable"
             else choose(shape, sm_count(device))
         )
-        form = ProductForm(torch.float16, torch.float32, True, major_k_a)
+        form = ProductForm(torch.float16, torch.float32, True, not of_weight)
         return prepare_product(shape, choice, form, device)
 
     def __call__(
@@ -212,8 +211,7 @@ class PlaneProducts:
             return None
         if not self.adds_loaded and torch.cuda.is_current_stream_capturing():
             return None
-        p = self.problem
-        return prepare_adding(ProductShape(p.n, p.k, p.m, p.planes, 4), False, p.device)
+        return prepare_adding(gradient_shape(self.problem, True), False, self.problem.device)
 
     def _given(
         self, a: GradientPlanes, b: Tensor, of_b: Splitter

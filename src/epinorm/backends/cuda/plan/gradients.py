@@ -69,15 +69,15 @@ def _cheapest(
     def split(values: int, copies: int) -> float:
         return _SPLIT_LAUNCH + values * (4 + 2 * planes * copies) / moved
 
-    def ours(rows: int, length: int, converted: int) -> float:
-        shape = ProductShape(rows, k, length, planes, 4)
+    def ours(of_weight: bool, converted: int) -> float:
+        shape = hopper_product.gradient_shape(problem, of_weight)
         if core == "portable":
             product = portable_plan.product_microseconds(shape, gpu)
         else:
             product = hopper_product.choose(shape, gpu.multiprocessors).microseconds
         return _PRODUCT_LAUNCHES + max(product, least * planes / 2) + split(converted, 1)
 
-    by_planes = [ours(m, n, n * k), ours(n, m, m * k)]
+    by_planes = [ours(False, n * k), ours(True, m * k)]
     wanted = (want_x, want_weight)
 
     def cost(taken: tuple[bool, bool]) -> float:

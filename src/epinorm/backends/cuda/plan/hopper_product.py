@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from epinorm.backends.cuda.plan.hopper import fold_steps
 from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile
 from epinorm.backends.memo import memo
+from epinorm.problem import Problem
 
 BLOCK_K = STEP_BYTES // 2
 MOST_PARTS = 32
@@ -39,23 +40,34 @@ TILES: dict[int, tuple[TileCost, ...]] = {
 START = 6000
 CYCLES_PER_MICROSECOND = 1550.0
 """What the clock falls to while tensor cores are busy."""
+FOLDED = 1.12
+"""Of a step of two planes: each product of 16 folded by itself (decision 2)."""
 ADD_LAUNCH, ADD_BYTES = 3.0, 3.0e6
 """Of add_splits, in microseconds and bytes a microsecond."""
 
 
 @dataclass(frozen=True)
 class ProductShape:
-    """c (rows, columns) = a · b over ``length``; planes of each operand, bytes of c's elements."""
+    """c (rows, columns) = a · b over ``length``; planes of each operand, bytes of c's elements.
+    cancels: next to nothing is left of the sums' terms, so that each product of 16 is folded."""
 
     rows: int
     columns: int
     length: int
     planes: int
     out_bytes: int
+    cancels: bool = False
 
     @property
     def steps(self) -> int:
         return -(-self.length // BLOCK_K)
+
+
+def gradient_shape(problem: Problem, of_weight: bool) -> ProductShape:
+    """The product of dz's planes that dW, or dX, is. Behind a BatchNorm dz's columns sum to 0."""
+    rows, length = (problem.n, problem.m) if of_weight else (problem.m, problem.n)
+    cancels = of_weight and problem.planes == 2 and problem.chain.returns_statistics
+    return ProductShape(rows, problem.k, length, problem.planes, 4, cancels)
 
 
 @dataclass(frozen=True)
@@ -78,8 +90,10 @@ def tiles_of(shape: ProductShape, tile: Tile) -> int:
 def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
     for cost in TILES[shape.planes]:
         tile = cost.tile
+        step_cycles = cost.step * (FOLDED if shape.cancels else 1.0)
         if shape.planes == 2:
-            tile = dataclasses.replace(tile, fold_steps=fold_steps(shape.length))
+            fold = 0 if shape.cancels else fold_steps(shape.length)
+            tile = dataclasses.replace(tile, fold_steps=fold)
         tiles = tiles_of(shape, tile)
         tried = set()
         most = min(MOST_PARTS, shape.steps // 4, 2 * sms // tiles) if cost.splits else 1
@@ -91,7 +105,7 @@ def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
                 continue
             tried.add(parts)
             rounds = -(-tiles * parts // sms)
-            cycles = START + rounds * (steps * cost.step + cost.epilogue[out_bytes])
+            cycles = START + rounds * (steps * step_cycles + cost.epilogue[out_bytes])
             microseconds = cycles / CYCLES_PER_MICROSECOND
             if parts > 1:
                 moved = shape.rows * shape.columns * (4 * parts + shape.out_bytes)

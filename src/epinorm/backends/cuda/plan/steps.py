@@ -340,11 +340,11 @@ class _Backward(_Pass):
             self._step("split_gradient", makes, "with the scales of W and x")
             nbytes = (x + weight) * 2 * planes * m * n + 4 * (m * x + n * weight)
             self._take("dz's planes", nbytes, "split_gradient", "dW")
-            products = [("dX", m, n)] * x + [("dW", n, m)] * weight
+            products = ["dX"] * x + ["dW"] * weight
             for product in reversed(products) if self.choice.weight_first else products:
-                if product[0] == "dX":
+                if product == "dX":
                     self._weight_again(k, n)
-                self._guarded(*product)
+                self._guarded(product)
             return
         vector = vector_width(n // problem.groups, problem.dtype.itemsize, ())
         rows_plan = next(rows_plans(problem, vector))
@@ -356,26 +356,26 @@ class _Backward(_Pass):
         dz = Outputs.of(problem, dz_alone(problem), if_wanted=True)
         beside = self.choice.beside_dx
         if beside:
-            self._product_of_planes("dX", m, n)
+            self._product_of_planes("dX")
         reason = "beside dX's last tiles" if beside else "before dX: its memory is the peak"
         otherwise = "before dX, where dW is added to a gradient" if beside else ""
         makes = "scales of x for dW, sums over rows"
         self._step("rescale_planes", makes, reason, otherwise=otherwise)
         over_x = self.choice.dz_over_x
         if over_x:
-            self._product_of_planes("dW", n, m)
+            self._product_of_planes("dW")
         if not residual_has_dz(problem, self.want):
             self._norm(dz, if_wanted=True)
         if over_x:
             self._step("rescue_gradient", "dW", _GUARD)
         elif self.choice.weight_first:
-            self._guarded("dW", n, m)
+            self._guarded("dW")
         if not beside:
             self._weight_again(k, n)
-            self._product_of_planes("dX", m, n)
+            self._product_of_planes("dX")
         self._step("rescue_gradient", "dX", _GUARD)
         if not self.choice.weight_first:
-            self._guarded("dW", n, m)
+            self._guarded("dW")
 
     def _weight_again(self, k: int, n: int) -> None:
         if self.choice.dz_over_x if not self.left else not weight_waits(self.problem):
@@ -383,13 +383,13 @@ class _Backward(_Pass):
             self._step("split", "W's planes", reason)
             self._take("W's planes again", PlaneLayout(2, k, n, 0).nbytes, "split", "dX")
 
-    def _guarded(self, name: str, rows: int, length: int) -> None:
-        self._product_of_planes(name, rows, length)
+    def _guarded(self, name: str) -> None:
+        self._product_of_planes(name)
         self._step("rescue_gradient", name, _GUARD)
 
-    def _product_of_planes(self, name: str, rows: int, length: int) -> None:
+    def _product_of_planes(self, name: str) -> None:
         problem = self.problem
-        shape = ProductShape(rows, problem.k, length, problem.planes, 4)
+        shape = hopper_product.gradient_shape(problem, name == "dW")
         if self.choice.core == "hopper":
             self._product(name, shape, hopper_product.choose(shape, sm_count(problem.device)))
             return
