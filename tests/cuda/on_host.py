@@ -95,7 +95,7 @@ extern "C" __attribute__((visibility("default"))) void run(int x, int y, int thr
   }}
 }}
 """
-_FLAGS = "-std=c++20 -O1 -w -fpermissive -shared -fPIC -pthread -fno-strict-aliasing".split()
+_FLAGS = "-std=c++20 -O0 -w -fpermissive -shared -fPIC -pthread -fno-strict-aliasing".split()
 # Statics of inline functions, which stand for shared memory, are each kernel's own.
 _FLAGS += ["-fno-gnu-unique", "-fvisibility=hidden"]
 

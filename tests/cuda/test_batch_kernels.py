@@ -134,10 +134,9 @@ def tensors_of(problem: Problem) -> tuple[Tensor, Tensor, Inputs]:
 CASES: list[tuple[str, int, int, torch.dtype, dict[str, bool]]] = [
     (RELU, 301, 60, F32, {}),
     (HEAVY, 130, 36, F32, {}),
-    ("leaky_relu(0.1)|batch_norm(0.001)", 70, 132, F32, {}),
-    ("batch_norm(0.001)", 77, 7, F64, {}),
-    ("batch_norm(0.001)", 9, 16, F32, dict.fromkeys(("has_norm_weight", "has_norm_bias"), False)),
+    ("batch_norm(0.001)", 77, 7, F64, {"has_norm_weight": False}),
 ]
+"""Each compiles six kernels: what else there is, tests/gpu has."""
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -160,24 +159,25 @@ def test_they_compute_what_pytorch_does(case: int, host: None) -> None:
 
 def test_hard_columns_stay_by_themselves(host: None) -> None:
     torch.manual_seed(0)
-    problem = problem_of("batch_norm(1e-05)", 300, 8, F32, has_bias=False)
-    problem = dataclasses.replace(problem, device=torch.device("cpu"))
+    problem = dataclasses.replace(problem_of(RELU, 300, 60, F32), device=torch.device("cpu"))
     z, dy, inputs = tensors_of(problem)
+    inputs = inputs._replace(bias=torch.zeros(60))
     z[:, 0] += 1e4
     z[:, 1], z[:, 2] = 1e4, 0
     ours, _ = results(problem, z.clone(), dy, inputs)
     truth = by_pytorch(problem, z, dy, inputs, F64)
     beta = inputs.norm_bias
     assert beta is not None
-    assert torch.equal(ours[0][:, 1:3], beta[1:3].expand(300, 2))
-    for i, limit in ((0, 1e-3), (1, 1e-6), (2, 1e-3)):
+    assert torch.equal(ours[0][:, 1:3], beta[1:3].relu().expand(300, 2))
+    # Half an ulp of column 0 is a thousandth of what it varies by, and moves some over the kink.
+    for i, limit, first in ((0, 1e-3, 0), (1, 1e-6, 0), (2, 1e-5, 1)):
         error = (ours[i].double() - truth[i]).norm(dim=0) / truth[i].norm(dim=0).clamp(min=1e-30)
-        assert (error <= limit).all(), (i, error)
+        assert (error[first:] <= limit).all(), (i, error)
     z[3, 5], z[4, 6] = math.nan, math.inf
     hard, _ = results(problem, z, dy, inputs)
     for before, after in ((ours[0], hard[0]), (ours[2], hard[2])):
         assert after[:, 5:7].isnan().all()
-        for column in (*range(5), 7):
+        for column in (*range(5), *range(7, 60)):
             assert torch.equal(before[:, column], after[:, column])
 
 
