@@ -13,7 +13,7 @@ from epinorm.backends.cuda.gemm.hopper.text import product_source
 from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.plan.gradients import planes_taken
 from epinorm.backends.cuda.plan.hopper import fold_steps
-from epinorm.backends.cuda.plan.hopper_product import TILES, ProductShape, choose
+from epinorm.backends.cuda.plan.hopper_product import ProductShape, TILES, choose, gradient_shape
 from epinorm.backends.cuda.plan.hopper_tile import Tile, product_shared_bytes
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.runtime.jit import compiled
@@ -109,9 +109,20 @@ def test_short_sums_fold_more_often() -> None:
     assert [fold_steps(k) for k in (64, 128, 129, 4096, 4097, 8192)] == [0, 0, 1, 1, 1, 1]
 
 
-def problem(m: int, k: int, n: int, precision: str) -> Problem:
+def test_behind_a_batch_norm_each_product_of_dw_is_folded() -> None:
+    def folds(norm: str, precision: str) -> list[int]:
+        given = problem(16384, 4096, 4096, precision, f"{norm}|relu")
+        shapes = [gradient_shape(given, of_weight) for of_weight in (False, True)]
+        return [choose(shape, SMS).tile.fold_steps for shape in shapes]
+
+    assert folds("batch_norm", "highest") == [1, 0]
+    assert folds("group_norm(8)", "highest") == [1, 1]
+    assert not gradient_shape(problem(64, 64, 64, "high", "batch_norm"), True).cancels
+
+
+def problem(m: int, k: int, n: int, precision: str, chain: str = "group_norm(8)|relu") -> Problem:
     return Problem(
-        chain=Chain.parse("group_norm(8)|relu"),
+        chain=Chain.parse(chain),
         m=m,
         k=k,
         n=n,

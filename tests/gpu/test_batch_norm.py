@@ -331,3 +331,22 @@ def test_dropout_behind_it() -> None:
         torch.testing.assert_close(y[kept], expected[kept] / 0.75, rtol=1e-3, atol=1e-3)
         y.sum().backward()
     assert epinorm.explain(fused).rows[0].chain.endswith("relu|dropout(0.25)")
+
+
+def test_the_gradient_of_a_weight_whose_terms_cancel() -> None:
+    """dz's columns sum to 0 and half of it is far below the rest, where x is positive (KernelBench
+    41): the tensor cores' cuts would have one sign. The same dz as eager's, but for its roundings.
+    """
+    torch.manual_seed(0)
+    m, k, n = 16384, 1024, 1024
+    model = nn.Sequential(nn.Linear(k, n), nn.BatchNorm1d(n), nn.GELU()).cuda()
+    x, dy = torch.rand(m, k, device="cuda"), torch.randn(m, n, device="cuda")
+    dy *= torch.rand_like(dy) < 0.5
+    exact, fused = copy.deepcopy(model).double(), epinorm.fuse(copy.deepcopy(model))
+    gradients = []
+    for each in (exact, model, fused):
+        of_its_type = next(each.parameters()).dtype
+        each(x.to(of_its_type)).backward(dy.to(of_its_type))
+        gradients.append(each[0].weight.grad)
+    truth, eager, ours = gradients
+    assert relative_error(ours, truth) <= allowed_error(relative_error(eager, truth), ours.dtype)
