@@ -13,7 +13,7 @@ from epinorm.backends.cuda.gemm.hopper.text import product_source
 from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.plan.gradients import planes_taken
 from epinorm.backends.cuda.plan.hopper import fold_steps
-from epinorm.backends.cuda.plan.hopper_product import ProductShape, TILES, choose, gradient_shape
+from epinorm.backends.cuda.plan.hopper_product import TILES, ProductShape, choose, gradient_shape
 from epinorm.backends.cuda.plan.hopper_tile import Tile, product_shared_bytes
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.runtime.jit import compiled
