@@ -1,8 +1,8 @@
 """Every kind of norm kernel, of the portable kernel and of Hopper's once, small, for
 compute-sanitizer.
 
-`make sanitize-gpu` runs this file; ARGS names kinds of kernels: calls, repeated, norm, portable,
-hopper, split, clusters, attention.
+`make sanitize-gpu` runs this file; ARGS names kinds of kernels: calls, repeated, norm, batch,
+portable, hopper, split, clusters, attention.
 
 PyTorch's caching allocator must be off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): it hands out parts of
 large blocks, in which an access beyond a tensor's end is still inside an allocation.
@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import test_batch_norm
 from product_case import ProductCase, fitted, make_product, plane_products
 
 import epinorm
@@ -145,6 +146,19 @@ def norm_kernels() -> None:
         results = [kept.y, *gradients.values()]
         assert all(bool(t.isfinite().all()) for t in results), (channels, dtype, chain)
         print(f"{channels} channels, {groups} groups, {m} rows, {dtype}: done", flush=True)
+
+
+def batch_norm_kernels() -> None:
+    for text in test_batch_norm.TEXTS:
+        for m, n, dtype in (
+            (33, 60, torch.float32),
+            (300, 272, torch.bfloat16),
+            (5, 33, torch.float16),
+        ):
+            found = test_batch_norm.Kernels(text, m, n, dtype).ours()
+            torch.cuda.synchronize()
+            assert all(bool(t.isfinite().all()) for t in found.values()), (text, m, n)
+            print(f"{m} rows of {n}, {text}, {dtype}: done", flush=True)
 
 
 def portable_kernels() -> None:
@@ -362,6 +376,7 @@ KERNELS = {
     "calls": calls,
     "repeated": repeated_calls,
     "norm": norm_kernels,
+    "batch": batch_norm_kernels,
     "portable": portable_kernels,
     "hopper": hopper_kernels,
     "split": split_kernels,
