@@ -10,6 +10,7 @@ large blocks, in which an access beyond a tensor's end is still inside an alloca
 
 import dataclasses
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,7 +20,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import test_batch_norm
 from product_case import ProductCase, fitted, make_product, plane_products
 
 import epinorm
@@ -149,13 +149,14 @@ def norm_kernels() -> None:
 
 
 def batch_norm_kernels() -> None:
-    for text in test_batch_norm.TEXTS:
+    cases: Any = importlib.import_module("test_batch_norm")
+    for text in cases.TEXTS:
         for m, n, dtype in (
             (33, 60, torch.float32),
             (300, 272, torch.bfloat16),
             (5, 33, torch.float16),
         ):
-            found = test_batch_norm.Kernels(text, m, n, dtype).ours()
+            found = cases.Kernels(text, m, n, dtype).ours()
             torch.cuda.synchronize()
             assert all(bool(t.isfinite().all()) for t in found.values()), (text, m, n)
             print(f"{m} rows of {n}, {text}, {dtype}: done", flush=True)
