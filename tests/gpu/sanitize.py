@@ -2,7 +2,7 @@
 compute-sanitizer.
 
 `make sanitize-gpu` runs this file; ARGS names kinds of kernels: calls, repeated, norm, portable,
-hopper, split, clusters, attention.
+hopper, split, clusters, attention, batch.
 
 PyTorch's caching allocator must be off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): it hands out parts of
 large blocks, in which an access beyond a tensor's end is still inside an allocation.
@@ -38,6 +38,7 @@ from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.chain import Rounding
 from epinorm.operator.attention import attention
+from epinorm.operator.dispatch import Caller
 from epinorm.problem import Strategy, Wanted
 
 EVERY = Wanted(True, True, True, True, True, ())
@@ -347,6 +348,23 @@ def step(
     return node
 
 
+def batch_kernels() -> None:
+    """BatchNorm's, of strips that are not full and of one row less than a pass, by planes too."""
+    chain = "mul_channel|add_residual|batch_norm(1e-05)|silu|dropout(0.1)|mul_channel"
+    for m, k, n, dtype, strategy in BATCH:
+        run = Caller(chain, strategy)
+        shapes = (m, k), (n, k), (n,), (n,), (n,), (n,), (m, n), (n,)
+        for training in (True, False):
+            given = [torch.randn(s, device="cuda", dtype=dtype) for s in shapes]
+            leaves = [t.requires_grad_(training) for t in given]
+            x, weight, bias, gamma, beta, *operands = leaves
+            y, statistics = run(x, weight, bias, gamma, beta, tuple(operands))
+            gradients = torch.autograd.grad(y, leaves, torch.randn_like(y)) if training else ()
+            torch.cuda.synchronize()
+            assert all(bool(t.isfinite().all()) for t in (y, statistics, *gradients)), (m, n)
+        print(f"BatchNorm of {m} x {n}, {dtype}, {strategy}: done", flush=True)
+
+
 def attention_kernels() -> None:
     for queries, keys, width in ATTENTION:
         sizes = [(2, 3, rows, width) for rows in (queries, keys, keys)]
@@ -358,6 +376,13 @@ def attention_kernels() -> None:
         print(f"attention of {queries} and {keys} rows of {width}: done", flush=True)
 
 
+BATCH: list[tuple[int, int, int, torch.dtype, Strategy]] = [
+    (63, 24, 130, torch.float32, "epilogue"),
+    (200, 64, 264, torch.float32, "planes"),
+    (65, 24, 300, torch.bfloat16, "epilogue"),
+    (2, 24, 33, torch.float64, "epilogue"),
+]
+"""Rows, K, N: strips of columns that are not full, narrow vectors, passes of fewer rows."""
 KERNELS = {
     "calls": calls,
     "repeated": repeated_calls,
@@ -367,6 +392,7 @@ KERNELS = {
     "split": split_kernels,
     "clusters": cluster_kernels,
     "attention": attention_kernels,
+    "batch": batch_kernels,
 }
 
 if __name__ == "__main__":
