@@ -39,6 +39,7 @@ from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.chain import Rounding
 from epinorm.operator.attention import attention
+from epinorm.operator.dispatch import Caller
 from epinorm.problem import Strategy, Wanted
 
 EVERY = Wanted(True, True, True, True, True, ())
@@ -146,20 +147,6 @@ def norm_kernels() -> None:
         results = [kept.y, *gradients.values()]
         assert all(bool(t.isfinite().all()) for t in results), (channels, dtype, chain)
         print(f"{channels} channels, {groups} groups, {m} rows, {dtype}: done", flush=True)
-
-
-def batch_norm_kernels() -> None:
-    cases: Any = importlib.import_module("test_batch_norm")
-    for text in cases.TEXTS:
-        for m, n, dtype in (
-            (33, 60, torch.float32),
-            (300, 272, torch.bfloat16),
-            (5, 33, torch.float16),
-        ):
-            found = cases.Kernels(text, m, n, dtype).ours()
-            torch.cuda.synchronize()
-            assert all(bool(t.isfinite().all()) for t in found.values()), (text, m, n)
-            print(f"{m} rows of {n}, {text}, {dtype}: done", flush=True)
 
 
 def portable_kernels() -> None:
@@ -362,6 +349,34 @@ def step(
     return node
 
 
+def batch_kernels() -> None:
+    """BatchNorm's, of strips that are not full and of one row less than a pass, by planes too."""
+    chain = "mul_channel|add_residual|batch_norm(1e-05)|silu|dropout(0.1)|mul_channel"
+    for m, k, n, dtype, strategy in BATCH:
+        run = Caller(chain, strategy)
+        shapes = (m, k), (n, k), (n,), (n,), (n,), (n,), (m, n), (n,)
+        for training in (True, False):
+            given = [torch.randn(s, device="cuda", dtype=dtype) for s in shapes]
+            leaves = [t.requires_grad_(training) for t in given]
+            x, weight, bias, gamma, beta, *operands = leaves
+            y, statistics = run(x, weight, bias, gamma, beta, tuple(operands))
+            gradients = torch.autograd.grad(y, leaves, torch.randn_like(y)) if training else ()
+            torch.cuda.synchronize()
+            assert all(bool(t.isfinite().all()) for t in (y, statistics, *gradients)), (m, n)
+        print(f"BatchNorm of {m} x {n}, {dtype}, {strategy}: done", flush=True)
+    cases: Any = importlib.import_module("test_batch_norm")
+    for text in cases.TEXTS:
+        for m, n, dtype in (
+            (33, 60, torch.float32),
+            (300, 272, torch.bfloat16),
+            (5, 33, torch.float16),
+        ):
+            found = cases.Kernels(text, m, n, dtype).ours()
+            torch.cuda.synchronize()
+            assert all(bool(t.isfinite().all()) for t in found.values()), (text, m, n)
+            print(f"{m} rows of {n}, {text}, {dtype}: done", flush=True)
+
+
 def attention_kernels() -> None:
     for queries, keys, width in ATTENTION:
         sizes = [(2, 3, rows, width) for rows in (queries, keys, keys)]
@@ -373,16 +388,23 @@ def attention_kernels() -> None:
         print(f"attention of {queries} and {keys} rows of {width}: done", flush=True)
 
 
+BATCH: list[tuple[int, int, int, torch.dtype, Strategy]] = [
+    (63, 24, 130, torch.float32, "epilogue"),
+    (200, 64, 264, torch.float32, "planes"),
+    (65, 24, 300, torch.bfloat16, "epilogue"),
+    (2, 24, 33, torch.float64, "epilogue"),
+]
+"""Rows, K, N: strips of columns that are not full, narrow vectors, passes of fewer rows."""
 KERNELS = {
     "calls": calls,
     "repeated": repeated_calls,
     "norm": norm_kernels,
-    "batch": batch_norm_kernels,
     "portable": portable_kernels,
     "hopper": hopper_kernels,
     "split": split_kernels,
     "clusters": cluster_kernels,
     "attention": attention_kernels,
+    "batch": batch_kernels,
 }
 
 if __name__ == "__main__":

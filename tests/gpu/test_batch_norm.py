@@ -16,11 +16,12 @@ from epinorm.backends.cuda.norm.backward import Factors
 from epinorm.backends.cuda.norm.batch_backward import BatchBackward
 from epinorm.backends.cuda.norm.batch_forward import BatchForward
 from epinorm.backends.cuda.runtime.replay import native
+from epinorm.capture.backend import compile_graph
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue
 from epinorm.operator.dispatch import Caller
 from epinorm.problem import Forward, Inputs, Problem, Wanted
-from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.accuracy import DRAWS, allowed_error, relative_error
 from epinorm.tools.verify import poisoned_memory
 
 pytestmark = pytest.mark.gpu
@@ -40,9 +41,16 @@ class Kernels:
     """A chain's kernels on a given z: ours, eager's, and in float64."""
 
     def __init__(
-        self, text: str, m: int, n: int, dtype: torch.dtype, affine: bool = True, bias: bool = True
+        self,
+        text: str,
+        m: int,
+        n: int,
+        dtype: torch.dtype,
+        affine: bool = True,
+        bias: bool = True,
+        seed: int = 0,
     ) -> None:
-        generator = torch.Generator("cuda").manual_seed(m + n)
+        generator = torch.Generator("cuda").manual_seed(m + n + seed)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, device="cuda", generator=generator).to(dtype)
@@ -101,22 +109,36 @@ class Kernels:
         named = dict(zip(wanted, gradients, strict=True))
         return {"y": y.detach(), "statistics": statistics, **named}
 
-    def check(self, factor: float = 1.0) -> None:
-        """All is as accurate as eager's, and the same bits twice."""
+    def errors(self) -> dict[str, tuple[float, float]]:
+        """Of each result, ours and what passes; the same bits twice."""
         found, again = self.ours(), self.ours()
         truth, eager = self.pytorch(torch.float64), self.pytorch(None)
         scale = self.pytorch(torch.float32) if self.problem.dtype == torch.float64 else None
+        errors = {}
         for name, ours in found.items():
             assert ours.shape == truth[name].shape, name
             assert torch.equal(bits(ours), bits(again[name])), f"{name} differs"
             if name == "bias" and not self.problem.chain.pre:  # 0, and both its roundings
-                assert ours.norm() <= 4 * eager[name].norm() + 1e-30
+                terms = found["dz"].double().abs().sum(0).norm()
+                assert ours.norm() <= 4 * eager[name].norm() + 2.0**-22 * terms
                 continue
-            error = relative_error(ours, truth[name])
             allowed = allowed_error(relative_error(eager[name], truth[name]), ours.dtype)
             if scale is not None:
                 allowed = max(2.0**-50, relative_error(scale[name], truth[name]) * 2.0**-27)
-            assert error <= factor * allowed, (name, error, allowed, self.problem)
+            errors[name] = relative_error(ours, truth[name]), allowed
+        return errors
+
+
+def check(*case: Any, factor: float = 1.0, **named: Any) -> None:
+    """All is as accurate as eager's, the errors of several draws pooled."""
+    draws = [Kernels(*case, seed=seed, **named).errors() for seed in range(DRAWS)]
+    for name in draws[0]:
+        error, allowed = (root_mean_square([d[name][i] for d in draws]) for i in (0, 1))
+        assert error <= factor * allowed, (name, error, allowed, case, named)
+
+
+def root_mean_square(values: list[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / len(values))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,8 +147,8 @@ def test_kernels(case: int, dtype: torch.dtype) -> None:
     text = TEXTS[case % len(TEXTS)]
     for m, n in SHAPES[case % 2 :: 2]:
         # Gradients of two rows are what is left of terms that cancel.
-        Kernels(text, m, n, dtype).check(4.0 if m == 2 else 1.0)
-    Kernels(text, 500, 72, dtype, affine=False, bias=False).check()
+        check(text, m, n, dtype, factor=4.0 if m == 2 else 1.0)
+    check(text, 500, 72, dtype, affine=False, bias=False)
 
 
 @pytest.mark.parametrize("m, n", [(1024, 512), (301, 40)])
@@ -210,24 +232,34 @@ def test_steps(m: int, k: int, n: int, text: str, kind: str) -> None:
     dtype = KINDS[kind]
     torch.set_float32_matmul_precision("high" if kind == "high" else "highest")
     native(wait=True)
-    leaves = leaves_of(m, k, n, text, dtype)
-    dy = torch.randn(m, n, device="cuda").to(dtype)
-    eager, truth = eager_step(leaves, text, dy), eager_step(leaves, text, dy, torch.float64)
     for strategy in ("epilogue", "planes")[: 1 + (dtype == torch.float32)]:
-        caller, first = Caller(text, strategy), None
-        for run in range(6):
-            found = our_step(caller, leaves, dy)
-            first = found if first is None else first
-            for i, (ours, again) in enumerate(zip(found, first, strict=True)):
-                assert torch.equal(bits(ours), bits(again)), (strategy, run, i)
-        for i, (ours, theirs, true) in enumerate(zip(found, eager, truth, strict=True)):
-            if i == 4 and not text.startswith("relu"):  # the bias in front of a norm over rows
-                assert ours.norm() <= 8 * theirs.norm() + 1e-30
-                continue
-            limit = allowed_error(relative_error(theirs, true), dtype)
-            # Statistics are in fp32 whatever they are of, as in eager.
-            limit = max(limit, 1e-6) if i == 1 and dtype != torch.float64 else limit
-            assert relative_error(ours, true) <= limit, (strategy, i, relative_error(ours, true))
+        draws = [step_errors(m, k, n, text, dtype, strategy) for _ in range(DRAWS)]
+        for i in draws[0]:
+            error, allowed = (root_mean_square([d[i][at] for d in draws]) for at in (0, 1))
+            assert error <= allowed, (strategy, i, error, allowed)
+
+
+def step_errors(
+    m: int, k: int, n: int, text: str, dtype: torch.dtype, strategy: Any
+) -> dict[int, tuple[float, float]]:
+    """Of each result's place, our error and what passes."""
+    leaves, dy = leaves_of(m, k, n, text, dtype), torch.randn(m, n, device="cuda").to(dtype)
+    eager, truth = eager_step(leaves, text, dy), eager_step(leaves, text, dy, torch.float64)
+    caller, first, errors = Caller(text, strategy), None, {}
+    for run in range(6):
+        found = our_step(caller, leaves, dy)
+        first = found if first is None else first
+        for i, (ours, again) in enumerate(zip(found, first, strict=True)):
+            assert torch.equal(bits(ours), bits(again)), (strategy, run, i)
+    for i, (ours, theirs, true) in enumerate(zip(found, eager, truth, strict=True)):
+        if i == 4 and not text.startswith("relu"):  # the bias in front of a norm over rows
+            assert ours.norm() <= 8 * theirs.norm() + 2.0**-22 * dy.double().abs().sum(0).norm()
+            continue
+        limit = allowed_error(relative_error(theirs, true), dtype)
+        # Statistics are in fp32 whatever they are of, as in eager.
+        limit = max(limit, 1e-6) if i == 1 and dtype != torch.float64 else limit
+        errors[i] = relative_error(ours, true), limit
+    return errors
 
 
 class Net(nn.Module):
@@ -263,13 +295,18 @@ def test_a_network_trains_as_eager(way: str, kind: str) -> None:
     dtype = KINDS[kind]
     model = Net().cuda().to(dtype)
     truth, ours = copy.deepcopy(model).double(), copy.deepcopy(model)
-    called: Any = epinorm.fuse(ours) if way == "fuse" else torch.compile(ours, backend="epinorm")
+    strategy: Any = "planes" if kind == "highest" else "epilogue"
+    options = {"strategy": strategy}
+    called: Any = torch.compile(ours, backend=compile_graph, options=options)
+    if way == "fuse":
+        called = epinorm.fuse(ours, strategy=strategy)
     xs = [torch.randn(1024, 256, device="cuda").to(dtype) for _ in range(20)]
     train(truth, truth.parameters(), [x.double() for x in xs])
     train(model, model.parameters(), xs)
     train(called, ours.parameters(), xs)
-    rows = epinorm.explain(ours, xs[0]).rows
-    assert sum("batch_norm" in row.chain and row.fused for row in rows) == 4, rows
+    if way == "fuse":
+        rows = epinorm.explain(ours, xs[0]).rows
+        assert sum("batch_norm" in row.chain and row.fused for row in rows) == 4, rows
     assert ours.na.num_batches_tracked == 20
     for each in (model, ours, truth):
         each.eval()
