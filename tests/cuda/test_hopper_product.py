@@ -106,7 +106,12 @@ def test_parts_cover_the_sum_and_none_is_empty() -> None:
 
 
 def test_short_sums_fold_more_often() -> None:
-    assert [fold_steps(k) for k in (64, 128, 129, 4096, 4097, 8192)] == [0, 0, 1, 1, 1, 1]
+    assert [fold_steps(k) for k in (64, 128, 129, 4096, 4097, 8192)] == [0, 0, 1, 1, 4, 4]
+
+
+def test_products_of_the_backward_pass_fold_each_step() -> None:
+    shapes = [ProductShape(4096, 4096, length, 2, 4) for length in (64, 128, 129, 4096, 65536)]
+    assert [choose(shape, SMS).tile.fold_steps for shape in shapes] == [0, 0, 1, 1, 1]
 
 
 def test_behind_a_batch_norm_each_product_of_dw_is_folded() -> None:
@@ -118,6 +123,16 @@ def test_behind_a_batch_norm_each_product_of_dw_is_folded() -> None:
     assert folds("batch_norm", "highest") == [1, 0]
     assert folds("group_norm(8)", "highest") == [1, 1]
     assert not gradient_shape(problem(64, 64, 64, "high", "batch_norm"), True).cancels
+
+
+@pytest.mark.usefixtures("h200")
+def test_where_chance_makes_dz_faint_dw_is_the_librarys() -> None:
+    def taken(m: int, k: int, n: int, chain: str) -> tuple[bool, bool]:
+        return planes_taken(problem(m, k, n, "high", chain), True, True)
+
+    assert taken(65536, 256, 256, "batch_norm|relu")[1] is False
+    assert taken(65536, 256, 256, "batch_norm|gelu")[1] is True
+    assert taken(16384, 4096, 4096, "batch_norm|relu") == (True, True)
 
 
 def problem(m: int, k: int, n: int, precision: str, chain: str = "group_norm(8)|relu") -> Problem:

@@ -92,7 +92,8 @@ def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
         tile = cost.tile
         step_cycles = cost.step * (FOLDED if shape.cancels else 1.0)
         if shape.planes == 2:
-            fold = 0 if shape.cancels else fold_steps(shape.length)
+            # Each step costs nothing here, but for long sums in the forward kernel (decision 2).
+            fold = 0 if shape.cancels else min(fold_steps(shape.length), 1)
             tile = dataclasses.replace(tile, fold_steps=fold)
         tiles = tiles_of(shape, tile)
         tried = set()
