@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from epinorm.backends.cuda.plan.hopper_product import TILES, ProductShape, choos
 from epinorm.backends.cuda.plan.hopper_tile import Tile, product_shared_bytes
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.runtime.jit import compiled
+from epinorm.backends.engine import plan_for
 from epinorm.chain import Chain
 from epinorm.problem import Problem
+from imaginary import imaginary_h200
 
 pytestmark = pytest.mark.usefixtures("kept_figures")
 
@@ -133,6 +136,10 @@ def test_where_chance_makes_dz_faint_dw_is_the_librarys() -> None:
     assert taken(65536, 256, 256, "batch_norm|relu")[1] is False
     assert taken(65536, 256, 256, "batch_norm|gelu")[1] is True
     assert taken(16384, 4096, 4096, "batch_norm|relu") == (True, True)
+    # The Linear alone would pay for it too, in front of PyTorch's own layers.
+    step = replace(problem(65536, 256, 256, "highest", "batch_norm|relu"), whole_step=True)
+    with imaginary_h200():
+        assert plan_for(step).strategy == "planes"
 
 
 def problem(m: int, k: int, n: int, precision: str, chain: str = "group_norm(8)|relu") -> Problem:

@@ -83,7 +83,7 @@ def _cheapest(
             product = hopper_product.choose(shape, gpu.multiprocessors).microseconds
         return _PRODUCT_LAUNCHES + max(product, least * planes / 2) + split(converted, 1)
 
-    by_planes = [ours(False, n * k), ours(True, m * k) + _rescue_of_faint(problem)]
+    by_planes = [ours(False, n * k), ours(True, m * k) + rescue_of_faint(problem)]
     wanted = (want_x, want_weight)
 
     def cost(taken: tuple[bool, bool]) -> float:
@@ -96,7 +96,7 @@ def _cheapest(
     return min((cost(choice), choice) for choice in choices)
 
 
-def _rescue_of_faint(problem: Problem) -> float:
+def rescue_of_faint(problem: Problem) -> float:
     """What chance costs dW behind a BatchNorm and an operation that lets no gradient through: there
     dz is what the norm takes off, a mean and a projection, which may all but cancel."""
     chain = problem.chain
