@@ -65,8 +65,11 @@ class Updating:
         except _STOPPED:
             # PyTorch's layer has changed them by the time that it saves its own.
             with torch.no_grad():
-                _, statistics = self.apply(*inputs)
-            update_running(mean, variance, statistics, self.momentum)
+                self._update(mean, variance, *self.apply(*inputs))
             raise
-        update_running(mean, variance, statistics, self.momentum)
+        self._update(mean, variance, y, statistics)
         return y
+
+    def _update(self, mean: Tensor, variance: Tensor, y: Tensor, statistics: Tensor) -> None:
+        if self.momentum is not None and y.shape[0]:  # no rows change nothing, as in eager
+            update_running(mean, variance, statistics, self.momentum)
