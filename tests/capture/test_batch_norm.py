@@ -373,3 +373,19 @@ def test_statistics_of_dtypes_that_eager_refuses(dtypes: tuple[str, str]) -> Non
     fused = epinorm.fuse(model, strategy="reference")
     with pytest.raises(RuntimeError, match="[Ee]xpected"):
         fused(torch.randn(ROWS, K, dtype=torch.float64))
+
+
+def test_a_compiled_backward_pass_leaves_the_statistics() -> None:
+    """They are saved for the gradient of another BatchNorm, which goes by them."""
+
+    def run(m: Net, x: Tensor) -> Tensor:
+        na, h = m.na, m.a(x)
+        known = F.batch_norm(m.b(h), na.running_mean, na.running_var, na.weight, na.bias)
+        return F.gelu(known) + na(m.a(x)).relu() * na.running_var
+
+    model = Net(run).double()
+    compiled = torch.compile(model, backend="epinorm", options={"strategy": "reference"})
+    y = compiled(torch.randn(ROWS, K, dtype=torch.float64))
+    before = copy.deepcopy(model.state_dict())
+    y.sin().sum().backward()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

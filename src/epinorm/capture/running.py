@@ -40,10 +40,15 @@ def update_running(mean: Tensor, variance: Tensor, statistics: Tensor, momentum:
     # As by its kernels, no version is counted: another call of the module may have saved them.
     both = [mean.data, variance.data]
     with torch.no_grad():
-        if mean.dtype == variance.dtype == statistics.dtype:
+        is_alike = mean.dtype == variance.dtype == statistics.dtype
+        # Inductor's backward pass writes over a buffer of which _foreach changed what it saved.
+        if is_alike and not torch.compiler.is_compiling():
             torch._foreach_lerp_(both, list(statistics.unbind()), momentum)
             return
-        for running, now in zip(both, statistics, strict=True):
+        for running, now in zip(both, statistics.unbind(), strict=True):
+            if is_alike:
+                running.lerp_(now, momentum)
+                continue
             running.copy_(torch.lerp(running.to(now.dtype), now, momentum))
 
 
