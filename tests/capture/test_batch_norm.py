@@ -314,3 +314,78 @@ def test_dropout_behind_it_is_of_the_chain_and_drops_as_much() -> None:
     assert 0.7 < (kept.sum() / (expected > 0).sum()).item() < 0.8
     torch.testing.assert_close(y[kept], expected[kept] / 0.75, rtol=1e-4, atol=1e-5)
     assert epinorm.explain(fused).rows[0].chain == "batch_norm(1e-05)|relu|dropout(0.25)"
+
+
+@pytest.mark.filterwarnings("error:.*degrees of freedom", "error:.*may not alias")
+@pytest.mark.parametrize("track", [True, False])
+def test_no_rows_leave_the_statistics(track: bool) -> None:
+    model = Net(plain, track_running_stats=track).double()
+    fused, other = (copy.deepcopy(model) for _ in range(2))
+    fused = epinorm.fuse(fused, strategy="reference")
+    compiled = torch.compile(other, backend="epinorm", options={"strategy": "reference"})
+    for rows in (0, 7, 0, 4):
+        x = torch.randn(rows, K, dtype=torch.float64)
+        expected = step(model, x)
+        for each, of in ((fused, fused), (compiled, other)):
+            torch.testing.assert_close(step(each, x), expected)
+            torch.testing.assert_close(of.state_dict(), model.state_dict())
+            for ours, theirs in zip(of.parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_checkpoint_in_a_checkpoint() -> None:
+    """Neither saves the buffers that the inner one changes."""
+
+    def run(m: Net, x: Tensor) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            return m.nb(m.b(h)).relu()
+
+        def outer(h: Tensor) -> Tensor:
+            h = torch.tanh(m.a(h))
+            return checkpoint(inner, h, use_reentrant=False) * 2  # type: ignore[no-any-return]
+
+        return checkpoint(outer, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model = Net(run).double()
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
+    compare(model, fused, fused)
+    assert any(row.fused for row in epinorm.explain(fused).rows)
+
+
+def test_arguments_by_name() -> None:
+    def run(m: Net, x: Tensor) -> Tensor:
+        na = m.na
+        both = {"running_mean": na.running_mean, "running_var": na.running_var}
+        return torch.relu(input=F.batch_norm(input=m.a(x), training=True, **both))
+
+    model = Net(run).double()
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
+    compare(model, fused, fused)
+    assert epinorm.explain(fused).rows[0].fused
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float32", "float64")])
+def test_statistics_of_dtypes_that_eager_refuses(dtypes: tuple[str, str]) -> None:
+    model = nn.Sequential(nn.Linear(K, N), nn.BatchNorm1d(N)).double()
+    model[1].running_mean, model[1].running_var = (
+        torch.ones(N, dtype=getattr(torch, dtype)) for dtype in dtypes
+    )
+    fused = epinorm.fuse(model, strategy="reference")
+    with pytest.raises(RuntimeError, match="[Ee]xpected"):
+        fused(torch.randn(ROWS, K, dtype=torch.float64))
+
+
+def test_a_compiled_backward_pass_leaves_the_statistics() -> None:
+    """They are saved for the gradient of another BatchNorm, which goes by them."""
+
+    def run(m: Net, x: Tensor) -> Tensor:
+        na, h = m.na, m.a(x)
+        known = F.batch_norm(m.b(h), na.running_mean, na.running_var, na.weight, na.bias)
+        return F.gelu(known) + na(m.a(x)).relu() * na.running_var
+
+    model = Net(run).double()
+    compiled = torch.compile(model, backend="epinorm", options={"strategy": "reference"})
+    y = compiled(torch.randn(ROWS, K, dtype=torch.float64))
+    before = copy.deepcopy(model.state_dict())
+    y.sin().sum().backward()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

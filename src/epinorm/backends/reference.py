@@ -99,6 +99,8 @@ def _normalize(
         u = u.contiguous()
         return torch.native_group_norm(u, weight, bias, m, n, 1, norm.num_groups, norm.eps)
     if isinstance(norm, BatchNorm):
+        if not m:
+            return normalize(u, norm, weight, bias), u.new_zeros(n), u.new_zeros(n)
         return torch.native_batch_norm(u, weight, bias, None, None, True, 0.0, norm.eps)
     if norm.num_groups > 1:
         parts = (m * norm.num_groups, n // norm.num_groups)

@@ -15,7 +15,7 @@ from epinorm.capture import distributed
 from epinorm.capture.layouts import is_unseen, replayed
 from epinorm.capture.norms import NormRead
 from epinorm.capture.purity import tensor_of, value_of
-from epinorm.capture.spelling import Linear
+from epinorm.capture.spelling import Linear, arguments
 from epinorm.chain import BatchNorm, Chain, GroupNorm, Rounding
 from epinorm.chain.pointwise import Pointwise
 from epinorm.operator.undisturbed import is_distributed
@@ -204,7 +204,7 @@ def _unfit_dtypes(
     found: Found, steps: Sequence[Step], values: list[Tensor], linear: Tensor, end: Tensor
 ) -> str | None:
     changes_dtype = any(
-        tensor_of(step.end).dtype != tensor_of(step.end.args[0]).dtype
+        tensor_of(step.end).dtype != tensor_of(arguments(step.end, "input")["input"]).dtype
         for step in steps
         if step.kind == "norm" and len(step.nodes) == 1
     )

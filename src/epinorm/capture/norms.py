@@ -163,7 +163,8 @@ def _batch_norm(node: fx.Node, x: fx.Node, rounding: Rounding) -> NormRead | str
     if not isinstance(momentum, (int, float)):
         return "its BatchNorm's momentum changes from call to call, as momentum=None does"
     buffers = value_of(mean), value_of(variance)
-    if mean is variance or not all(_holds_statistics(t, value) for t in buffers):
+    dtypes = {t.dtype for t in buffers if t is not None}
+    if mean is variance or len(dtypes) > 1 or not all(_holds_statistics(t, value) for t in buffers):
         return "its BatchNorm's running statistics are no plain tensors of one value a channel"
     return NormRead(norm, weight, bias, Running(mean, variance, float(momentum)))
 
@@ -173,8 +174,7 @@ def _holds_statistics(running: Tensor | None, value: Tensor) -> bool:
         running is not None
         and running.dim() == 1
         and same_shape(running.shape, value.shape[-1:])
-        and running.dtype.is_floating_point
-        and running.dtype.itemsize > 1
+        and running.dtype in (value.dtype, torch.promote_types(value.dtype, torch.float32))
         and running.device == value.device
         and running.layout is torch.strided
         and not running.requires_grad

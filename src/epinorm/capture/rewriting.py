@@ -331,7 +331,7 @@ def _enter_checkpoints(
     """Fuse what the model checkpoints; Dynamo's own operator leaves checkpointing to a compiler."""
     found = Rewritten([], [])
     for node, inner in checkpoints(gm):
-        inner.meta[_CHANGED] = _changed(inner.graph)
+        inner.meta[_CHANGED] = _changed(inner)
         places, linears = rewrite(inner, apply, settings, runs_eagerly)
         found.places.extend(places)
         found.linears.extend(linears)
@@ -362,7 +362,12 @@ _CHANGED = "epinorm_changed"
 BatchNorm's buffers. As in eager they are not saved, which would forbid that."""
 
 
-def _changed(graph: fx.Graph) -> frozenset[int]:
-    memory = {storage_of(tensor) for node in graph.nodes for tensor in changes(node)} - {None}
-    arguments = enumerate(graph.find_nodes(op="placeholder"))
+def _changed(gm: fx.GraphModule) -> frozenset[int]:
+    changed = [tensor for node in gm.graph.nodes for tensor in changes(node)]
+    for node, inner in checkpoints(gm):
+        changed += [
+            given for i in _changed(inner) if isinstance(given := node.args[1 + i], fx.Node)
+        ]
+    memory = set(map(storage_of, changed)) - {None}
+    arguments = enumerate(gm.graph.find_nodes(op="placeholder"))
     return frozenset(i for i, node in arguments if storage_of(node) in memory)

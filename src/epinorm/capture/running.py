@@ -40,10 +40,15 @@ def update_running(mean: Tensor, variance: Tensor, statistics: Tensor, momentum:
     # As by its kernels, no version is counted: another call of the module may have saved them.
     both = [mean.data, variance.data]
     with torch.no_grad():
-        if mean.dtype == variance.dtype == statistics.dtype:
+        is_alike = mean.dtype == variance.dtype == statistics.dtype
+        # Inductor's backward pass writes over a buffer of which _foreach changed what it saved.
+        if is_alike and not torch.compiler.is_compiling():
             torch._foreach_lerp_(both, list(statistics.unbind()), momentum)
             return
-        for running, now in zip(both, statistics, strict=True):
+        for running, now in zip(both, statistics.unbind(), strict=True):
+            if is_alike:
+                running.lerp_(now, momentum)
+                continue
             running.copy_(torch.lerp(running.to(now.dtype), now, momentum))
 
 
@@ -65,8 +70,11 @@ class Updating:
         except _STOPPED:
             # PyTorch's layer has changed them by the time that it saves its own.
             with torch.no_grad():
-                _, statistics = self.apply(*inputs)
-            update_running(mean, variance, statistics, self.momentum)
+                self._update(mean, variance, *self.apply(*inputs))
             raise
-        update_running(mean, variance, statistics, self.momentum)
+        self._update(mean, variance, y, statistics)
         return y
+
+    def _update(self, mean: Tensor, variance: Tensor, y: Tensor, statistics: Tensor) -> None:
+        if self.momentum is not None and y.shape[0]:  # no rows change nothing, as in eager
+            update_running(mean, variance, statistics, self.momentum)

@@ -38,7 +38,9 @@ def normalize(z: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None)
 
 def batch_statistics(z: Tensor) -> Tensor:
     """Of z (M, N), over its rows: means and variances with M - 1 in the denominator, (2, N), in
-    fp32 but of fp64; no gradient flows through them."""
+    fp32 but of fp64; no gradient flows through them. Zeros of no rows."""
+    if not z.shape[0]:
+        return z.new_zeros((2, z.shape[1]), dtype=torch.promote_types(z.dtype, torch.float32))
     with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
         variance, mean = torch.var_mean(z.to(torch.promote_types(z.dtype, torch.float32)), 0)
         return torch.stack((mean, variance))
