@@ -234,7 +234,7 @@ def another_order() -> tuple[Attention, Tensor, list[tuple[Comparison, ...]]]:
 def test_orders_of_summation_are_equivalent_over_several_draws(another_order: Any) -> None:
     _, _, draws = another_order
     alone = [judge([draw], HIGHEST).reason for draw in draws]
-    assert any("qkv.0" in reason for reason in alone if reason)
+    assert any("qkv." in reason for reason in alone if reason)  # which one: the CPU's orders
     for first in range(0, len(draws), DRAWS):
         assert judge(draws[first : first + DRAWS], HIGHEST).reason is None
 

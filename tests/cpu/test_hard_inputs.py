@@ -70,6 +70,7 @@ def test_bad_row_of_x(make_case):
     assert torch.equal(dx[rows], clean[1][rows])
 
 
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
 VALUES = [NAN, INF, -INF, 0.0, -0.0, 1e-40, -1e-40, 1e-7, 0.3, 3.0, 6.0, -3.0, 19.0, 21.0, 87.0]
 VALUES += [89.0, -87.5, -103.0, -105.0, 3e38, -3e38, 1.0, -1.0, 0.625, 0.5]
 
@@ -85,9 +86,11 @@ def test_special_values_of_every_operation(name, make_case):
     y, _, _, _, _, dbeta, *_ = type(case)(case.problem, inputs, case.dy).run()
     beta = inputs.norm_bias.clone().requires_grad_()
     expected = case.problem.chain.post[0](beta.expand(m, n), *inputs.operands[1:])
-    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-37, equal_nan=True)
+    # PyTorch's vector code without AVX-512 has an erf that is as near as that.
+    atol = 2e-7 if name == "gelu" and CAPABILITY != "AVX512" else 1e-37
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=atol, equal_nan=True)
     (expected_dbeta,) = torch.autograd.grad(expected, beta, case.dy)
-    if name in ("hardtanh", "relu6"):
+    if name in ("hardtanh", "relu6") or (name in ("elu", "hardswish") and CAPABILITY != "AVX512"):
         # At a NaN PyTorch's scalar and CUDA code pass the gradient on, its vector code stops it.
         dbeta, expected_dbeta = dbeta[1:], expected_dbeta[1:]
     torch.testing.assert_close(dbeta, expected_dbeta, rtol=2e-5, atol=2e-5, equal_nan=True)
