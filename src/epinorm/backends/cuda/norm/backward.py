@@ -50,6 +50,11 @@ class Factors(NamedTuple):
     """(M,), of x's planes; 0 where dW is not computed from planes."""
 
 
+def splits_for(factors: Factors | None) -> tuple[bool, bool]:
+    """Whether dz is split into planes for dX, and for dW."""
+    return (False, False) if factors is None else (factors.columns != 0, factors.rows != 0)
+
+
 class Largest(NamedTuple):
     """Addresses of what the scales of dz's planes are made from, and of the flags in ``flags``.
 
@@ -169,7 +174,7 @@ class NormBackward:
         address of a 4-byte word on the GPU; where that is 0 by then, nothing is computed. ``dz``:
         (M, N), contiguous, that dz is written to in place of a new one."""
         vector, matrices, parameters = self.vectors(inputs, kept, dy)
-        largest = (False, False) if factors is None else (factors.columns != 0, factors.rows != 0)
+        largest = splits_for(factors)
         key = (vector, want, *largest, if_wanted != 0)
         launches = self.launches.get(key)
         if launches is None:

@@ -24,6 +24,7 @@ from epinorm.backends.cuda.norm.backward import (
     Scratch,
     Vectors,
     column_sums,
+    splits_for,
 )
 from epinorm.backends.cuda.norm.backward_text import (
     column_sums_text,
@@ -88,7 +89,7 @@ class BatchBackward:
         planes."""
         assert not if_wanted
         vector, matrices, parameters = self.vectors(inputs, kept, dy)
-        largest = (False, False) if factors is None else (factors.columns != 0, factors.rows != 0)
+        largest = splits_for(factors)
         vector = narrowed(vector)
         key = (vector, want, *largest)
         launches = self.launches.get(key)
