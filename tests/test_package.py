@@ -141,17 +141,19 @@ def test_the_base_requirement_is_torch() -> None:
 @pytest.mark.slow
 def test_importing_takes_little_beside_pytorch() -> None:
     code = (
-        "import time, torch; start = time.process_time(); import epinorm; "
-        "print(time.process_time() - start)"
+        "import time; clock = time.process_time; a = clock(); import torch; b = clock(); "
+        "import epinorm; print((clock() - b) / (b - a))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # the first writes it
     command = [sys.executable, "-c", code]
     options = {"capture_output": True, "text": True, "env": environment, "check": True}
-    times = [float(subprocess.run(command, **options).stdout) for _ in range(2)]  # type: ignore[call-overload]
-    if times[1] >= 0.040:  # once more, since others use the processor too
-        times.append(float(subprocess.run(command, **options).stdout))  # type: ignore[call-overload]
-    assert min(times[1:]) < 0.040, times
+    shares = []
+    for _ in range(4):  # others use the processor too
+        shares.append(float(subprocess.run(command, **options).stdout))  # type: ignore[call-overload]
+        if shares[-1] < 0.03:
+            return
+    pytest.fail(f"importing epinorm takes {shares} of what importing PyTorch does")
 
 
 SEEN = """
