@@ -215,7 +215,9 @@ def fold_operands(operands: Sequence[Tensor], facts: Facts) -> tuple[Tensor, ...
     """Those with x's leading dimensions as matrices."""
     if not operands:
         return ()
-    pairs = zip(operands, _structure_of(facts[0]).elements, strict=True)
+    # Dynamo traces through the cache, and warns of it each time.
+    of = _structure_of.__wrapped__ if torch.compiler.is_compiling() else _structure_of
+    pairs = zip(operands, of(facts[0]).elements, strict=True)
     return tuple([fold(t) if is_element else t for t, is_element in pairs])
 
 

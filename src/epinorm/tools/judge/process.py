@@ -271,8 +271,7 @@ class SolutionProcess:
 
     def set_state(self, state: dict[str, Tensor], behind: bool = False) -> None:
         """Give the model these parameters; ``behind``: through .data."""
-        self._send({k: v.detach().cpu() for k, v in state.items()})
-        self.ask("set_state", behind=behind)
+        self.ask("set_state", behind=behind, tensors=wire.send(self._files[0], state, sys.maxsize))
 
     def take_inputs(self, inputs: Sequence[Any], into_old: bool = False) -> None:
         """Inputs for what follows; ``into_old``: into the memory of those before."""

@@ -39,17 +39,31 @@ def put(file: int, data: Any, offset: int = 0) -> None:
 
 def get(file: int, most: int) -> bytearray:
     """The whole file; raises BadData where it is longer than ``most`` bytes."""
+    data = bytearray(_size(file, most))
+    _fill(data, file, 0)
+    return data
+
+
+def _size(file: int, most: int) -> int:
     size = os.fstat(file).st_size
     if size > most:
         raise BadData(f"it is {size} bytes, at most {most} were expected")
-    data = bytearray(size)
-    view, offset = memoryview(data), 0
-    while offset < size:
-        count = os.preadv(file, [view[offset : offset + CHUNK]], offset)
+    return size
+
+
+def _fill(memory: Any, file: int, offset: int) -> None:
+    """Read as many bytes as there is memory."""
+    view = memoryview(memory).cast("B")
+    while view:
+        count = os.preadv(file, [view[:CHUNK]], offset)
         if count <= 0:
             raise BadData("it was cut off")
-        offset += count
-    return data
+        view, offset = view[count:], offset + count
+
+
+def _memory(tensor: Tensor) -> Any:
+    """The bytes of a contiguous tensor on the CPU, which must outlive them."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def send(file: int, tensors: Named, most: int) -> list[Any]:
@@ -59,7 +73,6 @@ def send(file: int, tensors: Named, most: int) -> list[Any]:
     """
     header: list[Any] = []
     offset = 0
-    os.ftruncate(file, 0)
     for name, tensor in tensors.items():
         if tensor is None:
             header.append([name, None, None])
@@ -74,7 +87,7 @@ def send(file: int, tensors: Named, most: int) -> list[Any]:
             )
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if size:
-            put(file, (ctypes.c_char * size).from_address(plain.data_ptr()), offset)
+            put(file, _memory(plain), offset)
         header.append([name, kind, list(tensor.shape)])
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     os.ftruncate(file, offset)
@@ -85,7 +98,7 @@ def receive(file: int, header: Any, most: int) -> dict[str, Tensor | None]:
     """The tensors of a header that is not trusted; raises BadData for whatever is wrong with it."""
     if not isinstance(header, list) or not all(isinstance(e, list) and len(e) == 3 for e in header):
         raise BadData("its header is no list of names, dtypes and shapes")
-    data = get(file, most)
+    there = _size(file, most)
     tensors: dict[str, Tensor | None] = {}
     offset = 0
     for name, kind, shape in header:
@@ -99,11 +112,11 @@ def receive(file: int, header: Any, most: int) -> dict[str, Tensor | None]:
         if dtype is None or not sizes or len(shape) > 64:
             raise BadData("a header names no dtype and shape")
         count = math.prod(shape)
-        if offset + count * dtype.itemsize > len(data):
+        if offset + count * dtype.itemsize > there:
             raise BadData(f"a tensor of shape {tuple(shape)} is cut off")
-        flat = torch.empty(0, dtype=dtype)
+        flat = torch.empty(count, dtype=dtype)
         if count:
-            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset).clone()
+            _fill(_memory(flat), file, offset)
         tensors[name] = flat.reshape(shape)
         offset += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     return tensors
