@@ -7,7 +7,6 @@ numbers are finite, tensors are plain bytes of a bounded size. Every wait has an
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import select
@@ -254,17 +253,11 @@ class SolutionProcess:
         below = guard.descendants(self._guard.pid)
         return [_clean(name) for pid, name in below if pid != self._worker]
 
-    def _send(self, values: Any) -> None:
-        buffer = io.BytesIO()
-        torch.save(values, buffer)
-        os.ftruncate(self._files[0], 0)
-        wire.put(self._files[0], buffer.getbuffer())
-
     def construct(
         self, init: Sequence[Any], seed: int, dropout_off: bool
     ) -> tuple[dict[str, Tensor], list[str]]:
         """ModelNew(*init) under ``seed``; its state_dict on the CPU and its trained parameters."""
-        self._send(list(init))
+        wire.save(self._files[0], list(init))
         answer = self.ask("construct", seed=seed, dropout_off=dropout_off)
         state = self._tensors(answer)
         return {k: v for k, v in state.items() if v is not None}, _texts(answer.get("trained"))
@@ -275,7 +268,9 @@ class SolutionProcess:
 
     def take_inputs(self, inputs: Sequence[Any], into_old: bool = False) -> None:
         """Inputs for what follows; ``into_old``: into the memory of those before."""
-        self._send(tuple(v.detach().cpu() if isinstance(v, Tensor) else v for v in inputs))
+        wire.save(
+            self._files[0], tuple(v.detach().cpu() if isinstance(v, Tensor) else v for v in inputs)
+        )
         self.ask("take_inputs", into_old=into_old)
 
     def run(
@@ -283,7 +278,7 @@ class SolutionProcess:
     ) -> Outcome:
         """One run on the inputs taken; outputs and gradients."""
         if kept:
-            self._send([None if k is None else k.cpu() for k in kept])
+            wire.save(self._files[0], [None if k is None else k.cpu() for k in kept])
         answer = self.ask("run", training=training, dy_seed=dy_seed, masked=bool(kept))
         return self._outcome(answer)
 

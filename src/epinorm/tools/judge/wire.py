@@ -7,10 +7,11 @@ a byte is read. The memory file has no name, so nothing of it is left when both 
 from __future__ import annotations
 
 import ctypes
+import io
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -29,30 +30,67 @@ class BadData(Exception):
     """What was received, or is to be sent, are no plain tensors; the message says why."""
 
 
-def put(file: int, data: Any, offset: int = 0) -> None:
-    """Write bytes at an offset; the file's own position, which both processes share, stays."""
-    view = memoryview(data).cast("B")
+def save(file: int, values: Any) -> None:
+    """Write what torch.save can."""
+    os.ftruncate(file, 0)
+    torch.save(values, cast("IO[bytes]", _Stream(file)))
+
+
+def load(file: int) -> Any:
+    """Read what ``save`` wrote, which can be code: for what comes from the judge."""
+    return torch.load(cast("IO[bytes]", _Stream(file)), weights_only=False)
+
+
+class _Stream(io.RawIOBase):
+    """A file with a position of its own, where both processes share the file's."""
+
+    def __init__(self, file: int) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: _size(self._file)}
+        self._at = starts[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        view = memoryview(memory).cast("B")[: max(0, _size(self._file) - self._at)]
+        _fill(view, self._file, self._at)
+        self._at += len(view)
+        return len(view)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        _put(view, self._file, self._at)
+        self._at += len(view)
+        return len(view)
+
+
+def _size(file: int) -> int:
+    return os.fstat(file).st_size
+
+
+def _put(memory: Any, file: int, offset: int) -> None:
+    """Write all of the memory."""
+    view = memoryview(memory).cast("B")
     while view:
         written = os.pwrite(file, view[:CHUNK], offset)
         view, offset = view[written:], offset + written
 
 
-def get(file: int, most: int) -> bytearray:
-    """The whole file; raises BadData where it is longer than ``most`` bytes."""
-    data = bytearray(_size(file, most))
-    _fill(data, file, 0)
-    return data
-
-
-def _size(file: int, most: int) -> int:
-    size = os.fstat(file).st_size
-    if size > most:
-        raise BadData(f"it is {size} bytes, at most {most} were expected")
-    return size
-
-
 def _fill(memory: Any, file: int, offset: int) -> None:
-    """Read as many bytes as there is memory."""
+    """Read as many bytes as there is memory for."""
     view = memoryview(memory).cast("B")
     while view:
         count = os.preadv(file, [view[:CHUNK]], offset)
@@ -87,7 +125,7 @@ def send(file: int, tensors: Named, most: int) -> list[Any]:
             )
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if size:
-            put(file, _memory(plain), offset)
+            _put(_memory(plain), file, offset)
         header.append([name, kind, list(tensor.shape)])
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     os.ftruncate(file, offset)
@@ -98,7 +136,9 @@ def receive(file: int, header: Any, most: int) -> dict[str, Tensor | None]:
     """The tensors of a header that is not trusted; raises BadData for whatever is wrong with it."""
     if not isinstance(header, list) or not all(isinstance(e, list) and len(e) == 3 for e in header):
         raise BadData("its header is no list of names, dtypes and shapes")
-    there = _size(file, most)
+    there = _size(file)
+    if there > most:
+        raise BadData(f"it is {there} bytes, at most {most} were expected")
     tensors: dict[str, Tensor | None] = {}
     offset = 0
     for name, kind, shape in header:

@@ -9,7 +9,6 @@ checked against its clock.
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import os
 import socket
@@ -72,7 +71,7 @@ class Worker:
 
     def construct(self, seed: int, dropout_off: bool) -> dict[str, Any]:
         assert self.factory is not None
-        arguments = self._received()
+        arguments = wire.load(self._inbox)
         torch.manual_seed(seed)
         model = self.factory(*arguments)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -94,7 +93,7 @@ class Worker:
 
     def take_inputs(self, into_old: bool) -> dict[str, Any]:
         """Take inputs; ``into_old``: into the memory of those that are there."""
-        fresh = self._received()
+        fresh = wire.load(self._inbox)
         fresh = tuple(v.to(self.device) if isinstance(v, Tensor) else v for v in fresh)
         if not into_old:
             self.inputs = fresh
@@ -107,7 +106,9 @@ class Worker:
     def run(self, training: bool, dy_seed: int, masked: bool) -> dict[str, Any]:
         """One run on memory that was poisoned before: outputs and gradients."""
         keep = (
-            [None if k is None else k.to(self.device) for k in self._received()] if masked else []
+            [None if k is None else k.to(self.device) for k in wire.load(self._inbox)]
+            if masked
+            else []
         )
         with poisoned_memory([v for v in self.inputs if isinstance(v, Tensor)]):
             outcome = run_model(self.model, self.inputs, training, dy_seed, keep)
@@ -145,10 +146,6 @@ class Worker:
             "functions": self.untouched.functions(),
             "settings": self.untouched.settings(),
         }
-
-    def _received(self) -> Any:
-        data = wire.get(self._inbox, sys.maxsize)
-        return torch.load(io.BytesIO(data), weights_only=False)
 
     def _sent(self, tensors: wire.Named) -> dict[str, Any]:
         return {"tensors": wire.send(self._outbox, tensors, self.most)}
