@@ -135,7 +135,7 @@ def time_eager(session: Session, training: bool) -> EagerTimes:
         launch = min(_launch(loop) for _ in range(WANTED))
         return EagerTimes(min(cold), outside, launch, loop_us, max(cold))
     # By the CPU's clock where others use the machine, by the wall's where there are threads.
-    loop_us = min(_loop_on_cpu(loop, runs // 8 + 1) for _ in range(4 * WANTED))
+    loop_us = min(_loop_on_cpu(loop, runs) for _ in range(4 * WANTED))
     loop_us = min(loop_us, *(outside - said for said, outside in batches))
     reported = [max(said, outside - loop_us) for said, outside in batches]
     return EagerTimes(min(reported), outside, 0.0, loop_us, max(reported))
@@ -148,14 +148,19 @@ def _eager_batch(loop: Loop, runs: int) -> tuple[float, float]:
     return statistics.fmean(times), 1e6 * (time.perf_counter() - start) / runs
 
 
-def _loop_on_cpu(loop: Loop, runs: int) -> float:
-    """Microseconds of a CPU that the loop takes for a run, without the model."""
+def _loop_on_cpu(loop: Loop, batch: int) -> float:
+    """Microseconds of a CPU that the loop takes for a run, without the model: the least of some
+    measurements, which take about a quarter of a batch's time. What is said too much here, where
+    others disturb, a solution could take for itself."""
+    runs = 1 + min(batch // 32, 3)
     clock, loop.clock = loop.clock, time.process_time_ns
-    start = time.process_time_ns()
-    times, _ = loop.run(_state(), runs, False)
-    used = (time.process_time_ns() - start) / 1e3
+    found = []
+    for _ in range(1 + min(batch // 8, 32)):
+        start = time.process_time_ns()
+        times, _ = loop.run(_state(), runs, False)
+        found.append(((time.process_time_ns() - start) / 1e3 - sum(times)) / runs)
     loop.clock = clock
-    return (used - sum(times)) / runs
+    return min(found)
 
 
 def _loop_on_device(loop: Loop, runs: int = 20) -> float:
@@ -304,8 +309,7 @@ class _Batches:
         seconds = max(0.0, self.process.seconds - MESSAGE_SECONDS)
         outside, used = (1e6 * t / self.runs for t in (seconds, used))
         if self.kind == "cpu":  # its speed changes; who disturbs this makes it longer, in vain
-            again = _loop_on_cpu(self.judge.loop, self.runs // 8 + 1)
-            self.loop_us = min(self.loop_us, again)
+            self.loop_us = min(self.loop_us, _loop_on_cpu(self.judge.loop, self.runs))
         busy = _busy(times, outside - used / torch.get_num_threads())
         made = _Batch(statistics.fmean(times), busy, outside, used)
         return made, self.judge.wrong(state, sums)
