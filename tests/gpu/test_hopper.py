@@ -340,7 +340,7 @@ def test_operands(kind):
     make_product(200, 264, 16, 33, kind, chain, training=True).check()
 
 
-@pytest.mark.parametrize("present", itertools.product([False, True], repeat=3))
+@pytest.mark.parametrize("present", list(itertools.product([False, True], repeat=3)))
 def test_absent_parameters(present):
     bias, weight, norm_bias = present
     with forced_tile(IN_TURN):

@@ -116,7 +116,7 @@ def test_parameters_at_odd_addresses(norm_case):
     case.check()
 
 
-@pytest.mark.parametrize("absent", itertools.product([False, True], repeat=3))
+@pytest.mark.parametrize("absent", list(itertools.product([False, True], repeat=3)))
 def test_absent_parameters(norm_case, absent):
     bias, weight, norm_bias = absent
     norm_case(16, 8, 100, bias=bias, norm_weight=weight, norm_bias=norm_bias).check()
