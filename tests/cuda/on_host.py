@@ -24,25 +24,23 @@ CTYPES = {
 _PTX = re.compile(
     r'asm(\s+volatile)?\s*\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*"|\([^()]*\))*\))*\)\s*;'
 )
+# Few of the standard's headers: those with threads, barriers and vectors take four times as long as
+# the rest of a kernel.
 _HEAD = r"""
-#include <algorithm>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <thread>
-#include <vector>
+#include <pthread.h>
 using std::fabs;
 using std::max;
 using std::min;
 struct Dim { int x = 0, y = 0, z = 0; };
 static thread_local Dim threadIdx, blockIdx;
 static Dim gridDim;
-static std::barrier<>* of_block;
-static std::vector<std::unique_ptr<std::barrier<>>> of_warps;
-static unsigned lanes[64][32];
-#define __syncthreads() of_block->arrive_and_wait()
+static pthread_barrier_t of_block, of_warps[32], between_blocks;
+static unsigned lanes[32][32];
+#define __syncthreads() pthread_barrier_wait(&of_block)
 #define __global__
 #define __device__
 #define __forceinline__ inline
@@ -70,29 +68,37 @@ template <class T> T __shfl_xor_sync(unsigned, T v, int, int = 32) { return v; }
 inline unsigned __reduce_max_sync(unsigned, unsigned v) {
   const int warp = threadIdx.x / 32;
   lanes[warp][threadIdx.x % 32] = v;
-  of_warps[warp]->arrive_and_wait();
-  const unsigned most = *std::max_element(lanes[warp], lanes[warp] + 32);
-  of_warps[warp]->arrive_and_wait();
+  pthread_barrier_wait(&of_warps[warp]);
+  unsigned most = 0;
+  for (unsigned each : lanes[warp]) most = max(most, each);
+  pthread_barrier_wait(&of_warps[warp]);
   return most;
 }
 """
 _RUN = """
-extern "C" __attribute__((visibility("default"))) void run(int x, int y, int threads, void** a) {{
-  gridDim = {{x, y, 1}};
-  for (int block = 0; block < x * y; ++block) {{
-    std::barrier<> all(threads);
-    of_block = &all;
-    of_warps.clear();
-    for (int w = 0; w < threads / 32; ++w) of_warps.emplace_back(new std::barrier<>(32));
-    std::vector<std::thread> every;
-    for (int t = 0; t < threads; ++t)
-      every.emplace_back([=] {{
-        threadIdx = {{t, 0, 0}};
-        blockIdx = {{block % x, block / x, 0}};
-        {call};
-      }});
-    for (std::thread& each : every) each.join();
+static void** a;
+static void* all_blocks(void* thread) {{
+  for (int block = 0; block < gridDim.x * gridDim.y; ++block) {{
+    threadIdx = {{int(intptr_t(thread)), 0, 0}};
+    blockIdx = {{block % gridDim.x, block / gridDim.x, 0}};
+    {call};
+    pthread_barrier_wait(&between_blocks);
   }}
+  return nullptr;
+}}
+extern "C" __attribute__((visibility("default"))) void run(int x, int y, int threads, void** of) {{
+  gridDim = {{x, y, 1}};
+  a = of;
+  pthread_barrier_init(&of_block, nullptr, threads);
+  pthread_barrier_init(&between_blocks, nullptr, threads);
+  for (int w = 0; w < threads / 32; ++w) pthread_barrier_init(&of_warps[w], nullptr, 32);
+  pthread_t every[1024];
+  for (intptr_t t = 0; t < threads; ++t)
+    if (pthread_create(&every[t], nullptr, all_blocks, (void*)t)) abort();
+  for (int t = 0; t < threads; ++t) pthread_join(every[t], nullptr);
+  pthread_barrier_destroy(&of_block);
+  pthread_barrier_destroy(&between_blocks);
+  for (int w = 0; w < threads / 32; ++w) pthread_barrier_destroy(&of_warps[w]);
 }}
 """
 _FLAGS = "-std=c++20 -O0 -w -fpermissive -shared -fPIC -pthread -fno-strict-aliasing".split()

@@ -305,25 +305,30 @@ def _write_and_rename(folder: Path, name: str, data: bytes) -> None:
 def _prune(folder: Path, limit: int, keep: str) -> None:
     """Remove abandoned temporary files, then the least recently used kernels above the limit."""
     now = time.time()
-    for path, status in _files(folder, ""):
-        abandoned = now - status.st_mtime > ABANDONED_AFTER_SECONDS
-        if path.name.startswith(_TEMPORARY) and abandoned:
-            path.unlink(missing_ok=True)
-    kernels = sorted(_files(folder, _SUFFIX), key=lambda file: file[1].st_mtime)
+    kernels = []
+    for item, status in _entries(folder):
+        if item.name.endswith(_SUFFIX):
+            kernels.append((item, status))
+        elif item.name.startswith(_TEMPORARY) and now - status.st_mtime > ABANDONED_AFTER_SECONDS:
+            Path(item).unlink(missing_ok=True)
     total = sum(status.st_size for _, status in kernels)
-    for path, status in kernels:
+    for item, status in sorted(kernels, key=lambda kernel: kernel[1].st_mtime):
         if total <= limit:
             return
-        if path.name != keep + _SUFFIX:
-            path.unlink(missing_ok=True)
+        if item.name != keep + _SUFFIX:
+            Path(item).unlink(missing_ok=True)
             total -= status.st_size
 
 
 def _files(folder: Path, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
+    return ((Path(item), status) for item, status in _entries(folder, suffix))
+
+
+def _entries(folder: Path, suffix: str = "") -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
     for item in list(os.scandir(folder)):
         if item.name.endswith(suffix):
             try:
-                yield Path(item.path), item.stat(follow_symlinks=False)
+                yield item, item.stat(follow_symlinks=False)
             except FileNotFoundError:  # another process removed it since
                 continue
 

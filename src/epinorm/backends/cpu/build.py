@@ -129,7 +129,15 @@ def _torch_flags() -> list[str]:
     root = Path(torch.__file__).parent
     folders = [root / "include", root / "include/torch/csrc/api/include"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return [abi, *(f"-isystem{f}" for f in folders), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    few = "-DAT_PER_OPERATOR_HEADERS"  # else some of its headers include all of its operators
+    return [
+        abi,
+        few,
+        *(f"-isystem{f}" for f in folders),
+        f"-L{root / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
 
 
 def _kernel_parts(source: str) -> tuple[dict[str, str], str, list[str]]:

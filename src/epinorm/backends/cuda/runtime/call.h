@@ -9,7 +9,6 @@
 #ifndef EPINORM_PROGRAM_ALONE
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/forward_grad.h>
@@ -25,6 +24,15 @@
 #include <utility>
 
 #include "program.h"
+
+#ifndef EPINORM_PROGRAM_ALONE
+// Of ATen/autocast_mode.h, which includes all of PyTorch's operators: a third of what is compiled.
+namespace at::autocast {
+TORCH_API bool is_autocast_enabled(at::DeviceType);
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType);
+TORCH_API Tensor cached_cast(at::ScalarType, const Tensor&, at::DeviceType);
+}  // namespace at::autocast
+#endif
 
 namespace epinorm {
 
