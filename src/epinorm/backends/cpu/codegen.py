@@ -40,6 +40,7 @@ struct Chain {{
   using P = {norm_dtype};
   using Y = {out_dtype};
   using S = {sum_dtype};
+  using Saved = {saved_dtype};
   static constexpr bool kReturnsSum = {returns_sum};
   static constexpr bool kSavesSum = {saves_sum};
   static constexpr bool kCentred = {centred};
@@ -167,6 +168,7 @@ def kernel_source(problem: Problem) -> str:
         norm_dtype=CPP_TYPES[problem.norm_dtype],
         out_dtype=CPP_TYPES[problem.out_dtype],
         sum_dtype=CPP_TYPES[problem.sum_dtype],
+        saved_dtype=CPP_TYPES[problem.saved_dtype],
         returns_sum=str(chain.returns_sum).lower(),
         saves_sum=str(chain.saves_sum).lower(),
         centred=str(chain.centred).lower(),

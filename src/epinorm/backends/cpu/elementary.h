@@ -3,9 +3,8 @@
 // The float versions are within about two units in the last place. Polynomials are minimax fits
 // (iteratively reweighted least squares in double); reductions are Cody and Waite's (Software Manual
 // for the Elementary Functions, 1980). Comparisons are ordered so that a NaN goes through. The
-// double versions are the C library's.
+// double versions are the C library's. Why not <cmath>: lanes.h.
 #pragma once
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -113,8 +112,8 @@ EPINORM_INLINE float tanh(float x) {
   const float p = polynomial(s, -0.000771286037f, 0.00318760065f, -0.00873088338f, 0.021845045f,
                                 -0.0539658083f, 0.133333217f, -0.333333331f);
   const float near = (p * s) * x + x;
-  const float magnitude = std::fabs(x);
-  const float far = std::copysign(1.0f - 2.0f / (exp(2.0f * magnitude) + 1.0f), x);
+  const float magnitude = __builtin_fabsf(x);
+  const float far = __builtin_copysignf(1.0f - 2.0f / (exp(2.0f * magnitude) + 1.0f), x);
   return magnitude <= 0.625f ? near : far;
 }
 
@@ -124,19 +123,21 @@ EPINORM_INLINE float erf(float x) {
   const float p = polynomial(s, -9.641516e-06f, 0.000112569478f, -0.000848282883f, 0.00522094543f,
                                 -0.0268654f, 0.11283782f, -0.376126384f, 0.128379166f);
   const float near = p * x + x;
-  float t = std::fabs(x);
+  float t = __builtin_fabsf(x);
   t = t > 4.0f ? 4.0f : t;  // from 3.93 on the result rounds to one
   // -log(erfc(t)) on [1, 4].
   const float q = polynomial(t, 2.16868129e-05f, -0.00044133589f, 0.00420455918f, -0.0252082486f,
                                 0.108418563f, 0.633219908f, 1.12957842f, -0.000188038166f);
-  const float far = std::copysign(1.0f - exp(-q), x);
-  return std::fabs(x) <= 1.0f ? near : far;
+  const float far = __builtin_copysignf(1.0f - exp(-q), x);
+  return __builtin_fabsf(x) <= 1.0f ? near : far;
 }
 
-EPINORM_INLINE double exp(double x) { return std::exp(x); }
-EPINORM_INLINE double expm1(double x) { return std::expm1(x); }
-EPINORM_INLINE double log1p(double x) { return std::log1p(x); }
-EPINORM_INLINE double tanh(double x) { return std::tanh(x); }
-EPINORM_INLINE double erf(double x) { return std::erf(x); }
+EPINORM_INLINE float root(float x) { return __builtin_sqrtf(x); }
+EPINORM_INLINE double root(double x) { return __builtin_sqrt(x); }
+EPINORM_INLINE double exp(double x) { return __builtin_exp(x); }
+EPINORM_INLINE double expm1(double x) { return __builtin_expm1(x); }
+EPINORM_INLINE double log1p(double x) { return __builtin_log1p(x); }
+EPINORM_INLINE double tanh(double x) { return __builtin_tanh(x); }
+EPINORM_INLINE double erf(double x) { return __builtin_erf(x); }
 
 }  // namespace epinorm

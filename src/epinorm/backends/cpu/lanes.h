@@ -1,12 +1,12 @@
 // One lane is one row. Sixteen rows are turned so that a channel's sixteen values lie side by side:
 // every sum of a norm is then a vertical add, exact to the order of its channels, and any group
 // size fills the vector units.
+//
+// The kernels have the compiler's own functions and traits for the standard library's: of a kernel's
+// compilation, reading <cmath>, <utility> and <type_traits> was a third.
 #pragma once
-#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
-#include <utility>
 
 #define EPINORM_INLINE static inline __attribute__((always_inline))
 #define EPINORM_LANES _Pragma("omp simd") for (int l = 0; l < kLanes; ++l)
@@ -56,7 +56,7 @@ typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
 // A vector of T from values kept as S.
 template <typename T, typename S>
 EPINORM_INLINE Vec<T> load_as(const S* from) {
-  if constexpr (std::is_same_v<S, bf16>) {
+  if constexpr (__is_same(S, bf16)) {
     Halves halves;
     std::memcpy(&halves, from, sizeof halves);
     return (Vec<T>)(__builtin_convertvector(halves, Words) << 16);
@@ -76,7 +76,7 @@ EPINORM_INLINE Halves round_to_bf16(Words bits) {
 
 template <typename T, typename S>
 EPINORM_INLINE void store_as(S* to, const Vec<T>& v) {
-  if constexpr (std::is_same_v<S, bf16>) {
+  if constexpr (__is_same(S, bf16)) {
     const Halves halves = round_to_bf16((Words)v);
     std::memcpy(to, &halves, sizeof halves);
   } else {
@@ -87,7 +87,7 @@ EPINORM_INLINE void store_as(S* to, const Vec<T>& v) {
 // One value, for (N,) tensors.
 template <typename T, typename S>
 EPINORM_INLINE T value_as(const S& from) {
-  if constexpr (std::is_same_v<S, bf16>) {
+  if constexpr (__is_same(S, bf16)) {
     const uint32_t bits = uint32_t(from.bits) << 16;
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -97,12 +97,16 @@ EPINORM_INLINE T value_as(const S& from) {
   }
 }
 
-template <typename T, std::size_t... I>
+// 0, 1, ... w - 1, as Places<__integer_pack(w)...>.
+template <int... I>
+struct Places {};
+
+template <typename T, int... I>
 EPINORM_INLINE void interleave(const Vec<T>& a, const Vec<T>& b, Vec<T>& low, Vec<T>& high,
-                               std::index_sequence<I...>) {
+                               Places<I...>) {
   constexpr int w = sizeof...(I);
-  low = __builtin_shufflevector(a, b, (int(I) / 2 + (int(I) % 2 ? w : 0))...);
-  high = __builtin_shufflevector(a, b, (w / 2 + int(I) / 2 + (int(I) % 2 ? w : 0))...);
+  low = __builtin_shufflevector(a, b, (I / 2 + (I % 2 ? w : 0))...);
+  high = __builtin_shufflevector(a, b, (w / 2 + I / 2 + (I % 2 ? w : 0))...);
 }
 
 // Transposes a square of vectors in place: log2(width) rounds of interleaving rows half a square
@@ -116,7 +120,7 @@ EPINORM_INLINE void transpose(Vec<T>* v) {
 #pragma GCC unroll 16
     for (int i = 0; i < w / 2; ++i)
       interleave<T>(v[i], v[i + w / 2], other[2 * i], other[2 * i + 1],
-                    std::make_index_sequence<w>());
+                    Places<__integer_pack(w)...>());
 #pragma GCC unroll 16
     for (int i = 0; i < w; ++i) v[i] = other[i];
   }

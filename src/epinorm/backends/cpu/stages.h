@@ -1,6 +1,7 @@
 // The stages of a panel of a strip. Each runs over all groups before the next begins: a group's own
 // stages wait for one another (two divisions and a root), the groups do not.
 #pragma once
+#include "elementary.h"
 #include "strip.h"
 
 namespace epinorm {
@@ -74,7 +75,7 @@ struct Stages {
       EPINORM_LANES {
         const T squares = mean[l] * mean[l] + r[l];
         s.largest[l] = squares > s.largest[l] ? squares : s.largest[l];
-        r[l] = T(1) / std::sqrt(r[l] / width + eps);
+        r[l] = T(1) / root(r[l] / width + eps);
       }
     }
   }

@@ -1,7 +1,7 @@
 // The memory of a strip of sixteen rows for the chain C that codegen.py writes: types T (arithmetic),
 // Z (the product's), P (parameters'), Y (results') and S (that of what enters the norm, the sum, which
-// with kReturnsSum is a result, and with kSavesSum what backward finds as z), the norm's kind, and the
-// operations before and after the norm as functions of one value.
+// with kReturnsSum is a result) and Saved (what backward finds as z: with kSavesSum the sum), the norm's
+// kind, and the operations before and after the norm as functions of one value.
 #pragma once
 #include "call.h"
 #include "lanes.h"
@@ -27,7 +27,7 @@ struct Strip {
   using P = typename C::P;
   using Y = typename C::Y;
   using S = typename C::S;
-  using Saved = std::conditional_t<C::kSavesSum, S, Z>;
+  using Saved = typename C::Saved;
   using V = Vec<T>;
   static constexpr int kCount = Vector<T>::kCount;
   static constexpr int kWidth = Vector<T>::kWidth;
@@ -57,7 +57,7 @@ struct Strip {
     constexpr int64_t kConstants = sizeof constants.of / sizeof(T);
     for (int64_t i = 0; i < kConstants; ++i) constants.of[i] = T(c.constants[i]);
     T* next = static_cast<T*>(scratch);
-    const auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
+    const auto take = [&next](int64_t count) { return (next += count) - count; };
     u = take(panel_width * kLanes);
     v = take(panel_width * kLanes);
     w = take(panel_width * kLanes);
@@ -161,7 +161,7 @@ struct Strip {
   // number has a square that overflows, nor has the mean of any part of it.
   void tell_overflow() const {
     bool overflows = false;
-    for (int l = 0; l < kLanes; ++l) overflows |= std::isinf(largest[l] * T(16));
+    for (int l = 0; l < kLanes; ++l) overflows |= __builtin_isinf(largest[l] * T(16));
     if (overflows) __atomic_store_n(&call.overflow, 1, __ATOMIC_RELAXED);
   }
 };
