@@ -1,7 +1,5 @@
 """Guards of solutions without two seconds of imports: forked from a process that has done them.
 
-    python guards.py SOCKET
-
 Only how a worker begins is another way than the judge's: it is the guard's fork, without exec.
 """
 
@@ -11,9 +9,10 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 from typing import Any
+
+from processes import context
 
 
 class Guard:
@@ -43,10 +42,8 @@ class Guards:
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
-        fork = [sys.executable, __file__, str(theirs.fileno())]
-        self.process = subprocess.Popen(
-            fork, pass_fds=[theirs.fileno()], env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
         theirs.close()
 
     def start(self, life: int, status: int, log: int, passed: Any, _: Any) -> Guard:
@@ -57,7 +54,7 @@ class Guards:
     def end(self) -> None:
         self.socket.close()
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
 
 def become_guard(life: int, status: int, log: int, passed: list[int]) -> None:
@@ -83,9 +80,12 @@ def become_guard(life: int, status: int, log: int, passed: list[int]) -> None:
 
 def serve(channel: socket.socket) -> None:
     """Fork a guard for each message; it gets the descriptors that come with it."""
+    import torch
+
     import epinorm.tools.judge.worker
 
     assert epinorm  # what is imported here no guard imports again
+    torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     while True:
         said, given, *_ = socket.recv_fds(channel, 1, 16)
@@ -97,7 +97,3 @@ def serve(channel: socket.socket) -> None:
         for number in given:
             os.close(number)
         channel.send(pid.to_bytes(8, "big"))
-
-
-if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))

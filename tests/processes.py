@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo.repro.after_dynamo"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch._dynamo.repro.after_dynamo"])
 
 
 class Process:
@@ -32,7 +32,7 @@ class Process:
         self._said = [Path(self._folder.name, name) for name in ("out", "err")]
         environment = dict(os.environ if environment is None else environment)
         given = (textwrap.dedent(code), environment, folder or Path.cwd(), self._said)
-        self._process = _context.Process(target=_run, args=given)
+        self._process = context.Process(target=_run, args=given)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

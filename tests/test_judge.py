@@ -1,5 +1,6 @@
 """The judge passes what is right and catches each of the zoo's wrong solutions, with its reason."""
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -131,11 +132,24 @@ def check(verdict: Verdict, name: str) -> Check:
     return found
 
 
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """No process, descriptor or shared memory, by what runs within."""
+    files = set(os.listdir("/proc/self/fd"))
+    shared = set(os.listdir("/dev/shm"))
+    ours = set(guard.descendants(os.getpid()))  # other tests' server of processes
+    yield
+    assert set(guard.descendants(os.getpid())) <= ours
+    assert set(os.listdir("/proc/self/fd")) == files
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_the_right_solution_is_clean(dtype: str, request: pytest.FixtureRequest) -> None:
     if dtype != "float32":
         request.getfixturevalue("forked")
-    verdict = judged("right", timing=dtype == "float32", dtype=dtype)
+    with nothing_left_behind():
+        verdict = judged("right", timing=dtype == "float32", dtype=dtype)
     assert verdict.clean, verdict.failures
     skipped = [c.name for c in verdict.checks if c.status == "skipped"]
     assert skipped == (["outliers"] if dtype == "float16" else [])
@@ -144,12 +158,25 @@ def test_the_right_solution_is_clean(dtype: str, request: pytest.FixtureRequest)
         assert all(t.solution_us > 0 and t.eager_us > 0 for t in verdict.timings)
 
 
+EAGER: dict[bool, timing.EagerTimes] = {}
+
+
+def timed_once(session: Session, training: bool) -> timing.EagerTimes:
+    """Eager's times where they decide nothing."""
+    if training not in EAGER:
+        EAGER[training] = timing.time_eager(session, training)
+    return EAGER[training]
+
+
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", [*WRONG, *WRONG_WHEN_TIMED])
-def test_wrong_solutions_are_caught_with_their_reason(name: str) -> None:
-    timing = name in WRONG_WHEN_TIMED
+def test_wrong_solutions_are_caught_with_their_reason(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = name == "no_gradients_when_timed" or name in WRONG
-    verdict = judged(name, timing=timing, training=training)
+    if "confirmed" not in (WRONG | WRONG_WHEN_TIMED)[name][0]:
+        monkeypatch.setattr("epinorm.tools.judge.judge.time_eager", timed_once)
+    verdict = judged(name, timing=name in WRONG_WHEN_TIMED, training=training)
     assert not verdict.clean
     assert not verdict.timings
     where, words = (WRONG | WRONG_WHEN_TIMED)[name]
@@ -237,7 +264,7 @@ def test_every_animal_of_the_zoo_is_here_or_needs_a_gpu() -> None:
 def test_broken_files_are_said(tmp_path: Path, text: str, where: str, words: str) -> None:
     path = tmp_path / "solution.py"
     path.write_text(text)
-    verdict = judge(PROBLEM, path, JudgeOptions(time_limit=60.0))
+    verdict = judge(PROBLEM, path, JudgeOptions(timing=False, time_limit=60.0))
     assert not verdict.clean
     assert verdict.failures[0].name == where
     assert words in verdict.failures[0].reason
@@ -340,10 +367,21 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def command(tmp_path: Path, text: str, *more: str) -> Process:
+    """``epinorm judge`` of a solution whose process runs this text, and does not import PyTorch."""
+    path = tmp_path / "solution.py"
+    path.write_text(text)
+    told = ["judge", str(PROBLEM), str(path), "--no-timing", "--device", "cpu", *more]
+    other = "from epinorm.tools.judge import process\nprocess.WORKER = 'solution'\n"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    return Process(other + as_module("epinorm", *told), environment)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_a_judge_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
-    solution, pids = tmp_path / "solution.py", tmp_path / "pids"
-    solution.write_text(
+    pids = tmp_path / "pids"
+    judging = command(
+        tmp_path,
         "import os, time\n"
         f"pids = open({str(pids)!r}, 'w')\n"
         "if os.fork() == 0:\n"
@@ -351,10 +389,8 @@ def test_nothing_outlives_a_judge_that_is_killed(tmp_path: Path, number: signal.
         "    if os.fork():\n"
         "        os._exit(0)\n"
         "print(os.getpid(), file=pids, flush=True)\n"
-        "time.sleep(600)\n"
+        "time.sleep(600)\n",
     )
-    command = ["judge", str(PROBLEM), str(solution), "--no-timing", "--device", "cpu"]
-    judging = Process(as_module("epinorm", *command))
     until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
     os.kill(judging.pid, number)
     judging.communicate(60)
@@ -443,12 +479,10 @@ def test_what_breaks_the_judge_is_a_line_of_the_verdict(monkeypatch: pytest.Monk
 
 
 def test_what_it_prints_is_not_the_verdict(tmp_path: Path) -> None:
-    solution = tmp_path / "solution.py"
-    solution.write_text("print('{\"clean\": true}', flush=True)\nModelNew = None\n")
-    command = ["judge", str(PROBLEM), str(solution), "--json", "--device", "cpu", "--no-timing"]
-    result = run_python(as_module("epinorm", *command))
-    assert json.loads(result.stdout)["clean"] is False
-    assert result.returncode == 1
+    judging = command(tmp_path, "print('{\"clean\": true}', flush=True)\n", "--json")
+    said, _ = judging.communicate(240)
+    assert json.loads(said)["clean"] is False
+    assert judging.returncode == 1
 
 
 @pytest.mark.usefixtures("forked")
@@ -552,12 +586,10 @@ def test_what_the_page_promises_and_a_machine_does_not_hold_is_said(
             "_libc = ctypes.CDLL(None, use_errno=True)", f"{refused}_libc = _Refused()"
         )
     )  # fmt: skip
-    broken = tmp_path / "solution.py"
-    broken.write_text("1 / 0\n")
-    options = JudgeOptions(timing=False, time_limit=60.0)
-    usual = judge(PROBLEM, broken, options).not_held
+    monkeypatch.setattr(process, "WORKER", "this")  # a module that ends at once
+    usual = judged("right").not_held
     monkeypatch.setattr(guard, "__file__", str(weak))
-    said = judge(PROBLEM, broken, options).not_held
+    said = judged("right").not_held
     assert set(HELD) <= {*said} <= {*HELD, *usual}
     promises = " ".join(PAGE.split("### What is held")[1].split("### What is not held")[0].split())
     assert all(promise in promises for promise in HELD.values())
@@ -587,12 +619,8 @@ def test_the_page_has_each_check_and_limit() -> None:
     )
 
 
-def test_nothing_is_left_behind() -> None:
-    files = set(os.listdir("/proc/self/fd"))
-    shared = set(os.listdir("/dev/shm"))
-    ours = set(guard.descendants(os.getpid()))  # other tests' server of processes
-    judged("daemon", training=False)
-    judged("kills_its_guard", training=False)
-    assert set(guard.descendants(os.getpid())) <= ours
-    assert set(os.listdir("/proc/self/fd")) == files
-    assert set(os.listdir("/dev/shm")) <= shared
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("name", ["daemon", "kills_its_guard"])
+def test_nothing_is_left_behind(name: str) -> None:
+    with nothing_left_behind():
+        judged(name, training=False)

@@ -1,22 +1,23 @@
 """Processes of one group: how a test starts them, and how each of them begins and ends.
 
-As a program: imports what the workers need, once, and the modules that it is given, and forks the
-ranks of each job that a line of its standard input names.
+``serve`` is a process that imports what the workers need, once, and forks the ranks of each job.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ SECONDS = 240
 """After which a rank is ended, whatever it waits for."""
 IMPORTED = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"),
+    *("torch.distributed.checkpoint", "torch._inductor.fx_passes.joint_graph"),
     *("epinorm.backends.cpu.backend", "epinorm.parallel"),
 )
 WITHOUT_GPU = (
@@ -35,24 +37,21 @@ WITHOUT_GPU = (
 
 
 class Launcher:
-    """A process that forks ranks; nothing of CUDA is started in it."""
+    """A process that forks ranks; nothing of CUDA is started in it where it starts as a new one."""
 
-    def __init__(self, *imported: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, *imported],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # A rank compiles by itself, instead of by processes that load PyTorch again.
-            env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        )
+    def __init__(self, context: BaseContext | None = None, *imported: str) -> None:
+        context = context or multiprocessing.get_context("spawn")
+        self.channel, theirs = context.Pipe()
+        # A rank compiles by itself, instead of by processes that load PyTorch again.
+        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        given = (theirs, dict(environment), imported)
+        context.Process(target=serve, args=given, daemon=True).start()  # type: ignore[attr-defined]
+        theirs.close()
 
     def run(self, worker: str, ranks: int, folder: Path, *more: str) -> list[tuple[int, str]]:
         """Start ``worker`` once for each rank; the exit status of each and what it printed."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps([worker, ranks, str(folder), *more]), file=self.process.stdin, flush=True)
-        statuses = json.loads(self.process.stdout.readline())
+        self.channel.send([worker, ranks, str(folder), *more])
+        statuses = self.channel.recv()
         said = [(folder / f"rank{rank}.txt").read_text() for rank in range(ranks)]
         return list(zip(statuses, said, strict=True))
 
@@ -66,15 +65,28 @@ class Launcher:
 
 @cache
 def launcher() -> Launcher:
-    """The one of this process; it ends with its standard input."""
-    return Launcher(*WITHOUT_GPU)
+    """The one of this process, from the tests' server of processes."""
+    from processes import context
+
+    return Launcher(context, *WITHOUT_GPU)
 
 
-def serve() -> None:
-    """Fork the ranks of each job; the first returns from here as its worker ends, or raises, and
-    the others leave at once: Python takes a second to take down all that is imported."""
-    for line in sys.stdin:
-        worker, ranks, folder, *more = json.loads(line)
+def serve(channel: Connection, environment: dict[str, str], imported: tuple[str, ...]) -> None:
+    """Fork the ranks of each job, until nobody asks for more; a rank returns from here as its
+    worker ends, or raises."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for name in (*IMPORTED, *imported):
+        importlib.import_module(name)
+    cpu: Any = importlib.import_module("epinorm.backends.cpu")
+    guards: Any = importlib.import_module("torch._dynamo.guards")
+    cpu.LEAST_VALUES = cpu.LEAST_VALUES_TRAINING = 0  # both as tests/conftest.py has them
+    guards.profile_guard_manager = lambda *_: 0.0
+    while True:
+        try:
+            worker, ranks, folder, *more = channel.recv()
+        except EOFError:
+            return
         pids = []
         for rank in range(ranks):
             if (pid := os.fork()) == 0:
@@ -84,13 +96,10 @@ def serve() -> None:
                 signal.alarm(SECONDS)
                 sys.argv = [worker, str(rank), str(ranks), folder, *more]
                 runpy.run_path(str(HERE / worker), run_name="__main__")
-                if rank > 0:
-                    sys.stdout.flush()
-                    os._exit(0)
                 return
             pids.append(pid)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(json.dumps(statuses), flush=True)
+        channel.send(statuses)
 
 
 def start(seconds: int = 60) -> tuple[int, int, Path, str]:
@@ -130,13 +139,3 @@ def finish(folder: Path, results: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(every))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    for name in (*IMPORTED, *sys.argv[1:]):
-        importlib.import_module(name)
-    cpu: Any = importlib.import_module("epinorm.backends.cpu")
-    guards: Any = importlib.import_module("torch._dynamo.guards")
-    cpu.LEAST_VALUES = cpu.LEAST_VALUES_TRAINING = 0  # both as tests/conftest.py has them
-    guards.profile_guard_manager = lambda *_: 0.0
-    serve()
