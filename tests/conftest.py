@@ -20,10 +20,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 # Inductor would start a pool of processes that each import PyTorch, for a handful of files, compile
-# seven programs to see which vector instructions there are, and all PyTorch's headers beforehand.
+# seven programs to see which vector instructions there are, and all PyTorch's headers beforehand;
+# and optimise what only starts its kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 
 gc.disable()
@@ -60,6 +62,9 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EPINORM_CACHE_DIR", str(folder))
+        patch.setenv(
+            "TORCHINDUCTOR_CACHE_DIR", str(base / "inductor")
+        )  # else those of earlier runs
         if "CXX" not in os.environ and shutil.which("g++"):
             patch.setenv("CXX", _remembering_compiler(base))
         yield folder

@@ -106,6 +106,9 @@ NETS: dict[str, tuple[Forward, dict[str, Any], list[str]]] = {
     "checkpointed": (checkpointed, {}, ["batch_norm(1e-05)", "batch_norm(1e-05)|relu"]),
 }
 
+BY_INDUCTOR = ("entwined",)
+"""By its own kernels, whose order is its own."""
+
 
 def step(model: Callable[..., Any], x: Tensor) -> list[Tensor]:
     """y and x's gradient of a call."""
@@ -157,7 +160,9 @@ def test_fused_is_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NETS if name != "checkpointed"])
-def test_compiled_is_eager(name: str) -> None:
+def test_compiled_is_eager(name: str, request: pytest.FixtureRequest) -> None:
+    if name not in BY_INDUCTOR:
+        request.getfixturevalue("interpreted")
     run, norm, _ = NETS[name]
     model = Net(run, **norm).double()
     other = copy.deepcopy(model)
@@ -165,6 +170,7 @@ def test_compiled_is_eager(name: str) -> None:
     compare(model, compiled, other)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_compiled_checkpoint_changes_statistics_as_torch_compile_does() -> None:
     """Once, where eager's second run changes them again."""
     model = Net(checkpointed).double()
@@ -317,6 +323,7 @@ def test_dropout_behind_it_is_of_the_chain_and_drops_as_much() -> None:
 
 
 @pytest.mark.filterwarnings("error:.*degrees of freedom", "error:.*may not alias")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("track", [True, False])
 def test_no_rows_leave_the_statistics(track: bool) -> None:
     model = Net(plain, track_running_stats=track).double()

@@ -204,6 +204,7 @@ def test_checkpointing_replays_the_mask_whichever_graph_runs(
                 torch.testing.assert_close(again, first, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_the_compiler_backend_takes_it() -> None:
     model = Model(lambda s, x, r: s.norm(s.drop(s.fc(x)) + r) * 2)
     compiled = torch.compile(model, backend="epinorm", fullgraph=True)

@@ -302,27 +302,18 @@ def test_under_autocast_a_compiler_casts_the_weights_as_one(
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cuda",)])
 def test_a_layer_multiplies_once_forward_and_twice_backward(
-    devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    devices: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    interpreted: list[fx.GraphModule],
 ) -> None:
     monkeypatch.setattr(together, "CAST_TOGETHER", devices)
-    graphs: list[fx.Graph] = []
-    compile_fx = torch._inductor.compile_fx.compile_fx
-
-    def inner(gm: fx.GraphModule, *_: Any, **__: Any) -> Any:
-        graphs.append(gm.graph)
-        return gm
-
-    def without_code(gm: Any, inputs: Any, **_: Any) -> Any:
-        return compile_fx(gm, inputs, inner_compile=inner)
-
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", without_code)
     model = Plain()
     model.o = nn.Identity()
     step(model, under_autocast(torch.compile(model, backend=compile_graph)), torch.randn(2, 5, K))
     aten = torch.ops.aten
     products = [
-        sum(node.target in (aten.mm.default, aten.addmm.default) for node in graph.nodes)
-        for graph in graphs
+        sum(node.target in (aten.mm.default, aten.addmm.default) for node in gm.graph.nodes)
+        for gm in interpreted
     ]
     assert products == ([1, 2] if devices == ("cpu",) else [3, 6])
 
