@@ -257,6 +257,14 @@ def test_compile(pair: Any, training: bool) -> None:
             same(ours(x), model(x))
 
 
+def test_compiling_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once", said.append)
+    block = epinorm.LinearNorm(K, N, norm=epinorm.RMSNorm(), pre="add_residual")
+    torch.compile(block, fullgraph=True, backend="eager")(torch.randn(2, 3, K), torch.ones(2, 3, N))
+    assert said == []
+
+
 def test_mistakes_are_said_at_any_call(pair: Any) -> None:
     _, ours = pair
     x = inputs()
