@@ -62,7 +62,7 @@ def memory() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 
 
-def test_twenty_thousand_calls_leave_nothing_behind(
+def test_seven_thousand_calls_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EPINORM_CACHE_DIR", str(tmp_path))  # others' compilations are not counted
@@ -72,7 +72,7 @@ def test_twenty_thousand_calls_leave_nothing_behind(
         Chain.build(NORM),
         *(given[name].double() for name in ("norm_weight", "norm_bias")),
     )
-    factors = (1 + torch.rand(20_000, dtype=torch.float64)).tolist()
+    factors = (1 + torch.rand(7000, dtype=torch.float64)).tolist()
     early = first = None
     for i, factor in enumerate(factors):
         y = epinorm.linear_norm(**given, norm=NORM, post=f"scale({factor})", strategy="cpu")
@@ -80,15 +80,15 @@ def test_twenty_thousand_calls_leave_nothing_behind(
             assert error(y, truth * factor) < 1e-6
         if i == 0:
             first = footprint()
-        if i == 6000:  # every cache with a bound is full
+        if i == 4500:  # every cache with a bound is full
             early = memory()
     assert footprint() == first
     assert early is not None
-    assert memory() - early < 8
+    assert memory() - early < 1  # MB: 400 bytes a call
 
 
 CHAINS = (
-    ("leaky_relu({})", "", (0.01, -0.5, 3.0)),
+    ("leaky_relu({})", "leaky_relu({})", (0.01, -0.5, 3.0)),
     ("clamp(-{0},{0})|add({0})", "hardtanh(-{0},{0})", (2.0, 3.5, 5.0)),
     ("softplus({},2)", "elu({})|scale({})", (0.5, 2.5, 1.75)),
     ("", "softplus(1,{})|scale({})", (0.25, 3.0, 20.0)),

@@ -180,10 +180,11 @@ def test_the_backward_operator_checks_what_it_reads(name: str, change: Any) -> N
 @pytest.mark.parametrize("strategy", ["cpu", "reference"])
 def test_what_forward_keeps_is_what_backward_expects(strategy: str, norm: Any, dtype: Any) -> None:
     x, weight = (torch.randn(s, dtype=dtype, requires_grad=True) for s in SHAPES[:2])
+    facts: Any = {"norm": norm, "post": "leaky_relu|scale(2)", "strategy": strategy}
     for _ in range(2):
-        y = epinorm.linear_norm(x, weight, norm=norm, strategy=strategy)
+        y = epinorm.linear_norm(x, weight, **facts)
         with torch.autograd.graph.saved_tensors_hooks(same, same):
-            hooked = epinorm.linear_norm(x, weight, norm=norm, strategy=strategy)
+            hooked = epinorm.linear_norm(x, weight, **facts)
         found = [torch.autograd.grad(out, [x, weight], torch.ones_like(y)) for out in (y, hooked)]
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

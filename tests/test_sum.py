@@ -64,9 +64,18 @@ def converted(given: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in given]
 
 
-@pytest.mark.parametrize("rounding", ["", "|rounding(eager)"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("text", CHAINS)
+EAGER = "|rounding(eager)"
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize(
+    "text, dtype, rounding",
+    [
+        # Rounding is of 16 bit alone; what backward finds is the sum in the first, z in the second.
+        *((text, dtype, "") for text in CHAINS[:2] for dtype in DTYPES),
+        *((text, dtype, EAGER) for text in CHAINS for dtype in DTYPES),
+    ],
+)
 def test_both_results_and_all_gradients(text: str, dtype: torch.dtype, rounding: str) -> None:
     given = tensors(text, dtype)
     gradients = [torch.randn(M, N).to(dtype) for _ in range(2)]
@@ -130,17 +139,23 @@ def test_gradcheck(text: str, strategy: str) -> None:
 def test_opcheck(text: str, strategy: str) -> None:
     given = tensors(text, torch.float32, 3)
     facts = (text, strategy, False, None)
-    called = (*given[:5], given[5:], *facts)
-    torch.library.opcheck(schema.linear_norm_sum, called)
     plain = [t.detach() for t in given]
     torch.library.opcheck(schema.linear_norm_sum_forward, (*plain[:5], plain[5:], *facts))
     y, z, mean, rstd, total = schema.linear_norm_sum_forward(*plain[:5], plain[5:], *facts)
     assert z.numel() == (0 if text == RESIDUAL else y.numel())
     kept = (total if text == RESIDUAL else z, mean, rstd)
     wanted = [True] * len(given)
-    for v, dsum in ((plain, None), (given, torch.randn_like(total))):
+
+    def backward(v: Sequence[Tensor], dsum: Tensor | None) -> None:
         called = (torch.randn_like(y), *v[:5], v[5:], *kept, *facts, wanted, dsum)
         torch.library.opcheck(schema.linear_norm_backward, called)
+
+    backward(plain, None)
+    # Traced with gradients of their own, which takes long: both operators by one chain each.
+    if text == RESIDUAL:
+        torch.library.opcheck(schema.linear_norm_sum, (*given[:5], given[5:], *facts))
+    else:
+        backward(given, torch.randn_like(total))
 
 
 def test_leading_dimensions_and_calls_like_earlier_ones(short: list[bool]) -> None:
@@ -171,7 +186,7 @@ def test_leading_dimensions_and_calls_like_earlier_ones(short: list[bool]) -> No
 
 
 def test_the_module_returns_both() -> None:
-    block = epinorm.LinearNorm(K, N, norm=epinorm.RMSNorm(), pre="add_residual", return_sum=True)
+    block = epinorm.LinearNorm(K, N, norm=epinorm.LayerNorm(), pre="add_residual", return_sum=True)
     x, residual = torch.randn(5, K), torch.randn(5, N)
     y, total = block(x, residual)
     torch.testing.assert_close(total, block.linear(x) + residual)

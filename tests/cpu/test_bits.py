@@ -29,7 +29,7 @@ def bits(results):
 def test_any_number_of_threads(shape, dtype, make_case):
     case = make_case(CHAIN, *SHAPES[shape], dtype)
     runs = []
-    for threads in (1, 2, 3, 7):
+    for threads in (1, 3, 7):
         torch.set_num_threads(threads)
         runs.append(bits(case.run()))
     for first, other in itertools.pairwise(runs):
@@ -47,8 +47,8 @@ def test_second_run_in_dirty_memory(make_case):
 
 def test_kernels_do_not_share_constants(make_case):
     """Each chain's library has the same names in it; one must not read another's."""
-    channel = make_case("group_norm(4)|mul_channel|add_channel", 40, 16, 32)
-    element = make_case("group_norm(4)|add_residual|add_residual", 40, 16, 32)
+    channel = make_case("mul_channel|group_norm(4)|mul_channel", 40, 16, 32)
+    element = make_case("add_residual|group_norm(4)|add_residual", 40, 16, 32)
     before = bits(element.run())
     channel.run()
     assert all(torch.equal(a, b) for a, b in zip(before, bits(element.run()), strict=True))
