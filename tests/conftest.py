@@ -9,6 +9,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+# Threads of OpenMP that wait would spin, here and in the processes that tests start: others use
+# the cores. It is read as PyTorch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 from epinorm.backends import cpu

@@ -94,18 +94,20 @@ def imported_by(statement: str, names: Iterable[str]) -> list[str]:
     return modules
 
 
+def as_script(script: Path, *arguments: str) -> str:
+    """What ``python script arguments`` runs."""
+    return (
+        f"import runpy, sys; sys.path.insert(0, {str(script.parent)!r})\n"
+        f"sys.argv = {[str(script), *arguments]!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+
+
 def run_script(
     script: Path, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """What ``python script arguments`` does."""
-    command = [str(script), *arguments]
-    code = f"""
-        import runpy, sys
-        sys.path.insert(0, {str(script.parent)!r})
-        sys.argv = {command!r}
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    """
-    return run_python(code, {**os.environ, **environment})
+    return run_python(as_script(script, *arguments), {**os.environ, **environment})
 
 
 def _run(code: str, environment: dict[str, str], folder: Path, said: list[Path]) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from processes import run_python
+
 ROOT = Path(__file__).parents[1]
 URL = "https://example.org/epinorm"
 LARGEST_BYTES = 5_000_000  # beyond PyTorch, of a base install
@@ -91,6 +93,9 @@ def test_the_command_is_installed_with_it(installed: Path) -> None:
     assert said.stdout.startswith("epinorm ")
 
 
-@pytest.mark.slow
 def test_the_wheel_serves_a_cpu(installed: Path) -> None:
-    assert "1 of 1 chains fused" in run(installed, "cpu", dict(os.environ))
+    arguments = f"import sys\nsys.argv = ['-c', {str(installed)!r}, 'cpu']\n"
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = run_python(arguments + PROGRAM, environment, installed)
+    assert "1 of 1 chains fused" in done.stdout, done.stderr
+    assert done.returncode == 0

@@ -27,7 +27,7 @@ from epinorm.tools.results import merge_rows, read_rows_of
 from epinorm.tools.tf32 import RoundedOperands
 from epinorm.tools.timing import Settings
 from epinorm_cli.commands import app
-from processes import run_script
+from processes import as_script, run_python
 from readme_tables import details_table, models_table
 
 CPU = torch.device("cpu")
@@ -401,11 +401,56 @@ def test_the_command_writes_rows_and_says_what_it_found(tmp_path: Path) -> None:
     assert json.loads(path.read_text())[0]["pass"] == "forward"
 
 
+FORKED = """
+import os, runpy, subprocess, sys, traceback
+
+Popen = subprocess.Popen
+
+class Forked:
+    # A process that runs a script as a new Python would, which would have to import PyTorch.
+
+    def __init__(self, command, env, pass_fds):
+        self.returncode = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        status = 1
+        try:
+            for number in map(int, os.listdir("/proc/self/fd")):
+                if number > 2 and number not in pass_fds:
+                    try:
+                        os.close(number)
+                    except OSError:  # of this list itself
+                        pass
+            subprocess.Popen = Popen
+            os.environ.update(env)
+            sys.argv = command[3:]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def kill(self):
+        if self.returncode is None:
+            os.kill(self.pid, 9)
+
+subprocess.Popen = Forked
+"""
+
+
 def test_rows_are_verified_side_by_side_and_timed_one_by_one(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "models.py"
     wanted = ["tdmpc2:bf16:forward", "tdmpc2:highest"]
     arguments = ["--small", "--device", "cpu", "--competitors", "", "--out", str(tmp_path)]
-    done = run_script(script, *wanted, *arguments)
+    done = run_python(FORKED + as_script(script, *wanted, *arguments))
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "models").iterdir()
     found = {(row.setting, row.pass_) for row in read_rows_of(ModelRow, path) if row.verified}
