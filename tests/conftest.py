@@ -16,7 +16,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from epinorm.backends import cpu
+from epinorm.backends import cpu, memo
+from epinorm.backends.cpu import build
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -128,6 +129,20 @@ def seed() -> None:
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():  # else torch.manual_seed notes where it was called, for later
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(scope="module")
+def kernels_that_compile_fast() -> Iterator[None]:
+    """Where a chain's kernel for the CPU is to compute, not to be fast: to optimise it takes more
+    than half of the compiler's time. Other modules get none of these kernels."""
+    before = set(build._loaded)
+    flags = tuple("-O0" if flag == "-O3" else flag for flag in build.KERNEL_FLAGS)
+    with mock.patch.object(build, "KERNEL_FLAGS", flags):
+        yield
+    for source in set(build._loaded) - before:
+        if "epinorm_describe" in source:  # the text of a kernel, neither the runner nor a module
+            del build._loaded[source]
+    memo.clear()
 
 
 @pytest.fixture

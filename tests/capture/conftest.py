@@ -1,17 +1,12 @@
 """Every test here starts with nothing captured, and imports what the folder above holds."""
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch import fx
-
-from epinorm.backends import memo
-from epinorm.backends.cpu import build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -21,16 +16,9 @@ def nothing_captured(fresh_dynamo: None) -> None:
     """For ``fresh_dynamo``."""
 
 
-@pytest.fixture(scope="package", autouse=True)
-def kernels_that_compile_fast() -> Iterator[None]:
-    """Here a chain's kernel for the CPU is to compute, not to be fast; to optimise it takes more
-    than half of the compiler's time. Other tests are left none of these kernels."""
-    memo.clear()
-    flags = tuple("-O0" if flag == "-O3" else flag for flag in build.KERNEL_FLAGS)
-    runner = {name: made for name, made in build._loaded.items() if name == build._RUNNER}
-    with mock.patch.multiple(build, KERNEL_FLAGS=flags, _loaded=runner):
-        yield
-    memo.clear()
+@pytest.fixture(scope="module", autouse=True)
+def nothing_optimised(kernels_that_compile_fast: None) -> None:
+    """For ``kernels_that_compile_fast``."""
 
 
 @pytest.fixture

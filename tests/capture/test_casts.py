@@ -16,7 +16,6 @@ from epinorm.capture import casts as module
 from epinorm.capture.backend import compile_graph
 from epinorm.capture.casts import CastsTogether
 from epinorm.operator.casts import casts
-from processes import run_python
 
 K, N, ROWS = 16, 24, 8
 F32, BF16 = torch.float32, torch.bfloat16
@@ -249,32 +248,25 @@ def test_a_pass_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[2] is None
 
 
-@pytest.mark.slow
-def test_inductor_itself() -> None:
-    """Its code calls the operator, in both passes, and gives eager's values."""
-    code = """
-import torch
-from torch import nn
-from epinorm.capture import casts
-from epinorm.capture.backend import compile_graph
-casts.DEVICES = ("cpu",)
-# No kernel of Inductor's own, each of which takes seconds to compile: its calls are the point.
-m = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
-x, dy = torch.randn(6, 8).bfloat16(), torch.randn(6, 4).bfloat16()
-c = torch.compile(m, backend=compile_graph)
-def step(model):
-    m.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-    y.backward(dy)
-    return [y, *(p.grad for p in m.parameters())]
-step(c)
-with torch.profiler.profile() as profile:
-    got = step(c)
-assert [event.key for event in profile.events()].count("epinorm::casts") == 2
-for a, b in zip(got, step(m), strict=True):
-    torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    assert a.dtype == b.dtype
-"""
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
+def test_inductor_itself(on_cpu: None) -> None:
+    """Its code calls the operator, in both passes, and gives eager's values.
+
+    There is no kernel of its own in it, each of which takes seconds to compile."""
+    model = nn.Sequential(nn.Linear(K, N, bias=False), nn.Linear(N, K, bias=False))
+    made = torch.compile(model, backend=compile_graph)
+    x, dy = torch.randn(ROWS, K).bfloat16(), torch.randn(ROWS, K).bfloat16()
+
+    def run(call: Callable[..., Any]) -> list[Any]:
+        model.zero_grad()
+        with torch.autocast("cpu", BF16):
+            y = call(x)
+        y.backward(dy)
+        return [y, *(p.grad for p in model.parameters())]
+
+    run(made)
+    with torch.profiler.profile() as profile:
+        got = run(made)
+    assert [event.key for event in profile.events()].count("epinorm::casts") == 2
+    for a, b in zip(got, run(model), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        assert a.dtype == b.dtype
