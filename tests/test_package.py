@@ -169,7 +169,7 @@ def test_importing_takes_little_beside_pytorch() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     shares = list(map(float, done.stdout.split()))  # others use the processor too
     assert len(shares) == 4
-    assert min(shares) < 0.03, f"importing epinorm takes {shares} of what importing PyTorch does"
+    assert min(shares) < 0.04, f"importing epinorm takes {shares} of what importing PyTorch does"
 
 
 SEEN = """
