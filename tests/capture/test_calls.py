@@ -92,8 +92,9 @@ def test_no_and_one_row(pair: Any, rows: int) -> None:
     assert_same(fused(x), model(x))
 
 
-def test_models_of_one_class_do_not_share_what_is_captured() -> None:
-    for rows in range(2, 14):  # more than Dynamo captures of one function
+def test_models_of_one_class_do_not_share_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DYNAMO, "recompile_limit", 2)
+    for rows in range(2, 6):  # more than Dynamo captures of one function
         model = randomised(Model())
         fused = fused_copy(model)
         x = torch.randn(rows, K, dtype=torch.float64)
@@ -115,12 +116,13 @@ class Chooses(Model):
 
 
 def test_past_the_limit_the_models_own_code_runs_and_says_so(
-    x: Any, caplog: pytest.LogCaptureFixture
+    x: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(DYNAMO, "recompile_limit", 4)
     model = randomised(Chooses())
     fused = fused_copy(model)
     with caplog.at_level(logging.WARNING, logger="epinorm"):
-        for step in range(40):
+        for step in range(7):
             assert_same(fused(x, str(step)), model(x, str(step)))
     assert caplog.text.count("captured too often") == 1
 
@@ -751,7 +753,7 @@ class Breaks(Model):
 def test_what_was_captured_is_freed_with_the_model(x: Any, make: Any) -> None:
     """Guards compare PyTorch's classes by identity: finalizers of these held the graphs."""
     before = kept()
-    for _ in range(8):
+    for _ in range(3):
         fused_copy(randomised(make()))(x).sum().backward()
     assert kept() <= before
 
@@ -767,7 +769,7 @@ def test_what_was_captured_for_an_object_is_freed_with_it(x: Any) -> None:
     model = randomised(Picks())
     fused = fused_copy(model)
     before = kept()
-    for factor in range(8):
+    for factor in range(4):
         model.of = fused.of = type("Of", (), {"factor": float(factor)})
         assert_same(fused(x), model(x))
     assert kept() <= before

@@ -318,6 +318,7 @@ def test_a_norm_behind_it_is_no_chain_that_failed() -> None:
     assert (told.rows, [row.chain for row in told.linears]) == ((), ["identity"])
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_checkpointed_and_compiled() -> None:
     class Checkpointed(Convolved):
         def forward(self, x: Tensor) -> Tensor:
