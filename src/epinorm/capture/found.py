@@ -237,6 +237,7 @@ def _unfit_dtypes(
         ):
             return f"it rounds to {value.dtype} on its way"
     norm = found.norm.norm
-    if isinstance(norm, (GroupNorm, BatchNorm)) and tensor_of(found.linear.x).dim() != 2:
-        return f"{type(norm).__name__} after a reshape to rows is not served"
+    of_matrix = isinstance(norm, (GroupNorm, BatchNorm)) and len(found.leading) != 1
+    if of_matrix and is_distributed(values):
+        return f"{type(norm).__name__} of DTensors after a reshape to rows is not served"
     return None

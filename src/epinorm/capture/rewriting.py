@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import checkpoints
 from epinorm.capture.spent import let_spend
 from epinorm.capture.together import groups_of, put_together
+from epinorm.chain import BatchNorm, GroupNorm
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller, Uses
 
@@ -257,6 +259,9 @@ def _replace(
         operands: list[Any] = []
         x = found.linear.x
         x = moved(graph, fused.get(x, x), found.moves, tensor_of(x).shape[-1])
+        shaped, flat = x, _normalizes_a_matrix(found)
+        if flat:
+            x = graph.call_function(as_matrix, (x,))
         drawn, given_nodes = iter(seeds), iter(found.operands)
         for kind in found.chain.operand_kinds:
             if kind == "seed":
@@ -266,7 +271,8 @@ def _replace(
             if kind == "channel":
                 operands.append(channels(node))
             elif kind == "row":
-                operands.append(graph.call_function(one_each, (now(node), x)))
+                each = graph.call_function(one_each, (now(node), shaped))
+                operands.append(graph.call_function(as_matrix, (each,)) if flat else each)
             elif found.views:
                 operands.append(graph.call_function(rows_like, (now(node), x, n)))
             else:
@@ -285,6 +291,8 @@ def _replace(
         new.meta = dict(found.linear.nodes[-1].meta)
 
         def result(of: fx.Node, made: fx.Node, views: list[fx.Node]) -> fx.Node:
+            if flat:
+                made = graph.call_function(rows_like, (made, shaped, n))
             for view in views:
                 made = graph.create_node(view.op, view.target, (made, *view.args[1:]), view.kwargs)
                 made.meta = dict(view.meta)
@@ -313,6 +321,16 @@ def _first_reader(kept: fx.Node | None, last: fx.Node, inside: set[fx.Node]) -> 
     while node is not last and (node in inside or kept not in node.all_input_nodes):
         node = node.next
     return node
+
+
+def _normalizes_a_matrix(found: Found) -> bool:
+    """Whether the rows of the Linear's x must be those of one matrix first, as the norm's are."""
+    return isinstance(found.norm.norm, (BatchNorm, GroupNorm)) and len(found.leading) != 1
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """x (..., K) as (M, K)."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def rows_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
