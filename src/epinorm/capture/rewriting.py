@@ -262,21 +262,24 @@ def _replace(
         shaped, flat = x, _normalizes_a_matrix(found)
         if flat:
             x = graph.call_function(as_matrix, (x,))
-        drawn, given_nodes = iter(seeds), iter(found.operands)
+        drawn, given_nodes = iter(seeds), enumerate(found.operands)
         for kind in found.chain.operand_kinds:
             if kind == "seed":
                 operands.append(next(drawn))
                 continue
-            node = next(given_nodes)
+            index, node = next(given_nodes)
             if kind == "channel":
                 operands.append(channels(node))
             elif kind == "row":
                 each = graph.call_function(one_each, (now(node), shaped))
                 operands.append(graph.call_function(as_matrix, (each,)) if flat else each)
-            elif found.views:
-                operands.append(graph.call_function(rows_like, (now(node), x, n)))
             else:
-                operands.append(now(node))
+                each = now(node)
+                if index in found.broadcast:
+                    each = graph.call_function(expanded_like, (each, shaped, n))
+                if found.views:
+                    each = graph.call_function(rows_like, (each, x, n))
+                operands.append(each)
         norm, weight = found.norm, now(found.linear.weight)
         if found.linear.turned:
             weight = graph.call_method("t", (weight,))
@@ -336,6 +339,11 @@ def as_matrix(x: Tensor) -> Tensor:
 def rows_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
     """An operand whose rows of n are those of x (..., K), with x's leading dimensions."""
     return operand.reshape(*x.shape[:-1], n)
+
+
+def expanded_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
+    """An operand that broadcasts as one of rows of n, with x's leading dimensions."""
+    return operand.expand(*x.shape[:-1], n).contiguous()
 
 
 def one_each(operand: Tensor, x: Tensor) -> Tensor:
