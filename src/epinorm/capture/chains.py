@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, fx
 
 from epinorm.capture.attention import SWAPPED
+from epinorm.capture.batch_norm import called
 from epinorm.capture.found import Found, Place, Step, gather, unfit
 from epinorm.capture.moves import can_move, moves_rows, turns_rows
 from epinorm.capture.norms import NormRead, read_norm_function
@@ -275,7 +276,7 @@ class _Walk:
         if all(takes_apart(user, x, self.n) for user in users):
             self.stopped = why_no_step(users[0], x, self.n)
             return None
-        names = list(dict.fromkeys("the output" if u.op == "output" else name_of(u) for u in users))
+        names = list(dict.fromkeys("the output" if u.op == "output" else called(u) for u in users))
         self.stopped = (
             f"the result of {name_of(x)} is used more than once, by {', '.join(names)}: a chain's "
             "results are its last value and what enters its norm"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from epinorm.capture.batch_norm import batch_norm_of
 from epinorm.capture.moves import moves_rows
 from epinorm.capture.norms import read_norm_function
 from epinorm.capture.purity import changed_argument, is_pure, value_of
@@ -92,7 +93,9 @@ def watched(kept: fx.Node, always: bool) -> str | None:
 
 def takes_apart(node: fx.Node, x: fx.Node, n: Any) -> bool:
     """Whether the node is parts of x's rows of n, or one of these, as q, k and v of one Linear."""
-    given, made = value_of(x), value_of(node)
+    example = node.meta.get("example_value")
+    parts = isinstance(example, (tuple, list)) and example and isinstance(example[0], Tensor)
+    given, made = value_of(x), example[0] if parts else value_of(node)
     whole = given is not None and made is not None and same_shape(given.shape[-1:], (n,))
     if whole and same_shape(made.shape[-1:], (n,)):  # type: ignore[union-attr]
         return False
@@ -103,7 +106,7 @@ def paths_to_norms(start: fx.Node, taken: set[fx.Node], depth: int) -> list[list
     """Nodes from after ``start`` to a norm, through what a chain might one day hold; where it is
     taken apart, to the norm of each part."""
     for user in start.users:
-        if read_norm_function(user, start) is not None:
+        if read_norm_function(user, start) is not None or batch_norm_of((user,)) is not None:
             return [[user]]
     if depth == 0:
         return []

@@ -172,6 +172,8 @@ def rewrite(
         replace(p, taken=pays(p, settings), norm=batch_norm_of(p.found.nodes if p.found else ()))
         for p in search.linears()
     ]
+    # A BatchNorm by running statistics may have been taken with a Linear that has no other norm.
+    places = [p for p in places if p.found is not None or p.norm not in search.taken]
     taken = [
         (p, p.found)
         for p in (*(p for p in places if may_pay(p, settings)), *linears)
