@@ -133,6 +133,11 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "broadcast": (
         model(lambda s, x: s.norm(s.fc(x) + x[:, :1])), r"adds a tensor of shape \[5, 1\]"
     ),
+    "another function": (model(lambda s, x: s.norm(s.fc(x).sin())), "sin is not a pointwise"),
+    "masked": (
+        model(lambda s, x: s.norm(torch.where(x[:, :1] > 0, s.fc(x), 0.0))),
+        "where is not a pointwise",
+    ),
     "batch norm of a stream": (  # as RTDL's ResNet
         model(lambda s, x: (lambda h: h + s.act(s.norm(h)))(s.fc(x)), norm=nn.BatchNorm1d(N)),
         "used more than once, by batch_norm, add",

@@ -136,6 +136,13 @@ _PASSING = frozenset(
         *PARTING,
     )
 )
+_ELEMENTWISE = frozenset(
+    (
+        *("sin", "cos", "exp", "log1p", "abs", "pow", "square", "sqrt", "rsub", "truediv", "div"),
+        *("where", "masked_fill", "lerp", "clone", "addcmul", "nan_to_num", "prelu", "rrelu"),
+    )
+)
+"""That no chain holds, or not always: told of in front of a norm."""
 
 
 def _may_pass(node: fx.Node, x: fx.Node) -> bool:
@@ -145,4 +152,7 @@ def _may_pass(node: fx.Node, x: fx.Node) -> bool:
         return True
     if read_binary(node, x) is not None or is_cast(node, x):
         return True
-    return name_of(node).strip("_") in _PASSING and node.args[:1] == (x,)
+    name, before, after = name_of(node).strip("_"), value_of(x), value_of(node)
+    if name in _ELEMENTWISE and before is not None and after is not None:
+        return same_shape(before.shape, after.shape)
+    return name in _PASSING and node.args[:1] == (x,)
