@@ -133,6 +133,28 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "broadcast": (
         model(lambda s, x: s.norm(s.fc(x) + x[:, :1])), r"adds a tensor of shape \[5, 1\]"
     ),
+    "another function": (model(lambda s, x: s.norm(s.fc(x).sin())), "sin is not a pointwise"),
+    "masked": (
+        model(lambda s, x: s.norm(torch.where(x[:, :1] > 0, s.fc(x), 0.0))),
+        "where is not a pointwise",
+    ),
+    "batch norm of a stream": (  # as RTDL's ResNet
+        model(lambda s, x: (lambda h: h + s.act(s.norm(h)))(s.fc(x)), norm=nn.BatchNorm1d(N)),
+        "used more than once, by batch_norm, add",
+    ),
+    "batch norm of a stream, eval": (
+        model(
+            lambda s, x: (lambda h: h + s.act(s.norm(h)))(s.fc(x)), norm=nn.BatchNorm1d(N).eval()
+        ),
+        "used more than once, by add, batch_norm",
+    ),
+    "ghost batch norm, eval": (  # as TabNet's
+        model(
+            lambda s, x: torch.cat([s.norm(h) for h in s.fc(x).chunk(1)]),
+            norm=nn.BatchNorm1d(N).eval(),
+        ),
+        "chunk is not a pointwise operation",
+    ),
     "changed in place": (model(changes_its_bias), "in between may change tensors"),
     "no_grad between": (model(without_gradients_between), "in between may change tensors or modes"),
     "other dtype": (model(other_dtype), "its result is torch.float64"),

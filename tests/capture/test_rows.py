@@ -216,6 +216,81 @@ def test_masks_are_those_of_eager():
         assert torch.equal(torch.get_rng_state(), after)
 
 
+class Gated(nn.Module):
+    """A diffusion transformer's block: the gate is a row for each sample."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.gate, self.join = nn.Linear(16, 16), nn.Linear(16, 16), join
+        self.position, self.norm = nn.Parameter(torch.randn(5, 16)), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x.mean(1)).sin()
+        y = self.join(self.fc(x), gate.unsqueeze(1), self.position)
+        return self.norm(y) * (1 + gate.unsqueeze(1)) + y
+
+
+GATES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "of samples": (lambda y, gate, position: 0.5 * y * gate, "scale(0.5)|mul_element"),
+    "of samples, first": (lambda y, gate, position: gate * y, "mul_element"),
+    "of positions": (lambda y, gate, position: y + position, "add_residual"),
+    "of positions, then viewed": (
+        lambda y, gate, position: (y + position[None]).flatten(0, 1).unflatten(0, (-1, 5)),
+        "add_residual",
+    ),
+    "of both": (
+        lambda y, gate, position: y * gate + position + gate,
+        "mul_element|add_residual|add_residual",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GATES)
+@pytest.mark.parametrize("strategy", ["cpu", "reference"])
+def test_rows_of_samples_and_positions_are_expanded(case, strategy):
+    join, pre = GATES[case]
+    chain = f"{pre}|{LayerNorm()}|returns(sum)"
+    model = Gated(join)
+    check(model, torch.randn(3, 5, 16), [chain], strategy)
+    fused = epinorm.fuse(copy.deepcopy(model).double(), strategy="reference")
+    for samples in (3, 1, 7):  # of one sample its gate is a vector of channels
+        x = torch.randn(samples, 5, 16, dtype=torch.float64)
+        torch.testing.assert_close(fused(x), model.double()(x))
+
+
+def test_rows_are_not_expanded_beyond_those_of_the_linear():
+    """What broadcasts the Linear's result, and what stands behind the norm."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.fc(x.mean(1, keepdim=True)) + x)
+
+    model, x = Wide(), torch.randn(3, 5, 16)
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="cpu")
+    torch.testing.assert_close(fused(x), model(x), rtol=0, atol=0)
+    (row,) = epinorm.explain(fused).rows
+    assert "operands are not broadcast" in row.reason
+
+
+def test_groups_of_rows_that_a_view_makes():
+    """RWKV's and RetNet's, of tokens."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(16, 16), nn.GroupNorm(4, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x) + x
+            return self.norm(y.flatten(0, 1)).view(x.shape) * y
+
+    check(Tokens(), torch.randn(3, 5, 16), ["add_residual|group_norm(4,1e-05)|returns(sum)"], "cpu")
+
+
 def test_a_number_that_is_trained_stays_pytorchs():
     class Scaled(nn.Module):
         def __init__(self) -> None:

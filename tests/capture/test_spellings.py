@@ -19,6 +19,7 @@ N = 16
 
 SPELLINGS: dict[str, Callable[..., Tensor]] = {
     "rsub": lambda s, x: 1 - s.gn(s.fc(x)),
+    "number first": lambda s, x: 3 + 0.5 * s.ln(x + 2 * s.fc(x)),
     "rdiv": lambda s, x: 1 / s.gn(s.fc(x)),
     "div3": lambda s, x: s.gn(s.fc(x)) / 3,
     "div0": lambda s, x: s.gn(s.fc(x)) / 4.0,
@@ -197,6 +198,7 @@ FUSED_WHOLE = {
     "layer norm by hand": "layer_norm(1e-06)",
     "layer norm by var_mean": "layer_norm(1e-05)",
     "batch and heads": "layer_norm(1e-05)|add_residual",
+    "number first": "scale(2)|add_residual|layer_norm(1e-05)|scale(0.5)|add(3)",
     "div3": "group_norm(4,1e-05)|scale(0.3333333333333333)",
     "alpha": "group_norm(4,1e-05)|add(6)",
     "clamp none": "group_norm(4,1e-05)|clamp(-inf,0.5)",

@@ -42,7 +42,8 @@ def rows_of(name: str, training: bool) -> list[Row]:
 def _is_batch_norm(row: Row) -> bool:
     of_chain = "→" not in row.chain  # else it is the path to an obstacle
     by_statistics = "batch_norm" in row.chain or "norm" not in row.chain  # of the batch, or running
-    return "BatchNorm" in row.reason or (of_chain and by_statistics)
+    reached = not of_chain and row.chain.endswith("batch_norm")
+    return reached or "BatchNorm" in row.reason or (of_chain and by_statistics)
 
 
 def main() -> None:

@@ -17,9 +17,14 @@ import torch.nn.functional as F
 from torch import fx
 
 from epinorm.capture.purity import BATCH_NORM, value_of
-from epinorm.capture.spelling import arguments
+from epinorm.capture.spelling import arguments, name_of
 
 _KEY = "epinorm_batch_norm"
+
+
+def called(node: fx.Node) -> str:
+    """``name_of`` a node; of one that stands for a BatchNorm, the name of that."""
+    return "batch_norm" if _KEY in node.meta else name_of(node)
 
 
 def batch_norm_of(nodes: Iterable[fx.Node]) -> fx.Node | None:

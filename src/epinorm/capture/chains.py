@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, fx
 
 from epinorm.capture.attention import SWAPPED
+from epinorm.capture.batch_norm import called
 from epinorm.capture.found import Found, Place, Step, gather, unfit
 from epinorm.capture.moves import can_move, moves_rows, turns_rows
 from epinorm.capture.norms import NormRead, read_norm_function
@@ -49,6 +50,7 @@ from epinorm.capture.spelling import (
 )
 from epinorm.chain import BatchNorm, GroupNorm, Rounding
 from epinorm.chain.pointwise import Pointwise
+from epinorm.operator.undisturbed import is_distributed
 
 _MOST_STEPS = 64
 _DEPTH_OF_SEARCH = 8
@@ -274,7 +276,7 @@ class _Walk:
         if all(takes_apart(user, x, self.n) for user in users):
             self.stopped = why_no_step(users[0], x, self.n)
             return None
-        names = list(dict.fromkeys("the output" if u.op == "output" else name_of(u) for u in users))
+        names = list(dict.fromkeys("the output" if u.op == "output" else called(u) for u in users))
         self.stopped = (
             f"the result of {name_of(x)} is used more than once, by {', '.join(names)}: a chain's "
             "results are its last value and what enters its norm"
@@ -291,6 +293,9 @@ class _Walk:
             return Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
         if kind == "mul" and self._is_of_each_row(given, value):
             return Step("operand", (node,), Pointwise("mul_row"), other)
+        if kind != "sub" and self._is_broadcast(given, value):
+            name = "mul_element" if kind == "mul" else "add_residual"
+            return Step("operand", (node,), Pointwise(name), other, broadcasts=True)
         if kind == "sub":
             self.stopped = f"it subtracts a tensor of shape {shape}, not one value per channel"
             return None
@@ -306,6 +311,21 @@ class _Walk:
             return None
         name = "mul_element" if kind == "mul" else "add_residual"
         return Step("operand", (node,), Pointwise(name), other)
+
+    def _is_broadcast(self, given: Tensor, value: Tensor) -> bool:
+        """Whether ``given`` holds whole rows, to be expanded to those that the Linear makes, in
+        front of a norm: gates of samples, as diffusion transformers have, and of positions."""
+        pairs = zip(reversed(given.shape), reversed(value.shape), strict=False)
+        return (
+            self.has_parts
+            and self.norm_at < 0
+            and all(step.kind in ("pointwise", "operand", "cast") for step in self.steps)
+            and 1 < given.dim() <= value.dim()
+            and same_shape(given.shape[-1:], value.shape[-1:])
+            and not same_shape(given.shape, value.shape)
+            and all((isinstance(a, int) and a == 1) or same_shape((a,), (b,)) for a, b in pairs)
+            and not is_distributed((given, value))
+        )
 
     def _is_of_each_row(self, given: Tensor, value: Tensor) -> bool:
         """Whether ``given`` holds a number for each row, or for each sample, and no gradient is

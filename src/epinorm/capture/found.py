@@ -29,7 +29,7 @@ class Step:
 
     "turn" puts parts of rows, or what leaves the norm, in another order, as views do. "move" does
     it with rows in front of the norm, which the Linear's x then comes in; "swap" where ``operand``
-    is that x.
+    is that x. broadcasts: the operand is expanded to the Linear's result.
     """
 
     kind: Literal["view", "turn", "move", "cast", "swap", "pointwise", "operand", "norm"]
@@ -37,6 +37,7 @@ class Step:
     operation: Pointwise | None = None
     operand: fx.Node | None = None
     norm: NormRead | None = None
+    broadcasts: bool = False
 
     @property
     def end(self) -> fx.Node:
@@ -47,7 +48,8 @@ class Step:
 class Found:
     """A chain that can be fused, by the nodes that it replaces and those that it reads.
 
-    moves: what x goes through before it is multiplied, as the Linear's result did.
+    broadcast: the places of operands that are expanded to the Linear's result. moves: what x goes
+    through before it is multiplied, as the Linear's result did.
     spelt: the node of each operation, pre before post, and ``norm_node`` that of the norm. kept:
     what enters the norm, where others read it too; ``kept_views`` of the views lead to it.
     """
@@ -58,6 +60,7 @@ class Found:
     pre: list[Pointwise] = field(default_factory=list)
     post: list[Pointwise] = field(default_factory=list)
     operands: list[fx.Node] = field(default_factory=list)
+    broadcast: list[int] = field(default_factory=list)
     moves: list[fx.Node] = field(default_factory=list)
     views: list[fx.Node] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
@@ -129,6 +132,7 @@ def gather(linear: Linear, steps: Iterable[Step], rounding: Rounding, kept_at: i
             found.moves, found.views = [*found.moves, *found.views, step.end], []
         elif step.operation is not None and not _absorb(found, step, seen_norm):
             (found.post if seen_norm else found.pre).append(step.operation)
+            found.broadcast += [len(found.operands)] if step.broadcasts else []
             found.operands += [] if step.operand is None else [step.operand]
             found.spelt.append(step.end)
     return found
@@ -237,6 +241,7 @@ def _unfit_dtypes(
         ):
             return f"it rounds to {value.dtype} on its way"
     norm = found.norm.norm
-    if isinstance(norm, (GroupNorm, BatchNorm)) and tensor_of(found.linear.x).dim() != 2:
-        return f"{type(norm).__name__} after a reshape to rows is not served"
+    of_matrix = isinstance(norm, (GroupNorm, BatchNorm)) and len(found.leading) != 1
+    if of_matrix and is_distributed(values):
+        return f"{type(norm).__name__} of DTensors after a reshape to rows is not served"
     return None

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from epinorm.capture.batch_norm import batch_norm_of
 from epinorm.capture.moves import moves_rows
 from epinorm.capture.norms import read_norm_function
 from epinorm.capture.purity import changed_argument, is_pure, value_of
@@ -92,7 +93,9 @@ def watched(kept: fx.Node, always: bool) -> str | None:
 
 def takes_apart(node: fx.Node, x: fx.Node, n: Any) -> bool:
     """Whether the node is parts of x's rows of n, or one of these, as q, k and v of one Linear."""
-    given, made = value_of(x), value_of(node)
+    example = node.meta.get("example_value")
+    parts = isinstance(example, (tuple, list)) and example and isinstance(example[0], Tensor)
+    given, made = value_of(x), example[0] if parts else value_of(node)
     whole = given is not None and made is not None and same_shape(given.shape[-1:], (n,))
     if whole and same_shape(made.shape[-1:], (n,)):  # type: ignore[union-attr]
         return False
@@ -103,7 +106,7 @@ def paths_to_norms(start: fx.Node, taken: set[fx.Node], depth: int) -> list[list
     """Nodes from after ``start`` to a norm, through what a chain might one day hold; where it is
     taken apart, to the norm of each part."""
     for user in start.users:
-        if read_norm_function(user, start) is not None:
+        if read_norm_function(user, start) is not None or batch_norm_of((user,)) is not None:
             return [[user]]
     if depth == 0:
         return []
@@ -133,6 +136,13 @@ _PASSING = frozenset(
         *PARTING,
     )
 )
+_ELEMENTWISE = frozenset(
+    (
+        *("sin", "cos", "exp", "log1p", "abs", "pow", "square", "sqrt", "rsub", "truediv", "div"),
+        *("where", "masked_fill", "lerp", "clone", "addcmul", "nan_to_num", "prelu", "rrelu"),
+    )
+)
+"""That no chain holds, or not always: told of in front of a norm."""
 
 
 def _may_pass(node: fx.Node, x: fx.Node) -> bool:
@@ -142,4 +152,7 @@ def _may_pass(node: fx.Node, x: fx.Node) -> bool:
         return True
     if read_binary(node, x) is not None or is_cast(node, x):
         return True
-    return name_of(node).strip("_") in _PASSING and node.args[:1] == (x,)
+    name, before, after = name_of(node).strip("_"), value_of(x), value_of(node)
+    if name in _ELEMENTWISE and before is not None and after is not None:
+        return same_shape(before.shape, after.shape)
+    return name in _PASSING and node.args[:1] == (x,)

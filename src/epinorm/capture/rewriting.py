@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import checkpoints
 from epinorm.capture.spent import let_spend
 from epinorm.capture.together import groups_of, put_together
+from epinorm.chain import BatchNorm, GroupNorm
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller, Uses
 
@@ -170,6 +172,8 @@ def rewrite(
         replace(p, taken=pays(p, settings), norm=batch_norm_of(p.found.nodes if p.found else ()))
         for p in search.linears()
     ]
+    # A BatchNorm by running statistics may have been taken with a Linear that has no other norm.
+    places = [p for p in places if p.found is not None or p.norm not in search.taken]
     taken = [
         (p, p.found)
         for p in (*(p for p in places if may_pay(p, settings)), *linears)
@@ -257,20 +261,27 @@ def _replace(
         operands: list[Any] = []
         x = found.linear.x
         x = moved(graph, fused.get(x, x), found.moves, tensor_of(x).shape[-1])
-        drawn, given_nodes = iter(seeds), iter(found.operands)
+        shaped, flat = x, _normalizes_a_matrix(found)
+        if flat:
+            x = graph.call_function(as_matrix, (x,))
+        drawn, given_nodes = iter(seeds), enumerate(found.operands)
         for kind in found.chain.operand_kinds:
             if kind == "seed":
                 operands.append(next(drawn))
                 continue
-            node = next(given_nodes)
+            index, node = next(given_nodes)
             if kind == "channel":
                 operands.append(channels(node))
             elif kind == "row":
-                operands.append(graph.call_function(one_each, (now(node), x)))
-            elif found.views:
-                operands.append(graph.call_function(rows_like, (now(node), x, n)))
+                each = graph.call_function(one_each, (now(node), shaped))
+                operands.append(graph.call_function(as_matrix, (each,)) if flat else each)
             else:
-                operands.append(now(node))
+                each = now(node)
+                if index in found.broadcast:
+                    each = graph.call_function(expanded_like, (each, shaped, n))
+                if found.views:
+                    each = graph.call_function(rows_like, (each, x, n))
+                operands.append(each)
         norm, weight = found.norm, now(found.linear.weight)
         if found.linear.turned:
             weight = graph.call_method("t", (weight,))
@@ -285,6 +296,8 @@ def _replace(
         new.meta = dict(found.linear.nodes[-1].meta)
 
         def result(of: fx.Node, made: fx.Node, views: list[fx.Node]) -> fx.Node:
+            if flat:
+                made = graph.call_function(rows_like, (made, shaped, n))
             for view in views:
                 made = graph.create_node(view.op, view.target, (made, *view.args[1:]), view.kwargs)
                 made.meta = dict(view.meta)
@@ -315,9 +328,24 @@ def _first_reader(kept: fx.Node | None, last: fx.Node, inside: set[fx.Node]) -> 
     return node
 
 
+def _normalizes_a_matrix(found: Found) -> bool:
+    """Whether the rows of the Linear's x must be those of one matrix first, as the norm's are."""
+    return isinstance(found.norm.norm, (BatchNorm, GroupNorm)) and len(found.leading) != 1
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """x (..., K) as (M, K)."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def rows_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
     """An operand whose rows of n are those of x (..., K), with x's leading dimensions."""
     return operand.reshape(*x.shape[:-1], n)
+
+
+def expanded_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
+    """An operand that broadcasts as one of rows of n, with x's leading dimensions."""
+    return operand.expand(*x.shape[:-1], n).contiguous()
 
 
 def one_each(operand: Tensor, x: Tensor) -> Tensor:

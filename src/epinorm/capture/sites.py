@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.capture.attention import unseen
+from epinorm.capture.batch_norm import called
 from epinorm.capture.distributed import layout_of_found
 from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import tensor_of, value_of
@@ -89,7 +90,7 @@ def _site(place: Place, names: dict[str, str], inputs: dict[fx.Node, Any]) -> Si
         where += f" → {layer_of(place.norm, names)}"
     found = place.found
     if found is None:
-        text = " → ".join(name_of(node) for node in (place.linear, *place.path))
+        text = " → ".join(called(node) for node in (place.linear, *place.path))
         return Site(text, where, place.obstacle, taken=False)
     problem, shape = _problem(found)
     weight = inputs.get(found.linear.weight)

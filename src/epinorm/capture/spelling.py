@@ -273,13 +273,15 @@ def read_pointwise(node: fx.Node, x: fx.Node) -> Pointwise | None:
     if node.op not in ("call_function", "call_method"):
         return None
     target = _base_name(node)
+    if node.all_input_nodes != [x]:
+        return None
+    if target in _BINARY:
+        return _with_constant(node, x, _BINARY[target])
     first = node.args[0] if node.args else node.kwargs.get("input")
-    if first is not x or node.all_input_nodes != [x]:
+    if first is not x:
         return None
     if target in _NEGATIONS or target in ("neg", "negative"):
         return Pointwise("scale", (-1.0,))
-    if target in _BINARY:
-        return _with_constant(node, x, _BINARY[target])
     return of_call(target, node.args, node.kwargs)
 
 
