@@ -251,11 +251,27 @@ def test_rows_of_samples_and_positions_are_expanded(case, strategy):
     join, pre = GATES[case]
     chain = f"{pre}|{LayerNorm()}|returns(sum)"
     model = Gated(join)
-    check(model, torch.randn(3, 5, 16), [chain], strategy)
-    fused = epinorm.fuse(copy.deepcopy(model).double(), strategy="reference")
-    for samples in (3, 1, 7):  # of one sample its gate is a vector of channels
-        x = torch.randn(samples, 5, 16, dtype=torch.float64)
-        torch.testing.assert_close(fused(x), model.double()(x))
+    fused = epinorm.fuse(copy.deepcopy(model).double(), strategy=strategy)
+    model.double()
+    with torch.no_grad():
+        for samples in (3, 1, 7):  # of one sample its gate is a vector of channels
+            x = torch.randn(samples, 5, 16, dtype=torch.float64)
+            torch.testing.assert_close(fused(x), model(x))
+    assert chain in [row.chain for row in epinorm.explain(fused).rows if row.fused]
+
+
+@pytest.mark.parametrize("strategy", ["cpu", "reference"])
+def test_in_training_rows_that_multiply_are_left(strategy):
+    """Backward would keep them expanded, which eager does not; of those that are added, nothing."""
+    for case, (join, pre) in GATES.items():
+        chains = [] if "mul" in pre else [f"{pre}|{LayerNorm()}|returns(sum)"]
+        check(Gated(join), torch.randn(3, 5, 16), chains, strategy)
+        fused = epinorm.fuse(Gated(join), strategy=strategy)
+        fused(torch.randn(3, 5, 16))
+        told = [
+            row.reason for row in epinorm.explain(fused).rows if "in inference alone" in row.reason
+        ]
+        assert bool(told) == ("mul" in pre), case
 
 
 def test_rows_are_not_expanded_beyond_those_of_the_linear():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, fx
 
 from epinorm.capture.attention import SWAPPED
@@ -294,6 +295,12 @@ class _Walk:
         if kind == "mul" and self._is_of_each_row(given, value):
             return Step("operand", (node,), Pointwise("mul_row"), other)
         if kind != "sub" and self._is_broadcast(given, value):
+            if kind == "mul" and torch.is_grad_enabled():
+                self.stopped = (
+                    f"it multiplies by a tensor of shape {shape}, which is expanded in inference "
+                    "alone: backward would keep what is expanded, and eager does not"
+                )
+                return None
             name = "mul_element" if kind == "mul" else "add_residual"
             return Step("operand", (node,), Pointwise(name), other, broadcasts=True)
         if kind == "sub":
