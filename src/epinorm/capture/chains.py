@@ -326,6 +326,7 @@ class _Walk:
         return (
             self.has_parts
             and self.norm_at < 0
+            and isinstance(self.n, int)
             and all(step.kind in ("pointwise", "operand", "cast") for step in self.steps)
             and 1 < given.dim() <= value.dim()
             and same_shape(given.shape[-1:], value.shape[-1:])

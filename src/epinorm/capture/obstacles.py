@@ -94,8 +94,8 @@ def watched(kept: fx.Node, always: bool) -> str | None:
 def takes_apart(node: fx.Node, x: fx.Node, n: Any) -> bool:
     """Whether the node is parts of x's rows of n, or one of these, as q, k and v of one Linear."""
     example = node.meta.get("example_value")
-    parts = isinstance(example, (tuple, list)) and example and isinstance(example[0], Tensor)
-    given, made = value_of(x), example[0] if parts else value_of(node)
+    first = example[0] if isinstance(example, (tuple, list)) and example else example
+    given, made = value_of(x), first if isinstance(first, Tensor) else None
     whole = given is not None and made is not None and same_shape(given.shape[-1:], (n,))
     if whole and same_shape(made.shape[-1:], (n,)):  # type: ignore[union-attr]
         return False

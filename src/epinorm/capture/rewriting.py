@@ -272,16 +272,16 @@ def _replace(
             index, node = next(given_nodes)
             if kind == "channel":
                 operands.append(channels(node))
-            elif kind == "row":
-                each = graph.call_function(one_each, (now(node), shaped))
-                operands.append(graph.call_function(as_matrix, (each,)) if flat else each)
-            else:
-                each = now(node)
-                if index in found.broadcast:
-                    each = graph.call_function(expanded_like, (each, shaped, n))
-                if found.views:
-                    each = graph.call_function(rows_like, (each, x, n))
-                operands.append(each)
+                continue
+            each = now(node)
+            if kind == "row":
+                each = graph.call_function(one_each, (each, shaped))
+                each = graph.call_function(as_matrix, (each,)) if flat else each
+            elif index in found.broadcast:
+                each = graph.call_function(expanded_like, (each, shaped, n))
+            if kind != "row" and found.views:
+                each = graph.call_function(rows_like, (each, x, n))
+            operands.append(each)
         norm, weight = found.norm, now(found.linear.weight)
         if found.linear.turned:
             weight = graph.call_method("t", (weight,))
