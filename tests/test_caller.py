@@ -20,7 +20,7 @@ import epinorm
 from epinorm.backends.prepack import marked
 from epinorm.operator import calls
 from epinorm.operator.dispatch import Caller, caller_of
-from epinorm.operator.kinds import MOST_KINDS
+from epinorm.operator.kinds import MOST_KINDS, Kinds
 from watching import SeesOperators
 
 K, N, ROWS = 12, 16, 5
@@ -255,6 +255,15 @@ def test_compile(pair: Any, training: bool) -> None:
             x = inputs()
             same(compiled(x), model(x))
             same(ours(x), model(x))
+
+
+def test_a_tensor_that_was_absent_makes_another_kind() -> None:
+    kinds: Kinds[str] = Kinds()
+    x, weight, bias = torch.randn(ROWS, K), torch.randn(N, K), torch.randn(N)
+    kinds.keep((x, weight, None, None, None), None, lambda: "without")
+    assert kinds.find((x, weight, None, None, None), None) == "without"
+    for others in ((bias, None, None), (None, bias, None), (None, None, bias)):
+        assert kinds.find((x, weight, *others), None) is None
 
 
 def test_compiling_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,7 +346,7 @@ _FILES = ("graphs.h", "program.h", "call.h", "chain_node.h", "from_python.h", "r
 
 
 def native(wait: bool = False) -> Any:
-    """The native part as a module; None while it is compiled, a quarter of a minute at first use.
+    """The native part as a module; None while it is compiled, at first use (half a minute).
 
     Raises BuildError where it cannot be built.
     """
