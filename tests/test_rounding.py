@@ -131,7 +131,7 @@ def test_statistics_are_rounded_on_a_gpu_where_pytorch_rounds_them(dtype: torch.
 
 
 def test_rounding_once_is_another_and_more_accurate() -> None:
-    case = Case("", "leaky_relu(0.01)|scale(2)")
+    case = Case("silu|scale(1.7)", "gelu|tanh|scale(3)")
     once, eager, truth = (
         case.fused("once")[0],
         case.fused("eager")[0],

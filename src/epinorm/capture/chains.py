@@ -23,6 +23,7 @@ from epinorm.capture.obstacles import (
     why_columns,
     why_no_step,
 )
+from epinorm.capture.operands import holds_one_each, holds_whole_rows
 from epinorm.capture.purity import (
     changed_argument,
     changes,
@@ -51,7 +52,6 @@ from epinorm.capture.spelling import (
 )
 from epinorm.chain import BatchNorm, GroupNorm, Rounding
 from epinorm.chain.pointwise import Pointwise
-from epinorm.operator.undisturbed import is_distributed
 
 _MOST_STEPS = 64
 _DEPTH_OF_SEARCH = 8
@@ -320,37 +320,15 @@ class _Walk:
         return Step("operand", (node,), Pointwise(name), other)
 
     def _is_broadcast(self, given: Tensor, value: Tensor) -> bool:
-        """Whether ``given`` holds whole rows, to be expanded to those that the Linear makes, in
-        front of a norm: gates of samples, as diffusion transformers have, and of positions."""
-        pairs = zip(reversed(given.shape), reversed(value.shape), strict=False)
-        return (
-            self.has_parts
-            and self.norm_at < 0
-            and isinstance(self.n, int)
-            and all(step.kind in ("pointwise", "operand", "cast") for step in self.steps)
-            and 1 < given.dim() <= value.dim()
-            and same_shape(given.shape[-1:], value.shape[-1:])
-            and not same_shape(given.shape, value.shape)
-            and all((isinstance(a, int) and a == 1) or same_shape((a,), (b,)) for a, b in pairs)
-            and not is_distributed((given, value))
-        )
+        in_front = all(step.kind in ("pointwise", "operand", "cast") for step in self.steps)
+        fixed = self.has_parts and self.norm_at < 0 and isinstance(self.n, int)
+        return fixed and in_front and holds_whole_rows(given, value)
 
     def _is_of_each_row(self, given: Tensor, value: Tensor) -> bool:
-        """Whether ``given`` holds a number for each row, or for each sample, and no gradient is
-        asked of it: stochastic depth's."""
         placed = [step.end for step in self.steps if step.kind in ("move", "swap")]
         rows = tensor_of(placed[-1] if placed else self.start)
-        return (
-            given.dim() == value.dim() > 1
-            and given.shape[-1] == 1
-            and not given.requires_grad
-            and not self._is_turned
-            and same_shape(value.shape, rows.shape)
-            and all(
-                a == 1 or same_shape((a,), (b,))
-                for a, b in zip(given.shape, value.shape, strict=True)
-            )
-        )
+        alike = not self._is_turned and same_shape(value.shape, rows.shape)
+        return alike and holds_one_each(given, value)
 
     def _found(self, count: int) -> tuple[Found | None, str]:
         """The longest chain of the first steps that is safe to fuse, and why it is no longer."""

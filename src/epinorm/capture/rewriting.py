@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._guards import TracingContext
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +24,7 @@ from epinorm.capture.found import Found, Place
 from epinorm.capture.heads import open_heads
 from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
+from epinorm.capture.operands import as_matrix, expanded_like, one_each, rows_like
 from epinorm.capture.parts import open_parts
 from epinorm.capture.paying import Settings, may_pay, pays, why_left, with_paying_dropout
 from epinorm.capture.purity import changed_argument, changes, storage_of, tensor_of, value_of
@@ -175,7 +175,8 @@ def rewrite(
         for p in search.linears()
     ]
     # A BatchNorm by running statistics may have been taken with a Linear that has no other norm.
-    places = [p for p in places if p.found is not None or p.norm not in search.taken]
+    without = {node for p in linears if p.found is not None for node in p.found.nodes}
+    places = [p for p in places if p.found is not None or p.norm not in without]
     taken = [
         (p, p.found)
         for p in (*(p for p in places if may_pay(p, settings)), *linears)
@@ -334,26 +335,6 @@ def _first_reader(kept: fx.Node | None, last: fx.Node, inside: set[fx.Node]) -> 
 def _normalizes_a_matrix(found: Found) -> bool:
     """Whether the rows of the Linear's x must be those of one matrix first, as the norm's are."""
     return isinstance(found.norm.norm, (BatchNorm, GroupNorm)) and len(found.leading) != 1
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """x (..., K) as (M, K)."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def rows_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
-    """An operand whose rows of n are those of x (..., K), with x's leading dimensions."""
-    return operand.reshape(*x.shape[:-1], n)
-
-
-def expanded_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
-    """An operand that broadcasts as one of rows of n, with x's leading dimensions."""
-    return operand.expand(*x.shape[:-1], n).contiguous()
-
-
-def one_each(operand: Tensor, x: Tensor) -> Tensor:
-    """Numbers of samples or rows, (B, 1, ..., 1), as one for each row of x (..., K): (..., 1)."""
-    return operand.expand(*x.shape[:-1], 1)
 
 
 def _enter_checkpoints(

@@ -1,0 +1,56 @@
+"""Operands of a chain that do not have its result's shape: which may be, and how they are given."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from epinorm.capture.spelling import same_shape
+from epinorm.operator.undisturbed import is_distributed
+
+
+def holds_whole_rows(given: Tensor, value: Tensor) -> bool:
+    """Whether ``given`` holds whole rows, to be expanded to those of ``value``: gates of samples,
+    as diffusion transformers have, and of positions."""
+    pairs = zip(reversed(given.shape), reversed(value.shape), strict=False)
+    return (
+        1 < given.dim() <= value.dim()
+        and same_shape(given.shape[-1:], value.shape[-1:])
+        and not same_shape(given.shape, value.shape)
+        and all((isinstance(a, int) and a == 1) or same_shape((a,), (b,)) for a, b in pairs)
+        and not is_distributed((given, value))
+    )
+
+
+def holds_one_each(given: Tensor, value: Tensor) -> bool:
+    """Whether ``given`` holds a number for each row, or for each sample, and no gradient is asked
+    of it: stochastic depth's."""
+    return (
+        given.dim() == value.dim() > 1
+        and given.shape[-1] == 1
+        and not given.requires_grad
+        and all(
+            a == 1 or same_shape((a,), (b,)) for a, b in zip(given.shape, value.shape, strict=True)
+        )
+    )
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """x (..., K) as (M, K)."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def rows_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
+    """An operand whose rows of n are those of x (..., K), with x's leading dimensions."""
+    return operand.reshape(*x.shape[:-1], n)
+
+
+def expanded_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
+    """An operand that broadcasts as one of rows of n, with x's leading dimensions."""
+    return operand.expand(*x.shape[:-1], n).contiguous()
+
+
+def one_each(operand: Tensor, x: Tensor) -> Tensor:
+    """Numbers of samples or rows, (B, 1, ..., 1), as one for each row of x (..., K): (..., 1)."""
+    return operand.expand(*x.shape[:-1], 1)
