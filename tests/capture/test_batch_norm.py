@@ -74,12 +74,6 @@ def of_tokens(m: Net, x: Tensor) -> Tensor:
     return m.nb((m.b(h) + h).view(-1, N)).tanh()
 
 
-def transposed(m: Net, x: Tensor) -> Tensor:
-    """Tokens (B, L, C) as (B, C, L) and back."""
-    h = m.na(m.a(x.unflatten(0, (2, -1))).transpose(1, 2)).transpose(1, 2).relu()
-    return m.b(m.nb((m.b(h) + h).permute(0, 2, 1)).permute([0, 2, 1]).tanh()).flatten(0, 1)
-
-
 def checkpointed(m: Net, x: Tensor) -> Tensor:
     def part(h: Tensor) -> Tensor:
         return m.nb(m.b(h))
@@ -116,11 +110,6 @@ NETS: dict[str, tuple[Forward, dict[str, Any], list[str]]] = {
     "once ours": (once_ours, {}, ["batch_norm(1e-05)", "batch_norm(1e-05)|add_residual"]),
     "read as an operand": (read_as_operand, {}, ["batch_norm(1e-05)"]),
     "of tokens": (of_tokens, {}, ["batch_norm(1e-05)|relu", "add_residual|batch_norm(1e-05)|tanh"]),
-    "transposed": (
-        transposed,
-        {},
-        ["batch_norm(1e-05)|relu", "add_residual|batch_norm(1e-05)|tanh"],
-    ),
     "checkpointed": (checkpointed, {}, ["batch_norm(1e-05)", "batch_norm(1e-05)|relu"]),
 }
 
@@ -268,36 +257,6 @@ def test_what_is_not_taken_says_why() -> None:
     assert "not (M, N)" in left(heads, x, **reference)
     assert "PyTorch's own here: on a CPU" in left(of(nn.BatchNorm1d(N)), x)
     assert "does not run on a cpu device" in left(of(nn.BatchNorm1d(N)), x, strategy="planes")
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_tokens_that_no_chain_takes_are_as_they_were_written(training: bool) -> None:
-    model = Net(transposed).double().train(training)
-    fused = epinorm.fuse(copy.deepcopy(model))  # on a CPU
-    x = torch.randn(ROWS, K, dtype=torch.float64)
-    exact = {"rtol": 0, "atol": 0}
-    for _ in range(2):
-        torch.testing.assert_close(step(fused, x), step(model, x), **exact)
-    for ours, theirs in zip(fused.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, **exact)
-    torch.testing.assert_close(fused.state_dict(), model.state_dict(), **exact)
-    assert not any(row.fused or "flatten" in row.chain for row in epinorm.explain(fused).rows)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("residual", [False, True])
-def test_tokens_whose_layout_is_seen_are_left(residual: bool, training: bool) -> None:
-    def tokens(m: Net, x: Tensor) -> Tensor:
-        h = m.na(m.a(x.unflatten(0, (2, -1))).transpose(1, 2)).transpose(1, 2)
-        return h + m.nb(m.b(h).mT).mT.relu() if residual else h
-
-    model = Net(tokens).double().train(training)
-    fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
-    x = torch.randn(ROWS, K, dtype=torch.float64)
-    y, expected = fused(x), model(x)
-    torch.testing.assert_close(y, expected)
-    assert y.stride() == expected.stride()
-    assert "columns of its rows" in epinorm.explain(fused).rows[0].reason
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -292,6 +292,27 @@ def test_rows_are_not_expanded_beyond_those_of_the_linear():
     assert "operands are not broadcast" in row.reason
 
 
+def test_transposed_rows_are_not_expanded():
+    """Of these a sum has the layout."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+        def forward(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+            h = position + self.fc(x)
+            return self.norm(h), h
+
+    model, x, position = Positions(), torch.randn(3, 5, 16), torch.randn(16, 5).t()
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
+    with torch.no_grad():
+        for ours, theirs in zip(fused(x, position), model(x, position), strict=True):
+            torch.testing.assert_close(ours, theirs)
+            assert ours.stride() == theirs.stride()
+    assert "operands are not broadcast" in epinorm.explain(fused).rows[0].reason
+
+
 def test_groups_of_rows_that_a_view_makes():
     """RWKV's and RetNet's, of tokens."""
 

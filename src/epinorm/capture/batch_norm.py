@@ -17,9 +17,14 @@ import torch.nn.functional as F
 from torch import fx
 
 from epinorm.capture.purity import BATCH_NORM, value_of
-from epinorm.capture.spelling import WRITTEN_AS, arguments, name_of
+from epinorm.capture.spelling import arguments, name_of
 
 _KEY = "epinorm_batch_norm"
+
+
+def called(node: fx.Node) -> str:
+    """``name_of`` a node; of one that stands for a BatchNorm, the name of that."""
+    return "batch_norm" if _KEY in node.meta else name_of(node)
 
 
 def batch_norm_of(nodes: Iterable[fx.Node]) -> fx.Node | None:
@@ -71,7 +76,7 @@ class Lowered:
             shift = shift if bias is None else call(torch.add, shift, bias)
             end = call(torch.add, call(torch.mul, x, scale), shift)
         for step in made[-2:]:
-            step.meta = {**node.meta, _KEY: True, WRITTEN_AS: name_of(node)}
+            step.meta = {**node.meta, _KEY: True}
         node.replace_all_uses_with(end)
         node.target, node.args, node.kwargs = operator.pos, (), {}  # nothing reads x but the chain
         return _Affine(node, given | {"eps": eps}, made)

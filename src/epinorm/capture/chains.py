@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from epinorm.capture.attention import SWAPPED
+from epinorm.capture.batch_norm import called
 from epinorm.capture.found import Found, Place, Step, gather, unfit
 from epinorm.capture.moves import can_move, moves_rows, turns_rows
 from epinorm.capture.norms import NormRead, read_norm_function
@@ -36,7 +37,6 @@ from epinorm.capture.regions import exits, read_activation, read_norm
 from epinorm.capture.running import statistics_met
 from epinorm.capture.spelling import (
     Linear,
-    called,
     is_cast,
     is_dropout,
     is_row,

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from epinorm.capture.spelling import same_shape
+from epinorm.capture.spelling import same_shape, sizes_of
 from epinorm.operator.undisturbed import is_distributed
 
 
@@ -20,7 +20,15 @@ def holds_whole_rows(given: Tensor, value: Tensor) -> bool:
         and not same_shape(given.shape, value.shape)
         and all((isinstance(a, int) and a == 1) or same_shape((a,), (b,)) for a, b in pairs)
         and not is_distributed((given, value))
+        and _lies_in_order(given)
     )
+
+
+def _lies_in_order(given: Tensor) -> bool:
+    """Whether a sum with it lies as rows do: of a transposed operand it has the layout."""
+    pairs = zip(sizes_of(given.stride()), sizes_of(given.shape), strict=True)
+    strides = [stride for stride, size in pairs if size != 1]
+    return strides == sorted(strides, reverse=True)
 
 
 def holds_one_each(given: Tensor, value: Tensor) -> bool:

@@ -34,7 +34,6 @@ from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import checkpoints
 from epinorm.capture.spent import let_spend
 from epinorm.capture.together import groups_of, put_together
-from epinorm.capture.tokens import OfTokens
 from epinorm.chain import BatchNorm, GroupNorm
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller, Uses
@@ -166,7 +165,6 @@ def rewrite(
     if settings.rounding == "once":
         open_heads(gm.graph, always=by_name)
     open_convolutions(gm.graph, settings)
-    of_tokens = OfTokens(gm.graph)
     batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
     search = Search(gm.graph, settings.rounding)
     places = [_with_paying_batch_norm(search, p, settings) for p in search.places()]
@@ -199,7 +197,6 @@ def rewrite(
         fused |= _replace(gm.graph, found, made, fused, seeds.get(found.nodes[-1], ()))
     if batch_norms is not None:
         batch_norms.restore()
-    of_tokens.restore()
     places += [place for place in linears if place.norm is not None]
     linears = [place for place in linears if place.norm is None]
     tidy(gm.graph, opened)

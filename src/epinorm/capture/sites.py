@@ -12,10 +12,11 @@ from torch import Tensor, fx, nn
 
 from epinorm.backends.cuda.runtime.device import stand_in
 from epinorm.capture.attention import unseen
+from epinorm.capture.batch_norm import called
 from epinorm.capture.distributed import layout_of_found
 from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import tensor_of, value_of
-from epinorm.capture.spelling import called, name_of, sizes_of
+from epinorm.capture.spelling import name_of, sizes_of
 from epinorm.capture.trace import PART
 from epinorm.precision import product_precision
 from epinorm.problem import Problem

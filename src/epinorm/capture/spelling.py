@@ -69,15 +69,6 @@ def name_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
-WRITTEN_AS = "epinorm_written_as"
-"""In a node's meta: the name of the operation that it stands for while chains are searched."""
-
-
-def called(node: fx.Node) -> str:
-    """``name_of`` a node as the model has it."""
-    return node.meta.get(WRITTEN_AS) or name_of(node)
-
-
 def checkpoints(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.GraphModule]]:
     """The nodes that checkpoint a captured function, each with that."""
     functions = (node for node in gm.graph.nodes if node.op == "call_function")
