@@ -287,6 +287,7 @@ class _Walk:
     def _with_operand(self, node: fx.Node, x: fx.Node, kind: str, other: fx.Node) -> Step | None:
         value, given = tensor_of(x), tensor_of(other)
         shape = sizes_of(given.shape)
+        by_element = Pointwise("mul_element" if kind == "mul" else "add_residual")
         of_channels = is_row(given, value) or (
             not self._is_turned and is_rows_parts(given, value, self.n)
         )
@@ -301,8 +302,7 @@ class _Walk:
                     "alone: backward would keep what is expanded, and eager does not"
                 )
                 return None
-            name = "mul_element" if kind == "mul" else "add_residual"
-            return Step("operand", (node,), Pointwise(name), other, broadcasts=True)
+            return Step("operand", (node,), by_element, other, broadcasts=True)
         if kind == "sub":
             self.stopped = f"it subtracts a tensor of shape {shape}, not one value per channel"
             return None
@@ -316,8 +316,7 @@ class _Walk:
         if self._is_turned:
             self.stopped = f"{name_of(node)} reads a tensor in the order that heads were turned to"
             return None
-        name = "mul_element" if kind == "mul" else "add_residual"
-        return Step("operand", (node,), Pointwise(name), other)
+        return Step("operand", (node,), by_element, other)
 
     def _is_broadcast(self, given: Tensor, value: Tensor) -> bool:
         in_front = all(step.kind in ("pointwise", "operand", "cast") for step in self.steps)
