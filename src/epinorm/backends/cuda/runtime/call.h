@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
 #ifndef EPINORM_PROGRAM_ALONE
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
@@ -178,7 +179,7 @@ inline bool has_setting(const Call& call) {
 
 // Whether the tensors are of a kind that the call was recorded for, and all else is as it was then.
 inline bool fits(const Call& call, const Tensors& tensors) {
-  if (call.kinds.size() != tensors.size() || call.grad_mode != at::GradMode::is_enabled())
+  if (call.kinds.size() != tensors.size() || call.grad_mode != c10::GradMode::is_enabled())
     return false;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!call.kinds[i].fits(tensors[i])) return false;

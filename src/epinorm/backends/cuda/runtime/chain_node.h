@@ -88,7 +88,7 @@ struct ChainNode : ag::Node {
 
  private:
   bool usable(const at::Tensor& dy, const at::Tensor& dsum, const Tensors& tensors) const {
-    if (at::GradMode::is_enabled() || *call->accumulating || !undisturbed()) return false;
+    if (c10::GradMode::is_enabled() || *call->accumulating || !undisturbed()) return false;
     if (torch::profiler::impl::profilerEnabled()) return false;
     if (!dy.defined() || !y.fits(dy) || (dsum.defined() && !sum.fits(dsum))) return false;
     // Called by itself, not by the engine: anything may be current.
