@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -533,8 +534,9 @@ def test_a_narrow_miss_is_judged_over_further_draws() -> None:
         ours = Noisy(1e-3 * worse, 1)
         (failed,) = verify(eager, ours, x, training=False, kinds=("randn",)).failures
         assert failed.ratio == pytest.approx(worse, rel=0.005 if worse == 1.02 else 0.05)
-        assert failed.inputs == ("randn, 32 draws" if worse == 1.02 else "randn")
-        assert ours.calls == (33 if worse == 1.02 else 2)
+        draws = 32 if worse == 1.02 else 4
+        assert failed.inputs == f"randn, {draws} draws"
+        assert ours.calls == draws + 1
 
 
 @pytest.mark.parametrize(("worse", "verifications"), [(1.0, 200), (1.02, 40)])
@@ -560,6 +562,23 @@ def test_luck_decides_hardly_any_verification(worse: float, verifications: int) 
         assert sum(passed) >= 0.99 * verifications
     else:
         assert sum(passed) <= 0.05 * verifications
+
+
+@pytest.mark.parametrize(("worse", "passes"), [(1.0, 0.9), (4.0, 0.25)])
+def test_luck_decides_hardly_any_error_that_is_one_number(worse: float, passes: float) -> None:
+    """As of a sum over rows whose errors all columns share."""
+    generator = torch.Generator().manual_seed(0)
+    exact = Outcome((torch.zeros(1024, dtype=torch.float64),), {})
+
+    def draw(number: int) -> tuple[Comparison, ...]:
+        noise = torch.randn(2, generator=generator)
+        eager, ours = (Outcome((n.expand(1024),), {}) for n in (noise[0], worse * noise[1]))
+        return compare(exact, eager, ours, torch.float32, "")
+
+    limit = partial(allowed_error, dtype=torch.float32)
+    drawn = [over_draws(draw, lambda _, eager: limit(eager)) for _ in range(300)]
+    share = sum(c.passed for (c,) in drawn) / len(drawn)
+    assert share > passes if worse == 1.0 else share < passes
 
 
 def test_what_is_wrong_beside_its_error_is_drawn_once() -> None:

@@ -216,6 +216,9 @@ def leaves_of(m: int, k: int, n: int, text: str, dtype: torch.dtype) -> list[Ten
     sizes += [shapes[kind] for kind in Chain.parse(text).operand_kinds]
     found = [torch.randn(size, device="cuda") for size in sizes]
     found[1] /= math.sqrt(k)
+    found[2] /= (
+        4  # else relu leaves next to nothing of some columns, whose errors are all that counts
+    )
     return [t.to(dtype).requires_grad_() for t in found]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -51,6 +52,9 @@ MOST_DRAWS = 32
 0.2 %, less than half of RATIO_RESOLUTION."""
 NARROW = 1.05
 """An error of up to so many times the allowed one may be noise: further draws tell."""
+NOT_FAR = 16.0
+"""The same after a single draw. An error that all elements share is one random number, as of sums over
+rows each of which has an error of its own; that it is shows over draws alone."""
 
 
 def allowed_error(eager_error: float, dtype: torch.dtype) -> float:
@@ -66,6 +70,7 @@ class Comparison:
 
     ``what`` is "output", "gradient of fc.weight", ...; errors are ‖out − truth‖ / ‖truth‖.
     ``reason`` says what is wrong beside the error (shape, NaN, missing); None for nothing.
+    ``noise``: by which share two results as exact as eager's may differ over these draws.
     """
 
     what: str
@@ -74,6 +79,7 @@ class Comparison:
     eager: float
     allowed: float
     reason: str | None = None
+    noise: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -217,9 +223,20 @@ def pooled(
         reason = next((c.reason for c in comparisons if c.reason), None)
         ours, eager = (_rms([getattr(c, name) for c in comparisons]) for name in ("ours", "eager"))
         inputs = first.inputs if len(draws) == 1 else f"{first.inputs}, {len(draws)} draws"
-        limit = allowed(first.what, eager)
-        found.append(Comparison(first.what, inputs, ours, eager, limit, reason))
+        noise = _noise([c.eager for c in comparisons])
+        last = len(draws) >= MOST_DRAWS
+        limit = allowed(first.what, eager) * (1 + noise * last)
+        found.append(Comparison(first.what, inputs, ours, eager, limit, reason, noise))
     return tuple(found)
+
+
+def _noise(errors: Sequence[float]) -> float:
+    """Three standard deviations of the ratio of two root mean squares of as many errors, whose
+    squares vary as these do: eager's, so that no candidate widens its own limit."""
+    squares = [error * error for error in errors]
+    if len(squares) < 2 or not 0 < sum(squares) < math.inf:
+        return 0.0
+    return 3 * stdev(squares) / mean(squares) / math.sqrt(2 * len(squares))
 
 
 def _rms(errors: Sequence[float]) -> float:
@@ -233,7 +250,9 @@ def more_draws(comparisons: Sequence[Comparison], draws: int) -> int:
     MOST_DRAWS; else up to the next multiple of DRAWS.
     """
     failed = [c for c in comparisons if not c.passed]
-    if not failed or draws >= MOST_DRAWS or max(c.strain for c in failed) > NARROW:
+    near = [NOT_FAR if draws < DRAWS else max(NARROW, 1 + 2 * c.noise) for c in failed]
+    far = any(c.strain > limit for c, limit in zip(failed, near, strict=True))
+    if not failed or draws >= MOST_DRAWS or far:
         return 0
     return DRAWS - draws % DRAWS
 

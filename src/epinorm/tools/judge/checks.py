@@ -162,14 +162,14 @@ def _further_than_eager(
 
 def _accuracy(session: Session) -> list[Result]:
     session.randomize(session.options.seed + 11)
-    found = session.compared("rand", session.drawn(1000, "rand"))
-    found += session.compared("randn", session.drawn(2000))
+    found = session.compared_over_draws("rand", 1000)
+    found += session.compared_over_draws("randn", 2000)
     return [from_comparisons(found)]
 
 
 def _gradients(session: Session) -> list[Result]:
-    found = session.compared("rand", session.drawn(3000, "rand"), training=True)
-    found += session.compared("randn", session.drawn(6000), training=True)
+    found = session.compared_over_draws("rand", 3000, training=True)
+    found += session.compared_over_draws("randn", 6000, training=True)
     return [from_comparisons(found)]
 
 

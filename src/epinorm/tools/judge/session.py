@@ -10,11 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from epinorm.tools.accuracy import RATIO_RESOLUTION, Comparison, Outcome, compare
+from epinorm.tools.accuracy import (
+    RATIO_RESOLUTION,
+    Comparison,
+    Outcome,
+    allowed_error,
+    compare,
+    over_draws,
+)
 from epinorm.tools.judge.facts import JudgeOptions
 from epinorm.tools.judge.process import SolutionProcess
 from epinorm.tools.kernelbench.problem import ProblemFile, placed
 from epinorm.tools.verify import (
+    BETWEEN_DRAWS,
     InputKind,
     Truth,
     by_the_larger_yardstick,
@@ -183,6 +191,18 @@ class Session:
         found = by_the_larger_yardstick(truth, judged)
         return [replace(c, allowed=max(c.allowed, floor)) for c in found]
 
+    def compared_over_draws(
+        self, kind: InputKind, first: int, training: bool = False
+    ) -> list[Comparison]:
+        """``compared`` on inputs of a kind from a number on; near misses on further draws too."""
+
+        def draw(number: int) -> Sequence[Comparison]:
+            label = f"{kind}, draw {number + 1}" if number else kind
+            inputs = self.drawn(first + BETWEEN_DRAWS * number, kind)
+            return self.compared(label, inputs, training)
+
+        return list(over_draws(draw, lambda _, eager: self._limit(eager, stress=False)))
+
     def judged(self, label: str, truth: Truth, ours: Outcome, stress: bool) -> list[Comparison]:
         """``compare``, with the limits for ``stress`` and a word on answers given before."""
         stale = self._stale(label, ours)
@@ -191,7 +211,7 @@ class Session:
         for one in compare(truth.exact, truth.eager, ours, self.dtype, label):
             if not math.isfinite(one.eager):
                 continue
-            one = replace(one, allowed=self._allowed(one, stress))
+            one = replace(one, allowed=self._limit(one.eager, stress))
             if stale and not one.passed and one.what.startswith("output"):
                 one = replace(one, reason=f"is, bit for bit, the answer to {stale}")
             found.append(one)
@@ -200,12 +220,12 @@ class Session:
             found.append(Comparison("output", label, math.inf, 0.0, 0.0, reason))
         return found
 
-    def _allowed(self, one: Comparison, stress: bool) -> float:
-        limits = [one.allowed]
+    def _limit(self, eager: float, stress: bool) -> float:
+        limits = [allowed_error(eager, self.dtype)]
         if stress:
-            limits.append(STRESS_RATIO * one.eager)
+            limits.append(STRESS_RATIO * eager)
         if self.dtype == torch.float32 and self.options.precision == "high":
-            limits.append(TF32_ROUNDING if stress else TF32_RATIO * one.eager)
+            limits.append(TF32_ROUNDING if stress else TF32_RATIO * eager)
         return max(limits)
 
     def _stale(self, label: str, ours: Outcome) -> str | None:
