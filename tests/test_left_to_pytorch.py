@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
+from epinorm.backends.cuda.runtime.replay import native
 from epinorm.operator.dispatch import Caller
 
 M, K, N = 6, 16, 24
@@ -59,3 +63,63 @@ def test_leading_dimensions_and_no_gradient():
         for _ in range(2):
             y = epinorm.linear(x, weight, post="relu", strategy="reference")
             assert torch.equal(y, F.relu(F.linear(x, weight)))
+
+
+@pytest.fixture
+def natively(monkeypatch):
+    """Calls that native code has seen go to PyTorch's layers at once, on the CPU too."""
+    monkeypatch.setattr("epinorm.operator.native_calls.WORTH", ("cpu",))
+    assert native(wait=True) is not None
+
+
+def forbid(monkeypatch, what="epinorm.operator.dispatch.Caller.again"):
+    def fail(*_):
+        raise AssertionError("Python looked at the call")
+
+    monkeypatch.setattr(what, fail)
+
+
+def test_a_call_like_an_earlier_one_is_not_looked_at_in_python(natively, monkeypatch):
+    caller = Caller("add_residual|layer_norm|gelu|scale(3)", "reference")
+    for _ in range(2):
+        caller(*(given := tensors())[:5], tuple(given[5:]))
+    forbid(monkeypatch)
+    for _ in range(2):
+        y = caller(*(given := tensors())[:5], tuple(given[5:]))
+        truth = eager(*given, 3.0)
+        assert torch.equal(y, truth)
+        assert type(y.grad_fn) is type(truth.grad_fn)
+        dy = torch.randn_like(y)
+        ours = torch.autograd.grad(y, given, dy)
+        for a, b in zip(ours, torch.autograd.grad(truth, given, dy), strict=True):
+            assert torch.equal(a, b)
+    assert caller._uses.count == 1  # the first, of which nothing was known
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("other", ["rows", "mode", "no_grad", "setting", "strides", "autocast"])
+def test_a_call_unlike_it_is(other, natively):
+    caller = Caller("layer_norm|gelu", "reference")
+    given = tensors()[:5]
+    for _ in range(3):
+        caller(*given, ())
+    with contextlib.ExitStack() as entered:
+        if other == "rows":
+            given[0] = torch.randn(M + 1, K)
+        elif other == "strides":
+            given[0] = torch.randn(K, M).t()
+        elif other == "setting":
+            entered.callback(torch.set_float32_matmul_precision, "highest")
+            torch.set_float32_matmul_precision("high")
+        else:
+            modes = {"mode": Watching, "no_grad": torch.no_grad}
+            modes["autocast"] = lambda: torch.autocast("cpu", torch.bfloat16)
+            entered.enter_context(modes[other]())
+        assert caller._left.find((*given,)) is None
+        found = caller(*given, ())
+        truth = F.gelu(F.layer_norm(F.linear(*given[:3]), (N,), *given[3:]))
+        assert torch.equal(found, truth)

@@ -23,7 +23,7 @@ from epinorm.operator import calls, transforms
 from epinorm.operator.autograd import differentiable
 from epinorm.operator.checks import check_leading_dimensions, check_types
 from epinorm.operator.kinds import Kinds, is_strided
-from epinorm.operator.native_calls import NativeCalls
+from epinorm.operator.native_calls import LayersCalls, NativeCalls
 from epinorm.operator.schema import linear_norm, linear_norm_sum
 from epinorm.operator.undisturbed import (
     has_plain_types,
@@ -81,7 +81,7 @@ class Caller:
         self._autocast_training = (str(_keeping_its_sum(parsed)), *self._autocast_facts[1:])
         self.returns_more = parsed.returns_more
         self._layers = calls.layers_of(self.facts)
-        self._native = NativeCalls()
+        self._native, self._left = NativeCalls(), LayersCalls()
         self._has_layers = strategy in ("auto", "reference") and not strict
         self._casts = transforms.norm_is_fp32_under_autocast(parsed)
 
@@ -106,6 +106,9 @@ class Caller:
         if y is not None:
             self._uses.count += 1
             return y if self.returns_more or y.__class__ is Tensor else y[0]
+        y = self._left.find(tensors)
+        if y is not None:
+            return y
         if not is_undisturbed():
             return self._disturbed(tensors)
         results = self.again(tensors, self.facts)
@@ -118,7 +121,7 @@ class Caller:
         if self._spending is None:
             self._spending = made = copy(self)
             made._spends_x, made._spending = True, made
-            made._kinds, made._native = Kinds(), NativeCalls()
+            made._kinds, made._native, made._left = Kinds(), NativeCalls(), LayersCalls()
         return self._spending
 
     def _spends(self, tensors: tuple[Any, ...], facts: calls.Facts) -> bool:
@@ -182,7 +185,10 @@ class Caller:
         if found is None:
             return None
         if isinstance(found.executable, calls.Eager):
-            return found.executable.results(self._constants, *tensors)
+            layers = found.executable.of(self._constants)
+            if facts[3] is None:
+                self._left.keep(layers, tensors)
+            return layers(*tensors)
         self._uses.count += 1
         self._native.keep(found.executable, tensors, facts, found.training, self.returns_more)
         if facts[3] is None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from epinorm.backends.cpu.build import BuildError
 from epinorm.operator import transforms
 from epinorm.operator.accumulation import entered
 from epinorm.operator.autograd import OPERANDS, gradients
 from epinorm.operator.calls import Facts
 from epinorm.operator.native_operators import Native, passes_of, setting_of
+from epinorm.precision import follows_setting, fp32_precision
 from epinorm.problem import Executable
 
 
@@ -56,3 +59,25 @@ class NativeCalls(Native):
             ctypes.addressof(entered),
             OPERANDS + place if place >= 0 else -1,
         )
+
+
+WORTH = ("cuda",)
+"""Devices where native code is there anyhow."""
+
+
+class LayersCalls(Native):
+    """Those of a model's chain that are left to PyTorch's own layers: ``find`` calls these. What
+    Python would take to see that a call is such a one, a small step's kernels do not hide."""
+
+    def keep(self, layers: Callable[..., Any], tensors: Sequence[Any]) -> None:
+        """Let ``find`` compute calls like this one by a function of the tensors, once the native
+        code is there."""
+        x = tensors[0]
+        if x.device.type not in WORTH or not all([t is None or t.is_contiguous() for t in tensors]):
+            return
+        from epinorm.backends.cuda.runtime.replay import native
+
+        with suppress(BuildError):
+            if native() is not None:
+                setting = fp32_precision() if follows_setting(x.dtype, "cuda") else None
+                self.made().add_layers(tensors, setting, layers)

@@ -53,8 +53,8 @@ MOST_DRAWS = 32
 NARROW = 1.05
 """An error of up to so many times the allowed one may be noise: further draws tell."""
 NOT_FAR = 16.0
-"""The same after a single draw. An error that all elements share is one random number, as of sums over
-rows each of which has an error of its own; that it is shows over draws alone."""
+"""The same after a single draw. An error that all elements share is one random number, as of sums
+over rows each of which has an error of its own; that it is shows over draws alone."""
 
 
 def allowed_error(eager_error: float, dtype: torch.dtype) -> float:

@@ -164,6 +164,7 @@ struct Call {
   const int* accumulating = nullptr;      // gradients may be added to what is there: Python's
   std::vector<Kind> saved;                // the inputs as the backward pass finds them
   int residual = -1;                      // the input in whose place the sum is saved
+  std::shared_ptr<const Held> layers;     // (tensors) -> what PyTorch's own layers give; or none
   std::string name;                       // of an operator; what it returns, each as ``kept`` has it:
   std::vector<std::pair<int, at::Tensor>> outputs;
 };

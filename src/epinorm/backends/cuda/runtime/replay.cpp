@@ -164,7 +164,7 @@ std::shared_ptr<Call> new_call(const Calls& calls, PyObject* given, PyObject* se
   made->saved = made->kinds;
   made->grad_mode = c10::GradMode::is_enabled();
   made->setting = held(setting);
-  made->forward = value_of<Program>(program);
+  if (program != nullptr) made->forward = value_of<Program>(program);
   return made;
 }
 
@@ -183,6 +183,18 @@ std::vector<std::pair<int, at::Tensor>> fields(PyObject* sequence) {
     found.emplace_back(is_result ? number(each) : -1, is_result ? at::Tensor() : tensor(each));
   });
   return found;
+}
+
+// (tensors, setting, a function of them)
+PyObject* add_layers(PyObject* self, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject *given, *setting, *layers;
+    if (!PyArg_ParseTuple(args, "OOO", &given, &setting, &layers)) return nullptr;
+    const auto made = new_call(*value_of<Calls>(self), given, setting, nullptr);
+    if (!made) Py_RETURN_NONE;
+    made->layers = held(layers);
+    return add(self, made);
+  });
 }
 
 // (an operator's name, tensors, setting, program, what it returns)
@@ -255,7 +267,9 @@ PyObject* call_calls(PyObject* self, PyObject* args, PyObject*) {
     }
     if (!undisturbed()) Py_RETURN_NONE;
     const std::shared_ptr<const Call> call = find(*value_of<Calls>(self), given);
-    if (!call || !is_current(call->forward->device)) Py_RETURN_NONE;
+    if (!call) Py_RETURN_NONE;
+    if (call->layers) return PyObject_Call(call->layers->get(), args, nullptr);
+    if (!is_current(call->forward->device)) Py_RETURN_NONE;
     const bool is_operator = !call->outputs.empty();
     if (!is_operator && watched()) Py_RETURN_NONE;
     void* const stream = stream_of(current_stream, call->forward->device);
@@ -273,6 +287,7 @@ PyObject* call_calls(PyObject* self, PyObject* args, PyObject*) {
 PyMethodDef of_backward[] = {{"add", add_program, METH_VARARGS, nullptr}, {}};
 PyMethodDef of_calls[] = {{"add", add_call, METH_VARARGS, nullptr},
                           {"add_operator", add_operator, METH_VARARGS, nullptr},
+                          {"add_layers", add_layers, METH_VARARGS, nullptr},
                           {"clear", clear_calls, METH_NOARGS, nullptr},
                           {}};
 #endif
