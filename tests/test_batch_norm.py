@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 import epinorm
 from epinorm.backends.engine import plan_for
 from epinorm.chain import BatchNorm, Chain, returns_more
+from epinorm.operator import transforms
 from epinorm.operator.dispatch import Caller
 from epinorm.operator.schema import linear_norm_sum, linear_norm_sum_forward
 from epinorm.problem import Problem
@@ -112,6 +113,46 @@ def test_transforms_and_tangents() -> None:
     ours = torch.vmap(lambda w: by_operator(given[0], w, *given[2:]))(weights)
     theirs = torch.stack([by_pytorch(given[0], w, *given[2:]) for w in weights])
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("affine", [(True, True), (True, False), (False, False)])
+def test_cuda_autocast_leaves_its_parameters_in_fp32(
+    low: torch.dtype, affine: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule itself needs no GPU: y is of 16 bits, gradients and statistics are of fp32."""
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: low)
+    x, weight, bias, gamma, beta = (t.detach().float().requires_grad_() for t in tensors()[:5])
+    vectors = [t if there else None for t, there in zip((gamma, beta), affine, strict=True)]
+    leaves = [t for t in (x, weight, bias, *vectors) if t is not None]
+    for text, dtype in (("relu|batch_norm(1e-05)|gelu", low), ("batch_norm(1e-05)|softplus", None)):
+        rest = ([], text, "reference", False, None)
+        y, statistics = transforms._autocast_cuda(x, weight, bias, *vectors, *rest)
+        if dtype is None:  # PyTorch's layers, which cast nothing here
+            assert y.dtype == torch.float32
+            continue
+        z = F.linear(*(t.to(low) for t in (x, weight, bias))).relu()
+        expected = F.gelu(F.batch_norm(z, None, None, *vectors, True))
+        assert (y.dtype, statistics.dtype) == (low, torch.float32)
+        assert torch.equal(y, expected)
+        dy = torch.randn_like(y)
+        for ours, theirs in zip(
+            *(torch.autograd.grad(each, leaves, dy) for each in (y, expected)), strict=True
+        ):
+            assert ours.dtype == torch.float32
+            assert torch.equal(ours, theirs)
+    low_given = [t.detach().to(low).requires_grad_() for t in (x, weight, bias)]
+    for operator in (linear_norm_sum, linear_norm_sum_forward):
+        facts = ("relu|batch_norm(1e-05)|gelu", "reference", False, low)
+        torch.library.opcheck(operator, (*low_given, *vectors, [], *facts))
+
+
+def test_fp32_parameters_next_to_16_bits_leave_no_operands() -> None:
+    x, weight, bias, gamma, beta, channel = (t.detach().bfloat16() for t in tensors())
+    with pytest.raises(RuntimeError, match=r"has no tensor operands, but tanh\|batch_norm.* has"):
+        linear_norm_sum(x, weight, bias, gamma.float(), beta.float(), [channel], *FACTS)
+    with pytest.raises(RuntimeError, match=r"norm_bias must have dtype torch\.float32, but got"):
+        linear_norm_sum(x, weight, bias, gamma.float(), beta, [], "batch_norm", *FACTS[1:])
 
 
 def test_a_caller_gives_both_and_autograd_sees_one() -> None:

@@ -37,9 +37,10 @@ class Problem:
     ``chain``: as a rule a structure (``Chain.structure``), whose numbers come with each call, in
     ``Inputs.constants``; it may also hold the numbers itself, which then serve where none come.
     ``dtype`` is that of x, weight and bias; ``norm_dtype`` that of the norm's parameters and of
-    the chain's tensor operands; ``out_dtype`` that of y. They differ under autocast alone: 16 bit,
-    fp32 and fp32. ``training``: z, mean and rstd are kept for a backward pass. ``prepacked``: the
-    weight is kept converted (``epinorm.prepack``), so that the plan need not count that.
+    the chain's tensor operands; ``out_dtype`` that of y. They differ under autocast, 16 bit, fp32
+    and fp32, and where a BatchNorm has fp32 parameters, 16 bit, fp32 and 16 bit, without operands.
+    ``training``: z, mean and rstd are kept for a backward pass. ``prepacked``: the weight is kept
+    converted (``epinorm.prepack``), so that the plan need not count that.
     ``whole_step``: the backward pass follows in this process, and gets from the forward pass what
     is no output of the operators too. ``spends_x``: nobody reads x after the forward pass, whose
     memory may be overwritten by it; in inference alone.

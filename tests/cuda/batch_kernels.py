@@ -156,11 +156,10 @@ class BatchKernels:
                 matrix_at(dz, m, n, n, problem.dtype).copy_(own)
             of_operands = [*of_pre, *of_post]
             by_name = [None, None, own.sum(0), *of_operands]
-            pairs = zip(by_name, outputs.sums, strict=True)
+            taken = (g for g, wanted in zip(by_name, outputs.sums, strict=True) if wanted)
             self.sums[partial] = [
-                each if each.dim() == 1 else each.sum(0)  # type: ignore[union-attr]
-                for each, wanted in pairs
-                if wanted
+                (each if each.dim() == 1 else each.sum(0)).to(dtype)  # type: ignore[union-attr]
+                for each, dtype in zip(taken, outputs.sum_dtypes(problem), strict=True)
             ]
             wanted = (g for g, asked in zip(of_operands, outputs.elements, strict=True) if asked)
             for at, each in zip(elements, wanted, strict=True):

@@ -1,7 +1,8 @@
 """A CUDA text as it stands, run on the host: each thread of a block is one of the CPU's.
 
-For kernels of plain C++: barriers and a warp's largest are there, other functions of warps and
-inline PTX are not (what has them compiles, and must not be called). Slow: small sizes alone.
+For kernels of plain C++: barriers, a warp's largest and roundings to bf16 are there, other
+functions of warps and inline PTX are not (what has them compiles, and must not be called). Slow:
+small sizes alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ CTYPES = {
 _PTX = re.compile(
     r'asm(\s+volatile)?\s*\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*"|\([^()]*\))*\))*\)\s*;'
 )
+_TO_BF16 = 'asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));', "y.bits = nearest_bf16(x);"
 # Few of the standard's headers: those with threads, barriers and vectors take four times as long as
 # the rest of a kernel.
 _HEAD = r"""
@@ -57,6 +59,10 @@ template <class To, class From> To same_bits(From from) {
 }
 inline float __uint_as_float(unsigned u) { return same_bits<float>(u); }
 inline unsigned __float_as_uint(float f) { return same_bits<unsigned>(f); }
+inline unsigned nearest_bf16(float f) {
+  const unsigned u = same_bits<unsigned>(f);
+  return f != f ? 0x7fffu : u + 0x7fffu + (u >> 16 & 1u) >> 16;
+}
 inline float __fmul_rn(float a, float b) { volatile float c = a * b; return c; }
 inline double __dmul_rn(double a, double b) { volatile double c = a * b; return c; }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -131,7 +137,8 @@ class HostKernel:
         kinds = [CTYPES[letter][0] for letter in signature]
         given = ", ".join(f"*({kind}*)a[{i}]" for i, kind in enumerate(kinds))
         call = f"((void (*)({', '.join(kinds)})){self.source.entry})({given})"
-        text = _HEAD + _PTX.sub(";", self.source.text) + _RUN.format(call=call)
+        kernel = _PTX.sub(";", self.source.text.replace(*_TO_BF16))
+        text = _HEAD + kernel + _RUN.format(call=call)
         name = self.folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         made, source = name.with_suffix(".so"), name.with_suffix(".cpp")
         if not made.exists():

@@ -37,12 +37,15 @@ VARIANTS = [
     *((F32, RELU, 512), (BF16, RELU, 512), (F16, DROPS, 60), (F64, RELU, 61)),
     *((F32, HEAVY, 64), (BF16, HEAVY, 30), (F64, HEAVY, 64), (F32, EVERY, 64)),
 ]
+MIXED = [(BF16, RELU, 512), (F16, DROPS, 60)]
+"""With parameters of the norm in fp32, as under autocast."""
 
 
 def problem_of(text: str, m: int, n: int, dtype: torch.dtype, **facts: Any) -> Problem:
-    whole = {"has_bias": True, "has_norm_weight": True, "has_norm_bias": True} | facts
+    whole = {"has_bias": True, "has_norm_weight": True, "has_norm_bias": True}
+    whole |= {"norm_dtype": dtype, "out_dtype": dtype} | facts
     return Problem(
-        *(Chain.parse(text), m, 8, n, dtype, dtype, dtype),
+        *(Chain.parse(text), m, 8, n, dtype),
         **whole,
         training=True,
         device=torch.device("cuda", 0),
@@ -51,10 +54,11 @@ def problem_of(text: str, m: int, n: int, dtype: torch.dtype, **facts: Any) -> P
 
 
 @pytest.mark.usefixtures("kept_figures")
-@pytest.mark.parametrize("i, dtype, text, n", [(i, *one) for i, one in enumerate(VARIANTS)])
-def test_they_compile_without_spills(i: int, dtype: torch.dtype, text: str, n: int) -> None:
+@pytest.mark.parametrize("i", range(len(VARIANTS) + len(MIXED)))
+def test_they_compile_without_spills(i: int) -> None:
     archs = ["sm_80", "sm_90a", "sm_100"]
-    problem = problem_of(text, 1024, n, dtype)
+    dtype, text, n = [*VARIANTS, *MIXED][i]
+    problem = problem_of(text, 1024, n, dtype, norm_dtype=dtype if i < len(VARIANTS) else F32)
     vector = narrowed(vector_width(n // problem.groups, dtype.itemsize, ()))
     kinds = problem.chain.operand_kinds
     operands = tuple(kind in ("channel", "element") for kind in kinds)
@@ -108,12 +112,15 @@ def results(
 
 
 def by_pytorch(problem: Problem, z: Tensor, dy: Tensor, inputs: Inputs, dtype: Any) -> list[Tensor]:
+    """The same in ``dtype``, or in those that are given."""
     given = (z, *inputs[2:5], *inputs.operands)
-    leaves = [None if t is None else t.detach().to(dtype).requires_grad_() for t in given]
+    leaves = [
+        None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in given
+    ]
     z, bias, gamma, beta, *operands = leaves  # type: ignore[assignment]
     found: Any = epilogue(z if bias is None else z + bias, problem.chain, gamma, beta, operands)
     wanted = [t for t in leaves if t is not None]
-    gradients = torch.autograd.grad(found[0], wanted, dy.to(dtype))
+    gradients = torch.autograd.grad(found[0], wanted, dy.to(found[0].dtype))
     return [found[0].detach(), found[1], *gradients]
 
 
@@ -124,17 +131,23 @@ def tensors_of(problem: Problem) -> tuple[Tensor, Tensor, Inputs]:
         return torch.randn(shape, dtype=p.dtype)
 
     vectors = [
-        draw(n) if there else None for there in (p.has_bias, p.has_norm_weight, p.has_norm_bias)
+        draw(n).to(dtype) if there else None
+        for there, dtype in (
+            (p.has_bias, p.dtype),
+            (p.has_norm_weight, p.norm_dtype),
+            (p.has_norm_bias, p.norm_dtype),
+        )
     ]
     kinds = p.chain.operand_kinds
     operands = tuple(draw(n) if kind == "channel" else draw(m, n) for kind in kinds)
     return draw(m, n) + 0.5, draw(m, n), Inputs(draw(0), draw(0), *vectors, operands)
 
 
-CASES: list[tuple[str, int, int, torch.dtype, dict[str, bool]]] = [
+CASES: list[tuple[str, int, int, torch.dtype, dict[str, Any]]] = [
     (RELU, 301, 60, F32, {}),
     (HEAVY, 130, 36, F32, {}),
     ("batch_norm(0.001)", 77, 7, F64, {"has_norm_weight": False}),
+    ("batch_norm(1e-05)", 301, 60, BF16, {"norm_dtype": F32}),
 ]
 """Each compiles six kernels: what else there is, tests/gpu has."""
 
@@ -147,13 +160,14 @@ def test_they_compute_what_pytorch_does(case: int, host: None) -> None:
     problem = dataclasses.replace(problem, device=torch.device("cpu"))
     z, dy, inputs = tensors_of(problem)
     ours, _ = results(problem, z.clone(), dy, inputs)
-    eager, truth = (by_pytorch(problem, z, dy, inputs, kind) for kind in (dtype, F64))
+    eager, truth = (by_pytorch(problem, z, dy, inputs, kind) for kind in (None, F64))
     for i, (a, b, true) in enumerate(zip(ours, eager, truth, strict=True)):
+        assert a.dtype == b.dtype
         error, of_eager = ((t.double() - true).norm() for t in (a, b))
         if i == 3 and not problem.chain.reads_z:  # of the bias: 0, and both its roundings
             assert error <= 4 * of_eager + 1e-12
             continue
-        floor = 4 * torch.finfo(dtype).eps * true.norm()
+        floor = 4 * torch.finfo(a.dtype).eps * true.norm()
         assert error <= 1.1 * of_eager + floor, (i, error, of_eager)
 
 

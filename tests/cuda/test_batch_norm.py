@@ -2,6 +2,7 @@
 repeats, which do what PyTorch does. fp64, whose products are PyTorch's own."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ import epinorm
 from epinorm.backends.cuda.plan.strategy import plan_cuda
 from epinorm.capture import paying
 from epinorm.capture.running import Updating
+from epinorm.chain import Chain
+from epinorm.operator.autograd import differentiable
+from epinorm.operator.calls import executable_for_call
 from epinorm.operator.dispatch import Caller
+from epinorm.operator.native_calls import NativeCalls
+from epinorm.operator.transforms import cast
+from epinorm.problem import Problem
 
 M, K, N = 24, 16, 40
 F64 = torch.float64
@@ -156,3 +163,55 @@ def test_a_step_of_a_network_is_eagers(gpu, monkeypatch):
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
     assert gpu.kinds() == 6 * (3 * FORWARD + 3 * BACKWARD)
+
+
+def test_fp32_parameters_change_no_plan(gpu):
+    for rows in (256, 16384):
+        of_16_bits = Problem(
+            *(Chain.parse("batch_norm(1e-05)|relu"), rows, 512, 512, *(torch.bfloat16,) * 3),
+            *(True, True, True, True, torch.device("cuda", 0), "native"),
+        )
+        mixed = dataclasses.replace(of_16_bits, norm_dtype=torch.float32)
+        plans = [plan_cuda(problem, "auto") for problem in (of_16_bits, mixed)]
+        assert plans[0] == plans[1]
+        assert plans[0].strategy == "epilogue"
+        assert plans[0].gain > 1
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("affine", [(True, True), (True, False), (False, False)])
+def test_a_step_under_autocast(gpu, monkeypatch, low, affine):
+    """All in 16 bits but the norm's parameters, their gradients and the statistics; by native code
+    in the end."""
+    text = "relu|batch_norm(1e-05)|gelu"
+    facts, calls = (text, "epilogue", False, low), NativeCalls()
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: low)
+    for _ in range(6):
+        # So few terms that dX and dW are the library's products.
+        x, weight, bias, gamma, beta = given = [
+            t.detach()[..., : K - 4 if i < 2 else N].float().contiguous().requires_grad_()
+            for i, t in enumerate(tensors())
+        ]
+        given[3:] = [t if there else None for t, there in zip((gamma, beta), affine, strict=True)]
+        low_given = cast(given, low)
+        executable = executable_for_call((*low_given, ()), facts, True, True)
+        with torch.autocast("cpu", low):  # which the imaginary GPU's tensors are under
+            made = calls.find(given)
+            if made is None:
+                made = differentiable(executable, facts, low_given)
+            calls.keep(executable, given, facts, True, True)
+        y, statistics = made
+        assert (y.dtype, statistics.dtype) == (low, torch.float32)
+        s = nn.functional.linear(*(t.to(low).double() for t in (x, weight, bias))).relu()
+        vectors = [None if t is None else t.double() for t in given[3:]]
+        true = nn.functional.gelu(nn.functional.batch_norm(s, None, None, *vectors, True))
+        dy = torch.randn_like(y)
+        leaves = [t for t in given if t is not None]
+        found = torch.autograd.grad(y, leaves, dy)
+        assert all(g.dtype == torch.float32 for g in found)
+        exact = torch.autograd.grad(true, leaves, dy.double())
+        pairs = zip((y, *statistics, *found), (true, s.mean(0), s.var(0), *exact), strict=True)
+        for ours, expected in pairs:
+            assert (ours - expected).norm() < 0.03 * expected.norm()
+    assert y.grad_fn.name() == "LinearNormBackward"
+    assert gpu.kinds()[: len(FORWARD + BACKWARD)] == FORWARD + BACKWARD

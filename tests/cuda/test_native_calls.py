@@ -468,7 +468,7 @@ def test_a_sum_of_another_dtype_than_the_norms(gpu, monkeypatch):
         with torch.autocast("cpu", bf16):  # which the imaginary GPU's tensors are under
             made = calls.find(given)
             if made is None:
-                made = differentiable(executable, facts, cast(given))
+                made = differentiable(executable, facts, cast(given, torch.float32))
             calls.keep(executable, given, facts, True, True)
         dys = [torch.randn_like(t) for t in made]
         s = nn.functional.silu(nn.functional.linear(x.double(), weight.double(), bias.double()))

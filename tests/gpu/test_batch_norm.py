@@ -335,6 +335,75 @@ def _state(model: nn.Module) -> list[Tensor]:
     return [t.detach() for t in found if t.is_floating_point()]
 
 
+def autocast_step(model: nn.Module, x: Tensor, dy: Tensor, low: Any) -> dict[str, Tensor]:
+    """What a step under autocast leaves, by name; in fp64 where the model is."""
+    model.zero_grad()
+    x = x.to(next(model.parameters()).dtype, copy=True).requires_grad_()
+    with torch.autocast("cuda", low, enabled=x.dtype != torch.float64):
+        y = model(x)
+    y.backward(dy.to(y.dtype))
+    found = {"y": y.detach(), "x": x.grad}
+    found |= {name: p.grad for name, p in model.named_parameters()}
+    found |= dict(model.named_buffers())
+    return {n.removeprefix("_orig_mod."): t for n, t in found.items() if t is not None}
+
+
+def autocast_errors(
+    layers: list[nn.Module], low: torch.dtype, compiles: bool
+) -> dict[str, tuple[float, float, int]]:
+    """Of each result of the last of six steps, our error, what passes, and its size."""
+    eager = nn.Sequential(nn.Linear(256, 512), *layers).cuda()
+    for p in eager[1:].parameters():
+        nn.init.normal_(p)
+    ours, truth = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    options = {"strategy": "epilogue"}
+    called: Any = torch.compile(ours, backend=compile_graph, options=options)
+    called = called if compiles else epinorm.fuse(ours, strategy="epilogue")
+    x, dy = (torch.randn(1024, n, device="cuda").to(low).float() for n in (256, 512))
+    first = None
+    for _ in range(6):
+        found, theirs, true = (autocast_step(each, x, dy, low) for each in (called, eager, truth))
+        first = found if first is None else first
+        for name in (n for n in found if "running" not in n and "tracked" not in n):
+            assert torch.equal(bits(found[name]), bits(first[name])), name
+    assert compiles or all(row.fused for row in epinorm.explain(ours).rows)
+    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in theirs.items()}
+    errors = {}
+    for name, one in found.items():
+        if "tracked" in name:
+            assert torch.equal(one, theirs[name])
+        elif name == "0.bias" and isinstance(
+            layers[0], nn.BatchNorm1d
+        ):  # 0, and both its roundings
+            assert one.norm() <= 8 * theirs[name].norm() + 2.0**-20 * dy.abs().sum(0).norm()
+        else:
+            limit = allowed_error(relative_error(theirs[name], true[name]), low)
+            limit = max(limit, 1e-6) if "running" in name else limit
+            errors[name] = relative_error(one, true[name]), limit, one.numel()
+    return errors
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["alone", "gelu behind", "relu and dropout before", "by compile"])
+def test_steps_under_autocast(case: str, low: torch.dtype) -> None:
+    """y, all gradients and the running statistics, from the first step to those that native code
+    repeats: PyTorch's dtypes, the same bits at each step, and as accurate as eager's."""
+    native(wait=True)
+    draws = []
+    for seed in range(DRAWS):
+        torch.manual_seed(seed)
+        layers: dict[str, list[nn.Module]] = {
+            "alone": [nn.BatchNorm1d(512)],
+            "gelu behind": [nn.BatchNorm1d(512), nn.GELU()],
+            "relu and dropout before": [nn.ReLU(), nn.Dropout(0.0), nn.BatchNorm1d(512)],
+            "by compile": [nn.BatchNorm1d(512), nn.GELU()],
+        }
+        draws.append(autocast_errors(layers[case], low, compiles=case == "by compile"))
+    for name in draws[0]:
+        error, allowed = pooled([d[name] for d in draws])
+        assert error <= allowed, (name, error, allowed)
+
+
 def test_a_step_as_a_cuda_graph() -> None:
     """Replays change the running statistics as steps without a graph do, to the bit."""
     torch.manual_seed(0)

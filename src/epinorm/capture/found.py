@@ -17,6 +17,7 @@ from epinorm.capture.norms import NormRead
 from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import Linear, arguments
 from epinorm.chain import BatchNorm, Chain, GroupNorm, Rounding
+from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.pointwise import Pointwise
 from epinorm.operator.undisturbed import is_distributed
 
@@ -212,20 +213,24 @@ def _unfit_dtypes(
         for step in steps
         if step.kind == "norm" and len(step.nodes) == 1
     )
-    inputs = {v.dtype for v in values[:2]}
-    if inputs != {linear.dtype} or changes_dtype:  # autocast
-        if found.chain.returns_statistics:
-            return "under autocast BatchNorm's input has 16 bits, and its parameters are fp32"
-        if linear.device.type != "cuda":
-            return f"under autocast PyTorch's layers mix dtypes on {linear.device.type}"
+    mixes = changes_dtype or {v.dtype for v in values[:2]} != {linear.dtype}  # autocast
+    alike = values
+    if mixes and linear.device.type != "cuda":
+        return f"under autocast PyTorch's layers mix dtypes on {linear.device.type}"
+    if found.chain.returns_statistics:
+        if (obstacle := _unfit_batch_norm(found, steps, mixes, linear.dtype)) is not None:
+            return obstacle
+        given = () if mixes else (found.bias, *found.operands)
+        alike = [tensor_of(node) for node in given if node is not None]
+    elif mixes:
         kept, operands = value_of(found.kept), (tensor_of(node).dtype for node in found.operands)
         if kept is not None and kept.dtype != found.chain.sum_dtype_in_eager(
             linear.dtype, operands
         ):
             return "autocast gives what enters the norm another dtype"
         return None if end.dtype == torch.float32 else "autocast gives it another dtype"
-    if any(v.dtype != linear.dtype for v in values):
-        dtypes = sorted({str(v.dtype).removeprefix("torch.") for v in values})
+    if any(v.dtype != linear.dtype for v in alike):
+        dtypes = sorted({str(v.dtype).removeprefix("torch.") for v in alike})
         return f"its tensors are of several dtypes: {', '.join(dtypes)}"
     kept = value_of(found.kept)
     if kept is not None and kept.dtype != linear.dtype:
@@ -244,4 +249,22 @@ def _unfit_dtypes(
     of_matrix = isinstance(norm, (GroupNorm, BatchNorm)) and len(found.leading) != 1
     if of_matrix and is_distributed(values):
         return f"{type(norm).__name__} of DTensors after a reshape to rows is not served"
+    return None
+
+
+def _unfit_batch_norm(
+    found: Found, steps: Sequence[Step], mixes: bool, dtype: torch.dtype
+) -> str | None:
+    """Which dtypes keep a BatchNorm from being fused: its parameters may be fp32 where all else has
+    16 bits, under autocast too. mixes: autocast is on."""
+    vectors = [tensor_of(n) for n in (found.norm.weight, found.norm.bias) if n is not None]
+    parameters = {vector.dtype for vector in vectors} or {dtype}
+    if len(parameters) > 1 or parameters - {dtype, torch.promote_types(dtype, torch.float32)}:
+        names = ", ".join(sorted(str(each).removeprefix("torch.") for each in parameters))
+        return f"its BatchNorm's parameters are {names}, and what it normalises is {dtype}"
+    if found.operands and (mixes or parameters != {dtype}):
+        return "under autocast, or next to fp32 parameters, a BatchNorm's chain has no operands"
+    widens = any(op.name in AUTOCAST_TO_FP32 for op in (*found.pre, *found.post))
+    if (mixes or widens) and any(tensor_of(step.end).dtype != dtype for step in steps):
+        return "autocast gives it another dtype"
     return None

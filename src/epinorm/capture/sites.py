@@ -149,7 +149,10 @@ def _problem(found: Found) -> tuple[Problem, str]:
     if layout is not None:
         chain, m, n, k = layout.of_part(chain, m, n, k)
     mixed = x.dtype != dtype or weight.dtype != dtype
-    wide = torch.float32 if mixed else dtype
+    norm_dtype = out_dtype = torch.float32 if mixed else dtype
+    if chain.returns_statistics:
+        parameters = value_of(found.norm.weight or found.norm.bias)
+        norm_dtype, out_dtype = dtype if parameters is None else parameters.dtype, dtype
     reads = [value_of(node) for node in found.reads]
     device = weight.device if stand_in() is None else torch.device("cuda")
     problem = Problem(
@@ -158,8 +161,8 @@ def _problem(found: Found) -> tuple[Problem, str]:
         k=k,
         n=n,
         dtype=dtype,
-        norm_dtype=wide,
-        out_dtype=wide,
+        norm_dtype=norm_dtype,
+        out_dtype=out_dtype,
         has_bias=found.bias is not None,
         has_norm_weight=chain.norm is not None and found.norm.weight is not None,
         has_norm_bias=chain.norm is not None and found.norm.bias is not None,

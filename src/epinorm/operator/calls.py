@@ -20,7 +20,7 @@ from epinorm.backends.memo import cleared_with
 from epinorm.backends.prepack import keeps, marked
 from epinorm.chain import Chain
 from epinorm.chain.reference import Results, bound
-from epinorm.operator.checks import check_backward, check_call, check_rows
+from epinorm.operator.checks import check_backward, check_call, check_rows, norm_dtype_of
 from epinorm.precision import Precision, product_precision
 from epinorm.problem import (
     Executable,
@@ -163,7 +163,7 @@ def _problem(
         k=x.shape[1],
         n=inputs.weight.shape[0],
         dtype=x.dtype,
-        norm_dtype=out_dtype,
+        norm_dtype=norm_dtype_of(inputs, chain, out_dtype),
         out_dtype=out_dtype,
         has_bias=inputs.bias is not None,
         has_norm_weight=inputs.norm_weight is not None,

@@ -50,13 +50,22 @@ def check_leading_dimensions(x: Tensor, operands: Sequence[Tensor], chain: Chain
             )
 
 
-def check_call(inputs: Inputs, chain: Chain, norm_dtype: torch.dtype) -> None:
+def norm_dtype_of(inputs: Inputs, chain: Chain, out_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the norm's parameters: y's; a BatchNorm's of 16 bits may be fp32 all the same,
+    as autocast leaves them."""
+    given = inputs.norm_weight if inputs.norm_weight is not None else inputs.norm_bias
+    if given is None or given.dtype != torch.float32 or out_dtype.itemsize != 2:
+        return out_dtype
+    return torch.float32 if chain.returns_statistics else out_dtype
+
+
+def check_call(inputs: Inputs, chain: Chain, out_dtype: torch.dtype) -> None:
     """Raise if x (M, K), weight (N, K) and the rest do not fit each other or the chain.
 
     Works on symbolic shapes too, where each comparison becomes a guard.
     """
     _check_same_device([t for _, t in named(inputs)])
-    _check_dtypes(inputs, chain, norm_dtype)
+    _check_dtypes(inputs, chain, out_dtype)
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     if x.dim() != 2:
         raise RuntimeError(f"x must be 2D (M, K) here, got shape {list(x.shape)}")
@@ -137,7 +146,7 @@ def _check_same_device(tensors: Sequence[Tensor | None]) -> None:
         )
 
 
-def _check_dtypes(inputs: Inputs, chain: Chain, norm_dtype: torch.dtype) -> None:
+def _check_dtypes(inputs: Inputs, chain: Chain, out_dtype: torch.dtype) -> None:
     x = inputs.x
     if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
         raise NotImplementedError(
@@ -146,6 +155,12 @@ def _check_dtypes(inputs: Inputs, chain: Chain, norm_dtype: torch.dtype) -> None
         )
     seeds = [f"operand {i}" for i, kind in enumerate(chain.operand_kinds) if kind == "seed"]
     of_linear, rest = named(inputs)[1:3], named(inputs)[3:]
+    norm_dtype = norm_dtype_of(inputs, chain, out_dtype)
+    if norm_dtype != out_dtype and len(seeds) < len(inputs.operands):
+        raise RuntimeError(
+            f"next to a norm's parameters of {norm_dtype} and an output of {out_dtype} a chain has "
+            f"no tensor operands, but {chain} has"
+        )
     for name, tensor in of_linear:
         if tensor is not None and tensor.dtype != x.dtype:
             raise RuntimeError(

@@ -83,7 +83,8 @@ class Caller:
         self._layers = calls.layers_of(self.facts)
         self._native, self._left = NativeCalls(), LayersCalls()
         self._has_layers = strategy in ("auto", "reference") and not strict
-        self._casts = transforms.norm_is_fp32_under_autocast(parsed)
+        self._casts = transforms.out_dtype_under_autocast(parsed) is not None
+        self._stays_low = transforms.stays_low_under_autocast(parsed)
 
     def __call__(
         self,
@@ -170,6 +171,8 @@ class Caller:
             prepared = kind == "cuda" and self._casts and x.dtype != torch.float64
         if prepared:
             facts = self._autocast_training if _is_grad_enabled() else self._autocast_facts
+            if self._stays_low:
+                facts = (*facts[:3], torch.get_autocast_dtype("cuda"))
             results = self.again(tensors, facts)
             return self._asked(self._first(tensors, facts) if results is None else results)
         self._uses.count += 1
@@ -194,8 +197,8 @@ class Caller:
         if facts[3] is None:
             return self._run(found, tensors, facts)
         with torch._C._ExcludeDispatchKeyGuard(transforms.CUDA_AUTOCAST):
-            results = self._run(found, transforms.cast(tensors), facts)
-        if isinstance(results, Tensor) or not self.returns_more:
+            results = self._run(found, transforms.cast(tensors, facts[3]), facts)
+        if isinstance(results, Tensor) or not self.returns_more or self._stays_low:
             return results
         y, total = results
         return y, total.to(transforms.sum_dtype_under_autocast(tensors, Chain.parse(facts[0])))
@@ -218,7 +221,7 @@ class Caller:
     def _find(self, tensors: tuple[Any, ...], facts: calls.Facts) -> _Found | None:
         """What computes these tensors; None where x or an operand cannot be folded as it lies."""
         if facts[3] is not None:
-            tensors = transforms.cast(tensors)
+            tensors = transforms.cast(tensors, facts[3])
         x, weight, *vectors = tensors[:5]
         matrix, operands, y_size = x, tensors[5:], None
         training = _is_grad_enabled() and torch._C._any_requires_grad(*tensors)
@@ -243,7 +246,7 @@ def _keeping_its_sum(chain: Chain) -> Chain:
 
 
 def _modes(facts: calls.Facts) -> tuple[Any, ...]:
-    """What a call depends on besides its tensors; facts[3]: the norm's dtype under autocast."""
+    """What a call depends on besides its tensors; facts[3]: y's dtype under autocast."""
     low = None if facts[3] is None else torch.get_autocast_dtype("cuda")
     return _is_grad_enabled(), facts[3], low
 

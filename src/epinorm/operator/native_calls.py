@@ -32,19 +32,19 @@ class NativeCalls(Native):
         returns_more: bool = False,
     ) -> None:
         """Let ``find`` compute calls like this one, if ``executable``, which computed it, recorded
-        its pass. facts[3]: the norm's dtype under autocast; returns_more: the caller wants the sum,
+        its pass. facts[3]: y's dtype under autocast; returns_more: the caller wants the sum,
         in PyTorch's dtype."""
         passes = passes_of(executable, facts)
         if passes is None or not all([t is None or t.is_contiguous() for t in tensors]):
             return
         chain = executable.problem.chain
         place, made = chain.residual_place, passes.fields
-        if returns_more and facts[3] is not None:
+        if returns_more and chain.returns_sum and facts[3] is not None:
             as_pytorch = transforms.sum_dtype_under_autocast(tensors, chain)
             if as_pytorch != executable.problem.sum_dtype:
                 return
         x, weight = tensors[:2]
-        casts = None if facts[3] is None else transforms.casts(tensors)
+        casts = None if facts[3] is None else transforms.casts(tensors, facts[3])
         leave, backward = passes.leave, passes.backward
         if leave is not None:
             leave = partial(leave, x.requires_grad, weight.requires_grad)

@@ -29,7 +29,8 @@ _TENSORS = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
     "Tensor[] operands"
 )
-# out_dtype: what the norm computes in and y has, where autocast makes it differ from x's dtype.
+# out_dtype: of y and, but for what ``norm_dtype_of`` says, of the norm's parameters, where autocast
+# makes it differ from x's dtype.
 _FACTS = "str chain, str strategy, bool strict, ScalarType? out_dtype"
 
 # Where an operator's arguments split: six of Inputs, then four facts; backward has dy first, then

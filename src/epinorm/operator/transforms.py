@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epinorm.chain import Chain, returns_more
+from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.reference import Results, epilogue
 from epinorm.operator.schema import OPERATORS, library, linear_norm, linear_norm_sum
 
@@ -27,18 +28,39 @@ def norm_is_fp32_under_autocast(chain: Chain) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
 
 
-def casts(tensors: Sequence[Any]) -> list[torch.dtype | None]:
-    """What belongs to the linear in CUDA autocast's dtype, the rest in fp32."""
+def stays_low_under_autocast(chain: Chain) -> bool:
+    """Whether CUDA autocast leaves the norm of what the linear gives, and all around it, in the
+    linear's dtype: a BatchNorm, next to parameters as they are."""
+    if not chain.returns_statistics or norm_is_fp32_under_autocast(chain):
+        return False
+    return not any(
+        op.operand not in (None, "seed") or op.name in AUTOCAST_TO_FP32
+        for op in (*chain.pre, *chain.post)
+    )
+
+
+def out_dtype_under_autocast(chain: Chain) -> torch.dtype | None:
+    """The dtype of y under CUDA autocast; None where PyTorch's layers mix dtypes as no kernel of
+    ours does."""
+    if stays_low_under_autocast(chain):
+        return torch.get_autocast_dtype("cuda")
+    return torch.float32 if norm_is_fp32_under_autocast(chain) else None
+
+
+def casts(tensors: Sequence[Any], out_dtype: torch.dtype | None) -> list[torch.dtype | None]:
+    """What belongs to the linear in CUDA autocast's dtype; the rest in fp32 where y is, else as
+    it is."""
     low = torch.get_autocast_dtype("cuda")
-    dtypes = (low, low, low, *(torch.float32,) * (len(tensors) - 3))
+    rest = torch.float32 if out_dtype == torch.float32 else None
+    dtypes = (low, low, low, *(rest,) * (len(tensors) - 3))
     # Seeds are no floating-point numbers.
     is_cast = [t is not None and t.is_floating_point() for t in tensors]
     return [dtype if floats else None for floats, dtype in zip(is_cast, dtypes, strict=True)]
 
 
-def cast(tensors: Sequence[Any]) -> tuple[Any, ...]:
+def cast(tensors: Sequence[Any], out_dtype: torch.dtype | None) -> tuple[Any, ...]:
     """The tensors in autocast's dtypes."""
-    pairs = zip(tensors, casts(tensors), strict=True)
+    pairs = zip(tensors, casts(tensors, out_dtype), strict=True)
     return tuple([t if dtype is None else t.to(dtype) for t, dtype in pairs])
 
 
@@ -56,23 +78,25 @@ def _without_autocast(arguments: tuple[Any, ...]) -> Results:
 
 
 def _autocast_cuda(*arguments: Any) -> Results:
-    """The linear in autocast's dtype, the norm and all after it in fp32; fp64 is left alone."""
+    """The linear in autocast's dtype, the norm and all after it in fp32, or in the same where it is
+    a BatchNorm; fp64 is left alone."""
     if _is_packages(arguments):
         return _without_autocast(arguments)
     x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out = arguments
     chain, tensors = Chain.parse(text), (x, weight, bias, norm_weight, norm_bias, *operands)
-    if not norm_is_fp32_under_autocast(chain):
+    out_dtype = out_dtype_under_autocast(chain)
+    if out_dtype is None:
         return _autocast_reference(*arguments)
     sum_dtype = sum_dtype_under_autocast(tensors, chain) if chain.returns_sum else None
     if x.dtype != torch.float64:
-        out = torch.float32
-        x, weight, bias, norm_weight, norm_bias, *operands = cast(tensors)
+        out = out_dtype
+        x, weight, bias, norm_weight, norm_bias, *operands = cast(tensors, out)
     arguments = (x, weight, bias, norm_weight, norm_bias, operands, text, strategy, strict, out)
     with torch._C._ExcludeDispatchKeyGuard(CUDA_AUTOCAST):
-        if sum_dtype is None:
+        if not chain.returns_more:
             return linear_norm(*arguments)
-        y, total = linear_norm_sum(*arguments)
-        return y, total.to(sum_dtype)
+        y, second = linear_norm_sum(*arguments)
+        return y, second if sum_dtype is None else second.to(sum_dtype)
 
 
 def sum_dtype_under_autocast(tensors: Sequence[Any], chain: Chain) -> torch.dtype:

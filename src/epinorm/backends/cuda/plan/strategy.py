@@ -99,8 +99,6 @@ def _why_no_batch(problem: Problem, strategy: Strategy) -> str:
         return "a block of the single kernel has some rows, and a BatchNorm's statistics are of all"
     if problem.m < 2 or not (problem.k and problem.n):
         return f"there is nothing to compute for shape ({problem.m}, {problem.k}) → {problem.n}"
-    if not problem.dtype == problem.norm_dtype == problem.out_dtype:
-        return "under autocast BatchNorm's input has 16 bits, and its parameters are fp32"
     return ""
 
 
@@ -198,7 +196,11 @@ def _linear_alone(problem: Problem) -> tuple[Cost, str]:
     """What a BatchNorm takes that is PyTorch's own, behind a product that need not be."""
     chain = problem.chain
     linear = replace(
-        problem, chain=Chain(None, chain.pre), has_norm_weight=False, has_norm_bias=False
+        problem,
+        chain=Chain(None, chain.pre),
+        norm_dtype=problem.out_dtype,
+        has_norm_weight=False,
+        has_norm_bias=False,
     )
     found = Cost(costs.eager(linear), costs.eager_host(linear))
     core = None if linear.chain.is_linear and linear.dtype != torch.float32 else _core(linear)[0]
