@@ -19,12 +19,13 @@ SCALE ?= 1
 # One worker more than two cores: tests wait for other processes.
 WORKERS ?= 3
 TEST_SECONDS ?= 300
-PYTEST := -n $(WORKERS) --dist worksteal --timeout $(TEST_SECONDS) --durations 10 -m "not gpu and not models"
+PYTEST := -n $(WORKERS) --dist worksteal --timeout $(TEST_SECONDS) --durations 10
+NO_GPU := not gpu and not models
 
 # For the targets that run on a GPU machine as it is, with nothing installed.
 PYTHON_HERE := PYTHONPATH=src $${PYTHON:-python3}
 
-.PHONY: help setup run record test figures matrix models coverage lint format docs test-gpu test-gpus sanitize-gpu fuzz instructions bench-gpu report build clean
+.PHONY: help setup run record test test-slow figures matrix models coverage lint format docs test-gpu test-gpus sanitize-gpu fuzz instructions bench-gpu report build clean
 
 help:  ## say what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1|/' | \
@@ -44,14 +45,17 @@ record: $(READY)  ## as run, and keep the result as benchmarks/results/make-run.
 	  $(BIN)/epinorm bench $(EXAMPLE) --scale $(SCALE) --out "$$folder" $(ARGS) && \
 	  mkdir -p benchmarks/results && cp "$$folder"/*.json benchmarks/results/make-run.json
 
-test: $(READY)  ## run the tests that need no GPU
-	@$(BIN)/python -m pytest $(PYTEST) $(ARGS)
-	@echo "Covered: everything a CPU can show, CUDA kernels compiled and their launches read." \
+test: $(READY)  ## run the tests that need no GPU and take no more than some seconds each
+	@$(BIN)/python -m pytest $(PYTEST) -m "$(NO_GPU) and not slow" $(ARGS)
+	@echo "Covered: what a CPU can show, CUDA kernels compiled and their launches read; the rest of it by make test-slow." \
 	  "Left to a GPU: what kernels compute and how fast (make test-gpu, make sanitize-gpu)."
+
+test-slow: $(READY)  ## run those that take longer: compilers, several processes, whole commands
+	@$(BIN)/python -m pytest $(PYTEST) -m "$(NO_GPU) and slow" $(ARGS)
 
 figures: $(READY)  ## compile every kernel that the tests look at, and keep what ptxas says of it
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
-	  EPINORM_CACHE_DIR="$$folder" $(BIN)/python -m pytest $(PYTEST) -q $$(grep -l kept_figures tests/cuda/test_*.py) && \
+	  EPINORM_CACHE_DIR="$$folder" $(BIN)/python -m pytest $(PYTEST) -m "$(NO_GPU)" -q $$(grep -l kept_figures tests/cuda/test_*.py) && \
 	  $(BIN)/python tests/cuda/figures.py "$$folder"
 
 # CPU builds where TORCH_INDEX names their index; PyPI's for Linux hold CUDA, several GB each.

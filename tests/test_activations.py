@@ -251,6 +251,7 @@ NEW_ACTIVATION = """
 """
 
 
+@pytest.mark.slow
 def test_a_new_activation_is_one_definition() -> None:
     process = Process(NEW_ACTIVATION, os.environ)
     _, err = process.communicate(200)

@@ -68,6 +68,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_bench_as_make_run_calls_it(here: Path) -> None:
     done = run_python(as_module("epinorm", "bench", *SMALL, "--no-compile"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -131,6 +132,7 @@ def test_bench_keeps_a_file_that_is_not_its_own(here: Path) -> None:
     assert (here / f"{STEM}.json").read_text() == "notes"
 
 
+@pytest.mark.slow
 def test_a_killed_bench_leaves_no_half_written_file(here: Path) -> None:
     process = Process(as_module("epinorm", "bench", *SMALL, "--no-compile"))
     process.until_it_says("timing")

@@ -350,6 +350,7 @@ def test_an_h100_is_a_gpu_to_export_for() -> None:
     assert GPUS["h100"] == GPUS["h200"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", ["zoo"], indirect=True)
 def test_the_text_is_the_same_each_time(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Whatever the order of a process' sets."""

@@ -26,7 +26,10 @@ from epinorm.tools.export.dump import MODES, Tables
 from epinorm.tools.export.export import export
 from export_case import load
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
 
 ZOO = Path(__file__).parent / "zoo" / "problem.py"
 STREAM = 77
@@ -184,6 +187,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[5]} {case[6]}")
 def test_each_table_is_repeated(exported: ModuleType, fake: ctypes.CDLL, case: tuple) -> None:
     made = tables(*case)
@@ -191,6 +195,7 @@ def test_each_table_is_repeated(exported: ModuleType, fake: ctypes.CDLL, case: t
     assert count > 0
 
 
+@pytest.mark.slow
 def test_a_product_reads_a_slice_where_it_begins(exported: ModuleType, fake: Any) -> None:
     made = tables("layer_norm", 32, 64, 128, (False, True, True), "epilogue", "h200")
     key = next(key for key in made.tables if key[2:] == ("bfloat16", "forward"))

@@ -124,6 +124,7 @@ def test_the_chains_of_whole_statements_are_found(name: str, tmp_path: Path) -> 
     assert chains_of(write(tmp_path, forward)) == chains
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [  # in 16 bit, where a table serves: there is no guard to compile
@@ -161,6 +162,7 @@ def test_the_file_computes_what_model_does(name: str, mode: str, tmp_path: Path)
     assert calls == list(range(len(CASES[name][1])))
 
 
+@pytest.mark.slow
 def test_a_last_activations_result_is_what_its_gradient_reads(tmp_path: Path) -> None:
     path = write(tmp_path, CASES["dropout stays"][0])
     made = export(path, gpus=("h200",), modes=("float32 highest",))
@@ -173,6 +175,7 @@ def test_a_last_activations_result_is_what_its_gradient_reads(tmp_path: Path) ->
     assert given["backward again"] == ("x", "weight", "bias", "y", "dy")
 
 
+@pytest.mark.slow
 def test_the_text_around_a_chain_is_the_problems_own(tmp_path: Path) -> None:
     path = write(tmp_path, CASES["batch norm behind"][0])
     text = export(path, gpus=("h200",), modes=("float32 highest",)).text

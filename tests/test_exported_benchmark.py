@@ -84,6 +84,7 @@ def test_the_docs_show_what_was_verified(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     path = tmp_path / "model_new.py"
     path.write_text("raise OSError('not here')\n")

@@ -144,6 +144,7 @@ def nothing_left_behind() -> Iterator[None]:
     assert set(os.listdir("/dev/shm")) <= shared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_the_right_solution_is_clean(dtype: str, request: pytest.FixtureRequest) -> None:
     if dtype != "float32":
@@ -228,6 +229,7 @@ def confirmed(says: float, computes: Iterator[float], waits: int) -> tuple[str, 
     return batches.timing("forward")[1].status, len(used) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_at_high_tf32_is_right_where_eager_takes_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("verify", "judge.timing"):
@@ -397,6 +399,7 @@ def test_nothing_outlives_a_judge_that_is_killed(tmp_path: Path, number: signal.
     until(lambda: not any(Path("/proc", pid).exists() for pid in pids.read_text().split()))
 
 
+@pytest.mark.slow
 def test_the_solution_reaches_no_other_process(tmp_path: Path) -> None:
     """Memory, files and signals of the judge and of its parents, tried and told by an error."""
     solution = tmp_path / "solution.py"
@@ -429,6 +432,7 @@ def test_the_solution_reaches_no_other_process(tmp_path: Path) -> None:
     assert verdict.failures[0].reason.endswith("reached []")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_one_error_is_said_once(tmp_path: Path) -> None:
     solution = tmp_path / "solution.py"
@@ -485,6 +489,7 @@ def test_what_it_prints_is_not_the_verdict(tmp_path: Path) -> None:
     assert judging.returncode == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["endless", "writes_much"])
 def test_what_never_ends_is_ended(name: str) -> None:

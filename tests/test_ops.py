@@ -49,6 +49,7 @@ def test_gradcheck(norm, strategy):
     assert gradcheck(function, leaves(m=2, k=3), check_forward_ad=True, check_batched_grad=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_gradgradcheck(norm, strategy):
@@ -56,6 +57,7 @@ def test_gradgradcheck(norm, strategy):
     assert gradgradcheck(function, leaves(m=2, k=3), check_fwd_over_rev=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "norm, strategy",
     [(NORMS[0], "auto"), (NORMS[1], "reference"), (NORMS[2], "auto"), (NORMS[2], "reference")],
@@ -294,6 +296,7 @@ def test_export_holds_one_operator():
     assert torch.equal(program.module()(x), made(x))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_package_of_aotinductor(tmp_path):
     """Its calls of other libraries' operators leave None where a list of tensors is empty."""

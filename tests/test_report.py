@@ -381,6 +381,7 @@ def test_the_cost_model_of_several_gpus_is_that_of_the_results(tmp_path: Path) -
     assert copied.read_text() == page.read_text(), "run: make report"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["precision", "training"])
 def test_a_page_with_a_plot_is_that_of_the_results(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -402,6 +403,7 @@ def test_every_results_file_reads_back() -> None:
             assert row.verified or row.ours_us is None, (path, row)
 
 
+@pytest.mark.slow
 def test_the_command_draws_a_results_file(tmp_path: Path) -> None:
     merge_rows(tmp_path / "gpu.json", [ROW])
     script = ROOT / "benchmarks" / "report.py"

@@ -85,6 +85,7 @@ class Case:
         return [y.detach(), *torch.autograd.grad(y, trained, self.dy.to(dtype))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pre,post", CHAINS)
 def test_values_are_eagers_bit_for_bit_and_gradients_as_accurate(pre: str, post: str) -> None:
     case = Case(pre, post)
@@ -130,6 +131,7 @@ def test_statistics_are_rounded_on_a_gpu_where_pytorch_rounds_them(dtype: torch.
     assert not statistics_text(Chain(epinorm.LayerNorm(), rounding="eager"), dtype)
 
 
+@pytest.mark.slow
 def test_rounding_once_is_another_and_more_accurate() -> None:
     case = Case("silu|scale(1.7)", "gelu|tanh|scale(3)")
     once, eager, truth = (
@@ -153,6 +155,7 @@ def test_in_fp32_and_fp64_both_are_the_same(dtype: torch.dtype, pre: str, post: 
         assert torch.equal(once, eager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pre", ["", "silu|add_channel|tanh"])
 def test_under_autocast_what_is_of_16_bit_is_rounded(pre: str) -> None:
     """The linear layer is, and what follows it up to the norm, or to an operand of fp32."""

@@ -78,6 +78,7 @@ def run(
     return lambda *arguments: (runner.main([*ALWAYS, *arguments]), capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_runner_writes_verified_rows(run: Any, tmp_path: Path) -> None:
     status, said = run("--shapes", "kb62_v0", "--dtypes", "float32", "--out", str(tmp_path))
     assert status == 0, said

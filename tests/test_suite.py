@@ -110,6 +110,7 @@ def get_init_inputs():
 """
 
 
+@pytest.mark.slow
 def test_the_exported_file_is_held_against_the_rule_and_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

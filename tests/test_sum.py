@@ -68,6 +68,7 @@ EAGER = "|rounding(eager)"
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text, dtype, rounding",
     [
@@ -123,6 +124,7 @@ def test_what_the_sum_does_not_depend_on_has_no_gradient(text: str, leading: Any
                 torch.testing.assert_close(ours, eager, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["cpu", "reference"])
 @pytest.mark.parametrize("text", [RESIDUAL, SCALED])
 def test_gradcheck(text: str, strategy: str) -> None:
@@ -135,6 +137,7 @@ def test_gradcheck(text: str, strategy: str) -> None:
     assert gradgradcheck(function, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, strategy", [(RESIDUAL, "auto"), (SCALED, "reference")])
 def test_opcheck(text: str, strategy: str) -> None:
     given = tensors(text, torch.float32, 3)

@@ -30,6 +30,7 @@ def runs(example, config):
     return example.compare(config, CPU, "highest", "cpu")
 
 
+@pytest.mark.slow
 def test_epinorm_learns_what_eager_learns(example, runs):
     """Where answering 0 costs 1.5; and no further from eager than eager is from itself."""
     for run in runs[:2]:

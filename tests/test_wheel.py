@@ -12,6 +12,8 @@ import pytest
 
 from processes import run_python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 URL = "https://example.org/epinorm"
 LARGEST_BYTES = 5_000_000  # beyond PyTorch, of a base install

@@ -379,6 +379,7 @@ def test_a_factorys_own_classes_are_captured_whole(
     assert "unfused" not in caplog.text
 
 
+@pytest.mark.slow
 def test_the_command_writes_rows_and_says_what_it_found(tmp_path: Path) -> None:
     arguments = ["bench", "tdmpc2", "--small", "--forward", "--no-compile", "--runs", "2"]
     arguments += ["--device", "cpu", "--out", str(tmp_path)]
@@ -446,6 +447,7 @@ subprocess.Popen = Forked
 """
 
 
+@pytest.mark.slow
 def test_rows_are_verified_side_by_side_and_timed_one_by_one(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "models.py"
     wanted = ["tdmpc2:bf16:forward", "tdmpc2:highest"]

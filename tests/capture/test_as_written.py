@@ -44,6 +44,7 @@ def test_nothing_gained(grad):
     assert row.strategy == "reference"
 
 
+@pytest.mark.slow
 def test_what_gains_is_fused_at_its_sizes():
     fused = epinorm.fuse(model(nn.GroupNorm(8, WIDTH)))
     x = torch.randn(ROWS, WIDTH)
@@ -52,6 +53,7 @@ def test_what_gains_is_fused_at_its_sizes():
     assert not runs_own_code(fused, x)
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_is_looked_at_again():
     fused, x = epinorm.fuse(model()), torch.randn(ROWS, WIDTH)
     for _ in range(3):

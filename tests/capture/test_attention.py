@@ -94,6 +94,7 @@ def test_what_is_not_batched() -> None:
     check_equal(nn.MultiheadAttention(E, HEADS), x, memory, memory)
 
 
+@pytest.mark.slow
 def test_sizes_that_change_are_captured_once_more() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

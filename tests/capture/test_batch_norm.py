@@ -383,6 +383,7 @@ def test_statistics_of_dtypes_that_eager_refuses(dtypes: tuple[str, str]) -> Non
         fused(torch.randn(ROWS, K, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_a_pass_backward_by_inductors_kernels_leaves_the_statistics() -> None:
     """They are saved for the gradient of another BatchNorm, which goes by them."""
 

@@ -655,6 +655,7 @@ class Sized(Model):
 MARKS = ("mark_dynamic", "maybe_mark_dynamic", "mark_static", "mark_unbacked")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mark", MARKS)
 @pytest.mark.parametrize("marked_first", [False, True])
 def test_marks_for_compilers_change_nothing(mark: str, marked_first: bool) -> None:
@@ -748,6 +749,7 @@ class Breaks(Model):
         return self.act(h)
 
 
+@pytest.mark.slow
 @own_captures
 @pytest.mark.parametrize("make", [Model, Breaks])
 def test_what_was_captured_is_freed_with_the_model(x: Any, make: Any) -> None:
@@ -758,6 +760,7 @@ def test_what_was_captured_is_freed_with_the_model(x: Any, make: Any) -> None:
     assert kept() <= before
 
 
+@pytest.mark.slow
 @own_captures
 def test_what_was_captured_for_an_object_is_freed_with_it(x: Any) -> None:
     """Another may have its id, by which guards know it."""

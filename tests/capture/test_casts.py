@@ -92,6 +92,7 @@ def casts_of(graph: fx.Graph) -> int:
     return len(graph.find_nodes(op="call_function", target=CAST))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "forward", "backward"),
     [

@@ -171,6 +171,7 @@ def test_checkpointing_replays_the_mask(reentrant: bool, within: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_replays_the_mask_whichever_graph_runs(
     reentrant: bool, monkeypatch: pytest.MonkeyPatch

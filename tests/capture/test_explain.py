@@ -354,6 +354,7 @@ def test_a_model_with_forward_is_not_warned_of(recwarn: pytest.WarningsRecorder)
     )
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_is_told() -> None:
     code = (
         "import epinorm, torch; from torch import nn;"

@@ -135,6 +135,7 @@ def test_frozen_and_tied_weights(frozen):
         check(tied, x, NORMS)
 
 
+@pytest.mark.slow
 def test_sizes_that_change_are_captured_once_more():
     model, _ = made()
     fused = epinorm.fuse(copy.deepcopy(model), strategy="cpu")

@@ -245,6 +245,7 @@ GATES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GATES)
 @pytest.mark.parametrize("strategy", ["cpu", "reference"])
 def test_rows_of_samples_and_positions_are_expanded(case, strategy):
@@ -260,6 +261,7 @@ def test_rows_of_samples_and_positions_are_expanded(case, strategy):
     assert chain in [row.chain for row in epinorm.explain(fused).rows if row.fused]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["cpu", "reference"])
 def test_in_training_rows_that_multiply_are_left(strategy):
     """Backward would keep them expanded, which eager does not; of those that are added, nothing."""

@@ -106,6 +106,7 @@ def chains(fused: nn.Module) -> list[str]:
     return [row.chain for row in epinorm.explain(fused).rows if row.fused and "norm" in row.chain]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [layer_norm, RMS])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_residual_stream_of_pre_norm_blocks(norm: Any, scaled: bool) -> None:

@@ -24,6 +24,7 @@ def bits(results):
     return [None if t is None else t.view(torch.uint8).clone() for t in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_any_number_of_threads(shape, dtype, make_case):
@@ -45,6 +46,7 @@ def test_second_run_in_dirty_memory(make_case):
     assert all(torch.equal(a, b) for a, b in zip(first, bits(case.run()), strict=True))
 
 
+@pytest.mark.slow
 def test_kernels_do_not_share_constants(make_case):
     """Each chain's library has the same names in it; one must not read another's."""
     channel = make_case("mul_channel|group_norm(4)|mul_channel", 40, 16, 32)

@@ -82,6 +82,7 @@ def test_groups_of_one_channel(make_case):
     assert dweight.abs().max() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "m,k,n",
     [

@@ -152,6 +152,7 @@ CASES: list[tuple[str, int, int, torch.dtype, dict[str, Any]]] = [
 """Each compiles six kernels: what else there is, tests/gpu has."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_they_compute_what_pytorch_does(case: int, host: None) -> None:
     text, m, n, dtype, facts = CASES[case]
@@ -171,6 +172,7 @@ def test_they_compute_what_pytorch_does(case: int, host: None) -> None:
         assert error <= 1.1 * of_eager + floor, (i, error, of_eager)
 
 
+@pytest.mark.slow
 def test_hard_columns_stay_by_themselves(host: None) -> None:
     torch.manual_seed(0)
     problem = dataclasses.replace(problem_of(RELU, 300, 60, F32), device=torch.device("cpu"))

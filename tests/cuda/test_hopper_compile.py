@@ -268,6 +268,7 @@ def machine_code(cubin: bytes, folder: Path) -> list[str]:
 WAITING = r"LD|ST|ATOM|RED|SYNCS|BAR|B2R|WARPSYNC|WARPGROUP|SHFL|MEMBAR|DEPBAR|BRA|CCTL|NANOSLEEP"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind", [("kb62", BF16), ("mid", F16), ("kb62", HIGHEST)])
 def test_products_stand_back_to_back(name, kind, tmp_path):
     """Nothing but arithmetic on addresses between the products of a step, and no local memory."""
@@ -290,6 +291,7 @@ def test_products_stand_back_to_back(name, kind, tmp_path):
     assert not step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, kind", [("kb62", BF16), ("mid", F16), ("layer_norm_512", BF16), ("kb62", HIGHEST)]
 )

@@ -52,6 +52,7 @@ def test_figures_of_the_entry_are_reported(arch: str) -> None:
     assert other.registers > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_spills_are_reported(arch: str) -> None:
     bound = "__launch_bounds__(1024, 2)"  # 32 registers of each thread

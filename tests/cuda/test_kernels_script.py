@@ -18,6 +18,7 @@ def script():
     return module
 
 
+@pytest.mark.slow
 def test_it_prints_the_plan_and_writes_the_kernels(script, tmp_path, capsys):
     sizes = ["8", "16", "32"]
     gpu = ["--gpu", "a100", "--strategy", "epilogue", "--lineinfo"]

@@ -70,6 +70,7 @@ def test_what_a_file_needs_alone_is_in_no_text(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_each_file_compiles_alone() -> None:
     """As an editor reads it, its includes found from the folder of kernels."""
     options = ProgramOptions(

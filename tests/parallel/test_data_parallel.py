@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from ranks import launcher
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     "fuse, fully_shard",
     "fully_shard, fuse",

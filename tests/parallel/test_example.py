@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 from ranks import launcher
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_parallel.py"
 
 

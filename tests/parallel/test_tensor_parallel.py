@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from ranks import launcher
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     *("group norm", "layer norm", "rms norm", "sum", "sequences", "read by plain code", "uneven"),
     *("fuse, parallelize_module", "parallelize_module, fuse", "layer norm, fused"),
