@@ -581,6 +581,28 @@ def test_luck_decides_hardly_any_error_that_is_one_number(worse: float, passes: 
     assert share > passes if worse == 1.0 else share < passes
 
 
+def test_the_floor_is_not_widened_by_what_eagers_errors_vary() -> None:
+    floor = allowed_error(0.0, torch.float32)
+    drawn = over_draws(
+        lambda number: [Comparison("output", "", 1.2 * floor, 1e-12 * (number == 0), floor)],
+        lambda _, eager: allowed_error(eager, torch.float32),
+    )
+    assert not any(c.passed for c in drawn)
+
+
+def test_draws_are_pooled_by_what_they_compare() -> None:
+    """One of which eager cannot compute in some draw is judged by the others."""
+
+    def draw(number: int) -> list[Comparison]:
+        first = Comparison("output 0", "", 1.02 if number < 4 else 0.5, 1.0, 1.005)
+        return [first, Comparison("output 1", "", 3.0, 4.0, 4.0)][number == 1 :]
+
+    found = over_draws(draw, lambda _, eager: 1.005 * eager)
+    assert [c.what for c in found] == ["output 0", "output 1"]
+    assert all(c.passed for c in found)
+    assert found[1].ours == pytest.approx(3.0)
+
+
 def test_what_is_wrong_beside_its_error_is_drawn_once() -> None:
     class WrongAtOnce(Noisy):
         def forward(self, x: Tensor) -> Tensor:

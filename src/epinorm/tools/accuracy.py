@@ -217,16 +217,20 @@ def pooled(
 
     ``allowed``: the largest error that passes, of what is compared and eager's error.
     """
+    by_what: dict[str, list[Comparison]] = {}
+    for each in draws:  # of which one may lack what eager itself could not compute
+        for comparison in each:
+            by_what.setdefault(comparison.what, []).append(comparison)
     found = []
-    for comparisons in zip(*draws, strict=True):
+    for what, comparisons in by_what.items():
         first = comparisons[0]
         reason = next((c.reason for c in comparisons if c.reason), None)
         ours, eager = (_rms([getattr(c, name) for c in comparisons]) for name in ("ours", "eager"))
         inputs = first.inputs if len(draws) == 1 else f"{first.inputs}, {len(draws)} draws"
         noise = _noise([c.eager for c in comparisons])
-        last = len(draws) >= MOST_DRAWS
-        limit = allowed(first.what, eager) * (1 + noise * last)
-        found.append(Comparison(first.what, inputs, ours, eager, limit, reason, noise))
+        # The floor stays as it is.
+        limit = allowed(what, eager * (1 + noise * (len(draws) >= MOST_DRAWS)))
+        found.append(Comparison(what, inputs, ours, eager, limit, reason, noise))
     return tuple(found)
 
 

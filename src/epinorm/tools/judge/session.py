@@ -196,12 +196,16 @@ class Session:
     ) -> list[Comparison]:
         """``compared`` on inputs of a kind from a number on; near misses on further draws too."""
 
+        known = len(self.earlier)
+
         def draw(number: int) -> Sequence[Comparison]:
             label = f"{kind}, draw {number + 1}" if number else kind
             inputs = self.drawn(first + BETWEEN_DRAWS * number, kind)
             return self.compared(label, inputs, training)
 
-        return list(over_draws(draw, lambda _, eager: self._limit(eager, stress=False)))
+        found = over_draws(draw, lambda _, eager: self._limit(eager, stress=False))
+        del self.earlier[known + 1 :]  # of further draws nothing is asked again
+        return list(found)
 
     def judged(self, label: str, truth: Truth, ours: Outcome, stress: bool) -> list[Comparison]:
         """``compare``, with the limits for ``stress`` and a word on answers given before."""
