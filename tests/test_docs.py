@@ -37,6 +37,7 @@ def alone_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=named)
 @pytest.mark.usefixtures("alone_in_a_group")
 def test_blocks_of_a_page_run_one_after_another(page: Path) -> None:

@@ -169,6 +169,7 @@ def timed_once(session: Session, training: bool) -> timing.EagerTimes:
     return EAGER[training]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", [*WRONG, *WRONG_WHEN_TIMED])
 def test_wrong_solutions_are_caught_with_their_reason(

@@ -174,6 +174,7 @@ def test_under_autocast_what_is_of_16_bit_is_rounded(pre: str) -> None:
     torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda d: str(d)[6:])
 def test_a_fused_model_passes_an_evaluators_tolerance(

@@ -163,6 +163,7 @@ def test_fused_is_eager(name: str) -> None:
     assert [row.chain for row in rows if row.fused] == chains
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", [name for name in NETS if name != "checkpointed"])
 def test_compiled_is_eager(name: str) -> None:

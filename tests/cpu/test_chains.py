@@ -53,6 +53,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, pre, post", EVERY, ids=str)
 def test_every_operation(dtype, pre, post, make_case, check_as_accurate_as_eager):
     times = 18 if dtype == torch.bfloat16 else 1  # which side of a kink a value takes is chance
@@ -60,6 +61,7 @@ def test_every_operation(dtype, pre, post, make_case, check_as_accurate_as_eager
     check_as_accurate_as_eager(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["group_norm(4)", "layer_norm", "rms_norm", "rms_norm(0.001)"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_with_several_operations(norm, dtype, make_case, check_as_accurate_as_eager):

@@ -278,6 +278,7 @@ def test_who_spends_x(gpu: Any, kind: type[Net], mode: Any) -> None:
     assert gpu.replayed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_who_trains_spends_nothing(gpu: Any, kind: type[Net]) -> None:
     """Before and after calls without gradients."""
