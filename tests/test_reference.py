@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from epinorm.backends.reference import backward, forward
 from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm, reference
-from epinorm.chain.pointwise import DEFINITIONS, Pointwise
 from epinorm.precision import product_precision
 from epinorm.problem import Forward, Inputs, Problem, Wanted
 
@@ -152,25 +151,3 @@ def test_out_dtype_is_that_of_the_norm_and_all_after_it(norm):
     found = backward(problem, inputs, Forward(*kept), torch.randn_like(y), want)
     dtypes = [g.dtype for g in found[:5]]
     assert dtypes == [torch.bfloat16] * 3 + [torch.float32] * 2
-
-
-CONSTANTS = {"scale": (3.0,), "add": (0.5,), "elu": (0.7,), "clamp": (-0.5, 0.25)}
-
-
-@pytest.mark.parametrize("norm", [None, "layer_norm", "group_norm(2)", "batch_norm", "rms_norm"])
-def test_bound_to_a_chain_it_is_the_same(norm):
-    """Every operation, in front of the norm and behind it, with operands in their order."""
-    names = [Pointwise(name, CONSTANTS.get(name, ())) for name in DEFINITIONS]
-    for first, second in zip(names, names[1:] + names[:1], strict=True):
-        text = f"{first}|{second}|{norm}|{second}|{first}" if norm else f"{first}|{second}"
-        chain = Chain.parse(text)
-        shapes = {"channel": (8,), "element": (6, 8), "row": (6, 1)}
-        operands = [
-            torch.tensor([7]) if kind == "seed" else torch.randn(shapes[kind])
-            for kind in chain.operand_kinds
-        ]
-        z, affine = torch.randn(6, 8), (torch.randn(8), torch.randn(8)) if norm else (None, None)
-        expected = reference.epilogue(z, chain, *affine, operands)
-        found = reference.bound(chain)(z, *affine, operands)
-        found, expected = ((r,) if isinstance(r, torch.Tensor) else r for r in (found, expected))
-        assert all(map(torch.equal, found, expected)), text

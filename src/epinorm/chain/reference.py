@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,50 +71,6 @@ def epilogue(
     if chain.returns_statistics:
         return y, batch_statistics(z)
     return (y, z) if chain.returns_sum else y
-
-
-def bound(chain: Chain) -> Callable[..., Results]:
-    """``epilogue`` as a function of z, norm_weight, norm_bias and the operands, for many calls:
-    what the chain says is looked up once."""
-    pre = _bound_operations(chain.pre, 0)
-    post = _bound_operations(chain.post, sum(place >= 0 for _, place in pre))
-    norm, returns_statistics, returns_sum = chain.norm, chain.returns_statistics, chain.returns_sum
-
-    def run(
-        z: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None, operands: Sequence[Tensor]
-    ) -> Results:
-        for operation, place in pre:
-            z = operation(z) if place < 0 else operation(z, operands[place])
-        if norm is None:
-            return z
-        y = normalize(z, norm, norm_weight, norm_bias)
-        for operation, place in post:
-            y = operation(y) if place < 0 else operation(y, operands[place])
-        if returns_statistics:
-            return y, batch_statistics(z)
-        return (y, z) if returns_sum else y
-
-    return run
-
-
-def _bound_operations(
-    operations: Sequence[Pointwise], first: int
-) -> tuple[tuple[Callable[..., Tensor], int], ...]:
-    """Each operation that does anything, and its operand's place; -1 without one."""
-    found = []
-    for operation in operations:
-        apply, constants = operation.definition.apply, operation.constants
-        takes = operation.operand is not None
-        if operation.name != "identity":
-            found.append(
-                (partial(_apply, apply, constants) if constants else apply, first if takes else -1)
-            )
-        first += takes
-    return tuple(found)
-
-
-def _apply(apply: Callable[..., Tensor], constants: Sequence[Any], *tensors: Tensor) -> Tensor:
-    return apply(*tensors, *constants)
 
 
 def linear_norm(

@@ -19,7 +19,7 @@ from epinorm.backends.engine import executable_for, plan_for
 from epinorm.backends.memo import cleared_with
 from epinorm.backends.prepack import keeps, marked
 from epinorm.chain import Chain
-from epinorm.chain.reference import Results, bound
+from epinorm.chain.reference import Results, epilogue
 from epinorm.operator.checks import check_backward, check_call, check_rows, norm_dtype_of
 from epinorm.precision import Precision, product_precision
 from epinorm.problem import (
@@ -226,36 +226,17 @@ class Eager:
 
     def __init__(self, structure: Chain) -> None:
         self.structure = structure
-        self.functions: dict[tuple[float, ...], Callable[..., Results]] = {}
+        self.chains: dict[tuple[float, ...], Chain] = {}
 
     def results(self, constants: tuple[float, ...], *tensors: Any) -> Results:
         """From the tensors in the order of ``Inputs``, the operands one by one; x is (..., K)."""
-        return self.of(constants)(*tensors)
-
-    def of(self, constants: tuple[float, ...]) -> Callable[..., Results]:
-        """``results`` as a function of the tensors alone."""
-        found = self.functions.get(constants)
-        if found is None:
-            if len(self.functions) >= _MOST_CHAINS:
-                self.functions.clear()
-            found = self.functions[constants] = _layers(self.structure.filled(constants))
-        return found
-
-
-def _layers(chain: Chain) -> Callable[..., Results]:
-    behind = bound(chain)
-
-    def run(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        *operands: Tensor,
-    ) -> Results:
-        return behind(linear(x, weight, bias), norm_weight, norm_bias, operands)
-
-    return run
+        x, weight, bias, norm_weight, norm_bias, *operands = tensors
+        chain = self.chains.get(constants)
+        if chain is None:
+            if len(self.chains) >= _MOST_CHAINS:
+                self.chains.clear()
+            chain = self.chains[constants] = self.structure.filled(constants)
+        return epilogue(linear(x, weight, bias), chain, norm_weight, norm_bias, operands)
 
 
 class _Copying:

@@ -188,7 +188,7 @@ class Caller:
         if found is None:
             return None
         if isinstance(found.executable, calls.Eager):
-            layers = found.executable.of(self._constants)
+            layers = partial(found.executable.results, self._constants)
             if facts[3] is None:
                 self._left.keep(layers, tensors)
             return layers(*tensors)

@@ -195,7 +195,6 @@ class Session:
         self, kind: InputKind, first: int, training: bool = False
     ) -> list[Comparison]:
         """``compared`` on inputs of a kind from a number on; near misses on further draws too."""
-
         known = len(self.earlier)
 
         def draw(number: int) -> Sequence[Comparison]:
