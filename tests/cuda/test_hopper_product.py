@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,10 +17,8 @@ from epinorm.backends.cuda.plan.hopper_product import TILES, ProductShape, choos
 from epinorm.backends.cuda.plan.hopper_tile import Tile, product_shared_bytes
 from epinorm.backends.cuda.runtime.device import Gpu
 from epinorm.backends.cuda.runtime.jit import compiled
-from epinorm.backends.engine import plan_for
 from epinorm.chain import Chain
 from epinorm.problem import Problem
-from imaginary import imaginary_h200
 
 pytestmark = pytest.mark.usefixtures("kept_figures")
 
@@ -126,20 +123,6 @@ def test_behind_a_batch_norm_each_product_of_dw_is_folded() -> None:
     assert folds("batch_norm", "highest") == [1, 0]
     assert folds("group_norm(8)", "highest") == [1, 1]
     assert not gradient_shape(problem(64, 64, 64, "high", "batch_norm"), True).cancels
-
-
-@pytest.mark.usefixtures("h200")
-def test_where_chance_makes_dz_faint_dw_is_the_librarys() -> None:
-    def taken(m: int, k: int, n: int, chain: str) -> tuple[bool, bool]:
-        return planes_taken(problem(m, k, n, "high", chain), True, True)
-
-    assert taken(65536, 256, 256, "batch_norm|relu")[1] is False
-    assert taken(65536, 256, 256, "batch_norm|gelu")[1] is True
-    assert taken(16384, 4096, 4096, "batch_norm|relu") == (True, True)
-    # The Linear alone would pay for it too, in front of PyTorch's own layers.
-    step = replace(problem(65536, 256, 256, "highest", "batch_norm|relu"), whole_step=True)
-    with imaginary_h200():
-        assert plan_for(step).strategy == "planes"
 
 
 def problem(m: int, k: int, n: int, precision: str, chain: str = "group_norm(8)|relu") -> Problem:

@@ -77,13 +77,29 @@ def problem(m: int, k: int, n: int, precision: str) -> Problem:
     )  # fmt: skip
 
 
+EMPTY_SCALE = 2.0**-24
+"""Of rows of zeros (common/empty_rows.cuh)."""
+
+
+def scales_that_count(matrix: Tensor, planes: int) -> Tensor:
+    scale = split(matrix, planes).scale
+    return torch.where(scale == EMPTY_SCALE, 0.0, scale)
+
+
 def gradients(dz: Tensor, weight: Tensor, x: Tensor, planes: int) -> tuple[Tensor, Tensor]:
-    """dX and dW of a dz that no norm kernel has written: its largest magnitudes by PyTorch."""
+    """dX and dW of a dz that no norm kernel has written."""
+    return gradients_and_flags(dz, weight, x, planes)[:2]
+
+
+def gradients_and_flags(
+    dz: Tensor, weight: Tensor, x: Tensor, planes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dX, dW, and which rows and columns of dz are flagged; its largest magnitudes by PyTorch."""
     (m, n), k = dz.shape, x.shape[1]
     products = plane_products(problem(m, k, n, PRECISIONS[planes]), CORE)
     inputs = Inputs(x, weight, None, None, None, ())
-    rows = (dz * split(weight, planes).scale).abs().amax(1)
-    columns = (dz * split(x, planes).scale[:, None]).abs().amax(0)
+    rows = (dz * scales_that_count(weight, planes)).abs().amax(1)
+    columns = (dz * scales_that_count(x, planes)[:, None]).abs().amax(0)
     flags = (
         torch.zeros(m, dtype=torch.uint8, device="cuda"),
         torch.zeros(n, dtype=torch.uint8, device="cuda"),
@@ -95,7 +111,7 @@ def gradients(dz: Tensor, weight: Tensor, x: Tensor, planes: int) -> tuple[Tenso
     dx, dw = products.multiply(inputs, operands, lambda: dz, by)
     assert dx is not None
     assert dw is not None
-    return dx, dw
+    return dx, dw, *flags
 
 
 def check(dz: Tensor, weight: Tensor, x: Tensor, planes: int, limit: float = 1.0) -> None:
@@ -136,6 +152,47 @@ def test_what_the_planes_cannot_hold_is_computed_in_fp32(planes: int) -> None:
     weight[11, 0] = 1e30
     x[13] *= 1e-35
     check(dz, weight, x, planes, 2.0)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_faint_elements_of_dz_flag_nothing(planes: int) -> None:
+    """GELU's tail, or what a BatchNorm takes off where nothing comes through: less than rounding,
+    row by row and column by column."""
+    dz, weight, x = matrices(256, 264, 520)
+    dz[:, ::3] *= torch.exp2(-100 * torch.rand(256, 174, device="cuda"))
+    *found, row_flags, column_flags = gradients_and_flags(dz, weight, x, planes)
+    assert not row_flags.any()
+    assert not column_flags.any()
+    allowed = 2.0**-10 if planes == 1 else 2.0**-21
+    for ours, a, b in zip(found, (dz, dz.t()), (weight, x), strict=True):
+        error = (ours - a.double() @ b.double()).norm(dim=1)
+        terms = (a.double() ** 2 @ (b.double() ** 2).sum(1)).sqrt()
+        assert (error <= allowed * terms).all()
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_what_is_beside_zeros_takes_no_part_in_scales(planes: int) -> None:
+    dz, weight, x = matrices(256, 264, 520)
+    weight[7] = x[9] = 0
+    columns, rows = dz.clone(), dz
+    columns[:, 7] = rows[9] = 1e15
+    dx, dw = gradients(columns, weight, x, planes)[0], gradients(rows, weight, x, planes)[1]
+    allowed = 2.0**-11 if planes == 1 else 2.0**-22
+    assert relative_error(dx, columns.double() @ weight.double()) < allowed
+    assert relative_error(dw, rows.double().t() @ x.double()) < allowed
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_lines_that_are_lost_in_a_scale_are_flagged(planes: int) -> None:
+    dz, weight, x = matrices(256, 264, 520)
+    dz[:, 11] = 2.0**-147
+    dz[:, 13] = 0
+    dz[3] = 2.0**-148
+    dz[5] = 0
+    _, _, row_flags, column_flags = gradients_and_flags(dz, weight, x, planes)
+    assert row_flags.nonzero().squeeze(1).tolist() == [3]
+    assert column_flags.nonzero().squeeze(1).tolist() == [11]
+    check(dz, weight, x, planes, 1.0 if planes == 2 else 1.02)
 
 
 @pytest.mark.parametrize("planes", [1, 2])

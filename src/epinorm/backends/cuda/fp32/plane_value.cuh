@@ -2,6 +2,7 @@
 // split_gradient.cu and norm_backward_planes.cu do to dz.
 #pragma once
 #include "fp32/planes_prelude.cuh"
+#include "common/empty_rows.cuh"
 #include "common/storage.cuh"
 
 constexpr float kPlaneLowFactor = 2048.0f;  // 2^11
@@ -26,7 +27,6 @@ __device__ __forceinline__ int plane_shift(u32 largest, bool& in_range) {
 // here (one with its largest in [2^-10, 2^-9) is brought into [2^13, 2^14) instead):
 // norm_backward_planes.cu knows such rows of x by it. Of W it only has to be small: dz takes the scale
 // over, and a zero row of W must not make the largest of dz's rows.
-constexpr int kEmptyRowShift = 24;
 __device__ __forceinline__ int row_shift(u32 largest, bool& in_range) {
   const int shift = plane_shift(largest, in_range);
   if (!in_range || largest == 0) return kEmptyRowShift;

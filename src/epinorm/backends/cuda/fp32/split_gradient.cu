@@ -3,7 +3,9 @@
 // dX[i, k] = sum over n of dz[i, n] W[n, k], and W's planes have a scale a row n, along the summed
 // index: it is taken into dz, whose planes then have a scale a row i. dW[n, k] = sum over i of
 // dz[i, n] x[i, k] is the same with x's scales, and planes with a scale a column n. All scales are
-// powers of two; what leaves fp32's normal range on the way is flagged. internals/precision.md.
+// powers of two. A row or column is flagged if its largest magnitude, which makes its scale, is out of
+// range. Elements so small that planes hold fewer of their bits, or that leave fp32's normal range on the way, lose less
+// than counts beside the largest. internals/precision.md.
 //
 // norm_backward.cu has found the largest magnitudes of rows and columns as it wrote dz.
 //
@@ -11,6 +13,7 @@
 // dW.
 #include "fp32/gradient_prelude.cuh"
 #include "common/dependent.cuh"
+#include "common/empty_rows.cuh"
 #include "common/integers.cuh"
 #include "fp32/plane_value.cuh"
 
@@ -21,12 +24,8 @@ constexpr int kMostRows = 64;                               // of a block
 constexpr int kRowLanes = kThreads / kMostRows;             // that find a row's scale
 static_assert(kStripColumns == kThreads, "a thread finds a column's scale");
 
-constexpr float kSmallestNormal = 0x1p-126f;
-
-// A product with a power of two is exact unless it leaves the normal range.
-__device__ __forceinline__ bool exact(float value, float scaled) {
-  return value == 0.0f || fabsf(scaled) >= kSmallestNormal;
-}
+// The shift of a line of nothing but zeros, in the scale of the other matrix; plane_shift has no such.
+constexpr int kNothing = 120;
 
 // Rows are multiples of 4 long and start on 16 bytes.
 struct Four {
@@ -59,10 +58,9 @@ struct Largest {
   int row_parts;
 };
 
-// The planes of four neighbours times by[j], in the scale of shift[j]; which of them they hold.
+// The planes of four neighbours times by[j], in the scale of factor[j].
 __device__ __forceinline__ void split_four(const Target& target, i64 at, const Four& values,
-                                           const float (&by)[4], const float (&factor)[4],
-                                           bool (&held)[4]) {
+                                           const float (&by)[4], const float (&factor)[4]) {
   float scaled[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) scaled[i] = values.v[i] * by[i];
@@ -70,8 +68,6 @@ __device__ __forceinline__ void split_four(const Target& target, i64 at, const F
                            {scaled[1], factor[1], kTolerance},
                            {scaled[2], factor[2], kTolerance},
                            {scaled[3], factor[3], kTolerance}};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) held[i] = p[i].held && exact(values.v[i], scaled[i]);
   target.store(at, p);
 }
 
@@ -90,7 +86,7 @@ __device__ __forceinline__ void find_row_shifts(int* shift_of, const Largest& la
   if (threadIdx.x % kRowLanes != 0 || row >= end) return;
   bool in_range;
   const int shift = plane_shift(total, in_range);
-  shift_of[in_block] = shift;
+  shift_of[in_block] = total == 0 ? kNothing : shift;
   if (blockIdx.y != 0) return;
   target.scale[row] = plane_power_of_two(-shift);
   if (!in_range) target.flag[row] = 1;
@@ -101,15 +97,16 @@ __device__ __forceinline__ void find_column_shifts(int* shift_of, const Largest&
                                                    const Target& target, int strip, int n) {
   const int column = strip + threadIdx.x;
   bool in_range;
-  const int shift = plane_shift(column < n ? largest.column[column] : 0, in_range);
-  shift_of[threadIdx.x] = shift;
+  const u32 total = column < n ? largest.column[column] : 0;
+  const int shift = plane_shift(total, in_range);
+  shift_of[threadIdx.x] = total == 0 ? kNothing : shift;
   if (blockIdx.x != 0 || column >= n) return;
   target.scale[column] = plane_power_of_two(-shift);
   if (!in_range) target.flag[column] = 1;
 }
 
-// column_factor (n,) and row_factor (m,): the scales of W's and x's planes. A flag is set by whoever
-// finds that the planes do not hold an element.
+// column_factor (n,) and row_factor (m,): the scales of W's and x's planes. A line of nothing but zeros is
+// flagged by whoever finds a value there that was something.
 extern "C" __global__ void __launch_bounds__(kThreads)
     split_gradient(const float* dz, const float* column_factor, const float* row_factor,
                    const u32* row_largest, int row_parts, const u32* column_largest, u16* row_hi, u16* row_lo, float* row_scale,
@@ -131,30 +128,39 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (column >= n) return;
   Four of_columns;
   if (kByRow) of_columns = Four(column_factor + column);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) of_columns.v[i] = scale_that_counts(of_columns.v[i]);
   float column_factors[4] = {};
+  bool nothing[4] = {};
   if (kByColumn)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) column_factors[i] = plane_power_of_two(column_shift[in_strip + i]);
-  bool columns_held[4] = {true, true, true, true};
+    for (int i = 0; i < 4; ++i) {
+      column_factors[i] = plane_power_of_two(column_shift[in_strip + i]);
+      nothing[i] = column_shift[in_strip + i] == kNothing;
+    }
+  bool column_lost[4] = {};
 #pragma unroll 4
   for (int row = first + threadIdx.x / (kStripColumns / 4); row < end; row += kStripRows) {
     const i64 at = static_cast<i64>(row) * n + column;
     const Four values(dz + at);
-    bool held[4];
     if (kByRow) {
-      const float factor = plane_power_of_two(row_shift[row - first]);
-      split_four(by_row, at, values, of_columns.v, {factor, factor, factor, factor}, held);
-      if (!(held[0] && held[1] && held[2] && held[3])) row_flag[row] = 1;
+      const int shift = row_shift[row - first];
+      const float factor = plane_power_of_two(shift);
+      split_four(by_row, at, values, of_columns.v, {factor, factor, factor, factor});
+      if (shift == kNothing)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (values.v[i] != 0.0f && of_columns.v[i] != 0.0f) row_flag[row] = 1;
     }
     if (kByColumn) {
-      const float by = __ldg(row_factor + row);
-      split_four(by_column, at, values, {by, by, by, by}, column_factors, held);
+      const float by = scale_that_counts(__ldg(row_factor + row));
+      split_four(by_column, at, values, {by, by, by, by}, column_factors);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) columns_held[i] &= held[i];
+      for (int i = 0; i < 4; ++i) column_lost[i] |= nothing[i] && values.v[i] != 0.0f && by != 0.0f;
     }
   }
   if (kByColumn)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (!columns_held[i]) column_flag[column + i] = 1;
+      if (column_lost[i]) column_flag[column + i] = 1;
 }

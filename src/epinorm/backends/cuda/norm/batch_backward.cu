@@ -71,7 +71,7 @@ EPINORM_FUNCTION void note_largest(const Tensors& tensors, const Columns& here, 
   }
   if constexpr (kColumnLargest) {
     if (!inside) return;
-    const float row_factor = __ldg(tensors.largest.row_factor + row);
+    const float row_factor = scale_that_counts(__ldg(tensors.largest.row_factor + row));
 #pragma unroll
     for (int j = 0; j < kVector; ++j)
       columns.largest[j] = max(columns.largest[j], magnitude(dx[j] * row_factor));
@@ -85,7 +85,9 @@ EPINORM_FUNCTION void backward_rows(const Columns& here, const Tensors& tensors,
   if constexpr (kRowLargest)
 #pragma unroll
     for (int j = 0; j < kVector; ++j)
-      if (here.live) column_factor[j] = __ldg(tensors.largest.column_factor + here.column(0) + j);
+      if (here.live)
+        column_factor[j] =
+            scale_that_counts(__ldg(tensors.largest.column_factor + here.column(0) + j));
 
   const i64 step = i64(gridDim.y) * kRowsPerPass;
   for (i64 first = i64(blockIdx.y) * kRowsPerPass + here.at.row; first < tensors.rows; first += step) {

@@ -7,6 +7,7 @@
 // kSumsGiven: groups too wide for a block's registers. sum(g) and sum(g*h) of each (row, group)
 // come from norm_backward_sums, and a lane holds any kVector neighbouring columns.
 #include "common/dependent.cuh"
+#include "common/empty_rows.cuh"
 #include "norm/dz_store.cuh"
 #include "norm/norm_rows.cuh"
 
@@ -22,6 +23,9 @@ EPINORM_FUNCTION void finish_pass(const Pass& pass, const Halfway& half, const C
     if (kRowLargest && here.inside(e))
       column_factor.load(tensors.largest.column_factor + here.column(e));
 #pragma unroll
+    for (int j = 0; j < (kRowLargest ? kVector : 0); ++j)
+      column_factor.value[j] = scale_that_counts(column_factor.value[j]);
+#pragma unroll
     for (int u = 0; u < kRows; ++u) {
       const i64 row = first + u * kWarpsY;
       if (row >= tensors.rows || !here.inside(e)) continue;
@@ -33,7 +37,7 @@ EPINORM_FUNCTION void finish_pass(const Pass& pass, const Halfway& half, const C
         for (int j = 0; j < kVector; ++j)
           row_largest[u] = max(row_largest[u], magnitude(dx[j] * column_factor.value[j]));
       if constexpr (kColumnLargest) {
-        const float row_factor = __ldg(tensors.largest.row_factor + row);
+        const float row_factor = scale_that_counts(__ldg(tensors.largest.row_factor + row));
 #pragma unroll
         for (int j = 0; j < kVector; ++j)
           columns.largest[e * kVector + j] =

@@ -12,7 +12,8 @@ struct Outputs {
 };
 
 // What split_gradient.cu needs, all fp32. W's and x's planes have scales that dz takes over before
-// it is split: `row` is of dz[i, n] * column_factor[n], `column` of dz[i, n] * row_factor[i].
+// it is split: `row` is of dz[i, n] * column_factor[n], `column` of dz[i, n] * row_factor[i], but for
+// those of empty rows.
 struct Largest {
   const float *column_factor, *row_factor;   // (N,), (M,); null where not wanted
   unsigned *row, *column;                    // bits of magnitudes: (M, row_parts()), (gridDim.y, N)

@@ -22,12 +22,6 @@ WORTH = 0.985
 """Of the library's estimated time: what our product in 16 bit must stay below to be taken."""
 _PRODUCT_LAUNCHES, _SPLIT_LAUNCH = 8.0, 4.0
 """Microseconds of a product with its guard, and of a conversion."""
-_ONE_SIDED = ("relu", "relu6", "hardtanh", "clamp", "dropout")
-"""Operations that let no gradient through on one side, or here and there."""
-_FAINT, _RESCUE, _RESCUE_MORE, _MOST_MORE = 1.2e-9, 160.0, 120.0, 4.0
-"""Of dz behind a BatchNorm where none comes through: how often an element is below 2^-30 of its
-column's largest, by the root of the rows; what a column with such a one costs the range guard of
-dW, in microseconds, and what so many more do (65536 x 256: some 600)."""
 
 
 @memo()
@@ -83,7 +77,7 @@ def _cheapest(
             product = hopper_product.choose(shape, gpu.multiprocessors).microseconds
         return _PRODUCT_LAUNCHES + max(product, least * planes / 2) + split(converted, 1)
 
-    by_planes = [ours(False, n * k), ours(True, m * k) + rescue_of_faint(problem)]
+    by_planes = [ours(False, n * k), ours(True, m * k)]
     wanted = (want_x, want_weight)
 
     def cost(taken: tuple[bool, bool]) -> float:
@@ -94,16 +88,6 @@ def _cheapest(
         (x, w) for x in (False, True) for w in (False, True) if x <= want_x and w <= want_weight
     ]
     return min((cost(choice), choice) for choice in choices)
-
-
-def rescue_of_faint(problem: Problem) -> float:
-    """What chance costs dW behind a BatchNorm and an operation that lets no gradient through: there
-    dz is what the norm takes off, a mean and a projection, which may all but cancel."""
-    chain = problem.chain
-    if not chain.returns_statistics or not any(op.name in _ONE_SIDED for op in chain.post):
-        return 0.0
-    columns = _FAINT * problem.m**1.5 * problem.n
-    return _RESCUE * min(columns, 1.0) + _RESCUE_MORE * min(max(columns - 1.0, 0.0), _MOST_MORE)
 
 
 def product_in_16_bit(

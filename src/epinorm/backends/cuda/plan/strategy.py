@@ -206,8 +206,6 @@ def _linear_alone(problem: Problem) -> tuple[Cost, str]:
     core = None if linear.chain.is_linear and linear.dtype != torch.float32 else _core(linear)[0]
     if core is not None:
         ours = _single_cost(linear, core) + _backward_cost(linear, core)
-        if problem.training and gradients.planes_taken(linear, True, True, core)[1]:
-            ours += Cost(gradients.rescue_of_faint(problem), 0.0)
         found = min(found, ours, key=lambda cost: cost.microseconds)
     layers = Cost(
         costs.eager_layers(problem, chain.post), costs.eager_layers_host(problem, len(chain.post))
