@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_rows import check
 
+from epinorm.precision import fp32_precision
+from epinorm.tools.accuracy import relative_error
 from imaginary import imaginary_h200
 
 B, K, N, L = 3, 24, 32, 20
@@ -99,6 +101,12 @@ def test_it_is_a_linear_with_what_follows_it(name: str) -> None:
     check(model, x, [], "reference")
 
 
+class Mixed(Convolved):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "taps": (lambda: Convolved(taps=3), lambda: torch.rand(B, K, L)),
     "stride": (lambda: Convolved(stride=2), lambda: torch.rand(B, K, L)),
@@ -106,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "padding of images": (lambda: Convolved(dims=2, padding=(0, 1)), lambda: image(False)),
     "groups": (lambda: Convolved(groups=4), lambda: torch.rand(B, K, L)),
     "double": (lambda: Convolved().double(), lambda: torch.rand(B, K, L).double()),
-    "bfloat16": (lambda: Convolved().bfloat16(), lambda: torch.rand(B, K, L).bfloat16()),
+    "two dtypes": (lambda: Mixed(), lambda: torch.rand(B, K, L)),
     "no batch": (Convolved, lambda: torch.rand(K, L)),
     "one channel": (lambda: nn.Conv2d(K, 1, 1), lambda: image(True)),
     "of one channel": (lambda: nn.Conv2d(1, N, 1), lambda: image(True)[:, :1]),
@@ -334,22 +342,28 @@ def test_checkpointed_and_compiled() -> None:
     assert y.is_contiguous()
 
 
-def told_of_an_h200(monkeypatch: Any, k: int, n: int, x: Tensor, training: bool) -> bool:
+def told_of_an_h200(
+    monkeypatch: Any, k: int, n: int, x: Tensor, training: bool, *behind: nn.Module
+) -> bool:
     """Whether ``auto`` takes a convolution there."""
 
     def on_a_gpu(found: Any) -> Any:
-        there = {"device": torch.device("cuda", 0), "precision": "highest"}
+        there = {"device": torch.device("cuda", 0)}
+        if x.dtype == torch.float32:
+            there |= {"precision": fp32_precision()}
         return replace(sites.problem_of(found), **there)
 
     for module in (paying, convolution):
         monkeypatch.setattr(module, "problem_of", on_a_gpu)
-    conv = (nn.Conv1d if x.dim() == 3 else nn.Conv2d)(k, n, 1)
+    conv = (nn.Conv1d if x.dim() == 3 else nn.Conv2d)(k, n, 1, dtype=x.dtype)
     with imaginary_h200(), torch.set_grad_enabled(training):
-        return any(row.fused for row in epinorm.explain(nn.Sequential(conv), x).linears)
+        told = epinorm.explain(nn.Sequential(conv, *behind), x)
+        return any(row.fused for row in told.linears)
 
 
-def channels_last(k: int) -> Tensor:
-    return torch.empty(32, k, 14, 14).to(memory_format=torch.channels_last)
+def channels_last(k: int, size: int = 14, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.empty(32, k, size, size, dtype=dtype)
+    return x.to(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize(
@@ -369,11 +383,59 @@ def test_auto_takes_what_is_faster_with_its_copies(k, n, x, forward, training, m
     assert told_of_an_h200(monkeypatch, k, n, given, True) is training
 
 
-@pytest.mark.parametrize(("tf32", "products"), [(True, "highest"), (False, "high")])
-def test_where_either_takes_tf32_it_stays(tf32, products, monkeypatch):
+TF32 = [(True, "high"), (True, "highest")]
+"""Whether convolutions take it, and how products are computed."""
+
+
+@pytest.mark.parametrize(("tf32", "products"), TF32)
+def test_in_tf32_images_that_need_no_copy_are_taken_in_inference(tf32, products, monkeypatch):
+    """Of what cuDNN took 52 us for on an H200, and PyTorch's Linear with GELU 38."""
     torch.backends.cudnn.allow_tf32 = tf32
     torch.set_float32_matmul_precision(products)
-    assert not told_of_an_h200(monkeypatch, 1024, 256, channels_last(1024), False)
+
+    def told(k: int, n: int, x: Tensor, training: bool = False) -> bool:
+        return told_of_an_h200(monkeypatch, k, n, x, training, nn.GELU())
+
+    assert told(256, 1024, channels_last(256))
+    assert not told(256, 1024, channels_last(256, 56), training=True)
+    assert not told(1024, 256, channels_last(1024))  # cuDNN's 36 us are the host's
+    assert not told(256, 1024, channels_last(256).contiguous())
+
+
+def test_in_16_bit_images_that_need_no_copy_are_taken(monkeypatch):
+    def told(size: int, training: bool = False, contiguous: bool = False) -> bool:
+        x = channels_last(64, size, torch.bfloat16)
+        x = x.contiguous() if contiguous else x
+        return told_of_an_h200(monkeypatch, 64, 256, x, training, nn.GELU())
+
+    assert told(56)
+    assert told(112, training=True)
+    assert not told(56, training=True)  # the host's
+    assert not told(14)
+    assert not told(56, contiguous=True)
+
+
+def test_where_fp32_is_asked_of_convolutions_alone_it_stays(monkeypatch):
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("high")
+    assert not told_of_an_h200(monkeypatch, 256, 1024, channels_last(256, 56), False, nn.GELU())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bit_it_is_what_the_linear_computes(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Convolved(F.gelu, dims=2).to(dtype), image(True).to(dtype)
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
+    gradients = []
+    for m in (model, fused):
+        given = x.clone().requires_grad_()
+        y = m(given)
+        y.square().sum().backward()
+        gradients.append((y, given.grad, *(p.grad for p in m.parameters())))
+    for eager, ours in zip(*gradients, strict=True):
+        assert eager.stride() == ours.stride()
+        assert relative_error(ours, eager) < torch.finfo(dtype).eps
+    assert [row.chain for row in epinorm.explain(fused).linears] == ["gelu"]
 
 
 def test_another_setting_is_another_capture(monkeypatch):

@@ -1,4 +1,4 @@
-"""fp32 convolutions of one tap as Linears over channels, where that is estimated to be faster.
+"""Convolutions of one tap as Linears over channels, where that is estimated to be faster.
 
 Rows of channels lie so in memory where an image is channels-last. Else x is turned before and the
 result back behind, each a copy: decisions/0029-conv1d.md.
@@ -34,18 +34,17 @@ from epinorm.capture.spelling import (
 )
 from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
 from epinorm.precision import convolutions_take_tf32, fp32_precision
+from epinorm.problem import Problem
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _KERNELS = {F.conv1d: 1, F.conv2d: 2}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WITHOUT_ORDER = ("movedim", "amax", "max", "mean", "sum")
 """What reads a result as fast however it lies: a convolution that is a Linear too, reductions."""
 
 
 def open_convolutions(graph: fx.Graph, settings: Settings) -> None:
     """Put a Linear in the place of each convolution that is faster so, with what follows it."""
-    asked_for = settings.of(False)[0] == "reference"
-    if not asked_for and (convolutions_take_tf32() or fp32_precision() != "highest"):
-        return
     # Backwards, so that what reads a result is seen to read it in any order.
     turned: list[fx.Node] = []
     for node in reversed([node for node in graph.nodes if _is_of_one_tap(node)]):
@@ -63,7 +62,8 @@ def depends_on_tf32(gm: fx.GraphModule) -> bool:
 
 
 def _is_of_one_tap(node: fx.Node) -> bool:
-    """Whether the node is x (B, K, ...) by weight (N, K, 1, ...), in fp32, at each place of x.
+    """Whether the node is x (B, K, ...) by weight (N, K, 1, ...), at each place of x, all in one
+    of ``_DTYPES``.
 
     Not of one channel, whose layout is both; nor where to ask for layouts raises: of sizes that
     have no value while they are captured, and within vmap.
@@ -78,7 +78,7 @@ def _is_of_one_tap(node: fx.Node) -> bool:
     if x is None or weight is None or (bias is None and given.get("bias") is not None):
         return False
     return (
-        all(_is_plain(t) for t in there)
+        all(_is_plain(t) and t.dtype == x.dtype for t in there)
         and x.dim() == dims + 2
         and not any(same_shape((channels,), (1,)) for channels in weight.shape[:2])
         and same_shape(weight.shape[1:], (x.shape[1], *(1,) * dims))
@@ -91,7 +91,7 @@ def _is_of_one_tap(node: fx.Node) -> bool:
 
 def _is_plain(value: Tensor) -> bool:
     return (
-        value.dtype == torch.float32
+        value.dtype in _DTYPES
         and value.layout is torch.strided
         and not value.is_nested
         and not is_traceable_wrapper_subclass(value)
@@ -119,7 +119,7 @@ def _behind(node: fx.Node) -> list[fx.Node]:
             operation, value = read_pointwise(at, last), value_of(at)
             if len(last.users) > 1 or operation is None or operation.operand is not None:
                 break
-            if value is None or value.dtype != torch.float32:
+            if value is None or value.dtype != tensor_of(node).dtype:
                 break
             steps.append(at)
             last = at
@@ -195,19 +195,27 @@ def _lies_unseen(last: fx.Node, value: Tensor) -> bool:
 def _pays(
     search: Search, linear: fx.Node, settings: Settings, turns_x: bool, turns_y: bool
 ) -> bool:
-    """Whether the Linear with its copies is faster than what PyTorch's own Linear is estimated to
-    take without any: of an H200's convolutions in full fp32 none was faster than that."""
+    """Whether the Linear with its copies is faster than cuDNN, by a careful estimate.
+
+    In full fp32 that is what PyTorch's own Linear is estimated to take without copies: of an H200's
+    convolutions none was faster. In TF32 and 16 bit, that and going over the result once more for
+    the bias; there only images that need no copy are taken, and the Linear may be PyTorch's own.
+    """
     places: Sequence[Any] = search.linears([linear])
     if not places or places[0].found is None:
         return False
     if settings.of(False)[0] == "reference":
         return True
     problem = problem_of(places[0].found)
-    if problem.device.type != "cuda" or not pays(places[0], settings):
+    if problem.device.type != "cuda":
         return False
     plan = plan_for(replace(problem, whole_step=problem.training))
     if plan.gain is None or plan.microseconds is None:
         return False
+    if problem.dtype != torch.float32 or convolutions_take_tf32():
+        return not (turns_x or turns_y) and _is_faster_than_cudnn(problem, plan.microseconds)
+    if fp32_precision() != "highest" or not pays(places[0], settings):
+        return False  # fp32 was asked for
     passes = 2 if problem.training else 1
     copies = [problem.m * problem.k] * turns_x + [problem.m * problem.n] * turns_y
     turning = sum(costs.turning(problem, values) for values in copies)
@@ -217,5 +225,17 @@ def _pays(
     return ours < plan.gain * plan.microseconds
 
 
+def _is_faster_than_cudnn(problem: Problem, ours: float) -> bool:
+    """The same where cuDNN is fast, without copies. Training in TF32 is left to it: estimates of
+    dW's long sums are off by more than is to be gained."""
+    if problem.training and problem.dtype == torch.float32:
+        return False
+    same = replace(problem, precision="high") if problem.dtype == torch.float32 else problem
+    cudnn = costs.eager(same) + problem.has_bias * costs.passes(same, 2)
+    return max(ours, _HOST_VIEWED[problem.training]) < cudnn
+
+
 _HOST_TURNED = {False: 110.0, True: 700.0}
 """Microseconds of the host, with copies, their views, autograd's nodes; in training both ways."""
+_HOST_VIEWED = {False: 45.0, True: 400.0}
+"""The same with views alone."""

@@ -6,6 +6,7 @@
 //
 // kFinishes: the second of these passes. It comes from the last row, which the first one read last.
 #include "common/dependent.cuh"
+#include "common/empty_rows.cuh"
 #include "norm/dz_store.cuh"
 #include "norm/norm_rows.cuh"
 

@@ -109,10 +109,10 @@ def _split_gain(tiles: int, length: int, shortest: int, gpu: Gpu) -> float:
     return float(max(parts, 1)) ** PARTS_GAIN
 
 
-def _moves(problem: Problem, passes: float, size: int | None = None) -> float:
+def passes(problem: Problem, count: float, size: int | None = None) -> float:
     """A kernel that goes over so many (M, N) matrices."""
     size = problem.out_dtype.itemsize if size is None else size
-    return LAUNCH + passes * problem.m * problem.n * size / _bytes(gpu_of(problem.device))
+    return LAUNCH + count * problem.m * problem.n * size / _bytes(gpu_of(problem.device))
 
 
 def norm_forward(problem: Problem) -> float:
@@ -122,8 +122,8 @@ def norm_forward(problem: Problem) -> float:
     writes_sum = problem.chain.returns_sum and not sum_is_z(problem)
     size += problem.sum_dtype.itemsize * writes_sum
     if problem.chain.returns_statistics:
-        return _moves(problem, 1, size + problem.dtype.itemsize) + 2 * LAUNCH
-    return _moves(problem, 1, size)
+        return passes(problem, 1, size + problem.dtype.itemsize) + 2 * LAUNCH
+    return passes(problem, 1, size)
 
 
 def norm_backward(problem: Problem) -> float:
@@ -133,8 +133,8 @@ def norm_backward(problem: Problem) -> float:
     size += problem.out_dtype.itemsize * (1 + elements)
     if problem.chain.returns_statistics:
         again = problem.saved_dtype.itemsize + problem.out_dtype.itemsize
-        return _moves(problem, 1, size + again) + 4 * LAUNCH
-    return _moves(problem, 1, size) + 2 * LAUNCH
+        return passes(problem, 1, size + again) + 4 * LAUNCH
+    return passes(problem, 1, size) + 2 * LAUNCH
 
 
 def turning(problem: Problem, values: int) -> float:
@@ -148,7 +148,7 @@ def eager(problem: Problem) -> float:
     chain, total = problem.chain, library_product(problem)
     if problem.training:
         total += library_product(problem, "dX") + library_product(problem, "dW")
-        total += _moves(problem, 1) if problem.has_bias else 0.0
+        total += passes(problem, 1) if problem.has_bias else 0.0
     return total + eager_layers(problem, (*chain.pre, *chain.post))
 
 
@@ -157,12 +157,12 @@ def eager_layers(problem: Problem, operations: Sequence[Pointwise]) -> float:
     total = _eager_norm(problem)
     operations = [op for op in operations if op.name != "identity"]
     for op in operations:
-        total += _moves(problem, 3 if op.operand == "element" else 2)
+        total += passes(problem, 3 if op.operand == "element" else 2)
     for op in operations if problem.training else ():
         if op.name not in ("add_residual", "add_channel", "add"):
-            total += _moves(problem, 3 if op.reads_input else 2)
+            total += passes(problem, 3 if op.reads_input else 2)
         if op.operand == "channel":
-            total += _moves(problem, 1)
+            total += passes(problem, 1)
     return total
 
 
@@ -170,13 +170,13 @@ def _eager_norm(problem: Problem) -> float:
     if problem.chain.norm is None:
         return 0.0
     if isinstance(problem.chain.norm, BatchNorm):
-        backward = _moves(problem, BATCH_NORM_PASSES_BACKWARD) + LAUNCH
-        return _moves(problem, BATCH_NORM_PASSES) + LAUNCH + problem.training * backward
+        backward = passes(problem, BATCH_NORM_PASSES_BACKWARD) + LAUNCH
+        return passes(problem, BATCH_NORM_PASSES) + LAUNCH + problem.training * backward
     grouped, count = isinstance(problem.chain.norm, GroupNorm), problem.m * problem.groups
-    total = _moves(problem, GROUP_NORM_PASSES if grouped else 2)
+    total = passes(problem, GROUP_NORM_PASSES if grouped else 2)
     total += count * (GROUP if grouped else ROW)
     if problem.training:
-        total += _moves(problem, 3) + _moves(problem, 2)
+        total += passes(problem, 3) + passes(problem, 2)
         total += count * (GROUP_BACKWARD if grouped else ROW_BACKWARD)
     return total
 
