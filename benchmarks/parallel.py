@@ -38,9 +38,10 @@ import epinorm
 from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.parallel import ColwiseParallel, RowwiseParallel
 
-ROUNDS = 3
+ROUNDS, SHORT_ROUNDS = 3, 9
 MOST_EAGER_ROWS = 8192
-"""Beyond, eager's steps take long and no comparison needs them."""
+"""Beyond, eager's steps take long and no comparison needs them; up to here the host decides some, and
+rounds are `SHORT_ROUNDS`."""
 STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
@@ -76,7 +77,11 @@ def prepared(model: nn.Sequential, way: str, fused: bool, mesh: DeviceMesh) -> n
 
 
 def timed(
-    runs: list[Callable[[], Any]], steps: int, device: torch.device, at_once: int = 4
+    runs: list[Callable[[], Any]],
+    steps: int,
+    device: torch.device,
+    at_once: int = 4,
+    rounds: int = ROUNDS,
 ) -> list[dict[str, float]]:
     """Of each run medians of the wall and of the host, ms; at_once: runs between two
     synchronisations. They take turns, so that what else the machine does meets them alike."""
@@ -85,7 +90,7 @@ def timed(
         settle()
     wall: list[list[float]] = [[] for _ in runs]
     host: list[list[float]] = [[] for _ in runs]
-    for turn in range(1 + ROUNDS):  # the first compiles and fills pools
+    for turn in range(1 + rounds):  # the first compiles and fills pools
         for i, run in enumerate(runs):
             for step in range(1 + steps):
                 if cuda:
@@ -210,7 +215,9 @@ class Bench:
             for fused, way in kinds
         ]
         runs = [step_of(model, x, dy) for model in models]
-        for (fused, way), found in zip(kinds, timed(runs, 2, self.device), strict=True):
+        rounds = ROUNDS if rows > MOST_EAGER_ROWS else SHORT_ROUNDS
+        times = timed(runs, 2, self.device, rounds=rounds)
+        for (fused, way), found in zip(kinds, times, strict=True):
             self.note(precision, what="blocks", way=way, fused=fused, rows=rows, **found)
         for (fused, way), model, run in zip(kinds, models, runs, strict=True):
             if way == "fsdp2" and rows == min(self.given.rows):

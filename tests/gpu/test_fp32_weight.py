@@ -428,6 +428,37 @@ def test_rows_with_leading_dimensions_again_and_again():
             assert relative_error(y, expected) <= allowed
 
 
+@pytest.mark.parametrize("exponent", [-12, -11, -10, -9])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rows_of_any_size_have_their_part_of_dw(exponent, corrected, normed):
+    """No scale of an ordinary row, estimated or corrected, is that of a row of zeros."""
+    m, k, n = 16384, 3072, 768
+    x = (torch.rand(m, k, device="cuda") + 1) * 2.0**exponent
+    x *= torch.randn(m, k, device="cuda").sign()
+    if corrected:  # what no sample sees
+        x *= 2.0**-6
+        x[:, 20] = 1.5 * 2.0**exponent
+    norm = [nn.LayerNorm(n)] if normed else []
+    layers = nn.Sequential(nn.Linear(k, n), *norm, nn.GELU()).cuda()
+    dy = torch.randn(m, n, device="cuda")
+
+    def gradients(model, x, dy):
+        return torch.autograd.grad(model(x), list(model.parameters()), dy)
+
+    with matmul_precision("high"):
+        fused = epinorm.fuse(copy.deepcopy(layers))
+        found, again = gradients(fused, x, dy), gradients(fused, x, dy)
+        eager = gradients(layers, x, dy)
+        told = epinorm.explain(fused)
+    assert "the input's made on the way" in (told.rows or told.linears)[0].reason
+    truth = gradients(copy.deepcopy(layers).double(), x.double(), dy.double())
+    for ours, same, theirs, exact in zip(found, again, eager, truth, strict=True):
+        allowed = allowed_error(relative_error(theirs, exact), torch.float32)
+        assert relative_error(ours, exact) <= 1.05 * allowed
+        assert torch.equal(ours, same)
+
+
 @pytest.mark.parametrize("m", [64, 128])
 @pytest.mark.parametrize("prepacked", [False, True])
 def test_inference_at_highest(m, prepacked):

@@ -26,9 +26,9 @@ __device__ __forceinline__ int plane_shift(u32 largest, bool& in_range) {
 // The same for a row of x or of W. Rows that are zero or out of range get 2^-24, which no other row gets
 // here (one with its largest in [2^-10, 2^-9) is brought into [2^13, 2^14) instead):
 // norm_backward_planes.cu knows such rows of x by it. Of W it only has to be small: dz takes the scale
-// over, and a zero row of W must not make the largest of dz's rows.
-__device__ __forceinline__ int row_shift(u32 largest, bool& in_range) {
-  const int shift = plane_shift(largest, in_range);
+// over, and a zero row of W must not make the largest of dz's rows. room: powers of two that are left above.
+__device__ __forceinline__ int row_shift(u32 largest, bool& in_range, int room = 0) {
+  const int shift = plane_shift(largest, in_range) - room;
   if (!in_range || largest == 0) return kEmptyRowShift;
   return shift == kEmptyRowShift ? kEmptyRowShift - 1 : shift;
 }

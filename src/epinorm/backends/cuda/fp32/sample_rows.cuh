@@ -51,8 +51,8 @@ __device__ __forceinline__ void sample_rows(const float* w, i64 w_stride, float*
   if (whole && pieces > kPieces) largest = largest_of_row(from, k);
   if (lane != 0) return;
   bool in_range;
-  const int shift = row_shift(largest, in_range);
-  scale[row] = plane_power_of_two((whole || !in_range ? 0 : kRoom) - shift);
+  const int shift = row_shift(largest, in_range, whole ? 0 : kRoom);
+  scale[row] = plane_power_of_two(-shift);
   flag[row] = in_range ? 0 : kWhole;
   columns[row] = {-1, -1, -1, -1};
 }

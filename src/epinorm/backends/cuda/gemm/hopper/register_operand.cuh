@@ -191,7 +191,7 @@ __device__ __forceinline__ void note_step(const Weight& weight, const WeightRows
 }
 
 // Of this warp's rows that may have overflowed, reads all of each, and gives those that did the scale that
-// split_rows.cuh would, but for what row_shift excepts. Whether any of them can be multiplied with it; one that cannot is flagged.
+// split_rows.cuh would. Whether any of them can be multiplied with it; one that cannot is flagged.
 __device__ __forceinline__ bool correct_scales(WeightRows& rows, const bool (&infinite)[2],
                                                const Weight& weight, int k) {
   constexpr float kOverflow = 65520.0f;  // rounds to infinity
@@ -207,7 +207,7 @@ __device__ __forceinline__ bool correct_scales(WeightRows& rows, const bool (&in
       const float factor = __shfl_sync(0xffffffffu, rows.own.factor[lower], i * 4);
       if (__uint_as_float(largest) * factor < kOverflow) continue;  // false for NaN
       bool in_range;
-      const int shift = plane_shift(largest, in_range);
+      const int shift = row_shift(largest, in_range);
       any |= in_range;
       if (g == i) rows.own.factor[lower] = plane_power_of_two(shift);
       if (threadIdx.x % 32 == 0) {
