@@ -40,8 +40,8 @@ from epinorm.parallel import ColwiseParallel, RowwiseParallel
 
 ROUNDS, SHORT_ROUNDS = 3, 9
 MOST_EAGER_ROWS = 8192
-"""Beyond, eager's steps take long and no comparison needs them; up to here the host decides some, and
-rounds are `SHORT_ROUNDS`."""
+"""Beyond, eager's steps take long and no comparison needs them; up to here the host decides some,
+and rounds are `SHORT_ROUNDS`."""
 STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import epinorm
-from epinorm.capture import convolution, dynamo, paying, sites
+from epinorm.capture import convolution, dynamo, paying, rewriting, sites
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -388,8 +389,9 @@ TF32 = [(True, "high"), (True, "highest")]
 
 
 @pytest.mark.parametrize(("tf32", "products"), TF32)
-def test_in_tf32_images_that_need_no_copy_are_taken_in_inference(tf32, products, monkeypatch):
-    """Of what cuDNN took 52 us for on an H200, and PyTorch's Linear with GELU 38."""
+def test_in_tf32_images_that_need_no_copy_are_taken(tf32, products, monkeypatch):
+    """Of what cuDNN took 52 us for on an H200, and PyTorch's Linear with GELU 38; in training 456
+    and 387."""
     torch.backends.cudnn.allow_tf32 = tf32
     torch.set_float32_matmul_precision(products)
 
@@ -397,7 +399,8 @@ def test_in_tf32_images_that_need_no_copy_are_taken_in_inference(tf32, products,
         return told_of_an_h200(monkeypatch, k, n, x, training, nn.GELU())
 
     assert told(256, 1024, channels_last(256))
-    assert not told(256, 1024, channels_last(256, 56), training=True)
+    assert told(64, 256, channels_last(64, 56), training=True) is (products == "high")
+    assert not told(256, 64, channels_last(256, 56), training=True)  # the host's
     assert not told(1024, 256, channels_last(1024))  # cuDNN's 36 us are the host's
     assert not told(256, 1024, channels_last(256).contiguous())
 
@@ -413,6 +416,37 @@ def test_in_16_bit_images_that_need_no_copy_are_taken(monkeypatch):
     assert not told(56, training=True)  # the host's
     assert not told(14)
     assert not told(56, contiguous=True)
+
+
+def test_where_no_guard_sees_their_setting_tf32_is_not_kept(monkeypatch):
+    """torch.compile does not look at what convolutions take: one that is computed in full fp32 may
+    be taken, as it stays right when TF32 is no longer allowed."""
+    torch.backends.cudnn.allow_tf32 = True
+    taken = []
+    for products in ("high", "highest"):
+        torch.set_float32_matmul_precision(products)
+        for is_guarded in (True, False):
+            opens = functools.partial(convolution.open_convolutions, is_guarded=is_guarded)
+            with monkeypatch.context() as patched:
+                patched.setattr(
+                    rewriting, "open_convolutions", lambda *a, opens=opens, **_: opens(*a)
+                )
+                x = channels_last(64, 56)
+                taken.append(told_of_an_h200(patched, 64, 256, x, False, nn.GELU()))
+    assert taken == [True, False, True, True]
+
+
+def test_it_is_left_where_products_may_be_less_exact_or_nothing_was_measured(monkeypatch):
+    x = channels_last(64, 56, torch.float16)
+    assert told_of_an_h200(monkeypatch, 64, 256, x, False, nn.GELU())
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        assert not told_of_an_h200(monkeypatch, 64, 256, x, False, nn.GELU())
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+    with monkeypatch.context() as patched:
+        patched.setattr(convolution, "capability", lambda device: (8, 0))
+        assert not told_of_an_h200(patched, 64, 256, x, False, nn.GELU())
 
 
 def test_where_fp32_is_asked_of_convolutions_alone_it_stays(monkeypatch):

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epinorm.backends.cuda.plan import costs
+from epinorm.backends.cuda.runtime.device import HOPPER, capability
 from epinorm.backends.engine import plan_for
 from epinorm.capture.chains import Search
 from epinorm.capture.layouts import is_unseen
@@ -43,13 +44,16 @@ _WITHOUT_ORDER = ("movedim", "amax", "max", "mean", "sum")
 """What reads a result as fast however it lies: a convolution that is a Linear too, reductions."""
 
 
-def open_convolutions(graph: fx.Graph, settings: Settings) -> None:
-    """Put a Linear in the place of each convolution that is faster so, with what follows it."""
+def open_convolutions(graph: fx.Graph, settings: Settings, is_guarded: bool) -> None:
+    """Put a Linear in the place of each convolution that is faster so, with what follows it.
+
+    is_guarded: the graph is captured again where convolutions come to take TF32, or no longer do.
+    """
     # Backwards, so that what reads a result is seen to read it in any order.
     turned: list[fx.Node] = []
     for node in reversed([node for node in graph.nodes if _is_of_one_tap(node)]):
         with suppress(StaysWhole):
-            turned += _open(graph, node, settings)
+            turned += _open(graph, node, settings, is_guarded)
     for node in turned:
         _turn_gradient_back(graph, node)
 
@@ -127,7 +131,7 @@ def _behind(node: fx.Node) -> list[fx.Node]:
     return steps
 
 
-def _open(graph: fx.Graph, node: fx.Node, settings: Settings) -> list[fx.Node]:
+def _open(graph: fx.Graph, node: fx.Node, settings: Settings, is_guarded: bool) -> list[fx.Node]:
     """Open one convolution; where that is not to be, leave all as it was. Returns what turns an x
     whose gradient is contiguous in eager."""
     steps = _behind(node)
@@ -159,7 +163,7 @@ def _open(graph: fx.Graph, node: fx.Node, settings: Settings) -> list[fx.Node]:
     new = trace.nodes
     (linear,) = (each for each in new if each.target is F.linear)
     linear.meta[IN_DISGUISE] = True
-    if _pays(Search(graph, settings.rounding), linear, settings, *copied):
+    if _pays(Search(graph, settings.rounding), linear, settings, is_guarded, *copied):
         last.replace_all_uses_with(result)
         erase(graph, [node, *steps])
         return new[:1] if copied[0] and contiguous else []
@@ -193,7 +197,12 @@ def _lies_unseen(last: fx.Node, value: Tensor) -> bool:
 
 
 def _pays(
-    search: Search, linear: fx.Node, settings: Settings, turns_x: bool, turns_y: bool
+    search: Search,
+    linear: fx.Node,
+    settings: Settings,
+    is_guarded: bool,
+    turns_x: bool,
+    turns_y: bool,
 ) -> bool:
     """Whether the Linear with its copies is faster than cuDNN, by a careful estimate.
 
@@ -209,13 +218,17 @@ def _pays(
     problem = problem_of(places[0].found)
     if problem.device.type != "cuda":
         return False
+    in_full = problem.dtype == torch.float32 and not convolutions_take_tf32()
+    if in_full:
+        if fp32_precision() != "highest" or not pays(places[0], settings):
+            return False  # fp32 was asked for
+    elif turns_x or turns_y or not _is_like_cudnn(problem, is_guarded):
+        return False
     plan = plan_for(replace(problem, whole_step=problem.training))
     if plan.gain is None or plan.microseconds is None:
         return False
-    if problem.dtype != torch.float32 or convolutions_take_tf32():
-        return not (turns_x or turns_y) and _is_faster_than_cudnn(problem, plan.microseconds)
-    if fp32_precision() != "highest" or not pays(places[0], settings):
-        return False  # fp32 was asked for
+    if not in_full:
+        return _is_faster_than_cudnn(problem, plan.microseconds)
     passes = 2 if problem.training else 1
     copies = [problem.m * problem.k] * turns_x + [problem.m * problem.n] * turns_y
     turning = sum(costs.turning(problem, values) for values in copies)
@@ -225,11 +238,19 @@ def _pays(
     return ours < plan.gain * plan.microseconds
 
 
-def _is_faster_than_cudnn(problem: Problem, ours: float) -> bool:
-    """The same where cuDNN is fast, without copies. Training in TF32 is left to it: estimates of
-    dW's long sums are off by more than is to be gained."""
-    if problem.training and problem.dtype == torch.float32:
+def _is_like_cudnn(problem: Problem, is_guarded: bool) -> bool:
+    """Whether a Linear is as accurate as cuDNN in TF32 and 16 bit, whatever is set; and the GPU one
+    of Hopper's, where both were measured."""
+    if capability(problem.device) != HOPPER:
         return False
+    if problem.dtype == torch.float16:
+        return not torch.backends.cuda.matmul.allow_fp16_accumulation
+    # Products in full fp32 are so still when convolutions no longer take TF32.
+    return problem.dtype != torch.float32 or is_guarded or fp32_precision() == "highest"
+
+
+def _is_faster_than_cudnn(problem: Problem, ours: float) -> bool:
+    """The same where cuDNN is fast, without copies."""
     same = replace(problem, precision="high") if problem.dtype == torch.float32 else problem
     cudnn = costs.eager(same) + problem.has_bias * costs.passes(same, 2)
     return max(ours, _HOST_VIEWED[problem.training]) < cudnn

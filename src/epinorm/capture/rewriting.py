@@ -164,7 +164,7 @@ def rewrite(
     open_parts(gm.graph, settings.rounding, always=by_name)
     if settings.rounding == "once":
         open_heads(gm.graph, always=by_name)
-    open_convolutions(gm.graph, settings)
+    open_convolutions(gm.graph, settings, is_guarded=runs_eagerly)
     batch_norms = None if settings.rounding == "eager" else Lowered(gm.graph)
     search = Search(gm.graph, settings.rounding)
     places = [_with_paying_batch_norm(search, p, settings) for p in search.places()]

@@ -29,6 +29,7 @@
 constexpr int kThreads = 256;
 constexpr int kColumns = 32;                   // of a block that joins columns
 constexpr int kShares = kThreads / kColumns;   // of their parts, joined side by side
+constexpr int kPieceUnits = 128;               // of a row, that a warp rescales at once
 constexpr int kLeastShift = -100;              // nothing is left of a value in fp16 long before
 constexpr u32 kInfinity = 0x7f800000u;
 constexpr int kSmallestExponent = -126, kLargestExponent = 127;  // of fp32
@@ -80,21 +81,35 @@ __device__ __forceinline__ void rescale(uint4& hi, uint4& lo, float factor) {
   }
 }
 
-// x's planes (m, units * 8), of which every `blocks`-th stretch of kThreads units is this block's. A
-// row without a power counts nothing: it is zero here or in dz's planes, or out of range in one of both, and
-// what it takes part in is flagged.
+// x's planes (m, units * 8), in pieces of a row, which the warps of all these blocks take in turn: a lane
+// looks at a piece's power, and the warp rescales those whose row has another. A row without a power counts
+// nothing: it is zero here or in dz's planes, or out of range in one of both, and what it takes part in is
+// flagged.
 __device__ __forceinline__ void rescale_rows(uint4* hi, uint4* lo, const int* power, int most,
                                              int block, int blocks, int m, int units) {
-  const u32 count = m * units;
-#pragma unroll 4
-  for (u32 at = block * kThreads + threadIdx.x; at < count; at += blocks * kThreads) {
-    const int own = __ldcg(power + at / units);
-    if (own == most || own == kNoPower) continue;
-    uint4 high = __ldcg(hi + at), low;
-    if (kPlanes == 2) low = __ldcg(lo + at);
-    rescale(high, low, plane_power_of_two(max(own - most, kLeastShift)));
-    hi[at] = high;
-    if (kPlanes == 2) lo[at] = low;
+  const u32 lane = threadIdx.x % 32, warps = blocks * (kThreads / 32);
+  const u32 pieces = (units + kPieceUnits - 1) / kPieceUnits, count = m * pieces;
+  for (u32 first = (block * kThreads + threadIdx.x) / 32; first < count; first += 32 * warps) {
+    const u32 piece = first + lane * warps;
+    const int own = piece < count ? __ldcg(power + piece / pieces) : most;
+    u32 others = __ballot_sync(0xffffffffu, own != most && own != kNoPower);
+    for (; others != 0; others &= others - 1) {
+      const int which = __ffs(others) - 1;
+      const u32 chosen = first + which * warps, row = chosen / pieces;
+      const u32 start = chosen % pieces * kPieceUnits;
+      const int shift = __shfl_sync(0xffffffffu, own, which) - most;
+      const float factor = plane_power_of_two(max(shift, kLeastShift));
+#pragma unroll
+      for (u32 i = lane; i < kPieceUnits; i += 32) {
+        if (start + i >= units) continue;
+        const u32 at = row * units + start + i;
+        uint4 high = __ldcg(hi + at), low;
+        if (kPlanes == 2) low = __ldcg(lo + at);
+        rescale(high, low, factor);
+        hi[at] = high;
+        if (kPlanes == 2) lo[at] = low;
+      }
+    }
   }
 }
 

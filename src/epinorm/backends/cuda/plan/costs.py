@@ -35,6 +35,10 @@ of the length."""
 SHORTEST_PART, PARTS_GAIN = 512, 0.55
 """Sums of a few tiles are split further, into as many parts as idle multiprocessors and the sum's
 length allow; the same of their number. Fitted to forward products: dW's are not split so."""
+LONG_SUM, LONG_DW, LONG_BIAS = 16384, 1.35, 4.5
+"""Rows from which on dW in TF32 is bound by memory, as its sum is split over the whole GPU: what it
+takes of the time that its bytes do (six shapes of 25,088 to 200,704 rows, 1.2 to 1.7); and what the
+bias' gradient takes there of one pass over dz."""
 FEW_ROWS, FEW_ROWS_COLUMNS, FEW_ROWS_PART = 16, 64, 256
 FEW_ROWS_TERM, FEW_ROWS_TERM_ROW = 11e-3, 0.9e-3
 """So few rows of fp32 have kernels of their own: columns of a tile, the shortest part, and what a
@@ -74,8 +78,15 @@ def library_product(problem: Problem, of: Literal["y", "dX", "dW"] = "y") -> flo
     else:
         sizes = {"y": (m, n, k), "dX": (m, k, n), "dW": (n, k, m)}[of]
         arithmetic = _arithmetic(*sizes, kind, of == "dW", gpu)
-    moved = size * (m * k + n * k + m * n)
-    return PRODUCT_LAUNCH + max(arithmetic, moved / _bytes(gpu))
+    moved = size * (m * k + n * k + m * n) / _bytes(gpu)
+    if of == "dW" and _is_long(problem):
+        whole = 2.0 * m * k * n / (FLOPS[kind] * DW_SHARE[kind])
+        return PRODUCT_LAUNCH + max(min(arithmetic, LONG_DW * moved), moved, whole)
+    return PRODUCT_LAUNCH + max(arithmetic, moved)
+
+
+def _is_long(problem: Problem) -> bool:
+    return problem.precision == "high" and problem.m >= LONG_SUM
 
 
 def _arithmetic(
@@ -148,7 +159,8 @@ def eager(problem: Problem) -> float:
     chain, total = problem.chain, library_product(problem)
     if problem.training:
         total += library_product(problem, "dX") + library_product(problem, "dW")
-        total += passes(problem, 1) if problem.has_bias else 0.0
+        bias = LONG_BIAS if _is_long(problem) else 1.0
+        total += passes(problem, bias) if problem.has_bias else 0.0
     return total + eager_layers(problem, (*chain.pre, *chain.post))
 
 
