@@ -150,6 +150,7 @@ def hears_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_an_interrupted_bench_says_so(here: Path) -> None:
     process = Process(as_module("epinorm", "bench", *SMALL, "--no-compile"))
     process.until_it_says("verifying")

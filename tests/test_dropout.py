@@ -109,6 +109,7 @@ def gradients(y: Tensor, leaves: list[Tensor], dy: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("norm", [LayerNorm(), GroupNorm(6)], ids=str)
 @pytest.mark.parametrize("rounding", ["once", "eager"])

@@ -114,6 +114,7 @@ def exported(
     return module
 
 
+@pytest.mark.slow
 def test_parameters_are_those_of_the_model_under_one_seed(pair: tuple[Path, Path]) -> None:
     problem, exported = load(pair[0], "problem"), load(pair[1], "exported")
     torch.manual_seed(3)
@@ -255,6 +256,7 @@ def test_facts_come_from_the_constructor(tmp_path: Path) -> None:
     assert seen == [(1e-3, -0.5, 0.75, "none", 5.0)]
 
 
+@pytest.mark.slow
 def test_only_what_was_asked_for_is_there(exported: ModuleType, tmp_path: Path) -> None:
     assert {key[1:3] for key in exported.TABLES} == {((9, 0), "float32 highest")}
     made = export(ZOO / "problem.py", "epilogue", gpus=["a100"], modes=["bfloat16", "float16"])
@@ -325,6 +327,7 @@ def test_third_party_imports_are_refused(tmp_path: Path) -> None:
         export(path)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     out = tmp_path / "new.py"
     run = CliRunner().invoke

@@ -183,6 +183,7 @@ def test_a_page_with_verified_rows_alone_says_so() -> None:
     assert "What did not run" not in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [[ROW], [ROW, TRAINING, FAILED]])
 def test_pictures_are_drawn(rows: list[Row]) -> None:
     assert draw(rows, "png").startswith(b"\x89PNG")

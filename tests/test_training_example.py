@@ -41,12 +41,14 @@ def test_epinorm_learns_what_eager_learns(example, runs):
     assert 0 < ours <= itself
 
 
+@pytest.mark.slow
 def test_200_steps_follow_float64_as_closely_as_eager_does(example, config, runs):
     exact = example.train(config, CPU, example.EXACT, "eager", 0)
     ours, eager = example.from_exact(runs, exact)
     assert 0 < ours <= eager
 
 
+@pytest.mark.slow
 def test_the_distance_sees_a_slightly_wrong_step(example, config):
     """A learning rate one part in ten thousand too large is far outside eager's own spread."""
     short = dataclasses.replace(config, steps=40)

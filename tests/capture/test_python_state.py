@@ -1033,6 +1033,7 @@ def run(make: Callable[[], nn.Module], steps: tuple[Step, ...], fuse: bool) -> l
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBES)
 def test_fused_does_what_the_model_does(name: str) -> None:
     make, steps = PROBES[name]

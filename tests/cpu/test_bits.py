@@ -37,6 +37,7 @@ def test_any_number_of_threads(shape, dtype, make_case):
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.slow
 def test_second_run_in_dirty_memory(make_case):
     """Every element is written: what freed memory held does not show."""
     case = make_case(CHAIN, 4500, 48, 64)

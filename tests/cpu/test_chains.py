@@ -119,6 +119,7 @@ def test_short_products_round_less_than_eager(make_case):
     assert ours < 0.85 * eager
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m,k,n", [(257, 40, 56), (4500, 24, 40), (600, 520, 512)])
 def test_bf16_shapes(m, k, n, make_case, check_as_accurate_as_eager):
     cases = [
@@ -129,6 +130,7 @@ def test_bf16_shapes(m, k, n, make_case, check_as_accurate_as_eager):
     check_as_accurate_as_eager(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [300, 4500])
 def test_16_bit_product_with_fp32_norm(m, make_case, check_as_accurate_as_eager):
     chain = "add_residual|group_norm(8)|mul_channel|silu"
@@ -224,6 +226,7 @@ class _Fused(torch.autograd.Function):
         return (None, *gradients[:5], *gradients.operands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chain",
     [

@@ -75,6 +75,7 @@ VALUES = [NAN, INF, -INF, 0.0, -0.0, 1e-40, -1e-40, 1e-7, 0.3, 3.0, 6.0, -3.0, 1
 VALUES += [89.0, -87.5, -103.0, -105.0, 3e38, -3e38, 1.0, -1.0, 0.625, 0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(DEFINITIONS) - {"mul_channel", "dropout", "mul_row"}))
 def test_special_values_of_every_operation(name, make_case):
     """As PyTorch: the operation behind a norm of single channels, which passes beta on (whatever

@@ -54,6 +54,7 @@ def same_places(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.isnan(), expected.isnan()) and torch.equal(infinite, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("where", ["x", "z"])
 @pytest.mark.parametrize("change", list(changes(torch.float32)))

@@ -197,6 +197,7 @@ def test_hard_columns_stay_by_themselves(host: None) -> None:
             assert torch.equal(before[:, column], after[:, column])
 
 
+@pytest.mark.slow
 def test_what_dzs_planes_are_made_from(host: None) -> None:
     torch.manual_seed(0)
     problem = dataclasses.replace(problem_of(RELU, 301, 60, F32), device=torch.device("cpu"))

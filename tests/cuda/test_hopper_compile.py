@@ -136,6 +136,7 @@ def test_absent_parameters(parameters):
     check(source_of(problem_of(*(4096, 64, 16, 8), BF16, parameters=parameters)))
 
 
+@pytest.mark.slow
 def test_autocast():
     check(source_of(problem_of(*(4096, 1024, 16, 64), BF16, True, HEAVY, torch.float32)))
 

@@ -152,6 +152,7 @@ def test_threads_compile_side_by_side() -> None:
     assert [results[i] == results[i + 3] for i in range(3)] == [True] * 3
 
 
+@pytest.mark.slow
 def test_importing_the_machinery_imports_no_compiler() -> None:
     assert imported_by("import epinorm.backends.cuda.runtime.jit", ["cuda"]) == []
 

@@ -13,6 +13,7 @@ SECONDS = 30
 """The group's timeout, as failing_worker.py sets it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "failure"), CASES)
 def test_the_others_end_in_time_with_a_clear_error(way: str, failure: str, tmp_path: Path) -> None:
     ended = launcher().run("failing_worker.py", 2, tmp_path, "cpu", failure, way)
