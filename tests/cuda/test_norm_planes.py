@@ -157,9 +157,8 @@ def split(value: Tensor, given: Tensor, planes: int, of_x: Tensor | None = None)
         shift = torch.where(in_range, torch.where(shift == 24, 23.0, shift), 24.0)  # row_shift
     elif in_range[0] and of_x[0] != 24:
         wanted = of_x[0] + shift[0] - of_x
-        scaled = largest * torch.exp2(wanted)
-        fits = in_range & (scaled >= 2.0**13) & (scaled <= 65504)
-        shift = torch.where(fits, wanted, shift)
+        more = (largest * torch.exp2(shift + 1) <= 65504).double()
+        shift = torch.where(in_range, wanted.clamp(shift - 1, shift + more), shift)
     v = (value.double() * torch.exp2(shift)[:, None]).float()
     hi = v.half().float()
     rest = v - hi
@@ -189,9 +188,11 @@ def emulated(dz: Tensor, x: Tensor, weight_scale: Tensor, planes: int) -> Emulat
     power = -up.shift - of_x.shift
     counts = ~power.isnan()
     top = power[counts].max()
+    if planes == 2 and counts[0] and top <= power[0] + 1:  # PowerRange::target()
+        top = power[0]
     factor = torch.where(counts, torch.exp2(power - top), 1.0)[:, None]
     v = (of_x.hi + of_x.lo / 2048) * factor
-    hi = v.float().half().double()
+    hi = v.float().clamp(-65504, 65504).half().double()
     lo = ((v - hi) * 2048).float().half().double() if planes == 2 else torch.zeros_like(v)
     u_hi, u_lo = up.hi.t(), up.lo.t()
     total = u_hi @ hi + (u_lo @ hi + u_hi @ lo) / 2048
@@ -228,10 +229,15 @@ def case(name: str, m: int = 96, k: int = 128, n: int = 64) -> tuple[Tensor, Ten
         rows[7] = 2.0**30
         dz[7] += dz[7].sign()  # nothing near zero by chance
         dz[7, ::2] *= 2.0**-20
+    elif name == "one power up":  # and x up to the largest that fp16 has
+        dz.clamp_(-2.5, 2.5)
+        rows[7:20], rows[30:40] = 1.2, 0.2
+        x[7:20] = x[7:20].clamp(0.6, 0.9999) * 4
+        x[7, 3], x[8, 3] = 3.9999998, 3.9998
     elif name == "zero rows":
         dz[::3] = 0
     elif name == "tiny channel":
-        rows[5] = 2.0**-38
+        rows[5] = 2.0**-40
         dz[torch.arange(m) != 5, 9] = 0
     elif name == "small channels":
         dz *= torch.exp2(-torch.arange(n) / 2)
@@ -248,7 +254,16 @@ def case(name: str, m: int = 96, k: int = 128, n: int = 64) -> tuple[Tensor, Ten
 
 
 CASES = [
-    *("plain", "spread", "outlier", "lonely", "zero rows", "tiny channel", "small channels"),
+    *(
+        "plain",
+        "spread",
+        "outlier",
+        "one power up",
+        "lonely",
+        "zero rows",
+        "tiny channel",
+        "small channels",
+    ),
     *("x of all sizes", "zero row of x, outliers"),
     *("zero row of x, others 0", "zero row of x, others -10", "zero row of x, others -30"),
 ]
@@ -307,6 +322,19 @@ def test_rows_of_about_one_size_share_a_power(planes: int) -> None:
     shift_of_x = split(x, x, planes).shift
     powers = [-split(dz, dz, planes, given).shift - shift_of_x for given in (shift_of_x, None)]
     assert [len(set(power.tolist())) for power in powers] == [1, 3]
+
+
+def test_few_rows_with_a_power_more_are_the_only_ones_that_change() -> None:
+    """They go up by one, and none of the others down."""
+    dz, x, scale = case("one power up")
+    shift_of_x = split(x, x, 2).shift
+    power = -split(dz * scale, dz, 2, shift_of_x).shift - shift_of_x
+    assert power.max() == power[0] + 1
+    assert (power > power[0]).sum() < 20
+    far = -split(
+        dz * scale * torch.where(torch.arange(96) == 9, 64.0, 1.0)[:, None], dz, 2, shift_of_x
+    ).shift
+    assert (far - shift_of_x).max() > power[0] + 1
 
 
 def test_the_bound_is_needed() -> None:

@@ -65,15 +65,14 @@ struct ColumnFactors {
   }
 };
 
-// The exponent of the scale of a row whose largest magnitude has these bits: the one that makes the
-// row count as `preferred` says, where the largest value then lies between 2^13 and fp16's largest.
+// The exponent of the scale of a row whose largest magnitude has these bits: of those that bring it
+// between 2^13 and fp16's largest, the one that makes the row count most nearly as `preferred` says.
 EPINORM_FUNCTION int shift_of(u32 largest, int x_power, int preferred, bool& in_range) {
   constexpr u32 kMantissa = 0x7fffff, kLargestMantissa = 0x7fe000;  // of 65504
   const int shift = plane_shift(largest, in_range);
-  const int wanted = x_power - preferred, more = wanted - shift;
-  const bool fits =
-      more == 0 || more == -1 || (more == 1 && (largest & kMantissa) <= kLargestMantissa);
-  return in_range && largest != 0 && fits ? wanted : shift;
+  if (!in_range || largest == 0 || preferred == kNoPower) return shift;
+  const int highest = shift + ((largest & kMantissa) <= kLargestMantissa);
+  return min(max(x_power - preferred, shift - 1), highest);
 }
 
 // Has W a row of zeros, or one that split_rows.cuh could not scale? By the whole warp.
@@ -277,6 +276,7 @@ struct Rows {
       before = now;
     }
     split(before, index - 1, preferred, columns, powers);
+    powers.common = preferred;
     return powers;
   }
 };

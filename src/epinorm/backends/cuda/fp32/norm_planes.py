@@ -238,7 +238,7 @@ class _Scratch:
         end = 4 * parts * sum(outputs.sums) * n  # the partial sums are first
         self.columns, end = end, end + 4 * parts * n
         self.powers, end = end, end + 4 * m
-        self.ranges, end = end, end + 8 * parts
+        self.ranges, end = end, end + 12 * parts
         self.words = ceil_div(ceil_div(m, parts), 32)
         self.spoilt, end = end, end + 4 * row_parts * parts * self.words
         self.nbytes = end

@@ -2,10 +2,9 @@
 // planes once (norm_backward_planes.cu): what dW and the range guard need besides.
 //
 // dW[n, k] = T / w_scale[n] * sum over i of up[i, n] X'[i, k], where up are dz's planes and X' x's,
-// row i times 2^(power[i] - t), which is 1 or less; T = 2^t is the largest of these powers. So this
-// kernel
-//   - makes x's planes those of X', in place: rows with the largest power, ordinarily all of them,
-//     stay as they are, of others the least values lose bits;
+// row i times 2^(power[i] - t), which is 2 or less; T = 2^t is PowerRange::target(). So this kernel
+//   - makes x's planes those of X', in place: rows with that power, ordinarily all of them,
+//     stay as they are, of rows with less the least values lose bits;
 //   - writes dW's scales, and flags its rows for which that could matter (internals/precision.md);
 //   - joins the flags of dz's rows. Those of x's hold for X' too: a row that spoilt some columns of
 //     dW spoils the same ones;
@@ -44,6 +43,7 @@ __device__ __forceinline__ PowerRange joined_range(const PowerRange* ranges, int
     range.least = min(range.least, __ldcg(&ranges[i].least));
     range.most = max(range.most, __ldcg(&ranges[i].most));
   }
+  range.common = __ldcg(&ranges[0].common);
   range.least = __reduce_min_sync(0xffffffffu, range.least);
   range.most = __reduce_max_sync(0xffffffffu, range.most);
   if (threadIdx.x % 32 == 0) {
@@ -57,6 +57,11 @@ __device__ __forceinline__ PowerRange joined_range(const PowerRange* ranges, int
     range.most = max(range.most, most[warp]);
   }
   return range;
+}
+
+// In place of what rounds to infinity where two planes go up: lo takes what is beyond, less than 32.
+__device__ __forceinline__ float at_most_fp16(float value) {
+  return kPlanes == 2 ? copysignf(fminf(fabsf(value), 65504.0f), value) : value;
 }
 
 // Eight values of one row in their new scale.
@@ -73,7 +78,7 @@ __device__ __forceinline__ void rescale(uint4& hi, uint4& lo, float factor) {
     }
     v.x *= factor;
     v.y *= factor;
-    his[i] = Float16::store_pair(v.x, v.y);
+    his[i] = Float16::store_pair(at_most_fp16(v.x), at_most_fp16(v.y));
     if (kPlanes == 2) {
       const float2 held = Float16::load_pair(his[i]);
       los[i] = Float16::store_pair((v.x - held.x) * kPlaneLowFactor, (v.y - held.y) * kPlaneLowFactor);
@@ -85,19 +90,19 @@ __device__ __forceinline__ void rescale(uint4& hi, uint4& lo, float factor) {
 // looks at a piece's power, and the warp rescales those whose row has another. A row without a power counts
 // nothing: it is zero here or in dz's planes, or out of range in one of both, and what it takes part in is
 // flagged.
-__device__ __forceinline__ void rescale_rows(uint4* hi, uint4* lo, const int* power, int most,
+__device__ __forceinline__ void rescale_rows(uint4* hi, uint4* lo, const int* power, int target,
                                              int block, int blocks, int m, int units) {
   const u32 lane = threadIdx.x % 32, warps = blocks * (kThreads / 32);
   const u32 pieces = (units + kPieceUnits - 1) / kPieceUnits, count = m * pieces;
   for (u32 first = (block * kThreads + threadIdx.x) / 32; first < count; first += 32 * warps) {
     const u32 piece = first + lane * warps;
-    const int own = piece < count ? __ldcg(power + piece / pieces) : most;
-    u32 others = __ballot_sync(0xffffffffu, own != most && own != kNoPower);
+    const int own = piece < count ? __ldcg(power + piece / pieces) : target;
+    u32 others = __ballot_sync(0xffffffffu, own != target && own != kNoPower);
     for (; others != 0; others &= others - 1) {
       const int which = __ffs(others) - 1;
       const u32 chosen = first + which * warps, row = chosen / pieces;
       const u32 start = chosen % pieces * kPieceUnits;
-      const int shift = __shfl_sync(0xffffffffu, own, which) - most;
+      const int shift = __shfl_sync(0xffffffffu, own, which) - target;
       const float factor = plane_power_of_two(max(shift, kLeastShift));
 #pragma unroll
       for (u32 i = lane; i < kPieceUnits; i += 32) {
@@ -154,11 +159,11 @@ struct ColumnJoin {
     const u32 total = joined(inside ? largest + column : nullptr, n, parts,
                              [](u32 a, u32 b) { return max(a, b); });
     if (threadIdx.x >= kColumns || !inside) return false;
-    const int exponent = range.most - power_of(__ldcg(w_scale + column));
+    const int target = range.target(), exponent = target - power_of(__ldcg(w_scale + column));
     const bool fits = total < kInfinity && exponent >= kSmallestExponent &&
                       exponent <= kLargestExponent;
-    const int of_largest = static_cast<int>(total >> 23) - 127 - range.most;
-    const bool any_faint = range.least < range.most + faint.power;
+    const int of_largest = static_cast<int>(total >> 23) - 127 - target;
+    const bool any_faint = range.least < target + faint.power;
     const bool lost = of_largest < (any_faint ? max(faint.largest, faint.tiny) : faint.tiny);
     const bool flagged = total != 0 && (!fits || lost);
     scale[column] = total != 0 && fits ? plane_power_of_two(exponent) : 1.0f;
@@ -203,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (block >= others) {
     const PowerRange range = joined_range(ranges, parts);
     if (range.least < range.most)
-      rescale_rows(x_hi, x_lo, power, range.most, block - others, gridDim.x - others, m, units);
+      rescale_rows(x_hi, x_lo, power, range.target(), block - others, gridDim.x - others, m, units);
   } else if (block >= column_blocks) {
     const int row = (block - column_blocks) * kThreads + threadIdx.x;
     if (row < m) flagged = join_row(row, spoilt, row_parts, parts, words, row_flag) ||
