@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from epinorm.capture import distributed
 from epinorm.capture.layouts import is_unseen, replayed
 from epinorm.capture.norms import NormRead
+from epinorm.capture.operands import lies_in_order
 from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import Linear, arguments
 from epinorm.chain import BatchNorm, Chain, GroupNorm, Rounding
@@ -172,7 +173,10 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
         return obstacle
     linear, end = tensor_of(found.linear.nodes[-1]), tensor_of(found.nodes[-1])
     kinds = {step.kind for step in steps}
-    if kinds & {"swap", "move", "turn"} and not _lies_unseen(found, linear):
+    is_moved = bool(kinds & {"swap", "move", "turn"})
+    if (is_moved or _lies_otherwise(found)) and not _lies_unseen(found, linear):
+        if not is_moved:
+            return "its result lies in memory as what it is added to, not as rows, and is so seen"
         what, way_out = "rows are", ""
         if "turn" in kinds:
             what, way_out = "heads are", "; turned behind the norm they are served"
@@ -188,6 +192,12 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     if len({value.device for value in reached if value is not None}) > 1:
         return "its tensors are on several devices"
     return _unfit_dtypes(found, steps, values, linear, end)
+
+
+def _lies_otherwise(found: Found) -> bool:
+    """Whether a result lies in eager as no rows do: a sum has the layout of its first operand."""
+    results = (found.nodes[-1], found.kept)
+    return any(not lies_in_order(tensor_of(node)) for node in results if node is not None)
 
 
 def _lies_unseen(found: Found, linear: Tensor) -> bool:

@@ -20,12 +20,12 @@ def holds_whole_rows(given: Tensor, value: Tensor) -> bool:
         and not same_shape(given.shape, value.shape)
         and all((isinstance(a, int) and a == 1) or same_shape((a,), (b,)) for a, b in pairs)
         and not is_distributed((given, value))
-        and _lies_in_order(given)
+        and lies_in_order(given)
     )
 
 
-def _lies_in_order(given: Tensor) -> bool:
-    """Whether a sum with it lies as rows do: of a transposed operand it has the layout."""
+def lies_in_order(given: Tensor) -> bool:
+    """Whether its dimensions lie as those of rows; of a transposed operand a sum has the layout."""
     pairs = zip(sizes_of(given.stride()), sizes_of(given.shape), strict=True)
     strides = [stride for stride, size in pairs if size != 1]
     return strides == sorted(strides, reverse=True)
