@@ -75,6 +75,18 @@ SPELLINGS: dict[str, Callable[..., Tensor]] = {
     "floordiv": lambda s, x: s.gn(s.fc(x)) // 2,
     "matmul": lambda s, x: s.gn(x @ s.fc.weight.T + s.fc.bias),
     "matmul by mT": lambda s, x: s.gn(x @ s.fc.weight.mT + s.fc.bias),
+    "one minus": lambda s, x: s.ln(1 - s.fc(x)),
+    "residual minus": lambda s, x: s.ln(x - s.fc(x)),
+    "residual minus, behind": lambda s, x: x - s.gn(s.fc(x)),
+    "channels minus": lambda s, x: s.ln(s.g - s.fc(x)),
+    "rows minus": lambda s, x: s.ln(x[:1] - s.fc(x)),
+    "sum by alpha": lambda s, x: s.ln(torch.add(x, s.fc(x), alpha=0.5)),
+    "sum by alpha of 0": lambda s, x: s.ln(torch.add(x, s.fc(x), alpha=0)),
+    "difference by alpha": lambda s, x: s.ln(x.sub(s.fc(x), alpha=2)),
+    "rsub by alpha": lambda s, x: s.ln(torch.rsub(s.fc(x), x, alpha=0.5)),
+    "rsub by keywords": lambda s, x: s.ln(torch.rsub(other=x, input=s.fc(x))),
+    "difference of two": lambda s, x: s.ln(s.fc2(x) - s.fc(x)),
+    "minus and both": lambda s, x: (lambda h: s.ln(h) * h)(x - s.fc(x)),
     "no grad tens": lambda s, x: s.gn(s.fc(x)).detach() * 2,
 }
 
@@ -158,6 +170,17 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "rounded as a difference": lambda s, x: s.ln(
         (lambda h: h + (h.bfloat16().to(h.dtype) - h))(s.fc(x))
     ),
+    "alpha of the other": lambda s, x: s.ln(torch.add(s.fc(x), x, alpha=0.5)),
+    "itself and itself by alpha": lambda s, x: (lambda h: s.ln(torch.add(h, h, alpha=0.5)))(
+        s.fc(x)
+    ),
+    "what it is taken from changes": lambda s, x: (lambda r, h: (r.sub_(h), s.ln(r))[1])(
+        x * 1, s.fc(x)
+    ),
+    "what it was taken from changes later": lambda s, x: (
+        lambda r, h: (lambda d: (r.mul_(2), s.ln(d))[1])(r - h)
+    )(x * 1, s.fc(x)),
+    "nothing minus": lambda s, x: s.ln((math.nan - s.fc(x)).nan_to_num()),
     "another slope at zero": lambda s, x: s.ln(
         (lambda h: torch.maximum(h, 0.01 * h))(F.linear(x, s.fc.weight - s.fc.weight.detach()))
     ),
@@ -175,6 +198,9 @@ def rms(h: Tensor, eps: float) -> Tensor:
 UNFUSED = {
     "transposed rows": "makes columns of its rows|not a pointwise operation",
     "two uses": "used more than once, by relu, ",
+    "alpha of the other": "add is not a pointwise operation",
+    "itself and itself by alpha": "add is not a pointwise operation",
+    "what it was taken from changes later": "mul_ changes a tensor in place",
 }
 
 FUSED_WHOLE = {
@@ -210,6 +236,17 @@ FUSED_WHOLE = {
     "kernelbench 37": "silu|add_channel|group_norm(4,1e-05)",
     "kernelbench 88": "group_norm(4,1e-05)|silu|mul_channel|silu",
     "two outputs": "add_residual|layer_norm(1e-05)|returns(sum)",
+    "rsub": "group_norm(4,1e-05)|scale(-1)|add(1)",
+    "one minus": "scale(-1)|add(1)|layer_norm(1e-05)",
+    "residual minus": "scale(-1)|add_residual|layer_norm(1e-05)",
+    "residual minus, behind": "group_norm(4,1e-05)|scale(-1)|add_residual",
+    "channels minus": "scale(-1)|add_channel|layer_norm(1e-05)",
+    "sum by alpha": "scale(0.5)|add_residual|layer_norm(1e-05)",
+    "difference by alpha": "scale(-2)|add_residual|layer_norm(1e-05)",
+    "rsub by alpha": "scale(-0.5)|add_residual|layer_norm(1e-05)",
+    "rsub by keywords": "scale(-1)|add_residual|layer_norm(1e-05)",
+    "difference of two": "scale(-1)|add_residual|layer_norm(1e-05)",
+    "minus and both": "scale(-1)|add_residual|layer_norm(1e-05)|returns(sum)",
 }
 
 
@@ -273,6 +310,26 @@ def test_chain_text(name: str) -> None:
     (row,) = epinorm.explain(make(SPELLINGS[name]), torch.randn(5, N).double()).rows
     assert row.fused
     assert row.chain == FUSED_WHOLE[name]
+
+
+@pytest.mark.parametrize(
+    "join, fused",
+    [
+        (lambda r, h: r - h, True),
+        (lambda r, h: 1 - h, True),
+        (lambda r, h: torch.add(r, h, alpha=0.3), False),
+        (lambda r, h: torch.sub(r, h, alpha=3), False),
+    ],
+)
+def test_eagers_roundings_of_scaled_sums(join: Callable[..., Tensor], fused: bool) -> None:
+    """Eager rounds a scaled sum once; so does a chain of two operations if the first is exact."""
+    model = make(lambda s, x: s.ln(join(x, s.fc(x)))).to(torch.bfloat16)
+    x = torch.randn(64, N).to(torch.bfloat16)
+    ours = epinorm.fuse(copy.deepcopy(model), strategy="reference", rounding="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x), rtol=0, atol=0)
+    (row,) = epinorm.explain(ours).rows
+    assert row.fused == fused
 
 
 @pytest.mark.parametrize("name", UNFUSED)

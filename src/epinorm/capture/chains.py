@@ -47,6 +47,7 @@ from epinorm.capture.spelling import (
     read_binary,
     read_linear,
     read_pointwise,
+    read_scaled,
     same_shape,
     sizes_of,
 )
@@ -185,6 +186,9 @@ class _Walk:
         binary = read_binary(node, x)
         if binary is not None:
             return self._with_operand(node, x, *binary)
+        scaled = read_scaled(node, x)
+        if scaled is not None and (scaled[0] == -1 or self.rounding == "once"):
+            return self._scaled(node, x, *scaled)
         self.stopped = why_no_step(node, x, self.n, dropout)
         return None
 
@@ -317,6 +321,13 @@ class _Walk:
             self.stopped = f"{name_of(node)} reads a tensor in the order that heads were turned to"
             return None
         return Step("operand", (node,), by_element, other)
+
+    def _scaled(self, node: fx.Node, x: fx.Node, c: float, other: float | fx.Node) -> Step | None:
+        """The step to ``other + c x``, which eager rounds once; so does -1 as an operation."""
+        if not isinstance(other, fx.Node):
+            return Step("pointwise", (node,), Pointwise("add", (other,)), scaled=c)
+        step = self._with_operand(node, x, "add", other)
+        return None if step is None else replace(step, scaled=c)
 
     def _is_broadcast(self, given: Tensor, value: Tensor) -> bool:
         in_front = all(step.kind in ("pointwise", "operand", "cast") for step in self.steps)

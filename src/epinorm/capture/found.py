@@ -31,7 +31,8 @@ class Step:
 
     "turn" puts parts of rows, or what leaves the norm, in another order, as views do. "move" does
     it with rows in front of the norm, which the Linear's x then comes in; "swap" where ``operand``
-    is that x. broadcasts: the operand is expanded to the Linear's result.
+    is that x. scaled: what the value is multiplied by before the operation. broadcasts: the operand
+    is expanded to the Linear's result.
     """
 
     kind: Literal["view", "turn", "move", "cast", "swap", "pointwise", "operand", "norm"]
@@ -40,6 +41,7 @@ class Step:
     operand: fx.Node | None = None
     norm: NormRead | None = None
     broadcasts: bool = False
+    scaled: float | None = None
 
     @property
     def end(self) -> fx.Node:
@@ -124,6 +126,9 @@ def gather(linear: Linear, steps: Iterable[Step], rounding: Rounding, kept_at: i
         if i == kept_at:
             found.kept, found.kept_views = found.nodes[-1], len(found.views)
         found.nodes += step.nodes
+        if step.scaled is not None:
+            (found.post if seen_norm else found.pre).append(Pointwise("scale", (step.scaled,)))
+            found.spelt.append(step.end)
         if step.norm is not None:
             found.norm, found.norm_node, seen_norm = step.norm, step.end, True
         elif step.kind in ("view", "turn"):
