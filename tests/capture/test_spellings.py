@@ -87,6 +87,14 @@ SPELLINGS: dict[str, Callable[..., Tensor]] = {
     "rsub by keywords": lambda s, x: s.ln(torch.rsub(other=x, input=s.fc(x))),
     "difference of two": lambda s, x: s.ln(s.fc2(x) - s.fc(x)),
     "minus and both": lambda s, x: (lambda h: s.ln(h) * h)(x - s.fc(x)),
+    "gate": lambda s, x: s.ln(x + s.sc.tanh() * s.fc(x)),
+    "gate of one row": lambda s, x: s.ln(x + s.g[:1].view(1, 1) * s.fc(x)),
+    "gate of x": lambda s, x: s.gn(s.fc(x) * x.mean()),
+    "gate in place": lambda s, x: s.gn(s.fc(x).mul_(s.sc)),
+    "one bias for all": lambda s, x: s.ln(F.linear(x, s.fc.weight) + s.sc),
+    "one less for all": lambda s, x: s.ln(s.fc(x) - s.sc),
+    "gate minus": lambda s, x: s.ln(s.sc - s.fc(x)),
+    "gate of heads": lambda s, x: F.layer_norm((s.fc(x) * s.sc).view(5, 4, 4), (4,)) * s.g[:1],
     "no grad tens": lambda s, x: s.gn(s.fc(x)).detach() * 2,
 }
 
@@ -180,7 +188,13 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "what it was taken from changes later": lambda s, x: (
         lambda r, h: (lambda d: (r.mul_(2), s.ln(d))[1])(r - h)
     )(x * 1, s.fc(x)),
+    "a gate that changes later": lambda s, x: (
+        lambda g, h: (lambda d: (g.add_(1), s.ln(d))[1])(h + g)
+    )(s.sc * 1, s.fc(x)),
     "nothing minus": lambda s, x: s.ln((math.nan - s.fc(x)).nan_to_num()),
+    "a gate of its own": lambda s, x: (lambda h: s.ln(h * h.mean()))(s.fc(x)),
+    "a gate of more dimensions": lambda s, x: s.ln(s.g[:1].view(1, 1, 1) * s.fc(x)),
+    "a gate of another dtype": lambda s, x: s.ln(s.sc.float() * s.fc(x)),
     "another slope at zero": lambda s, x: s.ln(
         (lambda h: torch.maximum(h, 0.01 * h))(F.linear(x, s.fc.weight - s.fc.weight.detach()))
     ),
@@ -201,6 +215,10 @@ UNFUSED = {
     "alpha of the other": "add is not a pointwise operation",
     "itself and itself by alpha": "add is not a pointwise operation",
     "what it was taken from changes later": "mul_ changes a tensor in place",
+    "a gate that changes later": "add_ changes a tensor in place",
+    "a gate of its own": "used more than once, by mean, mul",
+    "a gate of more dimensions": "operands are not broadcast",
+    "a gate of another dtype": "operands are not broadcast",
 }
 
 FUSED_WHOLE = {
@@ -247,6 +265,15 @@ FUSED_WHOLE = {
     "rsub by keywords": "scale(-1)|add_residual|layer_norm(1e-05)",
     "difference of two": "scale(-1)|add_residual|layer_norm(1e-05)",
     "minus and both": "scale(-1)|add_residual|layer_norm(1e-05)|returns(sum)",
+    "scalar param": "group_norm(4,1e-05)|mul_channel|add_channel",
+    "gate": "mul_channel|add_residual|layer_norm(1e-05)",
+    "gate of one row": "mul_channel|add_residual|layer_norm(1e-05)",
+    "gate of x": "mul_channel|group_norm(4,1e-05)",
+    "gate in place": "mul_channel|group_norm(4,1e-05)",
+    "one bias for all": "layer_norm(1e-05)",
+    "one less for all": "sub_channel|layer_norm(1e-05)",
+    "gate minus": "scale(-1)|add_channel|layer_norm(1e-05)",
+    "gate of heads": "mul_channel|layer_norm(4,1e-05)",
 }
 
 

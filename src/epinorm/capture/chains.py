@@ -24,7 +24,7 @@ from epinorm.capture.obstacles import (
     why_columns,
     why_no_step,
 )
-from epinorm.capture.operands import holds_one_each, holds_whole_rows
+from epinorm.capture.operands import holds_channels, holds_one_each, holds_whole_rows
 from epinorm.capture.purity import (
     changed_argument,
     changes,
@@ -39,8 +39,6 @@ from epinorm.capture.spelling import (
     Linear,
     is_cast,
     is_dropout,
-    is_row,
-    is_rows_parts,
     is_view_of_parts,
     is_view_of_rows,
     name_of,
@@ -292,13 +290,10 @@ class _Walk:
         value, given = tensor_of(x), tensor_of(other)
         shape = sizes_of(given.shape)
         by_element = Pointwise("mul_element" if kind == "mul" else "add_residual")
-        of_channels = is_row(given, value) or (
-            not self._is_turned and is_rows_parts(given, value, self.n)
-        )
-        if given.dim() <= value.dim() and of_channels:
-            return Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
         if kind == "mul" and self._is_of_each_row(given, value):
             return Step("operand", (node,), Pointwise("mul_row"), other)
+        if holds_channels(given, value, self.n, self._is_turned):
+            return Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
         if kind != "sub" and self._is_broadcast(given, value):
             if kind == "mul" and torch.is_grad_enabled():
                 self.stopped = (
