@@ -120,3 +120,40 @@ def test_behind_the_norm_the_chain_ends_before_such_a_sum() -> None:
     (row,) = epinorm.explain(fused).rows
     assert row.chain == "layer_norm(1e-05)"
     assert "it ends early: its result lies in memory as what it is added to" in row.reason
+
+
+def summed(self: Within, row: Tensor) -> Tensor:
+    return row + self.fc(row)
+
+
+def summed_across(self: Within, row: Tensor) -> Tensor:
+    t = row.t()
+    return t + self.fc(t)
+
+
+def turned(self: Within, row: Tensor) -> Tensor:
+    return self.heads(self.fc(row).unflatten(-1, (4, -1)).transpose(0, 1))
+
+
+class Within(nn.Module):
+    def __init__(self, body: Callable[[Within, Tensor], Tensor], dim: int) -> None:
+        super().__init__()
+        self.fc, self.heads, self.norm = nn.Linear(C, C), nn.LayerNorm(C // 4), nn.LayerNorm(C)
+        self.body, self.dim = body, dim
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.vmap(lambda row: self.body(self, row), self.dim)(x), self.norm(self.fc(x))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("body", [summed, summed_across, turned])
+def test_within_vmap_what_may_lie_otherwise_is_left_and_the_rest_is_captured(
+    body: Callable[[Within, Tensor], Tensor], dim: int
+) -> None:
+    model = Within(body, dim).double()
+    x = torch.randn(C, C, C).double()
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
+    for ours, theirs in zip(fused(x), model(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.stride() == theirs.stride()
+    assert "layer_norm(1e-05)" in [row.chain for row in epinorm.explain(fused).rows]

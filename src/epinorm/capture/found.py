@@ -15,7 +15,7 @@ from epinorm.capture import distributed
 from epinorm.capture.layouts import is_unseen, replayed
 from epinorm.capture.norms import NormRead
 from epinorm.capture.operands import lies_in_order
-from epinorm.capture.purity import tensor_of, value_of
+from epinorm.capture.purity import tensor_of, unwrapped, value_of
 from epinorm.capture.spelling import Linear, arguments
 from epinorm.chain import BatchNorm, Chain, GroupNorm, Rounding
 from epinorm.chain.chain import AUTOCAST_TO_FP32
@@ -202,11 +202,15 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
 def _lies_otherwise(found: Found) -> bool:
     """Whether a result lies in eager as no rows do: a sum has the layout of its first operand."""
     results = (found.nodes[-1], found.kept)
-    return any(not lies_in_order(tensor_of(node)) for node in results if node is not None)
+    values = (tensor_of(node) for node in results if node is not None)
+    return any(not lies_in_order(unwrapped(value)) for value in values)
 
 
 def _lies_unseen(found: Found, linear: Tensor) -> bool:
-    """Whether nobody sees that the chain's results are views of rows, one behind another."""
+    """Whether nobody sees that the chain's results are views of rows, one behind another; within
+    vmap nothing can be run to find that out."""
+    if unwrapped(linear) is not linear:
+        return False
     rows = linear.new_empty((*found.leading, linear.shape[-1]))
     counts = {found.nodes[-1]: len(found.views)}
     if found.kept is not None:
