@@ -95,6 +95,14 @@ CASES = {
         return torch.tanh(self.gn(self.fc(x)))""",
         ["group_norm(4,1e-05)|tanh"],
     ),
+    "one number for all channels": (
+        """
+        factor = y.mean()
+        x = self.fc(x)
+        x = x * factor
+        return self.gn(x)""",
+        ["identity"],
+    ),
     "its width is asked for": (
         """
         h = self.fc(x)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import epinorm
+from epinorm.capture.operands import holds_channels
 
 N = 16
 
@@ -75,6 +76,26 @@ SPELLINGS: dict[str, Callable[..., Tensor]] = {
     "floordiv": lambda s, x: s.gn(s.fc(x)) // 2,
     "matmul": lambda s, x: s.gn(x @ s.fc.weight.T + s.fc.bias),
     "matmul by mT": lambda s, x: s.gn(x @ s.fc.weight.mT + s.fc.bias),
+    "one minus": lambda s, x: s.ln(1 - s.fc(x)),
+    "residual minus": lambda s, x: s.ln(x - s.fc(x)),
+    "residual minus, behind": lambda s, x: x - s.gn(s.fc(x)),
+    "channels minus": lambda s, x: s.ln(s.g - s.fc(x)),
+    "rows minus": lambda s, x: s.ln(x[:1] - s.fc(x)),
+    "sum by alpha": lambda s, x: s.ln(torch.add(x, s.fc(x), alpha=0.5)),
+    "sum by alpha of 0": lambda s, x: s.ln(torch.add(x, s.fc(x), alpha=0)),
+    "difference by alpha": lambda s, x: s.ln(x.sub(s.fc(x), alpha=2)),
+    "rsub by alpha": lambda s, x: s.ln(torch.rsub(s.fc(x), x, alpha=0.5)),
+    "rsub by keywords": lambda s, x: s.ln(torch.rsub(other=x, input=s.fc(x))),
+    "difference of two": lambda s, x: s.ln(s.fc2(x) - s.fc(x)),
+    "minus and both": lambda s, x: (lambda h: s.ln(h) * h)(x - s.fc(x)),
+    "gate": lambda s, x: s.ln(x + s.sc.tanh() * s.fc(x)),
+    "gate of one row": lambda s, x: s.ln(x + s.g[:1].view(1, 1) * s.fc(x)),
+    "gate of x": lambda s, x: s.gn(s.fc(x) * x.mean()),
+    "gate in place": lambda s, x: s.gn(s.fc(x).mul_(s.sc)),
+    "one bias for all": lambda s, x: s.ln(F.linear(x, s.fc.weight) + s.sc),
+    "one less for all": lambda s, x: s.ln(s.fc(x) - s.sc),
+    "gate minus": lambda s, x: s.ln(s.sc - s.fc(x)),
+    "gate of heads": lambda s, x: F.layer_norm((s.fc(x) * s.sc).view(5, 4, 4), (4,)) * s.g[:1],
     "no grad tens": lambda s, x: s.gn(s.fc(x)).detach() * 2,
 }
 
@@ -158,6 +179,23 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "rounded as a difference": lambda s, x: s.ln(
         (lambda h: h + (h.bfloat16().to(h.dtype) - h))(s.fc(x))
     ),
+    "alpha of the other": lambda s, x: s.ln(torch.add(s.fc(x), x, alpha=0.5)),
+    "itself and itself by alpha": lambda s, x: (lambda h: s.ln(torch.add(h, h, alpha=0.5)))(
+        s.fc(x)
+    ),
+    "what it is taken from changes": lambda s, x: (lambda r, h: (r.sub_(h), s.ln(r))[1])(
+        x * 1, s.fc(x)
+    ),
+    "what it was taken from changes later": lambda s, x: (
+        lambda r, h: (lambda d: (r.mul_(2), s.ln(d))[1])(r - h)
+    )(x * 1, s.fc(x)),
+    "a gate that changes later": lambda s, x: (
+        lambda g, h: (lambda d: (g.add_(1), s.ln(d))[1])(h + g)
+    )(s.sc * 1, s.fc(x)),
+    "nothing minus": lambda s, x: s.ln((math.nan - s.fc(x)).nan_to_num()),
+    "a gate of its own": lambda s, x: (lambda h: s.ln(h * h.mean()))(s.fc(x)),
+    "a gate of more dimensions": lambda s, x: s.ln(s.g[:1].view(1, 1, 1) * s.fc(x)),
+    "a gate of another dtype": lambda s, x: s.ln(s.sc.float() * s.fc(x)),
     "another slope at zero": lambda s, x: s.ln(
         (lambda h: torch.maximum(h, 0.01 * h))(F.linear(x, s.fc.weight - s.fc.weight.detach()))
     ),
@@ -175,6 +213,13 @@ def rms(h: Tensor, eps: float) -> Tensor:
 UNFUSED = {
     "transposed rows": "makes columns of its rows|not a pointwise operation",
     "two uses": "used more than once, by relu, ",
+    "alpha of the other": "add is not a pointwise operation",
+    "itself and itself by alpha": "add is not a pointwise operation",
+    "what it was taken from changes later": "mul_ changes a tensor in place",
+    "a gate that changes later": "add_ changes a tensor in place",
+    "a gate of its own": "used more than once, by mean, mul",
+    "a gate of more dimensions": "operands are not broadcast",
+    "a gate of another dtype": "operands are not broadcast",
 }
 
 FUSED_WHOLE = {
@@ -210,6 +255,26 @@ FUSED_WHOLE = {
     "kernelbench 37": "silu|add_channel|group_norm(4,1e-05)",
     "kernelbench 88": "group_norm(4,1e-05)|silu|mul_channel|silu",
     "two outputs": "add_residual|layer_norm(1e-05)|returns(sum)",
+    "rsub": "group_norm(4,1e-05)|scale(-1)|add(1)",
+    "one minus": "scale(-1)|add(1)|layer_norm(1e-05)",
+    "residual minus": "scale(-1)|add_residual|layer_norm(1e-05)",
+    "residual minus, behind": "group_norm(4,1e-05)|scale(-1)|add_residual",
+    "channels minus": "scale(-1)|add_channel|layer_norm(1e-05)",
+    "sum by alpha": "scale(0.5)|add_residual|layer_norm(1e-05)",
+    "difference by alpha": "scale(-2)|add_residual|layer_norm(1e-05)",
+    "rsub by alpha": "scale(-0.5)|add_residual|layer_norm(1e-05)",
+    "rsub by keywords": "scale(-1)|add_residual|layer_norm(1e-05)",
+    "difference of two": "scale(-1)|add_residual|layer_norm(1e-05)",
+    "minus and both": "scale(-1)|add_residual|layer_norm(1e-05)|returns(sum)",
+    "scalar param": "group_norm(4,1e-05)|mul_channel|add_channel",
+    "gate": "mul_channel|add_residual|layer_norm(1e-05)",
+    "gate of one row": "mul_channel|add_residual|layer_norm(1e-05)",
+    "gate of x": "mul_channel|group_norm(4,1e-05)",
+    "gate in place": "mul_channel|group_norm(4,1e-05)",
+    "one bias for all": "layer_norm(1e-05)",
+    "one less for all": "sub_channel|layer_norm(1e-05)",
+    "gate minus": "scale(-1)|add_channel|layer_norm(1e-05)",
+    "gate of heads": "mul_channel|layer_norm(4,1e-05)",
 }
 
 
@@ -275,6 +340,26 @@ def test_chain_text(name: str) -> None:
     assert row.chain == FUSED_WHOLE[name]
 
 
+@pytest.mark.parametrize(
+    "join, fused",
+    [
+        (lambda r, h: r - h, True),
+        (lambda r, h: 1 - h, True),
+        (lambda r, h: torch.add(r, h, alpha=0.3), False),
+        (lambda r, h: torch.sub(r, h, alpha=3), False),
+    ],
+)
+def test_eagers_roundings_of_scaled_sums(join: Callable[..., Tensor], fused: bool) -> None:
+    """Eager rounds a scaled sum once; so does a chain of two operations if the first is exact."""
+    model = make(lambda s, x: s.ln(join(x, s.fc(x)))).to(torch.bfloat16)
+    x = torch.randn(64, N).to(torch.bfloat16)
+    ours = epinorm.fuse(copy.deepcopy(model), strategy="reference", rounding="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), model(x), rtol=0, atol=0)
+    (row,) = epinorm.explain(ours).rows
+    assert row.fused == fused
+
+
 @pytest.mark.parametrize("name", UNFUSED)
 def test_why_not(name: str) -> None:
     (row,) = epinorm.explain(make(SPELLINGS[name]), torch.randn(5, N).double()).rows
@@ -285,3 +370,10 @@ def test_why_not(name: str) -> None:
 @pytest.mark.parametrize("name", ["rms of something else", "rms of the batch", "unbiased variance"])
 def test_what_is_no_norm_is_not_taken_for_one(name: str) -> None:
     assert epinorm.explain(make(SPELLINGS[name]), torch.randn(5, N).double()).rows == ()
+
+
+def test_a_number_on_another_device_is_no_operand() -> None:
+    """As eager lets one be on the CPU beside values on a GPU."""
+    value = torch.empty(2, 3, device="meta")
+    assert holds_channels(torch.tensor(2.0, device="meta"), value, 3, False)
+    assert not holds_channels(torch.tensor(2.0), value, 3, False)

@@ -24,7 +24,7 @@ from epinorm.capture.obstacles import (
     why_columns,
     why_no_step,
 )
-from epinorm.capture.operands import holds_one_each, holds_whole_rows
+from epinorm.capture.operands import holds_channels, holds_one_each, holds_whole_rows
 from epinorm.capture.purity import (
     changed_argument,
     changes,
@@ -39,14 +39,13 @@ from epinorm.capture.spelling import (
     Linear,
     is_cast,
     is_dropout,
-    is_row,
-    is_rows_parts,
     is_view_of_parts,
     is_view_of_rows,
     name_of,
     read_binary,
     read_linear,
     read_pointwise,
+    read_scaled,
     same_shape,
     sizes_of,
 )
@@ -185,6 +184,9 @@ class _Walk:
         binary = read_binary(node, x)
         if binary is not None:
             return self._with_operand(node, x, *binary)
+        scaled = read_scaled(node, x)
+        if scaled is not None and (scaled[0] == -1 or self.rounding == "once"):
+            return self._scaled(node, x, *scaled)
         self.stopped = why_no_step(node, x, self.n, dropout)
         return None
 
@@ -288,13 +290,10 @@ class _Walk:
         value, given = tensor_of(x), tensor_of(other)
         shape = sizes_of(given.shape)
         by_element = Pointwise("mul_element" if kind == "mul" else "add_residual")
-        of_channels = is_row(given, value) or (
-            not self._is_turned and is_rows_parts(given, value, self.n)
-        )
-        if given.dim() <= value.dim() and of_channels:
-            return Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
         if kind == "mul" and self._is_of_each_row(given, value):
             return Step("operand", (node,), Pointwise("mul_row"), other)
+        if holds_channels(given, value, self.n, self._is_turned):
+            return Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
         if kind != "sub" and self._is_broadcast(given, value):
             if kind == "mul" and torch.is_grad_enabled():
                 self.stopped = (
@@ -317,6 +316,13 @@ class _Walk:
             self.stopped = f"{name_of(node)} reads a tensor in the order that heads were turned to"
             return None
         return Step("operand", (node,), by_element, other)
+
+    def _scaled(self, node: fx.Node, x: fx.Node, c: float, other: float | fx.Node) -> Step | None:
+        """The step to ``other + c x``, which eager rounds once; so does -1 as an operation."""
+        if not isinstance(other, fx.Node):
+            return Step("pointwise", (node,), Pointwise("add", (other,)), scaled=c)
+        step = self._with_operand(node, x, "add", other)
+        return None if step is None else replace(step, scaled=c)
 
     def _is_broadcast(self, given: Tensor, value: Tensor) -> bool:
         in_front = all(step.kind in ("pointwise", "operand", "cast") for step in self.steps)

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from epinorm.capture import distributed
 from epinorm.capture.layouts import is_unseen, replayed
 from epinorm.capture.norms import NormRead
-from epinorm.capture.purity import tensor_of, value_of
+from epinorm.capture.operands import lies_in_order
+from epinorm.capture.purity import tensor_of, unwrapped, value_of
 from epinorm.capture.spelling import Linear, arguments
 from epinorm.chain import BatchNorm, Chain, GroupNorm, Rounding
 from epinorm.chain.chain import AUTOCAST_TO_FP32
@@ -30,7 +31,8 @@ class Step:
 
     "turn" puts parts of rows, or what leaves the norm, in another order, as views do. "move" does
     it with rows in front of the norm, which the Linear's x then comes in; "swap" where ``operand``
-    is that x. broadcasts: the operand is expanded to the Linear's result.
+    is that x. scaled: what the value is multiplied by before the operation. broadcasts: the operand
+    is expanded to the Linear's result.
     """
 
     kind: Literal["view", "turn", "move", "cast", "swap", "pointwise", "operand", "norm"]
@@ -39,6 +41,7 @@ class Step:
     operand: fx.Node | None = None
     norm: NormRead | None = None
     broadcasts: bool = False
+    scaled: float | None = None
 
     @property
     def end(self) -> fx.Node:
@@ -123,6 +126,9 @@ def gather(linear: Linear, steps: Iterable[Step], rounding: Rounding, kept_at: i
         if i == kept_at:
             found.kept, found.kept_views = found.nodes[-1], len(found.views)
         found.nodes += step.nodes
+        if step.scaled is not None:
+            (found.post if seen_norm else found.pre).append(Pointwise("scale", (step.scaled,)))
+            found.spelt.append(step.end)
         if step.norm is not None:
             found.norm, found.norm_node, seen_norm = step.norm, step.end, True
         elif step.kind in ("view", "turn"):
@@ -172,7 +178,10 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
         return obstacle
     linear, end = tensor_of(found.linear.nodes[-1]), tensor_of(found.nodes[-1])
     kinds = {step.kind for step in steps}
-    if kinds & {"swap", "move", "turn"} and not _lies_unseen(found, linear):
+    is_moved = bool(kinds & {"swap", "move", "turn"})
+    if (is_moved or _lies_otherwise(found)) and not _lies_unseen(found, linear):
+        if not is_moved:
+            return "its result lies in memory as what it is added to, not as rows, and is so seen"
         what, way_out = "rows are", ""
         if "turn" in kinds:
             what, way_out = "heads are", "; turned behind the norm they are served"
@@ -190,8 +199,18 @@ def unfit(found: Found, steps: Sequence[Step]) -> str | None:
     return _unfit_dtypes(found, steps, values, linear, end)
 
 
+def _lies_otherwise(found: Found) -> bool:
+    """Whether a result lies in eager as no rows do: a sum has the layout of its first operand."""
+    results = (found.nodes[-1], found.kept)
+    values = (tensor_of(node) for node in results if node is not None)
+    return any(not lies_in_order(unwrapped(value)) for value in values)
+
+
 def _lies_unseen(found: Found, linear: Tensor) -> bool:
-    """Whether nobody sees that the chain's results are views of rows, one behind another."""
+    """Whether nobody sees that the chain's results are views of rows, one behind another; within
+    vmap nothing can be run to find that out."""
+    if unwrapped(linear) is not linear:
+        return False
     rows = linear.new_empty((*found.leading, linear.shape[-1]))
     counts = {found.nodes[-1]: len(found.views)}
     if found.kept is not None:

@@ -21,6 +21,7 @@ from epinorm.capture.spelling import (
     read_binary,
     read_linear,
     read_pointwise,
+    read_scaled,
     same_shape,
 )
 
@@ -150,7 +151,7 @@ def _may_pass(node: fx.Node, x: fx.Node) -> bool:
         return False
     if read_pointwise(node, x) is not None or is_dropout(node) is not None:
         return True
-    if read_binary(node, x) is not None or is_cast(node, x):
+    if read_binary(node, x) or read_scaled(node, x) or is_cast(node, x):
         return True
     name, before, after = name_of(node).strip("_"), value_of(x), value_of(node)
     if name in _ELEMENTWISE and before is not None and after is not None:

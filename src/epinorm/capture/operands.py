@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
-from epinorm.capture.spelling import same_shape, sizes_of
+from epinorm.capture.spelling import is_row, is_rows_parts, same_shape, sizes_of
 from epinorm.operator.undisturbed import is_distributed
 
 
@@ -20,15 +21,38 @@ def holds_whole_rows(given: Tensor, value: Tensor) -> bool:
         and not same_shape(given.shape, value.shape)
         and all((isinstance(a, int) and a == 1) or same_shape((a,), (b,)) for a, b in pairs)
         and not is_distributed((given, value))
-        and _lies_in_order(given)
+        and lies_in_order(given)
     )
 
 
-def _lies_in_order(given: Tensor) -> bool:
-    """Whether a sum with it lies as rows do: of a transposed operand it has the layout."""
+def lies_in_order(given: Tensor) -> bool:
+    """Whether its dimensions lie as those of rows; of a transposed operand a sum has the layout."""
     pairs = zip(sizes_of(given.stride()), sizes_of(given.shape), strict=True)
     strides = [stride for stride, size in pairs if size != 1]
     return strides == sorted(strides, reverse=True)
+
+
+def holds_channels(given: Tensor, value: Tensor, n: Any, is_turned: bool) -> bool:
+    """Whether ``given``, of no more dimensions than ``value``, holds a number for each channel of
+    rows of n or of parts of these, or one for all of them. is_turned: the parts' order is another.
+    """
+    return given.dim() <= value.dim() and (
+        is_row(given, value)
+        or (not is_turned and is_rows_parts(given, value, n))
+        or _is_one_for_all(given, value, n)
+    )
+
+
+def _is_one_for_all(given: Tensor, value: Tensor, n: Any) -> bool:
+    """Whether it is one number, such as a gate that is learned, to be repeated for n channels. Of
+    another dtype it would have no say in the result's, as one for each channel has."""
+    return (
+        all(isinstance(size, int) and size == 1 for size in given.shape)
+        and (given.dtype, given.device) == (value.dtype, value.device)  # a number may be elsewhere
+        and isinstance(n, int)
+        and n > 0
+        and not is_distributed((given, value))
+    )
 
 
 def holds_one_each(given: Tensor, value: Tensor) -> bool:

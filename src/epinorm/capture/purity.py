@@ -166,6 +166,11 @@ def storage_of(node: fx.Node) -> int | None:
     value = value_of(node)
     if value is None or value.layout is not torch.strided:
         return None
-    while torch._C._functorch.is_functorch_wrapped_tensor(value):  # of vmap and grad
+    return unwrapped(value).untyped_storage()._cdata
+
+
+def unwrapped(value: Tensor) -> Tensor:
+    """The tensor as it is in memory, where vmap or grad look at it otherwise."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
-    return value.untyped_storage()._cdata
+    return value

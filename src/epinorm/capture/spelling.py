@@ -6,6 +6,7 @@ operators and methods of tensors, in each of their spellings.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -331,6 +332,26 @@ def read_binary(node: fx.Node, x: fx.Node) -> tuple[str, fx.Node] | None:
         return None
     other = right if left is x else left
     return (kind, other) if isinstance(value_of(other), Tensor) else None
+
+
+def read_scaled(node: fx.Node, x: fx.Node) -> tuple[float, float | fx.Node] | None:
+    """c and the number or tensor to which the node adds c x, as ``1 - x`` or ``torch.add(r, x,
+    alpha=c)``; None for anything else, and for what ``read_binary`` reads."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    is_turned = node.target is torch.rsub
+    kind = "sub" if is_turned else _BINARY.get(_base_name(node))
+    operands = _operands_of(node) if kind in ("add", "sub") else None
+    if operands is None or changed_argument(node) is not None:
+        return None
+    *both, alpha = operands
+    left, right = reversed(both) if is_turned else both
+    c = float(-alpha if kind == "sub" else alpha)
+    if right is not x or left is x or c == 1 or not math.isfinite(c):
+        return None
+    if _is_number(left):
+        return (c, float(left)) if left == left and node.all_input_nodes == [x] else None
+    return (c, left) if value_of(left) is not None else None
 
 
 def is_row(given: Tensor, value: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import fx, nn
 from epinorm.capture.chains import Search
 from epinorm.capture.dynamo import run_without_values
 from epinorm.capture.found import Found
-from epinorm.capture.purity import value_of
+from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import is_dropout
 from epinorm.chain import Chain
 from epinorm.chain.pointwise import of_module
@@ -139,6 +139,8 @@ def _chains(reading: _Reading, ends: set[int] | None) -> tuple[list[tuple[Found,
             why = "BatchNorm in training is PyTorch's own"
         elif "row" in found.chain.operand_kinds:
             why = "it multiplies rows by a number each"
+        elif _has_one_for_all(found):
+            why = "one number stands for those of all channels"
         elif not why and ends is not None and span.last not in ends:  # type: ignore[union-attr]
             why = "it ends elsewhere in train() than in eval()"
         if why:
@@ -154,6 +156,13 @@ def _chains(reading: _Reading, ends: set[int] | None) -> tuple[list[tuple[Found,
     spans = [(each, span) for each, span in pairs if isinstance(span, Span)]
     ordered = sorted(spans, key=lambda pair: pair[1].first)
     return ordered, [f"{node.name}: {why}" for node, why in left.items()]
+
+
+def _has_one_for_all(found: Found) -> bool:
+    """Whether a tensor of the chain is repeated for its channels."""
+    tensors = map(value_of, (found.bias, found.norm.weight, found.norm.bias, *found.operands))
+    n = tensor_of(found.linear.nodes[-1]).shape[-1]
+    return any(tensor.numel() < n for tensor in tensors if tensor is not None)
 
 
 def _read_mode(
