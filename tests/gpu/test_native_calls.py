@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -262,8 +263,13 @@ def leaves_nothing(step, early, calls, folder):
             gc.collect()
             before = footprint(folder)
     torch.cuda.synchronize()
-    gc.collect()
-    fixed, blocks, resident = footprint(folder)
+    # The autograd engine's thread lets go of the last step's gradients when it comes to run again.
+    for _ in range(100):
+        gc.collect()
+        fixed, blocks, resident = footprint(folder)
+        if fixed == before[0]:
+            break
+        time.sleep(0.05)
     assert fixed == before[0]
     assert blocks - before[1] <= 2
     assert resident - before[2] <= 2
