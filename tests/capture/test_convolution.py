@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "padding of images": (lambda: Convolved(dims=2, padding=(0, 1)), lambda: image(False)),
     "groups": (lambda: Convolved(groups=4), lambda: torch.rand(B, K, L)),
     "double": (lambda: Convolved().double(), lambda: torch.rand(B, K, L).double()),
-    "two dtypes": (lambda: Mixed(), lambda: torch.rand(B, K, L)),
+    "two dtypes": (Mixed, lambda: torch.rand(B, K, L)),
     "no batch": (Convolved, lambda: torch.rand(K, L)),
     "one channel": (lambda: nn.Conv2d(K, 1, 1), lambda: image(True)),
     "of one channel": (lambda: nn.Conv2d(1, N, 1), lambda: image(True)[:, :1]),
@@ -139,16 +139,20 @@ def test_under_autocast_it_stays() -> None:
     assert not epinorm.explain(fused).linears
 
 
+def results_of(a: nn.Module, b: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What both compute of x, and their gradients, of x first, in pairs."""
+    found = []
+    for model in (a, b):
+        given = x.clone().requires_grad_()
+        y = model(given)
+        found.append((y, *torch.autograd.grad(y.square().sum(), (given, *model.parameters()))))
+    return zip(*found, strict=True)
+
+
 def test_where_it_does_not_pay_it_is_eagers_bit_for_bit() -> None:
     model, x = Convolved(F.gelu, dims=2), image(True)
     fused = epinorm.fuse(copy.deepcopy(model))
-    results = []
-    for m in (fused, model):
-        given = x.clone().requires_grad_()
-        y = m(given)
-        y.square().sum().backward()
-        results.append((y, given.grad, *(p.grad for p in m.parameters())))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for a, b in results_of(fused, model, x))
     assert not epinorm.explain(fused).linears
 
 
@@ -459,13 +463,7 @@ def test_in_16_bit_it_is_what_the_linear_computes(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, x = Convolved(F.gelu, dims=2).to(dtype), image(True).to(dtype)
     fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
-    gradients = []
-    for m in (model, fused):
-        given = x.clone().requires_grad_()
-        y = m(given)
-        y.square().sum().backward()
-        gradients.append((y, given.grad, *(p.grad for p in m.parameters())))
-    for eager, ours in zip(*gradients, strict=True):
+    for ours, eager in results_of(fused, model, x):
         assert eager.stride() == ours.stride()
         assert relative_error(ours, eager) < torch.finfo(dtype).eps
     assert [row.chain for row in epinorm.explain(fused).linears] == ["gelu"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epinorm.backends.cuda.plan import costs
+from epinorm.backends.cuda.plan import costs, portable
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan import strategy as cuda_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile, shared_bytes
@@ -357,6 +357,21 @@ def test_no_library_product_is_estimated_above_the_rate_of_all_multiprocessors(l
     problem = problem_of(kind="highest", m=128, k=length, channels=16384, groups=1)
     fastest = 2.0 * problem.m * problem.k * problem.n / costs.FLOPS["highest"]
     assert costs.library_product(problem) >= fastest
+
+
+@pytest.mark.parametrize(("k", "n", "measured"), [(256, 64, 51), (64, 256, 44)])
+def test_long_sums_of_few_tiles_take_what_memory_takes(k, n, measured, hopper):
+    """dW of 100,352 rows in TF32, measured on an H200. Nothing was elsewhere, where arithmetic stays
+    the limit, as it does of wide ones."""
+    long = problem_of(kind="high", m=100_352, k=k, channels=n, groups=1)
+    assert costs.library_product(long, "dW") == pytest.approx(measured, rel=0.25)
+    wide = problem_of(kind="high", m=16_384, k=4096, channels=4096, groups=1)
+    for capability, rate in (
+        ((9, 0), costs.FLOPS["high"] * costs.DW_SHARE["high"]),
+        ((8, 0), portable.library_flops(wide, Gpu((8, 0), SMS, SHARED_LIMIT, SHARED_LIMIT))),
+    ):
+        hopper(*capability)
+        assert costs.library_product(wide, "dW") >= 2.0 * wide.m * wide.k * wide.n / rate
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])

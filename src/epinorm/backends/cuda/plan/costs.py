@@ -6,6 +6,7 @@ ones (portable.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -73,26 +74,27 @@ def library_product(problem: Problem, of: Literal["y", "dX", "dW"] = "y") -> flo
     gpu, size = gpu_of(problem.device), problem.dtype.itemsize
     m, k, n = problem.m, problem.k, problem.n
     kind = "highest" if problem.dtype == torch.float64 else problem.precision
+    moved = size * (m * k + n * k + m * n) / _bytes(gpu)
     if gpu.capability != HOPPER:
         arithmetic = 2.0 * m * k * n / portable_plan.library_flops(problem, gpu)
     else:
         sizes = {"y": (m, n, k), "dX": (m, k, n), "dW": (n, k, m)}[of]
-        arithmetic = _arithmetic(*sizes, kind, of == "dW", gpu)
-    moved = size * (m * k + n * k + m * n) / _bytes(gpu)
-    if of == "dW" and _is_long(problem):
-        whole = 2.0 * m * k * n / (FLOPS[kind] * DW_SHARE[kind])
-        return PRODUCT_LAUNCH + max(min(arithmetic, LONG_DW * moved), moved, whole)
+        most = LONG_DW * moved if of == "dW" and _is_long(problem, gpu) else math.inf
+        arithmetic = _arithmetic(*sizes, kind, of == "dW", gpu, most)
     return PRODUCT_LAUNCH + max(arithmetic, moved)
 
 
-def _is_long(problem: Problem) -> bool:
-    return problem.precision == "high" and problem.m >= LONG_SUM
+def _is_long(problem: Problem, gpu: Gpu) -> bool:
+    """Whether `LONG_SUM` says what such a step takes: it was measured on Hopper."""
+    high = problem.precision == "high" and gpu.capability == HOPPER
+    return high and problem.m >= LONG_SUM
 
 
 def _arithmetic(
-    rows: int, columns: int, length: int, kind: str, of_weight: bool, gpu: Gpu
+    rows: int, columns: int, length: int, kind: str, of_weight: bool, gpu: Gpu, most: float
 ) -> float:
-    """By whole rounds of tiles; a single row or column is left to kernels that memory rules."""
+    """By whole rounds of tiles, of which ``most`` is the longest that they may take; a single row
+    or column is left to kernels that memory rules."""
     if min(rows, columns) == 1:
         return 0.0
     if kind == "highest" and rows <= FEW_ROWS:
@@ -111,7 +113,7 @@ def _arithmetic(
             gain = max(gain, (length / SPLIT_LENGTH) ** SPLIT_GAIN)
         found.append(padded / (rate * share * gain))
     # Splitting sums fills the GPU; it does not outrun it.
-    return max(min(found), 2.0 * rows * columns * length / rate)
+    return max(min(*found, most), 2.0 * rows * columns * length / rate)
 
 
 def _split_gain(tiles: int, length: int, shortest: int, gpu: Gpu) -> float:
@@ -159,7 +161,7 @@ def eager(problem: Problem) -> float:
     chain, total = problem.chain, library_product(problem)
     if problem.training:
         total += library_product(problem, "dX") + library_product(problem, "dW")
-        bias = LONG_BIAS if _is_long(problem) else 1.0
+        bias = LONG_BIAS if _is_long(problem, gpu_of(problem.device)) else 1.0
         total += passes(problem, bias) if problem.has_bias else 0.0
     return total + eager_layers(problem, (*chain.pre, *chain.post))
 
