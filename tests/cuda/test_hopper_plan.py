@@ -361,8 +361,8 @@ def test_no_library_product_is_estimated_above_the_rate_of_all_multiprocessors(l
 
 @pytest.mark.parametrize(("k", "n", "measured"), [(256, 64, 51), (64, 256, 44)])
 def test_long_sums_of_few_tiles_take_what_memory_takes(k, n, measured, hopper):
-    """dW of 100,352 rows in TF32, measured on an H200. Nothing was elsewhere, where arithmetic stays
-    the limit, as it does of wide ones."""
+    """dW of 100,352 rows in TF32, measured on an H200. Nothing was elsewhere, where arithmetic is
+    the limit, as it is of wide ones."""
     long = problem_of(kind="high", m=100_352, k=k, channels=n, groups=1)
     assert costs.library_product(long, "dW") == pytest.approx(measured, rel=0.25)
     wide = problem_of(kind="high", m=16_384, k=4096, channels=4096, groups=1)
