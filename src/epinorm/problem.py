@@ -43,7 +43,8 @@ class Problem:
     converted (``epinorm.prepack``), so that the plan need not count that.
     ``whole_step``: the backward pass follows in this process, and gets from the forward pass what
     is no output of the operators too. ``spends_x``: nobody reads x after the forward pass, whose
-    memory may be overwritten by it; in inference alone.
+    memory may be overwritten by it; in inference alone. ``column_moments``: what enters the norm
+    is the y of a product that leaves moments of its columns too, where its kernel can.
     """
 
     chain: Chain
@@ -62,6 +63,7 @@ class Problem:
     prepacked: bool = False
     whole_step: bool = False
     spends_x: bool = False
+    column_moments: bool = False
 
     @property
     def groups(self) -> int:

@@ -83,11 +83,11 @@ class BatchKernels:
         return batch_forward.JOIN_SIGNATURE
 
     def compute_batch_join(self, source: Any, partial: int, *arguments: Any) -> None:
-        problem = source[0]
-        parts, rows, columns, mean, rstd, statistics = arguments
-        assert parts >= 1
+        problem, of_product = source[0], len(source) > 3 and source[3]
+        parts, z, stride, bias, rows, columns, mean, rstd, statistics = arguments
+        assert parts == -(-rows // 64) if of_product else parts >= 1
         assert (rows, columns) == (problem.m, problem.n)
-        (entering,) = self.sums.pop(partial)
+        (entering,) = [self._z(problem, z, stride, bias)] if of_product else self.sums.pop(partial)
         biased, means = torch.var_mean(entering, 0, correction=0)
         for at, values in (
             (mean, means),

@@ -13,7 +13,10 @@ import torch
 from on_host import HostKernel
 from torch import Tensor
 
+from epinorm.backends.cuda.fp32.rescue import rescue_source
+from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
 from epinorm.backends.cuda.norm import backward, batch_backward, batch_forward
+from epinorm.backends.cuda.plan.hopper import choose_tile, instance_for
 from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_batch import (
     backward_tile,
@@ -22,6 +25,7 @@ from epinorm.backends.cuda.plan.norm_batch import (
     statistics_tile,
 )
 from epinorm.backends.cuda.plan.norm_tile import vector_width
+from epinorm.backends.cuda.plan.planes import product_of
 from epinorm.backends.cuda.runtime.jit import compiled
 from epinorm.chain import Chain
 from epinorm.chain.pointwise import DEFINITIONS
@@ -74,6 +78,7 @@ def test_they_compile_without_spills(i: int) -> None:
         for source in (
             batch_forward.statistics_source(problem, first, arch),
             batch_forward.join_source(problem, first, arch),
+            *[batch_forward.join_source(problem, first, arch, True)] * splits,
             batch_forward.forward_source(problem, forward_tile(problem, vector), arch),
             batch_backward.sums_source(problem, True, False, arch),
             *(
@@ -83,6 +88,25 @@ def test_they_compile_without_spills(i: int) -> None:
         ):
             result = compiled(source)
             assert (result.spill_bytes, result.stack_bytes) == (0, 0), (source.entry, result.log)
+
+
+@pytest.mark.usefixtures("kept_figures")
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("m, k, n", [(1024, 512, 512), (16384, 4096, 4096), (65536, 256, 256)])
+def test_products_that_leave_moments_compile_without_spills(
+    m: int, k: int, n: int, precision: Any
+) -> None:
+    facts = {"m": m, "k": k, "precision": precision, "device": torch.device("cuda", 0)}
+    problem = product_of(dataclasses.replace(problem_of(RELU, m, n, F32), **facts))
+    assert problem.column_moments
+    tile = choose_tile(problem, 132)
+    assert tile is not None
+    for source in (
+        linear_norm_source(instance_for(problem, tile)),
+        rescue_source(problem, True, "sm_90a"),
+    ):
+        result = compiled(source)
+        assert (result.spill_bytes, result.stack_bytes) == (0, 0), (source.entry, result.log)
 
 
 @pytest.fixture
@@ -195,6 +219,33 @@ def test_hard_columns_stay_by_themselves(host: None) -> None:
         assert after[:, 5:7].isnan().all()
         for column in (*range(5), *range(7, 60)):
             assert torch.equal(before[:, column], after[:, column])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_moments_that_the_product_left_are_joined(has_bias: bool, host: None) -> None:
+    """Parts of 64 rows, the last one shorter; those marked by the range guard are found again."""
+    torch.manual_seed(0)
+    problem = problem_of(RELU, 64 * 41 + 7, 36, F32, has_bias=has_bias)
+    problem = dataclasses.replace(problem, device=torch.device("cpu"))
+    z, _, inputs = tensors_of(problem)
+    z[:, 3] += 100
+    parts = [
+        torch.stack([part.mean(0), (part - part.mean(0)).square().sum(0)]) for part in z.split(64)
+    ]
+    moments = torch.stack(parts)
+    moments[0, 0, 5] = moments[41, 0, 6] = moments[:, 0, 7] = math.nan
+    moments[0, 1, 5] = 1e9
+    run = batch_forward.BatchForward(problem).bind(problem.n, (problem.m, problem.n))
+    kept = run(z, *inputs[2:5], (), (), moments)
+    given = z.double() if inputs.bias is None else z.double() + inputs.bias.double()
+    variance, mean = torch.var_mean(given, 0, correction=1)
+    assert kept.second is not None
+    torch.testing.assert_close(
+        kept.second.double(), torch.stack([mean, variance]), rtol=3e-7, atol=3e-7
+    )
+    (truth, _, *_) = by_pytorch(problem, z, z, inputs, F64)
+    torch.testing.assert_close(kept.y.double(), truth, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.slow

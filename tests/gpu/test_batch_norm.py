@@ -273,6 +273,47 @@ def step_errors(
     return errors
 
 
+@pytest.mark.parametrize("kind", ["highest", "high"])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_the_range_guard_changes_is_in_the_statistics(training: bool, kind: str) -> None:
+    """Rows of x and of W that planes do not hold, beside moments from the product's epilogue."""
+    torch.set_float32_matmul_precision(kind)
+    m, k, n, text = 1000, 256, 320, "batch_norm(1e-05)|gelu"
+    leaves, dy = leaves_of(m, k, n, text, torch.float32), torch.randn(m, n, device="cuda")
+    with torch.no_grad():
+        x, w = leaves[:2]
+        for row in (0, 63, 64, 500, 999):
+            x[row, 3:120] *= 2.0**-40
+        w[7, ::2] *= 2.0**-40
+        w[8] *= 2.0**-130
+        w[319, 5:200] *= 2.0**-45
+        x[17, 0] = 2.0**20
+    caller = Caller(text, "planes")
+    for _ in range(4):
+        with torch.set_grad_enabled(training):
+            found = caller(*leaves[:5], ())
+    plain, truth = (eager_step(leaves, text, dy, kind) for kind in (None, torch.float64))
+    for ours, eager, true in zip(found, plain, truth, strict=False):
+        for column in (7, 8, 319, 0, 100):
+            error, of_eager = (
+                relative_error(t[..., column], true[..., column]) for t in (ours.detach(), eager)
+            )
+            assert error <= 3 * of_eager + 1e-6 + 2e-3 * (kind == "high"), (column, error, of_eager)
+
+
+def test_nan_and_inf_stay_in_their_columns() -> None:
+    torch.set_float32_matmul_precision("highest")
+    leaves = leaves_of(1000, 256, 320, RELU, torch.float32)
+    with torch.no_grad():
+        clean = Caller(RELU, "planes")(*leaves[:5], ())
+        leaves[1][3, 5], leaves[1][200, 0] = math.nan, math.inf
+        y, statistics = Caller(RELU, "planes")(*leaves[:5], ())
+    assert y[:, [3, 200]].isnan().all()
+    rest = [i for i in range(320) if i not in (3, 200)]
+    assert torch.equal(bits(y[:, rest]), bits(clean[0][:, rest]))
+    assert torch.equal(bits(statistics[:, rest]), bits(clean[1][:, rest]))
+
+
 class Net(nn.Module):
     def __init__(self, width: int = 256) -> None:
         super().__init__()

@@ -249,15 +249,19 @@ def _planes(problem: Problem, core: Core, layout: Layout) -> Bound:
     multiply = single.bind(product_of(problem), core, layout, problem)
     normalise = _normalising(rest_of(problem)).bind(problem.n, layout.y_size, _y_over_z(problem))
 
+    def normalised(made: Forward, *rest: Any) -> Forward:
+        moments = (made.mean,) if made.mean.numel() else ()
+        return normalise(made.y, *rest, *moments)
+
     def run(inputs: Inputs) -> Forward:
         x, weight, bias, norm_weight, norm_bias, operands, constants = inputs
         if keeps_z:
             made = multiply(Inputs(x, weight, None, None, None, ()))
-            return _with_left(normalise(made.y, *inputs[2:]), made)
+            return _with_left(normalised(made, *inputs[2:]), made)
         before = operands[:of_pre], constants[:constants_of_pre]
         behind = operands[of_pre:], constants[constants_of_pre:]
         made = multiply(Inputs(x, weight, bias, None, None, *before))
-        out = normalise(made.y, None, norm_weight, norm_bias, *behind)
+        out = normalised(made, None, norm_weight, norm_bias, *behind)
         if not returns_sum:
             return out
         return _with_left(Forward(out.y, made.z, out.mean, out.rstd, made.y), made)

@@ -16,7 +16,8 @@
 // kColumns of it; kAligned (every row of x and w begins at a multiple of 16 bytes);
 // kGroup, the columns of a group; kHasBias, kHasGamma, kHasBeta; kSaveForBackward (z or, with kKeepsSum, what enters
 // the norm is written), kKeepStatistics (mean and rstd are); kProduct, where the product is: kNowhere, kInZ
-// or kInY; kFlagsLate (the previous kernel writes flags); CHAIN_PARAMETERS, OPERAND_LIST,
+// or kInY; kFlagsLate (the previous kernel writes flags); kMomentRows: 0, or of how many rows of y the product
+// left a column's moments in `mean` (gemm/column_moments.cuh); CHAIN_PARAMETERS, OPERAND_LIST,
 // STRIDE_LIST, CONSTANT_LIST.
 #include "common/dependent.cuh"
 #include "common/numeric.cuh"
@@ -176,6 +177,9 @@ EPINORM_FUNCTION void finish(float* tile, const GroupSelection& selection, Range
       values[i] = chain::pre_apply<float>(e.constants, kHasBias ? z + e.bias[column + i] : z, t);
       if (kSaveForBackward) e.z[at + i] = kKeepsSum ? values[i] : z;
       if (!chain::kNormalises) e.y[at + i] = values[i];
+      // Whoever reads the moments computes those again that are NaN.
+      if constexpr (kMomentRows > 0)
+        e.mean[row / max(kMomentRows, 1) * 2ll * e.n + column + i] = __uint_as_float(0x7fffffff);
       sum += values[i];
     }
     if constexpr (!chain::kNormalises) continue;

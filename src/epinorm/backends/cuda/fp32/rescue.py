@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from epinorm.backends.cuda.norm.text import chain_signature
+from epinorm.backends.cuda.plan.norm_batch import MOMENT_ROWS
 from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP, WIDEST_TILE
 from epinorm.backends.cuda.runtime.device import arch_of, max_shared_bytes, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
@@ -204,6 +205,7 @@ def rescue_source(
         "kKeepStatistics": problem.keeps_statistics,
         "kProduct": _product_in(problem) if tile.parts == 1 else 0,
         "kFlagsLate": flags_late,
+        "kMomentRows": MOMENT_ROWS * problem.column_moments,
         **({"kPlanes": problem.planes} if spent else {}),
     }
     count = len(problem.chain.operand_kinds)

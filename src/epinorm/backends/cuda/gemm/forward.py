@@ -97,6 +97,7 @@ class SingleForward:
             return None
         if not planes_taken(problem, True, True, self.core)[0]:
             return None
+        problem = ordinary.problem  # without what its kernel cannot do
         if isinstance(ordinary, _Converting):
             return _Converting(problem, ordinary.tile, leaves=True)
         return _Split(problem, ordinary.kernel, True, self.weight_waits)
@@ -120,6 +121,8 @@ def launch_with(problem: Problem, tile: Tile, layout: Layout) -> Bound:
 
 def _launch_with(problem: Problem, tile: Tile | PortableTile, prepacked: bool = False) -> _Launch:
     kernel: LinearNorm
+    if isinstance(tile, PortableTile) or tile.converts:
+        problem = replace(problem, column_moments=False)
     if isinstance(tile, PortableTile):
         kernel = PortableLinearNorm(problem, tile)
     elif tile.converts:
@@ -167,7 +170,7 @@ class _Direct(Launch):
         sizes, chain_arguments, problem = self.sizes, self.constants, self.problem
         readable = self.kernel.readable
         keeps_matrix = problem.matrix_dtype is not None
-        keeps_statistics = problem.keeps_statistics
+        keeps_statistics = problem.keeps_statistics or problem.column_moments
         held, y_matrix, rounded = self.kernel.held, sizes[:2], self.rounded
         stride = w_stride if rounded is None else rounded.padded
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from epinorm.backends.cuda.plan.norm_batch import MOMENT_ROWS
+from epinorm.backends.cuda.plan.norm_tile import ceil_div
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.text.chain_text import ChainArguments
 from epinorm.problem import Forward, Inputs, Problem
@@ -103,10 +105,14 @@ class Launch:
         self.constants = ChainArguments(problem.chain, torch.float32)
 
     def outputs(self, y_size: tuple[int, ...]) -> Callable[[], Forward]:
-        """A function that makes what a call returns, not filled in."""
+        """A function that makes what a call returns, not filled in; moments in the mean's place."""
         problem, device = self.problem, self.problem.device
         new_y = new_tensor(y_size, problem.out_dtype, device)
         nothing = torch.empty((0,), dtype=torch.float32, device=device)
+        if problem.column_moments:
+            parts = ceil_div(problem.m, MOMENT_ROWS)
+            new_moments = new_tensor((parts, 2, problem.n), torch.float32, device)
+            return lambda: Forward(new_y(), nothing, new_moments(), nothing)
         if problem.matrix_dtype is None:
             return lambda: Forward(new_y(), nothing, nothing, nothing)
         new_matrix = new_tensor((problem.m, problem.n), problem.matrix_dtype, device)

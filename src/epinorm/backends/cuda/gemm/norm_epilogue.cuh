@@ -3,6 +3,9 @@
 #pragma once
 #include "gemm/epilogue_prelude.cuh"
 #include "gemm/epilogue_values.cuh"
+#ifdef LEAVES_MOMENTS
+#include "gemm/column_moments.cuh"
+#endif
 
 // Means and rstds go to memory through the warp's buffer too, kBatchGroups groups of 16 rows at a time:
 // the lanes that have them would store 4 bytes to each of 8 rows.
@@ -179,7 +182,13 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
       normalise_segment(v, e, vectors, group_sum, buffer, warp_row, first_column, segment);
   }
   OperandsAtStore<Store::kPartColumns> parts(e, buffer, warp_row, first_column, held);
-  Store::store(e.y, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
+#ifdef LEAVES_MOMENTS
+  static_assert(!chain::kNormalises && kAlignedRows, "");
+  StoredMoments<Store> inspect(warp_row, e.m);
+#else
+  const NoInspection inspect;
+#endif
+  const auto prepare = [&](int part) {
     parts.take(part, part == Store::kParts - 1);
 #pragma unroll
     for (int i = 0; i < kPartChunks; ++i)
@@ -187,7 +196,11 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
         finish_chunk(v, e, vectors, parts, i, row, first_column, part * kPartChunks + i);
       else
         begin_chunk(v, e, vectors, parts, i, row, first_column, part * kPartChunks + i);
-  });
+  };
+  Store::store(e.y, buffer, v, warp_row, first_column, e.m, e.n, prepare, inspect);
+#ifdef LEAVES_MOMENTS
+  inspect.store(e.mean, buffer, warp_row, first_column, e.m, e.n, 1 + threadIdx.x / kWarpgroupThreads);
+#endif
   if constexpr (!kReadsBefore) held.release();
 }
 

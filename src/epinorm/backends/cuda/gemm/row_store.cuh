@@ -128,6 +128,10 @@ __device__ __forceinline__ void copy_number(u16* to, u32 address) {
 }
 __device__ __forceinline__ void copy_number(float* to, u32 address) { *to = load_shared(address); }
 
+struct NoInspection {
+  __device__ __forceinline__ void operator()(int, u32) const {}
+};
+
 // A warp's 16 rows of a tile of kColumns columns, written in parts of at most a line each. kAligned:
 // rows of the matrix start on 16 bytes; else numbers are stored one by one.
 template <class Type, int kColumns, bool kAligned>
@@ -146,11 +150,12 @@ struct RowStore {
   static constexpr bool kReadAhead = kSize == 2;
 
   // Writes the rows from `row` on of a contiguous matrix (m, n); `column` is the tile's first.
-  // prepare(part) computes the values of a part just before it is written.
-  template <int kCount, class Prepare>
+  // prepare(part) computes the values of a part just before it is written; inspect(part, buffer) reads
+  // them in the buffer, of aligned rows.
+  template <int kCount, class Prepare, class Inspect = NoInspection>
   static __device__ __forceinline__ void store(Storage* matrix, u32 buffer,
                                                const float (&values)[kCount], int row, int column,
-                                               int m, int n, Prepare prepare) {
+                                               int m, int n, Prepare prepare, Inspect&& inspect = {}) {
     uint4 ahead[kPasses];  // this lane's units of the part before
     Storage* to = nullptr;
     int rows_left = 0;  // from the lane's first on; none for a lane that stores nothing
@@ -182,6 +187,7 @@ struct RowStore {
         else if (at_row < rows_left)
           store_line_unit(at, bits);
       }
+      inspect(part, buffer);
       __syncwarp();
     }
     if (kAligned && kReadAhead) write_units(to, ahead, rows_left, n);

@@ -1,7 +1,8 @@
 """BatchNorm's kernels, forward: z → y, the batch's statistics and, in training, mean and rstd.
 
 Three launches: each block's statistics of its rows, all of them joined, and the pass that applies
-them. The second read of z is what a norm over columns costs.
+them. The second read of z is what a norm over columns costs. Where the product left moments of z's
+columns (gemm/column_moments.cuh), it is the only one, and two launches do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from epinorm.backends.cuda.norm.text import (
     parameters_at,
 )
 from epinorm.backends.cuda.plan.norm_batch import (
+    MOMENT_ROWS,
     STATISTICS_BLOCKS,
     forward_tile,
     narrowed,
@@ -41,8 +43,8 @@ from epinorm.problem import Forward, Problem
 STATISTICS_SIGNATURE = "plpp" + "li"
 """z and its row stride, bias, partial statistics; rows, groups. Then the operands and constants of
 what stands before the norm."""
-JOIN_SIGNATURE = "pill" + "ppp"
-"""Partial statistics, how many, M, N; mean, rstd, statistics."""
+JOIN_SIGNATURE = "pi" + "plp" + "ll" + "ppp"
+"""Partial statistics, how many; z and its row stride, bias; M, N; mean, rstd, statistics."""
 SIGNATURE = "pl" + "pppppp" + "li"
 """z and its row stride, bias, gamma, beta, y, mean, rstd, rows, groups. Then the operands and the
 chain's constants."""
@@ -66,10 +68,15 @@ def statistics_source(problem: Problem, tile: NormTile, arch: str) -> KernelSour
     return KernelSource("batch_statistics", text, arch)
 
 
-def join_source(problem: Problem, tile: NormTile, arch: str) -> KernelSource:
-    """The kernel that joins them; tile: of the first one."""
-    alone = replace(_entering(problem), chain=Chain(problem.chain.norm), has_bias=False)
-    more = {"kStatisticsRows": tile.rows_per_pass}
+def join_source(
+    problem: Problem, tile: NormTile, arch: str, of_product: bool = False
+) -> KernelSource:
+    """The kernel that joins them; tile: of the first one; of_product: moments of z, which the
+    product left."""
+    has_bias = of_product and problem.has_bias
+    alone = replace(_entering(problem), chain=Chain(problem.chain.norm), has_bias=has_bias)
+    rows = MOMENT_ROWS * of_product
+    more = {"kStatisticsRows": tile.rows_per_pass, "kMomentRows": rows}
     return KernelSource("batch_join", norm_text("norm/batch_join", alone, tile, more), arch)
 
 
@@ -86,12 +93,12 @@ class BatchForward:
         self.channels = problem.n // problem.groups
         self.itemsize = problem.dtype.itemsize
         self.widest = narrowed(vector_width(self.channels, self.itemsize, ()))
-        self.launches: dict[int, _Launches] = {}
+        self.launches: dict[tuple[int, bool], _Launches] = {}
 
     def bind(
         self, z_stride: int, z_size: tuple[int, ...], over_z: bool = False
     ) -> Callable[..., Forward]:
-        """As ``NormForward.bind``."""
+        """As ``NormForward.bind``; the function may be given moments (of rows, 2, N) of z too."""
         problem, channels, itemsize = self.problem, self.channels, self.itemsize
         n, stats, device, launches = problem.n, problem.stats_dtype, problem.device, self.launches
         new_y = None if over_z else new_tensor(z_size, problem.out_dtype, device)
@@ -108,6 +115,7 @@ class BatchForward:
             beta: Tensor | None,
             operands: Sequence[Tensor],
             constants: tuple[float, ...] = (),
+            moments: Tensor | None = None,
         ) -> Forward:
             parameters = parameters_at(bias, gamma, beta)
             given, aligned = matrix_arguments(operands) if operands else ([], 0)
@@ -116,12 +124,13 @@ class BatchForward:
             if aligned % LARGEST_ACCESS_BYTES:
                 tensors = (z, bias, gamma, beta, *operands)
                 vector = narrowed(vector_width(channels, itemsize, tensors))
-            launch = launches.get(vector)
+            kind = vector, moments is not None
+            launch = launches.get(kind)
             if launch is None:
-                launch = launches[vector] = _Launches(problem, vector, z.device)
+                launch = launches[kind] = _Launches(problem, vector, z.device, kind[1])
             y = z if new_y is None else new_y()
             mean, rstd, statistics = new_of_columns(), new_of_columns(), new_statistics()
-            launch(z, z_stride, parameters, y, (mean, rstd, statistics), given, constants)
+            launch(z, z_stride, parameters, y, (mean, rstd, statistics), given, constants, moments)
             if problem.training:
                 return Forward(y, z, mean, rstd, statistics)
             return Forward(y, no_z, nothing, nothing, statistics)
@@ -130,9 +139,12 @@ class BatchForward:
 
 
 class _Launches:
-    """The three kernels of one problem and vector width, ready to launch."""
+    """The kernels of one problem and vector width, ready to launch: three, or, of_product, the last
+    two."""
 
-    def __init__(self, problem: Problem, vector: int, device: torch.device) -> None:
+    def __init__(
+        self, problem: Problem, vector: int, device: torch.device, of_product: bool
+    ) -> None:
         arch, sms, early = arch_of(device), sm_count(device), starts_early(device)
         self.m, self.n, self.groups = problem.m, problem.n, problem.groups
         entering, side = _entering(problem), strips(problem, vector)
@@ -142,17 +154,18 @@ class _Launches:
         self.all = ChainArguments(problem.chain, problem.stats_dtype)
 
         tile = statistics_tile(entering, vector)
-        first = load(statistics_source(problem, tile, arch), device)
-        resident = min(first.blocks_per_sm(tile.threads), STATISTICS_BLOCKS) * sms
-        passes = ceil_div(problem.m, tile.rows_per_pass)
-        self.parts = max(1, min(passes, resident // side, LARGEST_GRID_Y))
-        self.new_partial = new_tensor((self.parts, 2, problem.n), problem.stats_dtype, device)
-        self.statistics = first.prepare(
-            STATISTICS_SIGNATURE + chain_signature(entering),
-            *((side, self.parts), tile.threads),
-            dependent=early,
-        )
-        join = load(join_source(problem, tile, arch), device)
+        if not of_product:
+            first = load(statistics_source(problem, tile, arch), device)
+            resident = min(first.blocks_per_sm(tile.threads), STATISTICS_BLOCKS) * sms
+            passes = ceil_div(problem.m, tile.rows_per_pass)
+            parts = max(1, min(passes, resident // side, LARGEST_GRID_Y))
+            self.new_partial = new_tensor((parts, 2, problem.n), problem.stats_dtype, device)
+            self.statistics = first.prepare(
+                STATISTICS_SIGNATURE + chain_signature(entering),
+                *((side, parts), tile.threads),
+                dependent=early,
+            )
+        join = load(join_source(problem, tile, arch, of_product), device)
         grid = ceil_div(problem.n, JOIN_COLUMNS)
         self.join = join.prepare(JOIN_SIGNATURE, grid, JOIN_THREADS, dependent=early)
 
@@ -173,17 +186,21 @@ class _Launches:
         made: tuple[Tensor, Tensor, Tensor],
         given: list[int],
         constants: tuple[float, ...],
+        moments: Tensor | None,
     ) -> None:
-        """Launch; made: mean, rstd and statistics; given: the operands' arguments."""
-        partial = self.new_partial()
-        z_at, at = z.data_ptr(), partial.data_ptr()
+        """Launch; made: mean, rstd and statistics; given: the operands' arguments; moments: of z's
+        columns."""
+        z_at, bias = z.data_ptr(), parameters[0]
         mean, rstd, statistics = (t.data_ptr() for t in made)
-        self.statistics(
-            *(z_at, z_stride, parameters[0], at, self.m, self.groups),
-            *given[: self.operands],
-            *self.before(constants[: self.constants]),
-        )
-        self.join(at, self.parts, self.m, self.n, mean, rstd, statistics)
+        partial = self.new_partial() if moments is None else moments
+        at, parts = partial.data_ptr(), partial.shape[0]
+        if moments is None:
+            self.statistics(
+                *(z_at, z_stride, bias, at, self.m, self.groups),
+                *given[: self.operands],
+                *self.before(constants[: self.constants]),
+            )
+        self.join(at, parts, z_at, z_stride, bias, self.m, self.n, mean, rstd, statistics)
         self.apply(
             *(z_at, z_stride, *parameters, y.data_ptr(), mean, rstd, self.m, self.groups),
             *given,

@@ -12,7 +12,7 @@ constexpr int kWarpsX = 1, kWarpsY = 1, kMinBlocksPerSm = 1;
 constexpr int kCacheAffine = 1, kPrefetch = 0, kAddsBias = 1, kHasGamma = 1, kHasBeta = 1;
 constexpr int kKeepStatistics = 1, kWritesSum = 0, kCached = 0;
 constexpr int kSumsGiven = 0, kEveryGroup = 0, kRaggedRows = 0;
-constexpr int kFinishes = 1, kStatisticsRows = 8;
+constexpr int kFinishes = 1, kStatisticsRows = 8, kMomentRows = 64;
 constexpr int kSumGamma = 0, kSumBeta = 1, kSumBias = 2, kSums = 3;
 constexpr int kWriteDz = 1, kRowLargest = 1, kColumnLargest = 1;
 constexpr int kStrips = 1, kStreams = 2, kStages = 2;

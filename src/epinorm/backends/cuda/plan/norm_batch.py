@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from epinorm.backends.cuda.plan.norm_backward import Outputs
-from epinorm.backends.cuda.plan.norm_tile import NARROW, WARP, NormTile, ceil_div, vector_width
+from epinorm.backends.cuda.plan.norm_tile import (
+    LARGEST_ACCESS_BYTES,
+    NARROW,
+    WARP,
+    NormTile,
+    ceil_div,
+    vector_width,
+)
 from epinorm.problem import Buffer, Problem, Step
 
 BLOCK_WARPS = 8
@@ -17,6 +26,17 @@ STATISTICS_ROWS, FORWARD_ROWS = 8, 4
 a multiprocessor, where memory's rate times its latency takes 25."""
 STATISTICS_BLOCKS = 3
 """Of a multiprocessor, at most: each leaves a part, which all wait for."""
+
+
+MOMENT_ROWS = 64
+"""Of which the product leaves a column's mean and squares around it (gemm/column_moments.cuh)."""
+
+
+def may_find_moments(problem: Problem) -> bool:
+    """Whether a product by Hopper's core leaves moments of what enters the norm, but for a bias."""
+    before = problem.chain.pre and problem.keeps_z  # which is z without what comes before the norm
+    whole_units = problem.n * problem.dtype.itemsize % LARGEST_ACCESS_BYTES == 0
+    return problem.dtype == torch.float32 and whole_units and not before
 
 
 def narrowed(vector: int) -> int:
@@ -60,17 +80,25 @@ def _said(tile: NormTile) -> str:
     return f"{tile.vector} columns a thread, {tile.rows} rows on their way, {tile.threads} threads"
 
 
-def add_forward_steps(problem: Problem, into: list[Step], scratch: list[Buffer]) -> None:
-    """Those behind the product, and the memory that they take."""
+def add_forward_steps(
+    problem: Problem, into: list[Step], scratch: list[Buffer], has_moments: bool = False
+) -> None:
+    """Those behind the product, and the memory that they take; has_moments: the product left
+    them."""
     vector, nbytes = _vector(problem), 2 * problem.n * problem.stats_dtype.itemsize
     first, last = _said(statistics_tile(problem, vector)), _said(forward_tile(problem, vector))
     made = "statistics" + ", mean, rstd" * problem.keeps_statistics
     reason = "each block has some rows of its columns"
-    into.append(Step("batch_statistics", "partial statistics", reason, first, NARROW))
+    if not has_moments:
+        into.append(Step("batch_statistics", "partial statistics", reason, first, NARROW))
     into.append(Step("batch_join", made, _JOINED))
     reason = "z again, as statistics are of all rows"
     into.append(Step("batch_forward", "y", reason, last, NARROW))
-    scratch.append(Buffer("partial statistics", nbytes, "batch_statistics", "batch_join", True))
+    if has_moments:
+        nbytes *= ceil_div(problem.m, MOMENT_ROWS)
+        scratch.append(Buffer("moments of columns", nbytes, "linear_norm", "batch_join"))
+    else:
+        scratch.append(Buffer("partial statistics", nbytes, "batch_statistics", "batch_join", True))
 
 
 def add_backward_steps(

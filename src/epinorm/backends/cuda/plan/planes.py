@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import lru_cache
 
+from epinorm.backends.cuda.plan.norm_batch import may_find_moments
 from epinorm.backends.cuda.plan.plane_layout import LONGEST_KEPT_ROW, PlaneLayout
 from epinorm.chain import Chain
 from epinorm.problem import Problem
@@ -17,8 +18,8 @@ def product_of(problem: Problem) -> Problem:
     Training keeps z without its bias, where gradients need it; else what comes before the norm is
     computed on the way.
     """
-    on_the_way = not problem.keeps_z
-    pre = problem.chain.pre if on_the_way else ()
+    on_the_way, chain = not problem.keeps_z, problem.chain
+    pre = chain.pre if on_the_way else ()
     return dataclasses.replace(
         problem,
         chain=Chain(None, pre),
@@ -26,6 +27,7 @@ def product_of(problem: Problem) -> Problem:
         has_bias=problem.has_bias and on_the_way,
         has_norm_weight=False,
         has_norm_bias=False,
+        column_moments=chain.returns_statistics and may_find_moments(problem),
     )
 
 

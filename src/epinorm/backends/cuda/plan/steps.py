@@ -117,13 +117,14 @@ class _Forward(_Pass):
         ]
         self.saved += product.saved
         self.scratch += product.scratch
-        self._norm(rest_of(self.problem))
+        tile = single_tile(product.problem, core) if product.problem.column_moments else None
+        self._norm(rest_of(self.problem), isinstance(tile, Tile) and not tile.converts)
 
-    def _norm(self, problem: Problem) -> None:
+    def _norm(self, problem: Problem, has_moments: bool = False) -> None:
         if not problem.chain.returns_sum:  # the product wrote it
             self.y = self.y.replace(", sum", "")
         if problem.chain.returns_statistics:
-            norm_batch.add_forward_steps(problem, self.steps, self.scratch)
+            norm_batch.add_forward_steps(problem, self.steps, self.scratch, has_moments)
         elif problem.m:
             vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
             first = forward_plans(problem, vector, max_shared_bytes(problem.device))[0]

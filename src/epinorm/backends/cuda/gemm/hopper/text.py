@@ -132,6 +132,7 @@ def linear_norm_source(instance: Instance[Tile]) -> KernelSource:
     prelude = product_prelude(tile, planes, instance.operand_dtype, held_slots=slots)
     held = "const __grid_constant__ TensorMap element," if slots else ""
     prelude += "#define HOLDS_OPERAND\n" * (slots > 0) + f"#define HELD_PARAMETER {held}\n"
+    prelude += "#define LEAVES_MOMENTS\n" * instance.problem.column_moments
     prelude += constants({"kAlignedRows": rows_aligned(instance.problem)})
     prelude += epilogue_prelude(instance)
     text = kernel_text("gemm/hopper/hopper_linear_norm.cu", prelude)
