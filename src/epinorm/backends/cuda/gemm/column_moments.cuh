@@ -10,7 +10,7 @@ struct RowMoments {
 
   __device__ __forceinline__ void join(float more_mean, float more_squares, int more) {
     if (more == 0) return;
-    const float distance = more_mean - mean, share = static_cast<float>(more) / (count + more);
+    const float distance = more_mean - mean, share = __fdividef(more, count + more);
     mean += distance * share;
     squares += more_squares + distance * distance * (count * share);
     count += more;
@@ -25,8 +25,10 @@ struct StoredMoments {
                 "both fit the warp's buffer");
   float mean[Store::kParts], squares[Store::kParts];
   int rows;  // that there are, of 16
+  float inverse_rows;
 
-  __device__ __forceinline__ StoredMoments(int row, int m) : rows(min(max(m - row, 0), kStoreRows)) {}
+  __device__ __forceinline__ StoredMoments(int row, int m)
+      : rows(min(max(m - row, 0), kStoreRows)), inverse_rows(1.0f / max(rows, 1)) {}
 
   __device__ __forceinline__ void operator()(int part, u32 buffer) {
     const int lane = lane_here() % Store::kPartColumns;
@@ -40,7 +42,7 @@ struct StoredMoments {
     // Around the first of them: of equal values the mean is that value, and nothing is left.
 #pragma unroll
     for (int row = 1; row < kStoreRows; ++row) sum += row < rows ? v[row] - v[0] : 0.0f;
-    mean[part] = v[0] + sum / max(rows, 1);
+    mean[part] = v[0] + sum * inverse_rows;
 #pragma unroll
     for (int row = 0; row < kStoreRows; ++row) {
       const float distance = row < rows ? v[row] - mean[part] : 0.0f;

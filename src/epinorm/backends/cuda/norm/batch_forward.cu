@@ -1,6 +1,7 @@
 // z, and of each column mean and rstd -> y = post(norm(pre(z + bias))). One read of z, one write of y,
 // which may be written over z (executable.py): each thread reads its part before it writes there. From
-// the first row, which batch_statistics read last.
+// the first row, which batch_statistics read last; with kFromLast from the last one, which the product
+// wrote last, where it left the statistics too.
 #include "common/dependent.cuh"
 #include "norm/batch_layout.cuh"
 
@@ -18,7 +19,10 @@ batch_forward(const Z* z, i64 z_stride, const Z* __restrict__ bias, const P* __r
   const Vector<T, kVector> means = loaded<T, kVector>(mean + at.first);
   const Vector<T, kVector> scales = loaded<T, kVector>(rstd + at.first);
   for (i64 first = at.begin(); first < rows; first += at.step()) {
-    const auto row = [&](int u) { return first + u * kWarpsY; };
+    const auto row = [&](int u) {
+      const i64 at = first + u * kWarpsY;
+      return kFromLast ? rows - 1 - at : at;
+    };
     const Rows read(at, z, z_stride, from, rows, row);
     const Channels channels = store.get(from, at, 0);
 #pragma unroll
@@ -32,7 +36,7 @@ batch_forward(const Z* z, i64 z_stride, const Z* __restrict__ bias, const P* __r
         const T normalized = channels.affine(distance * scales.value[j], j);
         out[j] = chain::post_apply<T>(from.constants, normalized, t);
       }
-      if (row(u) >= rows) continue;
+      if (row(u) < 0 || row(u) >= rows) continue;
       Vector<Y, kVector> packed;
       packed.set(out);
       packed.store(y + row(u) * at.columns + at.first);

@@ -50,8 +50,10 @@ SIGNATURE = "pl" + "pppppp" + "li"
 chain's constants."""
 
 LARGEST_GRID_Y = 65535
-JOIN_COLUMNS, JOIN_THREADS = 32, 512
-"""A block of batch_join, as kJoinColumns and kJoinShares there."""
+JOIN_THREADS = 512
+"""As kJoinThreads in batch_join.cu."""
+JOIN_COLUMNS, FEW_COLUMNS, MANY_PARTS = 32, 8, 128
+"""Columns of a block there, and of one where there are so many parts."""
 WAVES = 8
 """Blocks of the last pass for this many rounds over the GPU, as in norm/forward.py."""
 
@@ -69,20 +71,27 @@ def statistics_source(problem: Problem, tile: NormTile, arch: str) -> KernelSour
 
 
 def join_source(
-    problem: Problem, tile: NormTile, arch: str, of_product: bool = False
+    problem: Problem,
+    tile: NormTile,
+    arch: str,
+    of_product: bool = False,
+    columns: int = JOIN_COLUMNS,
 ) -> KernelSource:
     """The kernel that joins them; tile: of the first one; of_product: moments of z, which the
-    product left."""
+    product left; columns: a block's."""
     has_bias = of_product and problem.has_bias
     alone = replace(_entering(problem), chain=Chain(problem.chain.norm), has_bias=has_bias)
     rows = MOMENT_ROWS * of_product
-    more = {"kStatisticsRows": tile.rows_per_pass, "kMomentRows": rows}
+    more = {"kStatisticsRows": tile.rows_per_pass, "kMomentRows": rows, "kJoinColumns": columns}
     return KernelSource("batch_join", norm_text("norm/batch_join", alone, tile, more), arch)
 
 
-def forward_source(problem: Problem, tile: NormTile, arch: str) -> KernelSource:
-    """The kernel that applies them."""
-    return KernelSource("batch_forward", norm_text("norm/batch_forward", problem, tile, {}), arch)
+def forward_source(
+    problem: Problem, tile: NormTile, arch: str, of_product: bool = False
+) -> KernelSource:
+    """The kernel that applies them; of_product: as ``join_source``."""
+    more = {"kFromLast": of_product}
+    return KernelSource("batch_forward", norm_text("norm/batch_forward", problem, tile, more), arch)
 
 
 class BatchForward:
@@ -153,7 +162,7 @@ class _Launches:
         self.before = ChainArguments(entering.chain, problem.stats_dtype)
         self.all = ChainArguments(problem.chain, problem.stats_dtype)
 
-        tile = statistics_tile(entering, vector)
+        tile, parts = statistics_tile(entering, vector), ceil_div(problem.m, MOMENT_ROWS)
         if not of_product:
             first = load(statistics_source(problem, tile, arch), device)
             resident = min(first.blocks_per_sm(tile.threads), STATISTICS_BLOCKS) * sms
@@ -165,12 +174,13 @@ class _Launches:
                 *((side, parts), tile.threads),
                 dependent=early,
             )
-        join = load(join_source(problem, tile, arch, of_product), device)
-        grid = ceil_div(problem.n, JOIN_COLUMNS)
+        columns = FEW_COLUMNS if parts >= MANY_PARTS else JOIN_COLUMNS
+        join = load(join_source(problem, tile, arch, of_product, columns), device)
+        grid = ceil_div(problem.n, columns)
         self.join = join.prepare(JOIN_SIGNATURE, grid, JOIN_THREADS, dependent=early)
 
         tile = forward_tile(problem, vector)
-        last = load(forward_source(problem, tile, arch), device)
+        last = load(forward_source(problem, tile, arch, of_product), device)
         resident = last.blocks_per_sm(tile.threads) * sms
         passes = ceil_div(problem.m, tile.rows_per_pass)
         rows = max(1, min(passes, ceil_div(WAVES * resident, side), LARGEST_GRID_Y))

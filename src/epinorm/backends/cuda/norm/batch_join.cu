@@ -2,13 +2,15 @@
 // joined in a fixed order -> mean, rstd, and statistics: the mean, and the variance with M - 1 in its
 // denominator.
 //
+// A block has kJoinColumns columns.
+//
 // kMomentRows: 0, or the rows of a part of the product's (gemm/column_moments.cuh), which are of z. Where
 // its mean is NaN they are found again: the range guard marks the parts so that it changed.
 #include "common/dependent.cuh"
 #include "norm/batch_layout.cuh"
 
-constexpr int kJoinColumns = 32;  // a block's
-constexpr int kJoinShares = 16;   // of the parts, joined side by side
+constexpr int kJoinThreads = 512;
+constexpr int kJoinShares = kJoinThreads / kJoinColumns;  // of the parts, joined side by side
 constexpr int kJoinAhead = sizeof(T) == 8 ? 4 : 8;  // read before they are joined
 
 // How many rows a part has: of `passes` over kStatisticsRows each a block of batch_statistics has every
@@ -51,7 +53,7 @@ EPINORM_FUNCTION void join(Moments& moments, i64& count, const Moments& other, i
   count += more;
 }
 
-extern "C" __global__ void __launch_bounds__(kJoinColumns * kJoinShares)
+extern "C" __global__ void __launch_bounds__(kJoinThreads)
 batch_join(const T* __restrict__ partial, int parts, const Z* __restrict__ z, i64 z_stride,
            const Z* __restrict__ bias, i64 rows, i64 width, T* __restrict__ mean, T* __restrict__ rstd,
            T* __restrict__ statistics) {
@@ -93,12 +95,16 @@ batch_join(const T* __restrict__ partial, int parts, const Z* __restrict__ z, i6
 #pragma unroll
     for (int i = 0; i < kJoinAhead; ++i) join(moments, count, others[i], part_rows.at(first + i * kJoinShares));
   }
-  shared[own][x] = moments;
-  if (x == 0) counts[own] = count;
-  __syncthreads();
+  // Each time the second half into the first one.
+  for (int half = kJoinShares / 2; half > 0; half /= 2) {
+    if (own >= half && own < 2 * half) {
+      shared[own][x] = moments;
+      if (x == 0) counts[own] = count;
+    }
+    __syncthreads();
+    if (own < half) join(moments, count, shared[own + half][x], counts[own + half]);
+  }
   if (own != 0 || !inside) return;
-#pragma unroll
-  for (int share = 1; share < kJoinShares; ++share) join(moments, count, shared[share][x], counts[share]);
   if (kAddsBias) moments.mean += to<T>(bias[column]);
   mean[column] = moments.mean;
   rstd[column] = reciprocal_sqrt(moments.squares / T(rows) + chain::epsilon<T>());
