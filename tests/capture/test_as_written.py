@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import epinorm
+from epinorm.capture.fuse import fused_of
 
 ROWS, WIDTH = 128, 128  # with a LayerNorm of so many, PyTorch's layers are as fast
 
@@ -42,6 +43,23 @@ def test_nothing_gained(grad):
         assert runs_own_code(fused, x)
     (row,) = epinorm.explain(fused).rows
     assert row.strategy == "reference"
+
+
+def test_it_is_looked_at_less_and_less_often(monkeypatch):
+    fused, x = epinorm.fuse(model()), torch.randn(ROWS, WIDTH)
+    state, made, looked = fused_of(fused), [], []
+    captured = state.captured
+
+    def noted(*given):
+        looked.append(len(made))
+        return captured(*given)
+
+    monkeypatch.setattr(state, "captured", noted)
+    with torch.no_grad():
+        for call in range(2000):
+            made.append(call)
+            fused(x)
+    assert [b - a for a, b in zip(looked[-3:], looked[-2:], strict=False)] == [257, 1025]
 
 
 @pytest.mark.slow

@@ -62,7 +62,8 @@ def _innermost_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, unit) for name, unit in units(model) if len(units(unit)) == 1]
 
 
-_CALLS_AS_WRITTEN = 256
+_CALLS_AS_WRITTEN, _MOST_AS_WRITTEN = 256, 4096
+"""After a call that gained nothing; four times as many after the next one, up to the latter."""
 _MOST_KINDS = 1024
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -106,6 +107,7 @@ class Fused:
         self.replaced = model.__dict__.get("_compiled_call_impl")
         self.times = 0
         self.as_written: dict[Any, int] = {}
+        self.gained_nothing: dict[Any, int] = {}
         calls.remembering.add(self)
         self.capture(model)
         self.call = _calling(model, self)
@@ -124,6 +126,7 @@ class Fused:
     def forget(self) -> None:
         """Look again at each call whether anything is gained."""
         self.as_written.clear()
+        self.gained_nothing.clear()
 
     def run(
         self, own: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: Any
@@ -147,8 +150,9 @@ class Fused:
             return result
         if (key := key or _likeness(model, args, kwargs)) is not None:
             if len(self.as_written) >= _MOST_KINDS:
-                self.as_written.clear()
-            self.as_written[key] = _CALLS_AS_WRITTEN
+                self.forget()
+            times = self.gained_nothing[key] = self.gained_nothing.get(key, -1) + 1
+            self.as_written[key] = min(_CALLS_AS_WRITTEN << 2 * times, _MOST_AS_WRITTEN)
         return result
 
     def capture(self, model: nn.Module) -> None:
