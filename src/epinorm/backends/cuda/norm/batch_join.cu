@@ -34,11 +34,13 @@ struct PartRows {
 };
 
 // Of a column's rows from z on, `count` of them.
-EPINORM_FUNCTION Moments moments_of(const Z* z, i64 stride, i64 count) {
+EPINORM_FUNCTION Moments moments_of(const Z* __restrict__ z, i64 stride, i64 count) {
   const T first = to<T>(*z);
   T sum = T(0);
+#pragma unroll 16
   for (i64 row = 1; row < count; ++row) sum += to<T>(z[row * stride]) - first;
   Moments found = {first + sum / T(count), T(0)};
+#pragma unroll 16
   for (i64 row = 0; row < count; ++row) {
     const T distance = to<T>(z[row * stride]) - found.mean;
     found.squares += distance * distance;
