@@ -3,19 +3,14 @@
 #pragma once
 #include "gemm/row_store.cuh"
 
-// Parts of (rows, columns) values joined by Chan, Golub and LeVeque's formula (norm/batch_layout.cuh).
-struct RowMoments {
-  float mean, squares;
-  int count;
-
-  __device__ __forceinline__ void join(float more_mean, float more_squares, int more) {
-    if (more == 0) return;
-    const float distance = more_mean - mean, share = __fdividef(more, count + more);
-    mean += distance * share;
-    squares += more_squares + distance * distance * (count * share);
-    count += more;
-  }
-};
+// Sums whose terms wait for each other no longer than they must: all of a block's warps are here at once.
+template <int kCount, class Term>
+__device__ __forceinline__ float short_sum(Term term) {
+  float sums[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i % 4] += term(i);
+  return sums[0] + sums[1] + (sums[2] + sums[3]);
+}
 
 // What a warp finds of its 16 rows while it stores them: each lane has a column of each part. An
 // argument of RowStore::store.
@@ -25,10 +20,8 @@ struct StoredMoments {
                 "both fit the warp's buffer");
   float mean[Store::kParts], squares[Store::kParts];
   int rows;  // that there are, of 16
-  float inverse_rows;
 
-  __device__ __forceinline__ StoredMoments(int row, int m)
-      : rows(min(max(m - row, 0), kStoreRows)), inverse_rows(1.0f / max(rows, 1)) {}
+  __device__ __forceinline__ StoredMoments(int row, int m) : rows(min(max(m - row, 0), kStoreRows)) {}
 
   __device__ __forceinline__ void operator()(int part, u32 buffer) {
     const int lane = lane_here() % Store::kPartColumns;
@@ -36,19 +29,27 @@ struct StoredMoments {
     const auto at = [&](int row) {
       return load_shared(buffer + swizzled<Store::kWidth, 4>(row, unit) + within);
     };
-    float v[kStoreRows], sum = 0.0f, around = 0.0f;
-#pragma unroll
-    for (int row = 0; row < kStoreRows; ++row) v[row] = at(row);
     // Around the first of them: of equal values the mean is that value, and nothing is left.
+    if (rows == kStoreRows) {
+      float v[kStoreRows];
 #pragma unroll
-    for (int row = 1; row < kStoreRows; ++row) sum += row < rows ? v[row] - v[0] : 0.0f;
-    mean[part] = v[0] + sum * inverse_rows;
-#pragma unroll
-    for (int row = 0; row < kStoreRows; ++row) {
-      const float distance = row < rows ? v[row] - mean[part] : 0.0f;
-      around += distance * distance;
+      for (int row = 0; row < kStoreRows; ++row) v[row] = at(row);
+      const float sum = short_sum<kStoreRows>([&](int row) { return v[row] - v[0]; });
+      const float of_all = mean[part] = v[0] + sum * (1.0f / kStoreRows);
+      squares[part] = short_sum<kStoreRows>([&](int row) {
+        const float distance = v[row] - of_all;
+        return distance * distance;
+      });
+      return;
     }
-    squares[part] = around;
+    const float first = at(0);
+    float sum = 0.0f, around = 0.0f;
+#pragma unroll 1
+    for (int row = 1; row < rows; ++row) sum += at(row) - first;
+    const float of_all = first + sum / max(rows, 1);
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row) around += (at(row) - of_all) * (at(row) - of_all);
+    mean[part] = of_all, squares[part] = around;
   }
 
   // Those of the warpgroup's 64 rows to moments (rows of 64, 2, n), by way of its warps' buffers.
@@ -65,15 +66,21 @@ struct StoredMoments {
     const u32 buffers = buffer - warp * kStoreBufferBytes;
     float* const to = moments + static_cast<i64>(first_row / kProductM) * 2 * n + column;
     for (int at = warp * 32 + lane; at < Store::kParts * Store::kPartColumns; at += kWarpgroupThreads) {
-      RowMoments all = {};
+      float2 pairs[4];  // of its warps, the last ones of which may have fewer rows
 #pragma unroll
-      for (int other = 0; other < 4; ++other) {
-        const float2 pair = load_pair(buffers + other * kStoreBufferBytes + at * 8);
-        all.join(pair.x, pair.y, min(max(m - first_row - other * kStoreRows, 0), kStoreRows));
-      }
+      for (int i = 0; i < 4; ++i) pairs[i] = load_pair(buffers + i * kStoreBufferBytes + at * 8);
+      const auto weight = [&](int i) {
+        return static_cast<float>(min(max(m - first_row - i * kStoreRows, 0), kStoreRows));
+      };
+      const float sum = short_sum<4>([&](int i) { return (pairs[i].x - pairs[0].x) * weight(i); });
+      const float of_all = pairs[0].x + sum / min(m - first_row, kProductM);
+      const float squares_of_all = short_sum<4>([&](int i) {
+        const float distance = pairs[i].x - of_all;
+        return pairs[i].y + distance * distance * weight(i);
+      });
       if (column + at >= n || first_row >= m) continue;
-      to[at] = all.mean;
-      to[n + at] = all.squares;
+      to[at] = of_all;
+      to[n + at] = squares_of_all;
     }
     named_barrier_sync(barrier, kWarpgroupThreads);  // the buffers have been read
   }
