@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kRowVectors; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) held &= PlaneValue(kept[i].v[j], factor, kTolerance).held;
+    for (int j = 0; j < 4; ++j) held &= PlaneValue(kept[i].v[j], factor).held(kTolerance);
   if (!held && in_range && !of_x) list_spoilt(spoilt, w_from, thread * 4, kStep, k, factor);
   const bool flagged = row_max(!held, shared[1]) != 0;
   if (inside && thread == 0) {
