@@ -436,7 +436,7 @@ class ImaginaryGPU(BatchKernels):
 
     def compute_split_over(self, _source: Any, *arguments: Any) -> None:
         """Leaves NaN in x."""
-        x, x_stride, w, w_stride, hi, _lo, _scale, _flags, _spoilt, _exact, *numbers = arguments
+        x, x_stride, w, w_stride, hi, _lo, _scale, _flags, *numbers = arguments
         rows, second, all_rows, columns, padded = numbers
         assert x_stride == columns == padded
         over = matrix_at(x, rows, columns, x_stride, torch.float32)
@@ -447,8 +447,7 @@ class ImaginaryGPU(BatchKernels):
             self.split[hi] = more.clone()
 
     def signature_of_rescue(self, source: Any) -> str:
-        problem, *_, spent = source
-        return rescue.SIGNATURE + "pp" * spent + chain_signature(problem)
+        return rescue.SIGNATURE + chain_signature(source[0])
 
     def compute_rescue(self, source: Any, *_: Any) -> None:
         """Nothing is flagged."""

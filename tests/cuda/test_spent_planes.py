@@ -138,7 +138,7 @@ def test_beside_a_prepacked_weight(text, strategy, gpu: Any, streams: None) -> N
 
 @pytest.mark.parametrize("kind", ["highest", "high"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_memory_is_less_by_xs_planes(kind: str, packed: bool, gpu: Any) -> None:
+def test_memory_is_less_by_xs_planes_and_lists(kind: str, packed: bool, gpu: Any) -> None:
     """And as the plan says."""
     m, k, n = 256, 512, 512
     ordinary = replace(
@@ -147,8 +147,9 @@ def test_memory_is_less_by_xs_planes(kind: str, packed: bool, gpu: Any) -> None:
     spent = replace(ordinary, spends_x=True)
     rows = 0 if packed else n
     layouts = [PlaneLayout(ordinary.planes, k, m, rows, over) for over in (False, True)]
-    saved = layouts[0].nbytes - layouts[1].nbytes
-    assert saved == ordinary.planes * m * k * 2 - 16 * m
+    held = ((m + rows, 4 + 1 + 16), (rows, 4 + 1))
+    for found, (halved, besides) in zip(layouts, held, strict=True):
+        assert found.nbytes == ordinary.planes * 2 * halved * k + besides * (m + rows)
     plans = [completed(p, Plan("single", "", "hopper")) for p in (ordinary, spent)]
     if plans[0].forward[0].kernel == "split":
         bound = [_launch_of(p, "hopper", packed).split for p in (ordinary, spent)]

@@ -1,8 +1,9 @@
 """x's planes over x (fp32/split_over.cu): the same y as with planes beside it, and nothing else
 changes.
 
-Bits are the same but where something is flagged. There x comes from its planes and the values kept
-beside them, and rows and columns are compared with float64 by internals/precision.md's promise.
+Bits are the same but where something is flagged. There a flagged row of x is read as it was, and
+another beside a flagged row of W from its planes; rows and columns are compared with float64 by
+internals/precision.md's promise.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from product_case import ProductCase, bits, make_product, split, to_tf32
 
 from epinorm.backends.cuda import executable
 from epinorm.backends.cuda.executable import CudaExecutable
+from epinorm.backends.cuda.fp32.planes import splitter
 from epinorm.backends.cuda.plan import hopper
 from epinorm.backends.cuda.runtime import replay
 from epinorm.backends.memo import clear
@@ -159,10 +161,12 @@ def check(case: ProductCase, shape: Shape) -> None:
         groups = groups.view(case.problem.groups, -1).any(1)
     touched = (flags != 0)[:, None] | groups.repeat_interleave(case.problem.n // len(groups))[None]
     assert torch.equal(bits(y[~touched]), bits(ordinary[~touched]))
-    whole = flags == 2
-    assert torch.equal(bits(left[whole]), bits(exact[whole]))
-    assert torch.equal(bits(y[whole]), bits(ordinary[whole]))
-    spent = (flags != 2) & (exact != 0).any(1)
+    flagged = flags != 0
+    assert torch.equal(bits(left[flagged]), bits(exact[flagged]))
+    # Of a product by itself the ordinary guard leaves listed elements that cannot count.
+    again = flagged if shape.bias else flags == 2
+    assert torch.equal(bits(y[again]), bits(ordinary[again]))
+    spent = ~flagged & (exact != 0).any(1)
     assert (left[spent].view(torch.int32) != exact[spent].view(torch.int32)).any(1).all()
     precision = case.problem.precision
     truth, yardsticks = y_of(case, torch.float64), [y_of(case, None)]
@@ -234,6 +238,36 @@ FLAGS: list[Callable[[ProductCase], None]] = [
 ]
 
 
+@pytest.mark.parametrize("kind", FLOOR)
+@pytest.mark.parametrize("k", [8, 64, 72, 192, 1024, 2048, 8192])
+@pytest.mark.parametrize("m", [70, 9000])
+def test_planes_over_x_are_those_beside_it(m: int, k: int, kind: str) -> None:
+    """And so are scales and W's flags; a flagged row of x stays."""
+    case = replace(BARE, m=m, k=k).case(kind)
+    flag_both(case)
+    exact, weight, _ = case.inputs[:3]
+    n, planes = len(weight), case.problem.planes
+    x, of_x, of_w = exact.clone(), split(exact, planes), split(weight, planes)
+    over = splitter(planes, k, m, n, x.device, True)
+    buffer = torch.empty(over.nbytes, dtype=torch.uint8, device="cuda")
+    at = buffer.data_ptr()
+    more = at, at + over.lo, at + over.scale, at + over.flags, *over.numbers
+    over.launch(True)(x.data_ptr(), k, weight.data_ptr(), k, *more)
+    scales = buffer[over.scale : over.flags].view(torch.float32)
+    flags = buffer[over.flags :]
+    assert torch.equal(scales[:m], of_x.scale)
+    assert torch.equal(scales[over.second :], of_w.scale)
+    assert torch.equal(flags[:m], 2 * of_x.flags.sign())
+    assert torch.equal(flags[over.second :], of_w.flags)
+    whole = of_x.flags != 0
+    assert torch.equal(bits(x[whole]), bits(exact[whole]))
+    found = *over.planes_over(x), *over.halves_in(buffer, second=True)
+    for ours, theirs in zip(found[:2], (of_x.hi, of_x.lo), strict=True):
+        assert torch.equal(bits(ours[~whole]), bits(theirs[~whole]))
+    for ours, theirs in zip(found[2:], (of_w.hi, of_w.lo), strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+
+
 @every_shape
 def test_y_is_right_whatever_is_flagged(shape: Shape, kind: str) -> None:
     for flag in FLAGS:
@@ -249,7 +283,7 @@ def test_y_is_right_whatever_is_flagged(shape: Shape, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", FLOOR)
 @pytest.mark.parametrize("k", [8, 64, 72, 128, 512, 4096, 8192])
-def test_a_listed_element_alone_beside_zeros(k: int, kind: str) -> None:
+def test_a_lost_element_alone_beside_zeros(k: int, kind: str) -> None:
     """Its product is itself, which planes have lost."""
     shape = replace(BARE, k=k)
     case = shape.case(kind)

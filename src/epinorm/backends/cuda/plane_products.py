@@ -222,8 +222,7 @@ class PlaneProducts:
         def operands() -> Operands:
             m, n, count = self.problem.m, self.problem.n, self.problem.planes
             stored = a.buffer[: count * 2 * m * n].view(torch.float16).view(count, m, n)
-            planes = of_b.planes_in(b)
-            return stored[0], stored[-1], planes.hi, planes.lo
+            return stored[0], stored[-1], *of_b.halves_in(b)
 
         return (a.buffer.data_ptr(), b.data_ptr()), operands, a.scale
 

@@ -5,6 +5,10 @@
 
 constexpr int kEmptyRowShift = 24;
 
+__device__ __forceinline__ bool is_of_empty_row(float scale) {
+  return scale == 1.0f / (1 << kEmptyRowShift);
+}
+
 __device__ __forceinline__ float scale_that_counts(float scale) {
-  return scale == 1.0f / (1 << kEmptyRowShift) ? 0.0f : scale;
+  return is_of_empty_row(scale) ? 0.0f : scale;
 }

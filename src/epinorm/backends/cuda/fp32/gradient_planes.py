@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.fp32.planes import TOLERANCE
 from epinorm.backends.cuda.norm.backward import Factors, Largest
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
@@ -49,7 +48,6 @@ def gradient_source(planes: int, by_row: bool, by_column: bool, arch: str) -> Ke
     prelude = constants(
         {
             "kPlanes": planes,
-            "kTolerance": TOLERANCE[planes],
             "kByRow": by_row,
             "kByColumn": by_column,
         }

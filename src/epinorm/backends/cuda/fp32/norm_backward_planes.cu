@@ -80,7 +80,7 @@ EPINORM_FUNCTION bool has_empty_row(const Tensors& tensors) {
   bool found = false;
 #pragma unroll 16
   for (i64 row = threadIdx.x % 32; row < tensors.width; row += 32)
-    found |= __ldg(tensors.largest.column_factor + row) == plane_power_of_two(-kEmptyRowShift);
+    found |= is_of_empty_row(__ldg(tensors.largest.column_factor + row));
   return __any_sync(kAllLanes, found);
 }
 
@@ -144,7 +144,7 @@ struct Unsplit {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         const int i = e * kVector + j;
-        const PlaneValue p(dz[i], factors.of[i] * by, kTolerance);
+        const PlaneValue p(dz[i], factors.of[i] * by);
         hi.value[j] = p.hi;
         lo.value[j] = p.lo;
         const float magnitude = fabsf(p.scaled);
@@ -179,7 +179,7 @@ struct Unsplit {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       if (!here.inside(i / kVector)) continue;
-      if (PlaneValue(dz[i], factors.of[i] * by, tolerance).held) continue;
+      if (PlaneValue(dz[i], factors.of[i] * by).held(tolerance)) continue;
       if (!in_range) columns.largest[i] = kSpoilt;
       unheld = true;
     }

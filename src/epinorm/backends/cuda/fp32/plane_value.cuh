@@ -34,22 +34,25 @@ __device__ __forceinline__ int row_shift(u32 largest, bool& in_range, int room =
 }
 
 struct PlaneValue {
-  float scaled;
+  float value, scaled, rest;  // rest: of scaled, without hi
   u16 hi, lo;
-  bool held;
 
-  __device__ __forceinline__ PlaneValue(float value, float factor, float tolerance)
-      : scaled(value * factor) {
+  __device__ __forceinline__ PlaneValue(float value, float factor) : value(value), scaled(value * factor) {
     hi = Float16::store(scaled);
-    float rest = scaled - Float16::load(hi);
+    rest = scaled - Float16::load(hi);
     lo = Float16::store(rest * kPlaneLowFactor);
-    held = true;
+  }
+
+  // Whether the planes hold the value to `tolerance` of itself.
+  __device__ __forceinline__ bool held(float tolerance) const {
+    bool by_both = true;
+    float lost = rest;
     if (kPlanes == 2) {
       // What lo has most of is held, and multiplied by the other factor's hi alone.
-      held = fabsf(rest) < fabsf(scaled) * kPlaneLargestRest;
-      rest -= Float16::load(lo) * (1.0f / kPlaneLowFactor);
+      by_both = fabsf(rest) < fabsf(scaled) * kPlaneLargestRest;
+      lost -= Float16::load(lo) * (1.0f / kPlaneLowFactor);
     }
     // Less, not at most: scaled down, a value below the smallest fp32 is lost without a rest.
-    held = (value == 0.0f) | (held & (fabsf(rest) < fabsf(scaled) * tolerance));
+    return (value == 0.0f) | (by_both & (fabsf(lost) < fabsf(scaled) * tolerance));
   }
 };

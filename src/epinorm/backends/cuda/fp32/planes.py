@@ -30,8 +30,8 @@ VECTOR_BYTES = 16
 
 SIGNATURE = "plpl" + "ppppp" + "iiiii"
 """Both matrices and their row strides; hi, lo, scale, flags, spoilt; ``Splitter.numbers``."""
-OVER_SIGNATURE = "plpl" + "pppppp" + "iiiii"
-"""The same, with exact behind spoilt."""
+OVER_SIGNATURE = "plpl" + "pppp" + "iiiii"
+"""The same without spoilt."""
 
 # What a plane pair and a single plane must hold of each element, relatively. Two: an fp32 product's
 # own error. One: 2^-11 is what TF32 keeps; a little more is let through for values 2^-28 of their
@@ -173,21 +173,29 @@ class Splitter(PlaneLayout):
         return buffer.data_ptr() + buffer.numel() - self.nbytes
 
     def planes_in(self, buffer: Tensor, second: bool = False) -> Planes:
-        """The first or the second matrix's planes in a buffer; buffer: (nbytes,) uint8."""
+        """The first or the second matrix's planes in a buffer, both beside the matrices; buffer:
+        (nbytes,) uint8."""
         begin, rows = (self.second, self.more_rows) if second else (0, self.rows)
 
-        def rows_of(offset: int, width: int, dtype: torch.dtype, begin: int = begin) -> Tensor:
+        def rows_of(offset: int, width: int, dtype: torch.dtype) -> Tensor:
             start = offset + begin * width * dtype.itemsize
             part = buffer[start : start + rows * width * dtype.itemsize].view(dtype)
             return part.view(rows, width) if width > 1 else part
 
         return Planes(
-            rows_of(self.hi, self.padded, torch.float16, self.begin * second),
-            rows_of(self.lo, self.padded, torch.float16, self.begin * second),
+            *self.halves_in(buffer, second),
             rows_of(self.scale, 1, torch.float32),
             rows_of(self.flags, 1, torch.uint8),
             rows_of(self.spoilt, LISTED, torch.int32),
         )
+
+    def halves_in(self, buffer: Tensor, second: bool = False) -> tuple[Tensor, Tensor]:
+        """hi and lo alone, with ``over_first`` the second's; buffer: as above, or without what is
+        behind the planes."""
+        begin, rows = (self.begin, self.more_rows) if second else (0, self.rows)
+        stored = buffer[: self.spoilt].view(torch.float16).view(self.planes, -1, self.padded)
+        stored = stored[:, begin : begin + rows]
+        return stored[0], stored[-1]
 
     def planes_over(self, first: Tensor) -> tuple[Tensor, Tensor]:
         """The first matrix's planes hi and lo over itself; first: (rows, columns), contiguous."""

@@ -25,7 +25,6 @@
 #include "common/variance.cuh"
 
 #ifndef X_ROWS  // rescue_spent.cu has its own
-#define SPENT_PARAMETERS
 #define X_ROWS x
 #endif
 
@@ -221,13 +220,13 @@ constexpr int kLooks = 4;        // items that a warp looks at in a round
 
 // x: (m, k), rows x_stride apart. w: (n, k), w_stride. row_flags: (m,), column_flags: (n,), both at
 // multiples of 4 bytes and, but for kFlagsLate, written before the previous kernel began. x_scale: (m,),
-// w_scale: (n,), powers of two, of their planes; read with kProduct alone. y, z: (m, n).
+// w_scale: (n,), powers of two, of their planes; read with kProduct and by rescue_spent.cu alone. y, z: (m, n).
 // mean, rstd: (m, groups).
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rescue(const float* x, i64 x_stride, const float* w, i64 w_stride, const float* bias,
            const float* gamma, const float* beta, const Flag* row_flags, const Flag* column_flags,
            const float* x_scale, const float* w_scale, float* y, float* z, float* mean, float* rstd,
-           int m, int n, int k SPENT_PARAMETERS CHAIN_PARAMETERS) {
+           int m, int n, int k CHAIN_PARAMETERS) {
   extern __shared__ __align__(16) float shared[];
   __shared__ GroupSelection selection;
   __shared__ Flag near[kLooks * kWarps];

@@ -257,15 +257,15 @@ def prepare_guard(
 def rescue_launch(
     problem: Problem, aligned: bool, flags_late: bool = False, spent: bool = False
 ) -> Callable[..., None]:
-    """A function of the arguments of ``SIGNATURE``, behind which are, if ``spent``, spoilt and
-    exact of x's rows (``PlaneLayout``), whose planes lie over x, and the chain's, that overwrites y
-    and, in training, z, mean and rstd wherever a flagged row or column takes part.
+    """A function of the arguments of ``SIGNATURE`` and the chain's that overwrites y and, in
+    training, z, mean and rstd wherever a flagged row or column takes part.
 
     aligned: each row of x and of weight begins at a multiple of 16 bytes. Flags are uint8, at
     addresses that are multiples of 4, and complete before the last kernel of the stream begins but
     with ``flags_late``, where that one writes them; scales are those of the planes that were
-    multiplied. (row, group)s without a flag keep their bits. Every launch of the same values gives
-    the same bits. Raises `ValueError` as `rescue_source` does.
+    multiplied. spent: x's planes lie over x, but for flagged rows. (row, group)s without a flag
+    keep their bits. Every launch of the same values gives the same bits. Raises `ValueError` as
+    `rescue_source` does.
     """
     device, limit = problem.device, max_shared_bytes(problem.device)
     tile = rescue_tile(_group_of(problem), limit)
@@ -274,5 +274,5 @@ def rescue_launch(
     clusters = starts_early(device)
     splits = splits_of(tile, m, n, problem.k, sm_count(device)) if clusters else 1
     source = rescue_source(problem, aligned, arch_of(device), limit, flags_late, splits, spent)
-    signature = SIGNATURE + "pp" * spent + chain_signature(problem)
+    signature = SIGNATURE + chain_signature(problem)
     return prepare_guard(load(source, device), device, signature, tile, splits, (m, n))

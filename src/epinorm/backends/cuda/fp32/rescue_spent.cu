@@ -1,7 +1,7 @@
 // rescue.cu where x's planes lie over x (split_over.cu): x in fp32 again, as far as its rows are read.
 //
-// A row flagged by kWhole is there as it was. Of another one planes hold each element to 2^-22 of itself
-// (one plane: 2^-11), but for those that are listed, whose values were kept.
+// A row that is flagged is there as it was. Of another one planes hold each element to 2^-22 of itself, the
+// smallest to 2^-20 (one plane: 2^-11, 2^-8).
 #include "fp32/rescue_lines.cuh"
 #include "common/storage.cuh"
 
@@ -10,8 +10,6 @@ struct SpentRows {
   i64 stride;
   const Flag* flags;
   const float* scale;
-  const ColumnList* columns;
-  const float4* exact;
   int k, first;  // of a row; the column that is counted from
 
   EPINORM_FUNCTION SpentRows operator+(int more) const {
@@ -26,35 +24,21 @@ struct SpentRows {
   };
   EPINORM_FUNCTION Words load(int row, int at) const {
     const float* const whole = x + row * stride;
-    const bool split = flags[row] <= kSomeColumns;
+    const bool split = flags[row] == 0;
     const u16* const words = reinterpret_cast<const u16*>(whole) + (split ? at + first : 2 * (at + first));
     return {*reinterpret_cast<const uint2*>(words),
             *reinterpret_cast<const uint2*>(words + (split ? k : 4))};
   }
-  EPINORM_FUNCTION float4 values(const Words& words, int row, int at) const {
+  EPINORM_FUNCTION float4 values(const Words& words, int row) const {
     const uint2 a = words.first, b = words.second;
-    const Flag flag = flags[row];
-    if (flag > kSomeColumns)
+    if (flags[row] != 0)
       return {__uint_as_float(a.x), __uint_as_float(a.y), __uint_as_float(b.x), __uint_as_float(b.y)};
     const float factor = scale[row];
     const auto value = [&](u32 high, u32 low) {  // exact: together they have no more bits than fp32
       const float rest = kPlanes == 2 ? Float16::load(low & 0xffff) * 0x1p-11f : 0.0f;
       return (Float16::load(high & 0xffff) + rest) * factor;
     };
-    float4 made = {value(a.x, b.x), value(a.x >> 16, b.x >> 16), value(a.y, b.y),
-                   value(a.y >> 16, b.y >> 16)};
-    if (flag == kSomeColumns) {
-      const ColumnList list = columns[row];
-      const float4 kept = exact[row];
-      const auto put = [&](int column, float v) {
-        if (column == at + first) made.x = v;
-        if (column == at + first + 1) made.y = v;
-        if (column == at + first + 2) made.z = v;
-        if (column == at + first + 3) made.w = v;
-      };
-      put(list.x, kept.x), put(list.y, kept.y), put(list.z, kept.z), put(list.w, kept.w);
-    }
-    return made;
+    return {value(a.x, b.x), value(a.x >> 16, b.x >> 16), value(a.y, b.y), value(a.y >> 16, b.y >> 16)};
   }
 };
 
@@ -78,7 +62,7 @@ struct SpentLines {
       const int at = part * Plain::kStep + line;
       if (kLines % Plain::kStep != 0 && at >= kLines) break;
       float4 v = {};
-      if (inside) v = from.values(words[part], row(at), first_k + column);
+      if (inside) v = from.values(words[part], row(at));
       asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(target + (at * kPitch + column) * 4),
                    "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                    : "memory");
@@ -93,6 +77,5 @@ EPINORM_FUNCTION SpentLines<kLines> lines_of(const SpentRows& x, i64, const int*
   return {x, selected, rows};
 }
 
-#define SPENT_PARAMETERS , const ColumnList *columns, const float4 *exact
-#define X_ROWS SpentRows{x, x_stride, row_flags, x_scale, columns, exact, k, 0}
+#define X_ROWS SpentRows{x, x_stride, row_flags, x_scale, k, 0}
 #include "fp32/rescue.cu"

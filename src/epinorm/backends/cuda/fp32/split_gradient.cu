@@ -9,8 +9,7 @@
 //
 // norm_backward.cu has found the largest magnitudes of rows and columns as it wrote dz.
 //
-// The prelude defines kPlanes, kTolerance, and which planes are wanted: kByRow for dX, kByColumn for
-// dW.
+// The prelude defines kPlanes, and which planes are wanted: kByRow for dX, kByColumn for dW.
 #include "fp32/gradient_prelude.cuh"
 #include "common/dependent.cuh"
 #include "common/empty_rows.cuh"
@@ -64,11 +63,10 @@ __device__ __forceinline__ void split_four(const Target& target, i64 at, const F
   float scaled[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) scaled[i] = values.v[i] * by[i];
-  const PlaneValue p[4] = {{scaled[0], factor[0], kTolerance},
-                           {scaled[1], factor[1], kTolerance},
-                           {scaled[2], factor[2], kTolerance},
-                           {scaled[3], factor[3], kTolerance}};
-  target.store(at, p);
+  target.store(at, {{scaled[0], factor[0]},
+                    {scaled[1], factor[1]},
+                    {scaled[2], factor[2]},
+                    {scaled[3], factor[3]}});
 }
 
 // The shifts of a block's rows, a few lanes a row; the first strip's blocks write their scales.

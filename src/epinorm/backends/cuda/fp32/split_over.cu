@@ -1,33 +1,31 @@
 // split.cu where nobody reads x afterwards: x's planes over x, and W's in a buffer, by one launch.
 //
 // A row of k numbers becomes k halves of hi and, behind them, k of lo (one plane: what was there). All of
-// a row is in registers, and its list made, before any of it is written: row_max orders what all of its
-// threads have read before what follows it. A row of x that is flagged by kWhole stays as it is, for
-// rescue_spent.cu, and so do, in `exact`, the values of one that is flagged by kSomeColumns in its list.
+// a row is in registers before any of it is written: row_max orders what all of its threads have read
+// before what follows it. A row of x that is flagged at all is flagged by kWhole and stays as it is, for
+// rescue_spent.cu. W's flags are split.cu's, without lists: nobody reads one in inference.
 #include "common/dependent.cuh"
 #include "fp32/split_rows.cuh"
 
 static_assert(kPlain && !kOrdered && kAligned, "rows of whole vectors");
 
 // x: (m, k), rows x_stride apart; w: (rows - w_begin, k). hi, lo: W's, rows of k_padded, which is k, a
-// multiple of 8, at most kRowThreads * kRowVectors * 4. scale, flag, columns: (rows,), x's first, W's from
-// w_begin on, between them nothing. exact: (m,), of the columns there, in their order.
+// multiple of 8, at most kRowThreads * kRowVectors * 4. scale, flag: (rows,), x's first, W's from w_begin
+// on, between them nothing.
 extern "C" __global__ void __launch_bounds__(kThreads)
     split_over(float* x, i64 x_stride, const float* w, i64 w_stride, u16* hi, u16* lo, float* scale,
-               Flag* flag, ColumnList* columns, float4* exact, int m, int w_begin, int rows, int k,
-               int k_padded) {
+               Flag* flag, int m, int w_begin, int rows, int k, int k_padded) {
   __shared__ u32 shared[2][kThreads / 32];
-  __shared__ Spoilt lists[kTeams];
-  __shared__ float values_of_lists[kTeams][kListed];
+  __shared__ Spoilt counts[kTeams];
   wait_for_previous_kernel();
   const int row = blockIdx.x * kTeams + threadIdx.x / kRowThreads, thread = threadIdx.x % kRowThreads;
   const bool of_x = row < m, inside = of_x || (row >= w_begin && row < rows);
   float* const own = x + row * x_stride;
   const i64 w_row = row - w_begin;
-  const float* const from = of_x ? own : w + w_row * w_stride;
-  Spoilt& spoilt = lists[threadIdx.x / kRowThreads];
-  float* const values = values_of_lists[threadIdx.x / kRowThreads];
-  if (thread == 0) spoilt = {0, {-1, -1, -1, -1}};
+  const float* const w_from = w + w_row * w_stride;
+  const float* const from = of_x ? own : w_from;
+  Spoilt& spoilt = counts[threadIdx.x / kRowThreads];
+  if (thread == 0) spoilt.count = 0;
 
   constexpr int kStep = kRowThreads * 4;
   Vector kept[kRowVectors];
@@ -46,32 +44,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kRowVectors; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) held &= PlaneValue(kept[i].v[j], factor, kTolerance).held;
-  // As list_spoilt, with the values.
-  for (int at = thread * 4; !held && in_range && at < k; at += kStep) {
-    const Vector vector = load_vector(from, at, k);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (PlaneValue(vector.v[i], factor, kTolerance).held) continue;
-      const int place = atomicAdd(&spoilt.count, 1);
-      if (place >= kListed) break;
-      spoilt.columns[place] = at + i;
-      values[place] = vector.v[i];
-    }
-  }
+    for (int j = 0; j < 4; ++j) held &= PlaneValue(kept[i].v[j], factor).held(kTolerance);
+  if (!held && in_range && !of_x) list_spoilt(spoilt, w_from, thread * 4, kStep, k, factor);
   const bool flagged = row_max(!held, shared[1]) != 0;
-  const bool listed = in_range && spoilt.count <= kListed;
-  const Flag found = !flagged ? 0 : listed ? kSomeColumns : kWhole;
   if (inside && thread == 0) {
+    const bool few = !of_x && in_range && spoilt.count <= kListed;
     scale[row] = plane_power_of_two(-shift);
-    flag[row] = found;
-    if (found == kSomeColumns) {
-      const int* c = spoilt.columns;
-      columns[row] = {c[0], c[1], c[2], c[3]};
-      if (of_x) exact[row] = {values[0], values[1], values[2], values[3]};
-    }
+    flag[row] = !flagged ? 0 : few ? kSomeColumns : kWhole;
   }
-  if (!inside || (of_x && found == kWhole)) return;
+  if (!inside || (of_x && flagged)) return;
   u16* const hi_row = of_x ? reinterpret_cast<u16*>(own) : hi + w_row * k_padded;
   u16* const lo_row = of_x ? hi_row + k : lo + w_row * k_padded;
 #pragma unroll

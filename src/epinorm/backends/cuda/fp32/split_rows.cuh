@@ -86,9 +86,9 @@ __device__ __forceinline__ bool split_vector(const Vector& vector, float factor,
   bool held = true;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const PlaneValue value(vector.v[i], factor, kTolerance);
+    const PlaneValue value(vector.v[i], factor);
     hi[i] = value.hi, lo[i] = value.lo;
-    held &= value.held;
+    held &= value.held(kTolerance);
   }
   const HalfVector halves = {{hi[0] | u32{hi[1]} << 16, hi[2] | u32{hi[3]} << 16}};
   if (kOrdered) store_ordered(kPlanes == 2 ? hi_row : lo_row, at, halves);
@@ -117,7 +117,7 @@ __device__ void list_spoilt(Spoilt& spoilt, const float* row, int first, int ste
     const Vector vector = load_vector(row, at, k);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (PlaneValue(vector.v[i], factor, kTolerance).held) continue;
+      if (PlaneValue(vector.v[i], factor).held(kTolerance)) continue;
       const int place = atomicAdd(&spoilt.count, 1);
       if (place >= kListed) return;  // too many: the others of this thread need not be counted
       spoilt.columns[place] = at + i;

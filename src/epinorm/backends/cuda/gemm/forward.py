@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -271,8 +272,8 @@ class _Split(Launch):
             buffer = new_buffer()
             at = buffer.data_ptr()
             scale, flags = at + split.scale, at + split.flags
-            lost = (at + split.spoilt, at + split.exact) if spends else (at + split.spoilt,)
-            convert(*matrices, at, at + split.lo, scale, flags, *lost, *split.numbers)
+            lists = () if spends else (at + split.spoilt,)
+            convert(*matrices, at, at + split.lo, scale, flags, *lists, *split.numbers)
             of_chain = dense(operands, held) if operands else ()
             element = () if held is None else (of_chain[held],)
             if weight is None:
@@ -294,7 +295,7 @@ class _Split(Launch):
                 others = matrix_arguments(operands)[0] if operands else ()
                 guard(
                     *matrices, *parameters, flags, column_flags, scale, column_scale,
-                    *targets, *sizes, *(lost if spends else ()), *others, *numbers,
+                    *targets, *sizes, *others, *numbers,
                 )  # fmt: skip
             if left is None:
                 return out
@@ -310,12 +311,10 @@ class _Split(Launch):
 
     def _operands(self, buffer: Tensor, x: Tensor, weight: _Weight | None) -> Operands:
         """x's planes, and W's: its own or the second of the buffer."""
-        first = None if self.spends else self.split.planes_in(buffer)
-        of_x = self.split.planes_over(x) if first is None else (first.hi, first.lo)
-        if weight is not None:
-            return *of_x, *weight[3]()
-        w = self.split.planes_in(buffer, True)
-        return *of_x, w.hi, w.lo
+        split = self.split
+        of_x = split.planes_over(x) if self.spends else split.halves_in(buffer)
+        of_w = split.halves_in(buffer, True) if weight is None else weight[3]()
+        return *of_x, *of_w
 
     @property
     def nbytes_left(self) -> int:
@@ -341,12 +340,7 @@ class _Split(Launch):
         """Where the parts of a converted weight are; rest: what holds all but the planes."""
         split = self.split_weight
         origin = split.origin(kept if rest is None else rest)
-
-        def planes() -> tuple[Tensor, Tensor]:
-            shape = (split.planes, split.rows, split.padded)
-            stored = kept[: split.spoilt].view(torch.float16).view(shape)
-            return stored[0], stored[-1]
-
+        planes = partial(split.halves_in, kept)
         return kept.data_ptr(), origin + split.scale, origin + split.flags, planes
 
 

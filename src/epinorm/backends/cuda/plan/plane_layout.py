@@ -23,8 +23,7 @@ class PlaneLayout:
     Each for the rows of both matrices: hi, lo (where there are two planes), spoilt, scale, flags.
     The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``, ``spoilt``,
     ``scale`` and ``flags`` are offsets in bytes. over_first: the first matrix's planes lie over
-    itself (fp32/split_over.cu), those here are the second's alone, and the first's values in its
-    spoilt columns stand in ``exact``.
+    itself (fp32/split_over.cu), those here are the second's alone, and there is no ``spoilt``.
     """
 
     def __init__(
@@ -40,8 +39,7 @@ class PlaneLayout:
         plane_bytes = (self.begin + more_rows) * self.padded * 2
         self.hi, self.lo = 0, (planes - 1) * plane_bytes
         self.spoilt = planes * plane_bytes
-        self.exact = self.spoilt + 4 * LISTED * self.all_rows
-        self.scale = self.exact + 4 * LISTED * rows * over_first
+        self.scale = self.spoilt + 4 * LISTED * self.all_rows * (not over_first)
         self.flags = self.scale + 4 * self.all_rows
         self.nbytes = self.flags + self.all_rows
         self.numbers = (rows, self.second, self.all_rows, columns, self.padded)

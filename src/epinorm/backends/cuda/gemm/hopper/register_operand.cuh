@@ -181,7 +181,7 @@ __device__ __forceinline__ void note_step(const Weight& weight, const WeightRows
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float value = __uint_as_float(bits[j]), factor = rows.own.factor[lower];
-        const bool held = PlaneValue(value, factor, kTolerance).held;
+        const bool held = PlaneValue(value, factor).held(kTolerance);
         bad |= u32{!held && fabsf(value * factor) < 1.0f} << j;
       }
       const int column = k + i / 2 * kBoxColumns + threadIdx.x % 4 * 8 + i % 2 * 4;
