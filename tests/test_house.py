@@ -76,7 +76,7 @@ def test_dw_has_the_tile_that_is_picked_there(monkeypatch: pytest.MonkeyPatch) -
     p = problem()
     steps = plan_cuda(p, "auto").backward
     (dw,) = [s for s in steps if s.kernel == "hopper_product" and s.makes.startswith("dW")]
-    assert dw.choice == choose(ProductShape(p.n, p.k, p.m, 2, 4), H200.multiprocessors)
+    assert dw.choice == choose(ProductShape(p.n, p.k, p.m, 2), H200.multiprocessors)
 
 
 def test_the_plan_says_what_comes_between_dy_and_dx(monkeypatch: pytest.MonkeyPatch) -> None:

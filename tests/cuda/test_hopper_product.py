@@ -25,25 +25,21 @@ pytestmark = pytest.mark.usefixtures("kept_figures")
 SHARED_LIMIT = 227 * 1024
 SMS = 132
 INSTANCES = [
-    (planes, dataclasses.replace(cost.tile, fold_steps=fold), out_bytes, split)
+    (planes, dataclasses.replace(cost.tile, fold_steps=fold), split)
     for planes, costs in TILES.items()
     for cost in costs
     for fold in ((0, 1, 4) if planes == 2 else (4,))
-    for out_bytes in cost.epilogue
     for split in (False, True)
-    if not split or (cost.splits and out_bytes == 4)
+    if not split or cost.splits
 ]
 
 
-@pytest.mark.parametrize(("planes", "tile", "out_bytes", "split"), INSTANCES, ids=str)
+@pytest.mark.parametrize(("planes", "tile", "split"), INSTANCES, ids=str)
 @pytest.mark.parametrize("major_k_a", [True, False])
 def test_the_product_compiles_without_spills(
-    planes: int, tile: Tile, out_bytes: int, split: bool, major_k_a: bool
+    planes: int, tile: Tile, split: bool, major_k_a: bool
 ) -> None:
-    scaled = out_bytes == 4
-    dtype = torch.float16 if scaled else torch.bfloat16
-    out = torch.float32 if scaled else torch.bfloat16
-    form = ProductForm(dtype, out, scaled, major_k_a)
+    form = ProductForm(torch.float16, torch.float32, True, major_k_a)
     source = product_source(tile, planes, form, split)
     result = compiled(source)
     assert result.spill_bytes == 0
@@ -53,11 +49,7 @@ def test_the_product_compiles_without_spills(
 
 @pytest.mark.parametrize(
     ("planes", "tile"),
-    [
-        (planes, tile)
-        for planes, tile, out_bytes, split in INSTANCES
-        if out_bytes == 4 and not split
-    ],
+    [(planes, tile) for planes, tile, split in INSTANCES if not split],
     ids=str,
 )
 @pytest.mark.parametrize("major_k_a", [True, False])
@@ -84,11 +76,10 @@ def test_adding_parts_compiles_without_spills(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("shape", "tile", "parts"),
     [
-        (ProductShape(1024, 8192, 8192, 1, 4), (128, 256), 1),  # kb62's dX
-        (ProductShape(8192, 8192, 1024, 1, 4), (128, 192), 1),  # its dW: short sums, a long store
-        (ProductShape(8192, 8192, 1024, 1, 2), (64, 256), 1),
-        (ProductShape(1024, 1024, 16384, 2, 4), (128, 128), 2),  # mid's dW: 64 tiles
-        (ProductShape(1024, 8192, 8192, 2, 4), (128, 128), 1),
+        (ProductShape(1024, 8192, 8192, 1), (128, 256), 1),  # kb62's dX
+        (ProductShape(8192, 8192, 1024, 1), (128, 192), 1),  # its dW: short sums, a long store
+        (ProductShape(1024, 1024, 16384, 2), (128, 128), 2),  # mid's dW: 64 tiles
+        (ProductShape(1024, 8192, 8192, 2), (128, 128), 1),
     ],
 )
 def test_the_tile_follows_the_shape(shape: ProductShape, tile: tuple[int, int], parts: int) -> None:
@@ -99,7 +90,7 @@ def test_the_tile_follows_the_shape(shape: ProductShape, tile: tuple[int, int], 
 def test_parts_cover_the_sum_and_none_is_empty() -> None:
     for length in (1, 64, 1000, 16384, 65536):
         for rows in (8, 128, 1024):
-            shape = ProductShape(rows, 128, length, 1, 4)
+            shape = ProductShape(rows, 128, length, 1)
             parts = choose(shape, SMS).parts
             steps = -(-shape.steps // parts)
             assert (parts - 1) * steps < shape.steps <= parts * steps
@@ -110,7 +101,7 @@ def test_short_sums_fold_more_often() -> None:
 
 
 def test_products_of_the_backward_pass_fold_each_step() -> None:
-    shapes = [ProductShape(4096, 4096, length, 2, 4) for length in (64, 128, 129, 4096, 65536)]
+    shapes = [ProductShape(4096, 4096, length, 2) for length in (64, 128, 129, 4096, 65536)]
     assert [choose(shape, SMS).tile.fold_steps for shape in shapes] == [0, 0, 1, 1, 1]
 
 

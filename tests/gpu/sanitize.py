@@ -271,7 +271,7 @@ def products(prepare: Callable[..., Any], cases: Iterable[tuple[int, int, int, b
     for rows, columns, length, major_k_a in cases:
         size = (rows, length) if major_k_a else (length, rows)
         a, b = (torch.randn(s, device="cuda").half() for s in (size, (length, columns)))
-        shape = ProductShape(rows, columns, length, 1, 4)
+        shape = ProductShape(rows, columns, length, 1)
         form = ProductForm(a.dtype, torch.float32, False, major_k_a)
         multiply = prepare(shape, form, a.device)
         result = multiply(a.data_ptr(), lambda a=a, b=b: (a, a, b, b), 0)
@@ -290,7 +290,7 @@ def adding_products() -> None:
         )
         row_flags[rows // 2] = 1
         scale, result = torch.ones(rows, device="cuda"), torch.zeros(rows, columns, device="cuda")
-        add = prepare_adding(ProductShape(rows, columns, length, 1, 4), major_k_a, a.device)
+        add = prepare_adding(ProductShape(rows, columns, length, 1), major_k_a, a.device)
         assert add is not None
         flags = row_flags.data_ptr(), sum_flags.data_ptr()
         for flagged in (0, 1):

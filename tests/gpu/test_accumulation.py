@@ -316,7 +316,7 @@ def test_every_tile_adds_what_it_would_store(planes, tile, major_k_a):
     )
     operands = (a, low_a, b, low_b)
     scale = torch.exp2(torch.randint(-9, 9, (rows,), device="cuda").float())
-    shape = ProductShape(rows, columns, length, planes, 4)
+    shape = ProductShape(rows, columns, length, planes)
     form = ProductForm(a.dtype, torch.float32, True, major_k_a)
     store = Product(shape, TileChoice(tile, 1, 0.0), form, a.device)
     fresh = store(0, lambda: operands, scale.data_ptr())

@@ -276,7 +276,7 @@ PRODUCTS = [(128, 256, 64), (1000, 520, 328), (17, 24, 8), (300, 72, 1032), (130
 
 def product(a: Tensor, b: Tensor, major_k_a: bool, out_dtype: torch.dtype) -> Tensor:
     rows, length = a.shape if major_k_a else a.shape[::-1]
-    shape = ProductShape(rows, b.shape[1], length, 1, out_dtype.itemsize)
+    shape = ProductShape(rows, b.shape[1], length, 1)
     tile = choose_product_tile(1, gpu_of(a.device))
     form = ProductForm(a.dtype, out_dtype, False, major_k_a)
     multiply = prepare_product(shape, tile, form, a.device)

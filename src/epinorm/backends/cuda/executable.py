@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +10,12 @@ from torch.nn.functional import linear
 
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.gemm import forward as single
-from epinorm.backends.cuda.gemm.launch import Bound, ProductForm
-from epinorm.backends.cuda.gemm.product import prepare_product
+from epinorm.backends.cuda.gemm.launch import Bound
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.norm.batch_backward import BatchBackward
 from epinorm.backends.cuda.norm.batch_forward import BatchForward
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.gradients import BackwardChoice, backward_choice
-from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.planes import product_of, rest_of, sum_is_z
 from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.backends.cuda.replayed import ReplayedBackward, ReplayedForward
@@ -38,12 +35,6 @@ from epinorm.problem import (
     StepForward,
     Wanted,
 )
-
-ALIGNMENT = 16
-"""Bytes at which rows must begin for the copy engine."""
-
-MatrixProduct = Callable[[Tensor, Tensor], Tensor]
-"""dX from dz and W, or dW from dz and x."""
 
 
 class CudaExecutable:
@@ -182,12 +173,11 @@ class _Backward:
             norm, dx, dw = by_planes(inputs, kept, dy, want, left, into, later)
         dz = norm.dz
         if dz is not None:
-            if dx is None and products.dx is not None:
-                dx = products.dx(dz, inputs.weight)
-            if into is not None and dw is None and products.library_adds:
-                dw = into.addmm_(dz.t(), inputs.x)
-            elif dw is None and products.dw is not None:
-                dw = products.dw(dz, inputs.x)
+            if products.library_has_x:
+                dx = torch.mm(dz, inputs.weight)
+            if products.library_has_weight:  # it adds as fast as it stores
+                of = dz.t(), inputs.x
+                dw = torch.mm(*of) if into is None else into.addmm_(*of)
         return Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
 
 
@@ -284,7 +274,7 @@ def _zeros(n: int, device: torch.device) -> Tensor:
 
 
 class _Products:
-    """What computes dX and dW: planes, or a function each; None for what is not wanted."""
+    """What computes dX and dW: planes, or the library, which has what is said of it."""
 
     def __init__(
         self,
@@ -296,34 +286,5 @@ class _Products:
         self.by_planes: PlaneProducts | None = None
         if choice.x or choice.weight:
             self.by_planes = PlaneProducts(problem, choice, norm)
-        self.dx: MatrixProduct | None = None
-        self.dw: MatrixProduct | None = None
-        self.library_adds = False
-        if want.x and not choice.x:
-            self.dx = _InSixteenBits(problem, choice.dx, True) if choice.dx else torch.mm
-        if want.weight and not choice.weight:
-            self.dw = _InSixteenBits(problem, choice.dw, False) if choice.dw else _transposed_mm
-            # It adds as fast as it stores; where sums are better split, dW is small, and so is what
-            # adding it costs.
-            self.library_adds = choice.dw is None or choice.dw[1].parts == 1
-
-
-def _transposed_mm(dz: Tensor, x: Tensor) -> Tensor:
-    return torch.mm(dz.t(), x)
-
-
-class _InSixteenBits:
-    """A product of 16-bit matrices on our own core."""
-
-    def __init__(
-        self, problem: Problem, chosen: tuple[ProductShape, Choice], major_k_a: bool
-    ) -> None:
-        form = ProductForm(problem.dtype, problem.dtype, False, major_k_a)
-        self.product = prepare_product(*chosen, form, problem.device)
-        self.library: MatrixProduct = torch.mm if major_k_a else _transposed_mm
-
-    def __call__(self, dz: Tensor, other: Tensor) -> Tensor:
-        a, b, stride = dz.data_ptr(), other.data_ptr(), other.stride(0)
-        if (a | b | stride * 2) % ALIGNMENT:
-            return self.library(dz, other)
-        return self.product((a, b, stride), lambda: (dz, dz, other, other), 0)
+        self.library_has_x = want.x and not choice.x
+        self.library_has_weight = want.weight and not choice.weight

@@ -8,18 +8,15 @@ import torch
 
 from epinorm.backends.cuda.plan import costs, hopper_product
 from epinorm.backends.cuda.plan import portable as portable_plan
-from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.norm_planes import beside_dx, rows_plans, worthwhile
 from epinorm.backends.cuda.plan.norm_tile import vector_width
-from epinorm.backends.cuda.runtime.device import HOPPER, capability, gpu_of, sm_count
+from epinorm.backends.cuda.runtime.device import HOPPER, gpu_of
 from epinorm.backends.memo import memo
 from epinorm.problem import Core, Plan, Problem, Wanted
 
 _BYTES = 3.5e6
 """That a conversion, or a product too small for its arithmetic to matter, moves a microsecond on an
 H200."""
-WORTH = 0.985
-"""Of the library's estimated time: what our product in 16 bit must stay below to be taken."""
 _PRODUCT_LAUNCHES, _SPLIT_LAUNCH = 8.0, 4.0
 """Microseconds of a product with its guard, and of a conversion."""
 
@@ -90,36 +87,13 @@ def _cheapest(
     return min((cost(choice), choice) for choice in choices)
 
 
-def product_in_16_bit(
-    problem: Problem, core: Core | None, rows: int, length: int
-) -> tuple[ProductShape, Choice] | None:
-    """Our product (rows, K) over ``length`` where it is faster than the library's, else None.
-
-    The library multiplies as our largest tile does; ours is taken where another is better for the
-    shape (decision 10 has the measurement).
-    """
-    device = problem.device
-    if problem.dtype not in (torch.bfloat16, torch.float16) or capability(device) != HOPPER:
-        return None
-    if core == "portable":
-        return None
-    if not (rows and length and problem.k) or problem.k % 8 or problem.n % 8:
-        return None
-    shape, sms = ProductShape(rows, problem.k, length, 1, 2), sm_count(device)
-    choice = hopper_product.choose(shape, sms)
-    if choice.microseconds > WORTH * hopper_product.library_like(shape, sms):
-        return None
-    return shape, choice
-
-
 @dataclass(frozen=True)
 class BackwardChoice:
     """How the gradients are computed.
 
     core: what multiplies planes. x, weight: dX and dW are computed from planes. writes_planes: dz
     is written once, as the planes of both; beside_dx: when its scales for dW are. weight_first: dW
-    is computed before dX; dz_over_x: and dz in fp32 behind its product (``dz_over_x``). dx, dw: our
-    product of 16-bit matrices; None: the library's, or planes.
+    is computed before dX; dz_over_x: and dz in fp32 behind its product (``dz_over_x``).
     """
 
     core: Core | None
@@ -129,8 +103,6 @@ class BackwardChoice:
     beside_dx: bool
     weight_first: bool
     dz_over_x: bool
-    dx: tuple[ProductShape, Choice] | None
-    dw: tuple[ProductShape, Choice] | None
 
 
 def residual_has_dz(problem: Problem, want: Wanted) -> bool:
@@ -156,7 +128,6 @@ def backward_choice(problem: Problem, plan: Plan, want: Wanted) -> BackwardChoic
     # A core that was not named is Hopper's.
     core = plan.core or "hopper" if plan.strategy in ("single", "planes") else None
     x = weight = writes_planes = False
-    dx = dw = None
     if core is not None:
         x, weight = planes_taken(problem, want.x, want.weight, core)
     planes = problem.planes
@@ -164,12 +135,8 @@ def backward_choice(problem: Problem, plan: Plan, want: Wanted) -> BackwardChoic
     if x and weight and core == "hopper" and of_rows and worthwhile(problem, planes):
         vector = vector_width(problem.n // problem.groups, problem.dtype.itemsize, ())
         writes_planes = next(rows_plans(problem, vector), None) is not None
-    if want.x and not x:
-        dx = product_in_16_bit(problem, core, problem.m, problem.n)
-    if want.weight and not weight:
-        dw = product_in_16_bit(problem, core, problem.n, problem.m)
     # The larger planes are to be free before the other product's result is allocated.
     weight_first = x and weight and problem.m > problem.n
     beside = writes_planes and not weight_first and beside_dx(problem, planes)
     over_x = writes_planes and weight_first and dz_over_x(problem, want)
-    return BackwardChoice(core, x, weight, writes_planes, beside, weight_first, over_x, dx, dw)
+    return BackwardChoice(core, x, weight, writes_planes, beside, weight_first, over_x)

@@ -18,23 +18,23 @@ MOST_PARTS = 32
 @dataclass(frozen=True)
 class TileCost:
     """A tile and what it costs, in cycles, measured on an H200 (decision 10): a step along the
-    summed index, and what it costs besides, by the bytes of a result's element."""
+    summed index, and what it costs besides."""
 
     tile: Tile
     step: float
-    epilogue: dict[int, float]
+    epilogue: float
     splits: bool = True
     """False where a part of a sum would make registers spill."""
 
 
 TILES: dict[int, tuple[TileCost, ...]] = {
     1: (
-        TileCost(Tile(128, 256, 4, ping_pong=False), 1050, {4: 5800, 2: 2950}),
-        TileCost(Tile(64, 256, 5), 565, {4: 1200, 2: 300}),
-        TileCost(Tile(128, 192, 5), 800, {4: 2100}, splits=False),  # in 16 bit it would spill
-        TileCost(Tile(128, 128, 6), 565, {4: 1700, 2: 800}),
+        TileCost(Tile(128, 256, 4, ping_pong=False), 1050, 5800),
+        TileCost(Tile(64, 256, 5), 565, 1200),
+        TileCost(Tile(128, 192, 5), 800, 2100, splits=False),
+        TileCost(Tile(128, 128, 6), 565, 1700),
     ),
-    2: (TileCost(Tile(128, 128, 3, ping_pong=False), 1565, {4: 2500}),),
+    2: (TileCost(Tile(128, 128, 3, ping_pong=False), 1565, 2500),),
 }
 """By planes. Two need all registers of both warpgroups for one tile."""
 START = 6000
@@ -48,14 +48,13 @@ ADD_LAUNCH, ADD_BYTES = 3.0, 3.0e6
 
 @dataclass(frozen=True)
 class ProductShape:
-    """c (rows, columns) = a · b over ``length``; planes of each operand, bytes of c's elements.
-    cancels: next to nothing is left of the sums' terms, so that each product of 16 is folded."""
+    """c (rows, columns) = a · b over ``length``, in fp32; planes of each operand. cancels: next to
+    nothing is left of the sums' terms, so that each product of 16 is folded."""
 
     rows: int
     columns: int
     length: int
     planes: int
-    out_bytes: int
     cancels: bool = False
 
     @property
@@ -67,7 +66,7 @@ def gradient_shape(problem: Problem, of_weight: bool) -> ProductShape:
     """The product of dz's planes that dW, or dX, is. Behind a BatchNorm dz's columns sum to 0."""
     rows, length = (problem.n, problem.m) if of_weight else (problem.m, problem.n)
     cancels = of_weight and problem.planes == 2 and problem.chain.returns_statistics
-    return ProductShape(rows, problem.k, length, problem.planes, 4, cancels)
+    return ProductShape(rows, problem.k, length, problem.planes, cancels)
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,14 @@ def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
         for wanted in (1, *range(2, most + 1)):
             steps = -(-shape.steps // wanted)
             parts = -(-shape.steps // steps)
-            out_bytes = 4 if parts > 1 else shape.out_bytes
-            if parts in tried or out_bytes not in cost.epilogue:
+            if parts in tried:
                 continue
             tried.add(parts)
             rounds = -(-tiles * parts // sms)
-            cycles = START + rounds * (steps * step_cycles + cost.epilogue[out_bytes])
+            cycles = START + rounds * (steps * step_cycles + cost.epilogue)
             microseconds = cycles / CYCLES_PER_MICROSECOND
             if parts > 1:
-                moved = shape.rows * shape.columns * (4 * parts + shape.out_bytes)
+                moved = shape.rows * shape.columns * 4 * (parts + 1)
                 microseconds += ADD_LAUNCH + moved / ADD_BYTES
             yield Choice(tile, parts, microseconds)
 
@@ -118,9 +116,3 @@ def _choices(shape: ProductShape, sms: int) -> Iterator[Choice]:
 def choose(shape: ProductShape, sms: int) -> Choice:
     """The tile and the parts of least estimated time."""
     return min(_choices(shape, sms), key=lambda choice: choice.microseconds)
-
-
-def library_like(shape: ProductShape, sms: int) -> float:
-    """Microseconds that the library needs in 16 bit: it was measured as fast as our first tile."""
-    first = TILES[1][0].tile
-    return min(c.microseconds for c in _choices(shape, sms) if c.tile == first)

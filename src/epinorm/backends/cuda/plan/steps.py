@@ -265,9 +265,9 @@ class _Backward(_Pass):
         else:
             self._by_planes(choice.x, choice.weight)
         if want.x and not choice.x:
-            self._direct("dX", choice.dx)
+            self._direct("dX")
         if want.weight and not choice.weight:
-            self._direct("dW", choice.dw)
+            self._direct("dW")
 
     def _norm(self, outputs: Outputs, if_wanted: bool = False) -> None:
         """norm_backward, and what surrounds it."""
@@ -303,16 +303,12 @@ class _Backward(_Pass):
             nbytes = sizes * problem.n
             self._take("partial sums", nbytes, "norm_backward", "norm_column_sums", each=True)
 
-    def _direct(self, name: str, found: tuple[ProductShape, Choice] | None) -> None:
-        """A product of dz as it is."""
-        if found is None:
-            planes = self.problem.dtype == torch.float32 and self.choice.core is not None
-            reason = "the library's product is as fast as any here"
-            reason = "conversions to planes cost more than they save" if planes else reason
-            self._step("aten::mm", name, reason)
-            return
-        shape, choice = found
-        self._product(name, shape, choice, "the library's, where rows are not aligned to 16 bytes")
+    def _direct(self, name: str) -> None:
+        """The library's product of dz as it is."""
+        planes = self.problem.dtype == torch.float32 and self.choice.core is not None
+        reason = "the library's product is as fast as any here"
+        reason = "conversions to planes cost more than they save" if planes else reason
+        self._step("aten::mm", name, reason)
 
     def _product(self, name: str, shape: ProductShape, choice: Choice, otherwise: str = "") -> None:
         makes = f"{name} in {choice.parts} parts" if choice.parts > 1 else name
