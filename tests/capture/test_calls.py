@@ -353,6 +353,20 @@ def test_inference_mode_then_training(pair: Any, x: Any) -> None:
         assert_same(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("rows", [(ROWS,), (2, ROWS)])
+def test_gradients_enabled_within_inference_mode_record_nothing(rows: tuple[int, ...]) -> None:
+    model = randomised(nn.Sequential(nn.Linear(K, N), nn.LayerNorm(N), nn.ReLU()))
+    fused, x = fused_copy(model, strategy="cpu"), torch.randn(*rows, K, dtype=torch.float64)
+    for _ in range(2):
+        assert fused(x).requires_grad
+        with torch.inference_mode(), torch.enable_grad():
+            given = x.clone()  # which no backward pass could keep
+            y = fused(given)
+            assert (y.requires_grad, y.is_inference()) == (False, True)
+            assert_same(y, model(given))
+    assert all(row.fused for row in epinorm.explain(fused).rows)
+
+
 def test_training_steps(pair: Any) -> None:
     results = []
     for m in pair:

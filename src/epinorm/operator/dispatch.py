@@ -26,14 +26,13 @@ from epinorm.operator.kinds import Kinds, is_strided
 from epinorm.operator.native_calls import LayersCalls, NativeCalls
 from epinorm.operator.schema import linear_norm, linear_norm_sum
 from epinorm.operator.undisturbed import (
+    autograd_records,
     has_plain_types,
     is_distributed,
     is_under_autocast_alone,
     is_undisturbed,
 )
 from epinorm.problem import Inputs, Strategy, check_strategy
-
-_is_grad_enabled = torch.is_grad_enabled
 
 SPENDING = ("cuda",)
 """Devices where a pass needs memory of x's size, and x's own serves."""
@@ -136,7 +135,7 @@ class Caller:
             and x.device.type in SPENDING
             and x.is_contiguous()
             and not x.requires_grad
-            and not (_is_grad_enabled() and torch._C._any_requires_grad(*tensors))
+            and not (autograd_records() and torch._C._any_requires_grad(*tensors))
         )
 
     def _first(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results:
@@ -170,7 +169,7 @@ class Caller:
                 return self._layers.results(self._constants, *tensors)
             prepared = kind == "cuda" and self._casts and x.dtype != torch.float64
         if prepared:
-            facts = self._autocast_training if _is_grad_enabled() else self._autocast_facts
+            facts = self._autocast_training if autograd_records() else self._autocast_facts
             if self._stays_low:
                 facts = (*facts[:3], torch.get_autocast_dtype("cuda"))
             results = self.again(tensors, facts)
@@ -224,7 +223,7 @@ class Caller:
             tensors = transforms.cast(tensors, facts[3])
         x, weight, *vectors = tensors[:5]
         matrix, operands, y_size = x, tensors[5:], None
-        training = _is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+        training = autograd_records() and torch._C._any_requires_grad(*tensors)
         if x.dim() != 2:
             if not all(t.is_contiguous() for t in (x, *operands)):
                 return None
@@ -248,7 +247,7 @@ def _keeping_its_sum(chain: Chain) -> Chain:
 def _modes(facts: calls.Facts) -> tuple[Any, ...]:
     """What a call depends on besides its tensors; facts[3]: y's dtype under autocast."""
     low = None if facts[3] is None else torch.get_autocast_dtype("cuda")
-    return _is_grad_enabled(), facts[3], low
+    return autograd_records(), facts[3], low
 
 
 @lru_cache(maxsize=1024)
@@ -311,7 +310,7 @@ def _of_matrices(inputs: Inputs, facts: calls.Facts) -> Results:
     if torch.compiler.is_compiling() or not (is_undisturbed() and has_plain_types(tensors)):
         operator = linear_norm_sum if returns_more(facts[0]) else linear_norm
         return operator(*given, *facts)
-    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)):
+    if not (autograd_records() and torch._C._any_requires_grad(*tensors)):
         return calls.run_inference(given, facts)
     executable = calls.executable_for_call(given, facts, True, True)
     if (eager := calls.eager_for(executable)) is not None:
