@@ -367,6 +367,44 @@ def test_gradients_enabled_within_inference_mode_record_nothing(rows: tuple[int,
     assert all(row.fused for row in epinorm.explain(fused).rows)
 
 
+NORMS_IN_VIEWS = {
+    "rows": lambda y: F.layer_norm(y, (N,)),
+    "heads": lambda y: F.rms_norm(y.unflatten(-1, (-1, GROUPS)), (GROUPS,), eps=1e-6),
+    "in front": lambda y: F.layer_norm(y.view(-1, N), (N,)).relu(),
+    "groups": lambda y: F.group_norm(y.flatten(0, -2), GROUPS),
+}
+
+
+@pytest.mark.parametrize("strategy", ["reference", "cpu"])
+@pytest.mark.parametrize("name", NORMS_IN_VIEWS)
+def test_what_is_no_view_in_eager_may_be_changed_by_what_has_a_gradient(
+    name: str, strategy: str
+) -> None:
+    """Where a frozen part of a model was run without gradients, as a mask token is put there."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(K, N).double()
+
+        def forward(self, x: Tensor) -> Any:
+            return NORMS_IN_VIEWS[name](self.fc(x))
+
+    model = Frozen()
+    fused, x = fused_copy(model, strategy=strategy), torch.randn(2, ROWS, K, dtype=torch.float64)
+    for given in (x, x, x.transpose(0, 1)):
+        results = []
+        for m in (model, fused):
+            with torch.no_grad():
+                y = m(given)
+            token = torch.ones(y.shape[-1], dtype=torch.float64, requires_grad=True)
+            y[0] = token
+            y.sum().backward()
+            results.append((y.detach_(), token.grad))
+        assert_same(*results)
+    assert all(row.fused for row in epinorm.explain(fused).rows)
+
+
 def test_training_steps(pair: Any) -> None:
     results = []
     for m in pair:

@@ -24,10 +24,17 @@ from epinorm.capture.found import Found, Place
 from epinorm.capture.heads import open_heads
 from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
-from epinorm.capture.operands import as_matrix, expanded_like, one_each, rows_like
+from epinorm.capture.operands import as_matrix, as_own, expanded_like, one_each, rows_like
 from epinorm.capture.parts import open_parts
 from epinorm.capture.paying import Settings, may_pay, pays, why_left, with_paying_dropout
-from epinorm.capture.purity import changed_argument, changes, storage_of, tensor_of, value_of
+from epinorm.capture.purity import (
+    changed_argument,
+    changes,
+    is_pure,
+    storage_of,
+    tensor_of,
+    value_of,
+)
 from epinorm.capture.running import Updating
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
@@ -302,6 +309,8 @@ def _replace(
             for view in views:
                 made = graph.create_node(view.op, view.target, (made, *view.args[1:]), view.kwargs)
                 made.meta = dict(view.meta)
+            if (flat or views) and of not in views and _may_be_changed(of, inside):
+                made = graph.call_function(as_own, (made,))
             made = as_in_eager(graph, made, of)
             made.meta["example_value"] = value_of(of)
             of.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inside)
@@ -316,6 +325,17 @@ def _replace(
     for node in reversed(found.nodes):
         graph.erase_node(node)
     return results
+
+
+def _may_be_changed(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether a reader of a node, or of a view of it, may change it; but for those inside."""
+    return any(
+        user.op == "output"
+        or not is_pure(user)
+        or (storage_of(user) == storage_of(node) and _may_be_changed(user, inside))
+        for user in node.users
+        if user not in inside
+    )
 
 
 def _first_reader(kept: fx.Node | None, last: fx.Node, inside: set[fx.Node]) -> fx.Node:

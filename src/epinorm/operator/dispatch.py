@@ -212,7 +212,7 @@ class Caller:
         made = executable.forward(*(*tensors[:5], operands, self._constants))
         if made.second is None:
             return made.y
-        return made.y, made.second.view(made.y.shape) if made.y.dim() != 2 else made.second
+        return made.y, calls.unfold(made.second, made.y.shape[:-1])
 
     def _keep(self, tensors: tuple[Any, ...], facts: calls.Facts) -> None:
         self._kinds.keep(tensors, _modes(facts), partial(self._find, tensors, facts))
@@ -288,34 +288,36 @@ def call(
                 "sparse and nested tensors are computed by PyTorch's own layers alone"
             )
         return calls.layers_of(facts).results(calls.constants_of(facts), x, *given, *operands)
+    tensors = (x, *given, *operands)
     if x.dim() == 2:
-        return _of_matrices(Inputs(x, *given, operands), facts)
+        return _of_matrices(Inputs(x, *given, operands), facts, tensors)
     check_leading_dimensions(x, operands, Chain.parse(chain))
     folded = Inputs(calls.fold(x), *given, calls.fold_operands(operands, facts))
-    found, leading = _of_matrices(folded, facts), x.shape[:-1]
+    found, leading = _of_matrices(folded, facts, tensors), x.shape[:-1]
     if isinstance(found, tuple):
-        y, total = (t.view(*leading, t.shape[-1]) for t in found)
+        y, total = (calls.unfold(t, leading) for t in found)
         return y, total
-    return found.view(*leading, found.shape[-1])
+    return calls.unfold(found, leading)
 
 
-def _of_matrices(inputs: Inputs, facts: calls.Facts) -> Results:
-    """x (M, K) → y (M, N), past the dispatcher where nothing waits there.
+def _of_matrices(inputs: Inputs, facts: calls.Facts, given: tuple[Any, ...]) -> Results:
+    """x (M, K) → y (M, N), past the dispatcher where nothing waits there. given: the tensors before
+    x and operands were folded; where autograd records, y may have their leading dimensions.
 
     That saves two thirds of a call's overhead. The operator itself is called for everything that
     hangs on it: compiling, autocast, torch.func, tensor subclasses, modes, tracing, profiling.
     """
-    given = inputs[:6]
+    folded = inputs[:6]
     tensors = (*inputs[:5], *inputs.operands)
     if torch.compiler.is_compiling() or not (is_undisturbed() and has_plain_types(tensors)):
         operator = linear_norm_sum if returns_more(facts[0]) else linear_norm
-        return operator(*given, *facts)
+        return operator(*folded, *facts)
     if not (autograd_records() and torch._C._any_requires_grad(*tensors)):
-        return calls.run_inference(given, facts)
-    executable = calls.executable_for_call(given, facts, True, True)
+        return calls.run_inference(folded, facts)
+    executable = calls.executable_for_call(folded, facts, True, True)
     if (eager := calls.eager_for(executable)) is not None:
-        return eager.results(calls.constants_of(facts), *tensors)
-    return differentiable(executable, facts, tensors)
+        return eager.results(calls.constants_of(facts), *given)
+    return differentiable(executable, facts, given)
 
 
 def _with_seeds(
