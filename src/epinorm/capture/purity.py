@@ -26,6 +26,7 @@ BATCH_NORM = (
     *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
 )
 """The arguments of F.batch_norm."""
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm")
 _EFFECTS = ("set_", "manual_seed", "seed", "batch_norm", "instance_norm", "embedding")
 _METHODS_WITH_EFFECTS = frozenset(
     (
@@ -109,6 +110,9 @@ def is_pure(node: fx.Node) -> bool:
     target: Any = node.target
     if target is F.batch_norm:
         return not _running(node)
+    if target is F.embedding:
+        given = dict(zip(_EMBEDDING, node.args, strict=False)) | node.kwargs
+        return given.get("max_norm") is None  # else it shortens rows of its weight, in place
     if target in _IN_PLACE_OPERATORS:  # of numbers they make new ones
         return value_of(node) is None and value_of(node.args[0]) is None
     if isinstance(target, torch._ops.OpOverload):
