@@ -732,6 +732,22 @@ def test_marks_capture_nothing_again(pair: Any, x: Any) -> None:
     assert len(fused_of(fused).recorder.graphs) == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("cls", [nn.Linear, nn.GroupNorm])
+def test_a_layer_of_pytorchs_replaced_for_all_is_noticed(
+    pair: Any, x: Any, cls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LoRA is added to every nn.Linear of a process by some."""
+    model, fused = pair
+    own, expected = cls.forward, model(x)
+    assert_same(fused(x), expected)
+    monkeypatch.setattr(cls, "forward", lambda layer, h: own(layer, h).sin())
+    changed = model(x)
+    assert_same(fused(x), changed)
+    assert not torch.allclose(changed, expected)
+    monkeypatch.setattr(cls, "forward", own)
+    assert_same(fused(x), expected)
+
+
 def test_another_threads_guards_are_its_own() -> None:
     """What exports a model takes no lock against what is captured meanwhile."""
     seen: list[int] = []

@@ -49,6 +49,9 @@ _log = logging.getLogger("epinorm")
 _GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
 
 
+_REPLACED = ("forward",)
+"""What is replaced in PyTorch's own classes, as ``nn.Linear``'s where LoRA is added to all."""
+
 Apply = Callable[..., Results]
 """(x, weight, bias, norm_weight, norm_bias, operands) → y, or y and the sum, for one chain."""
 
@@ -60,8 +63,8 @@ class Recorder:
     notes what it saw.
 
     watched: attributes of classes with their values: the functions that were captured, as Dynamo
-    does not look whether a class gets another one; and before PyTorch 2.13 what these read of
-    classes in their globals.
+    does not look whether a class gets another one, of PyTorch's classes ``forward``; and before
+    PyTorch 2.13 what these read of classes in their globals.
     """
 
     def __init__(self, settings: Settings, model: nn.Module, name: str = "") -> None:
@@ -109,9 +112,10 @@ class Recorder:
         captured = set(TracingContext.get_traced_code() or ())
         owners = dict.fromkeys(base for cls in classes for base in cls.__mro__)
         for owner in owners:
-            if _is_pytorchs(owner):
-                continue
+            names = _REPLACED if _is_pytorchs(owner) else None
             for name, function in vars(owner).items():
+                if names is not None and name not in names:
+                    continue
                 inner = getattr(function, "fget", getattr(function, "__func__", function))
                 if getattr(inner, "__code__", None) in captured:
                     self._add(owner, name, function)
