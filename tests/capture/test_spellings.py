@@ -199,6 +199,8 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "rows shortened while looked up": lambda s, x: (
         lambda h: s.ln(h + F.embedding(torch.arange(5), s.lst["a"].weight, max_norm=1.0))
     )(s.fc(x)),
+    "a view as itself": lambda s, x: (lambda h: h.view_as(h))(s.ln(s.fc(x))),
+    "a view as itself, in between": lambda s, x: (lambda h: s.ln(h.reshape_as(h)))(s.fc(x)),
     "a gate of its own": lambda s, x: (lambda h: s.ln(h * h.mean()))(s.fc(x)),
     "a gate of more dimensions": lambda s, x: s.ln(s.g[:1].view(1, 1, 1) * s.fc(x)),
     "a gate of another dtype": lambda s, x: s.ln(s.sc.float() * s.fc(x)),
@@ -267,6 +269,7 @@ FUSED_WHOLE = {
     "residual minus": "scale(-1)|add_residual|layer_norm(1e-05)",
     "residual minus, behind": "group_norm(4,1e-05)|scale(-1)|add_residual",
     "channels minus": "scale(-1)|add_channel|layer_norm(1e-05)",
+    "a view as itself": "layer_norm(1e-05)",
     "positions looked up behind": "add_residual|layer_norm(1e-05)",
     "sum by alpha": "scale(0.5)|add_residual|layer_norm(1e-05)",
     "difference by alpha": "scale(-2)|add_residual|layer_norm(1e-05)",
