@@ -114,7 +114,8 @@ def executable_of(
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     device = x.device
     chain, text, *_, has_rows = _structure_of(facts[0])
-    if training and has_rows:
+    # What a compiled graph hands over may be a parameter that the model has detached.
+    if training and has_rows and torch.is_grad_enabled():
         check_rows([t.requires_grad for t in operands], chain)
     precision = _precision(x, weight)
     prepacked = bool(marked) and keeps(weight)
