@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
@@ -171,6 +171,17 @@ def storage_of(node: fx.Node) -> int | None:
     if value is None or value.layout is not torch.strided:
         return None
     return unwrapped(value).untyped_storage()._cdata
+
+
+def may_be_changed(node: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether a reader of a node, or of a view of it, may change it; but for those inside."""
+    return any(
+        user.op == "output"
+        or not is_pure(user)
+        or (storage_of(user) == storage_of(node) and may_be_changed(user, inside))
+        for user in node.users
+        if user not in inside
+    )
 
 
 def unwrapped(value: Tensor) -> Tensor:

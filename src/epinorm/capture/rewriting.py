@@ -30,7 +30,7 @@ from epinorm.capture.paying import Settings, may_pay, pays, why_left, with_payin
 from epinorm.capture.purity import (
     changed_argument,
     changes,
-    is_pure,
+    may_be_changed,
     storage_of,
     tensor_of,
     value_of,
@@ -313,7 +313,7 @@ def _replace(
             for view in views:
                 made = graph.create_node(view.op, view.target, (made, *view.args[1:]), view.kwargs)
                 made.meta = dict(view.meta)
-            if (flat or views) and of not in views and _may_be_changed(of, inside):
+            if (flat or views) and of not in views and may_be_changed(of, inside):
                 made = graph.call_function(as_own, (made,))
             made = as_in_eager(graph, made, of)
             made.meta["example_value"] = value_of(of)
@@ -329,17 +329,6 @@ def _replace(
     for node in reversed(found.nodes):
         graph.erase_node(node)
     return results
-
-
-def _may_be_changed(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether a reader of a node, or of a view of it, may change it; but for those inside."""
-    return any(
-        user.op == "output"
-        or not is_pure(user)
-        or (storage_of(user) == storage_of(node) and _may_be_changed(user, inside))
-        for user in node.users
-        if user not in inside
-    )
 
 
 def _first_reader(kept: fx.Node | None, last: fx.Node, inside: set[fx.Node]) -> fx.Node:
