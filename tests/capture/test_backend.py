@@ -45,6 +45,17 @@ class Stream(Block):
         return F.gelu(self.norm(h)) * torch.sigmoid(self.up(x)) + h.tanh()
 
 
+class Weighted(Block):
+    """Rows with weights that were learnt before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.rand(ROWS, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.norm(self.fc(x) * self.weights.detach()))
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What AOTAutograd hands to Inductor, which it does not compile here: that takes a minute."""
@@ -85,6 +96,20 @@ def test_forward_and_backward(make: Any, shape: Any, graphs: list[str]) -> None:
     assert f"torch.ops.epinorm.{forward}" in text
     assert "torch.ops.epinorm.linear_norm_backward" in text
     assert "native_layer_norm" not in text
+
+
+def test_a_parameter_that_is_detached_asks_for_no_gradient(graphs: list[str]) -> None:
+    """Though what is compiled reads the parameter itself."""
+    model, x = Weighted().double(), torch.randn(ROWS, N, dtype=torch.float64)
+    compiled, found = torch.compile(model, backend=compile_graph, fullgraph=True), []
+    for run in (compiled, model):
+        model.zero_grad()
+        y = run(x)
+        y.square().sum().backward()
+        found.append([y, model.fc.weight.grad, model.norm.weight.grad, model.weights.grad])
+    assert found[0].pop() is found[1].pop() is None
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    assert any("mul_row" in text and "linear_norm_forward" in text for text in graphs)
 
 
 def test_inference(graphs: list[str]) -> None:

@@ -353,6 +353,58 @@ def test_inference_mode_then_training(pair: Any, x: Any) -> None:
         assert_same(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("rows", [(ROWS,), (2, ROWS)])
+def test_gradients_enabled_within_inference_mode_record_nothing(rows: tuple[int, ...]) -> None:
+    model = randomised(nn.Sequential(nn.Linear(K, N), nn.LayerNorm(N), nn.ReLU()))
+    fused, x = fused_copy(model, strategy="cpu"), torch.randn(*rows, K, dtype=torch.float64)
+    for _ in range(2):
+        assert fused(x).requires_grad
+        with torch.inference_mode(), torch.enable_grad():
+            given = x.clone()  # which no backward pass could keep
+            y = fused(given)
+            assert (y.requires_grad, y.is_inference()) == (False, True)
+            assert_same(y, model(given))
+    assert all(row.fused for row in epinorm.explain(fused).rows)
+
+
+NORMS_IN_VIEWS = {
+    "rows": lambda y: F.layer_norm(y, (N,)),
+    "heads": lambda y: F.rms_norm(y.unflatten(-1, (-1, GROUPS)), (GROUPS,), eps=1e-6),
+    "in front": lambda y: F.layer_norm(y.view(-1, N), (N,)).relu(),
+    "groups": lambda y: F.group_norm(y.flatten(0, -2), GROUPS),
+}
+
+
+@pytest.mark.parametrize("strategy", ["reference", "cpu"])
+@pytest.mark.parametrize("name", NORMS_IN_VIEWS)
+def test_what_is_no_view_in_eager_may_be_changed_by_what_has_a_gradient(
+    name: str, strategy: str
+) -> None:
+    """Where a frozen part of a model was run without gradients, as a mask token is put there."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(K, N).double()
+
+        def forward(self, x: Tensor) -> Any:
+            return NORMS_IN_VIEWS[name](self.fc(x))
+
+    model = Frozen()
+    fused, x = fused_copy(model, strategy=strategy), torch.randn(2, ROWS, K, dtype=torch.float64)
+    for given in (x, x, x.transpose(0, 1)):
+        results = []
+        for m in (model, fused):
+            with torch.no_grad():
+                y = m(given)
+            token = torch.ones(y.shape[-1], dtype=torch.float64, requires_grad=True)
+            y[0] = token
+            y.sum().backward()
+            results.append((y.detach_(), token.grad))
+        assert_same(*results)
+    assert all(row.fused for row in epinorm.explain(fused).rows)
+
+
 def test_training_steps(pair: Any) -> None:
     results = []
     for m in pair:
@@ -678,6 +730,22 @@ def test_marks_capture_nothing_again(pair: Any, x: Any) -> None:
         getattr(torch._dynamo.decorators, mark)(marked, 0)
         fused(marked)
     assert len(fused_of(fused).recorder.graphs) == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, nn.GroupNorm])
+def test_a_layer_of_pytorchs_replaced_for_all_is_noticed(
+    pair: Any, x: Any, cls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LoRA is added to every nn.Linear of a process by some."""
+    model, fused = pair
+    own, expected = cls.forward, model(x)
+    assert_same(fused(x), expected)
+    monkeypatch.setattr(cls, "forward", lambda layer, h: own(layer, h).sin())
+    changed = model(x)
+    assert_same(fused(x), changed)
+    assert not torch.allclose(changed, expected)
+    monkeypatch.setattr(cls, "forward", own)
+    assert_same(fused(x), expected)
 
 
 def test_another_threads_guards_are_its_own() -> None:

@@ -193,6 +193,14 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
         lambda g, h: (lambda d: (g.add_(1), s.ln(d))[1])(h + g)
     )(s.sc * 1, s.fc(x)),
     "nothing minus": lambda s, x: s.ln((math.nan - s.fc(x)).nan_to_num()),
+    "positions looked up behind": lambda s, x: (
+        lambda h: s.ln(h + F.embedding(torch.arange(5), s.lst["a"].weight))
+    )(s.fc(x)),
+    "rows shortened while looked up": lambda s, x: (
+        lambda h: s.ln(h + F.embedding(torch.arange(5), s.lst["a"].weight, max_norm=1.0))
+    )(s.fc(x)),
+    "a view as itself": lambda s, x: (lambda h: h.view_as(h))(s.ln(s.fc(x))),
+    "a view as itself, in between": lambda s, x: (lambda h: s.ln(h.reshape_as(h)))(s.fc(x)),
     "a gate of its own": lambda s, x: (lambda h: s.ln(h * h.mean()))(s.fc(x)),
     "a gate of more dimensions": lambda s, x: s.ln(s.g[:1].view(1, 1, 1) * s.fc(x)),
     "a gate of another dtype": lambda s, x: s.ln(s.sc.float() * s.fc(x)),
@@ -217,6 +225,7 @@ UNFUSED = {
     "itself and itself by alpha": "add is not a pointwise operation",
     "what it was taken from changes later": "mul_ changes a tensor in place",
     "a gate that changes later": "add_ changes a tensor in place",
+    "rows shortened while looked up": "embedding in between may change tensors",
     "a gate of its own": "used more than once, by mean, mul",
     "a gate of more dimensions": "operands are not broadcast",
     "a gate of another dtype": "operands are not broadcast",
@@ -260,6 +269,8 @@ FUSED_WHOLE = {
     "residual minus": "scale(-1)|add_residual|layer_norm(1e-05)",
     "residual minus, behind": "group_norm(4,1e-05)|scale(-1)|add_residual",
     "channels minus": "scale(-1)|add_channel|layer_norm(1e-05)",
+    "a view as itself": "layer_norm(1e-05)",
+    "positions looked up behind": "add_residual|layer_norm(1e-05)",
     "sum by alpha": "scale(0.5)|add_residual|layer_norm(1e-05)",
     "difference by alpha": "scale(-2)|add_residual|layer_norm(1e-05)",
     "rsub by alpha": "scale(-0.5)|add_residual|layer_norm(1e-05)",

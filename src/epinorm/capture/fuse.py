@@ -227,7 +227,11 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
         if fused.units:
             return own(*args, **kwargs)
         for owner, attribute, value in fused.recorder.watched:
-            if owner.__dict__.get(attribute) is not value:
+            # The look-up that is fast first: it makes new objects of class methods alone.
+            if (
+                getattr(owner, attribute, None) is not value
+                and owner.__dict__.get(attribute) is not value
+            ):
                 if not fused.capture_again(model):
                     return own(*args, **kwargs)
                 break

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from epinorm.capture.spelling import is_row, is_rows_parts, same_shape, sizes_of
+from epinorm.operator.calls import own_view
 from epinorm.operator.undisturbed import is_distributed
 
 
@@ -76,6 +78,15 @@ def as_matrix(x: Tensor) -> Tensor:
 def rows_like(operand: Tensor, x: Tensor, n: int) -> Tensor:
     """An operand whose rows of n are those of x (..., K), with x's leading dimensions."""
     return operand.reshape(*x.shape[:-1], n)
+
+
+def as_own(result: Tensor) -> Tensor:
+    """A view of a chain's result, which in eager is none and so may be changed in place by what has
+    a gradient, though it was made without one. Where it has one the chain may have saved it, and
+    has to see changes."""
+    if result.requires_grad or type(result) is not Tensor or torch.compiler.is_compiling():
+        return result
+    return own_view(result, result.shape)
 
 
 def expanded_like(operand: Tensor, x: Tensor, n: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,7 @@ BATCH_NORM = (
     *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
 )
 """The arguments of F.batch_norm."""
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm")
 _EFFECTS = ("set_", "manual_seed", "seed", "batch_norm", "instance_norm", "embedding")
 _METHODS_WITH_EFFECTS = frozenset(
     (
@@ -109,6 +110,9 @@ def is_pure(node: fx.Node) -> bool:
     target: Any = node.target
     if target is F.batch_norm:
         return not _running(node)
+    if target is F.embedding:
+        given = dict(zip(_EMBEDDING, node.args, strict=False)) | node.kwargs
+        return given.get("max_norm") is None  # else it shortens rows of its weight, in place
     if target in _IN_PLACE_OPERATORS:  # of numbers they make new ones
         return value_of(node) is None and value_of(node.args[0]) is None
     if isinstance(target, torch._ops.OpOverload):
@@ -167,6 +171,17 @@ def storage_of(node: fx.Node) -> int | None:
     if value is None or value.layout is not torch.strided:
         return None
     return unwrapped(value).untyped_storage()._cdata
+
+
+def may_be_changed(node: fx.Node, inside: Collection[fx.Node]) -> bool:
+    """Whether a reader of a node, or of a view of it, may change it; but for those inside."""
+    return any(
+        user.op == "output"
+        or not is_pure(user)
+        or (storage_of(user) == storage_of(node) and may_be_changed(user, inside))
+        for user in node.users
+        if user not in inside
+    )
 
 
 def unwrapped(value: Tensor) -> Tensor:

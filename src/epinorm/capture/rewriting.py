@@ -24,10 +24,17 @@ from epinorm.capture.found import Found, Place
 from epinorm.capture.heads import open_heads
 from epinorm.capture.likes import make_apart
 from epinorm.capture.moves import moved
-from epinorm.capture.operands import as_matrix, expanded_like, one_each, rows_like
+from epinorm.capture.operands import as_matrix, as_own, expanded_like, one_each, rows_like
 from epinorm.capture.parts import open_parts
 from epinorm.capture.paying import Settings, may_pay, pays, why_left, with_paying_dropout
-from epinorm.capture.purity import changed_argument, changes, storage_of, tensor_of, value_of
+from epinorm.capture.purity import (
+    changed_argument,
+    changes,
+    may_be_changed,
+    storage_of,
+    tensor_of,
+    value_of,
+)
 from epinorm.capture.running import Updating
 from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
@@ -42,6 +49,9 @@ _log = logging.getLogger("epinorm")
 _GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
 
 
+_REPLACED = ("forward",)
+"""What is replaced in PyTorch's own classes, as ``nn.Linear``'s where LoRA is added to all."""
+
 Apply = Callable[..., Results]
 """(x, weight, bias, norm_weight, norm_bias, operands) → y, or y and the sum, for one chain."""
 
@@ -53,8 +63,8 @@ class Recorder:
     notes what it saw.
 
     watched: attributes of classes with their values: the functions that were captured, as Dynamo
-    does not look whether a class gets another one; and before PyTorch 2.13 what these read of
-    classes in their globals.
+    does not look whether a class gets another one, of PyTorch's classes ``forward``; and before
+    PyTorch 2.13 what these read of classes in their globals.
     """
 
     def __init__(self, settings: Settings, model: nn.Module, name: str = "") -> None:
@@ -102,9 +112,10 @@ class Recorder:
         captured = set(TracingContext.get_traced_code() or ())
         owners = dict.fromkeys(base for cls in classes for base in cls.__mro__)
         for owner in owners:
-            if _is_pytorchs(owner):
-                continue
+            names = _REPLACED if _is_pytorchs(owner) else None
             for name, function in vars(owner).items():
+                if names is not None and name not in names:
+                    continue
                 inner = getattr(function, "fget", getattr(function, "__func__", function))
                 if getattr(inner, "__code__", None) in captured:
                     self._add(owner, name, function)
@@ -302,6 +313,8 @@ def _replace(
             for view in views:
                 made = graph.create_node(view.op, view.target, (made, *view.args[1:]), view.kwargs)
                 made.meta = dict(view.meta)
+            if (flat or views) and of not in views and may_be_changed(of, inside):
+                made = graph.call_function(as_own, (made,))
             made = as_in_eager(graph, made, of)
             made.meta["example_value"] = value_of(of)
             of.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inside)

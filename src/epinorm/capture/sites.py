@@ -18,6 +18,7 @@ from epinorm.capture.found import Found, Place
 from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import name_of, sizes_of
 from epinorm.capture.trace import PART
+from epinorm.operator.undisturbed import autograd_records
 from epinorm.precision import product_precision
 from epinorm.problem import Problem
 
@@ -166,7 +167,7 @@ def _problem(found: Found) -> tuple[Problem, str]:
         has_bias=found.bias is not None,
         has_norm_weight=chain.norm is not None and found.norm.weight is not None,
         has_norm_bias=chain.norm is not None and found.norm.bias is not None,
-        training=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in reads),
+        training=autograd_records() and any(t is not None and t.requires_grad for t in reads),
         device=device,
         precision=product_precision(dtype, device.type, (m, k, n)),
     )

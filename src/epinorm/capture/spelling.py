@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils import _pytree as pytree
 
 from epinorm.capture.purity import changed_argument, value_of
 from epinorm.chain.pointwise import Pointwise, of_call
@@ -226,8 +227,11 @@ def is_view_of_parts(node: fx.Node, x: fx.Node, n: Any) -> bool:
 
 
 def _before_and_after(node: fx.Node, x: fx.Node) -> tuple[Tensor, ...]:
-    """x's tensor and the node's, where that is a view of x alone, of its dtype."""
-    if _base_name(node) not in _VIEWS or node.args[:1] != (x,) or x in node.all_input_nodes[1:]:
+    """x's tensor and the node's, where that is a view of x alone, of its dtype, and of no size that
+    x itself gives, as ``x.view_as(x)``."""
+    if _base_name(node) not in _VIEWS or node.args[:1] != (x,):
+        return ()
+    if x in pytree.tree_leaves((node.args[1:], node.kwargs)):
         return ()
     before, after = value_of(x), value_of(node)
     alike = before is not None and after is not None and before.dtype == after.dtype

@@ -114,7 +114,8 @@ def executable_of(
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     device = x.device
     chain, text, *_, has_rows = _structure_of(facts[0])
-    if training and has_rows:
+    # What a compiled graph hands over may be a parameter that the model has detached.
+    if training and has_rows and torch.is_grad_enabled():
         check_rows([t.requires_grad for t in operands], chain)
     precision = _precision(x, weight)
     prepacked = bool(marked) and keeps(weight)
@@ -209,6 +210,27 @@ def _are_same(inputs: Inputs, dense: Inputs) -> bool:
 def fold(t: Tensor) -> Tensor:
     """(..., C) → (M, C)."""
     return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)
+
+
+def unfold(t: Tensor, leading: Sequence[int]) -> Tensor:
+    """(M, C), which nobody else has, → (..., C); as it is where it has these dimensions.
+
+    No view, as eager's is none: a view that was made without gradients can not be changed in place
+    by what has one, and none can be detached in place. What autograd recorded is one all the same:
+    the chain may have saved it, and then has to see changes.
+    """
+    size = (*leading, t.shape[-1])
+    if t.shape == size:
+        return t
+    if t.requires_grad or torch.compiler.is_compiling():
+        return t.view(size)
+    return own_view(t, size)
+
+
+def own_view(t: Tensor, size: Sequence[int]) -> Tensor:
+    """A view of what nobody else reads, which autograd takes for a tensor of its own."""
+    own: Tensor = torch.ops.aten._unsafe_view(t, size)
+    return own
 
 
 def fold_operands(operands: Sequence[Tensor], facts: Facts) -> tuple[Tensor, ...]:

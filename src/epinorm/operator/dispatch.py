@@ -26,14 +26,13 @@ from epinorm.operator.kinds import Kinds, is_strided
 from epinorm.operator.native_calls import LayersCalls, NativeCalls
 from epinorm.operator.schema import linear_norm, linear_norm_sum
 from epinorm.operator.undisturbed import (
+    autograd_records,
     has_plain_types,
     is_distributed,
     is_under_autocast_alone,
     is_undisturbed,
 )
 from epinorm.problem import Inputs, Strategy, check_strategy
-
-_is_grad_enabled = torch.is_grad_enabled
 
 SPENDING = ("cuda",)
 """Devices where a pass needs memory of x's size, and x's own serves."""
@@ -136,7 +135,7 @@ class Caller:
             and x.device.type in SPENDING
             and x.is_contiguous()
             and not x.requires_grad
-            and not (_is_grad_enabled() and torch._C._any_requires_grad(*tensors))
+            and not (autograd_records() and torch._C._any_requires_grad(*tensors))
         )
 
     def _first(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results:
@@ -170,7 +169,7 @@ class Caller:
                 return self._layers.results(self._constants, *tensors)
             prepared = kind == "cuda" and self._casts and x.dtype != torch.float64
         if prepared:
-            facts = self._autocast_training if _is_grad_enabled() else self._autocast_facts
+            facts = self._autocast_training if autograd_records() else self._autocast_facts
             if self._stays_low:
                 facts = (*facts[:3], torch.get_autocast_dtype("cuda"))
             results = self.again(tensors, facts)
@@ -213,7 +212,7 @@ class Caller:
         made = executable.forward(*(*tensors[:5], operands, self._constants))
         if made.second is None:
             return made.y
-        return made.y, made.second.view(made.y.shape) if made.y.dim() != 2 else made.second
+        return made.y, calls.unfold(made.second, made.y.shape[:-1])
 
     def _keep(self, tensors: tuple[Any, ...], facts: calls.Facts) -> None:
         self._kinds.keep(tensors, _modes(facts), partial(self._find, tensors, facts))
@@ -224,7 +223,7 @@ class Caller:
             tensors = transforms.cast(tensors, facts[3])
         x, weight, *vectors = tensors[:5]
         matrix, operands, y_size = x, tensors[5:], None
-        training = _is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+        training = autograd_records() and torch._C._any_requires_grad(*tensors)
         if x.dim() != 2:
             if not all(t.is_contiguous() for t in (x, *operands)):
                 return None
@@ -248,7 +247,7 @@ def _keeping_its_sum(chain: Chain) -> Chain:
 def _modes(facts: calls.Facts) -> tuple[Any, ...]:
     """What a call depends on besides its tensors; facts[3]: y's dtype under autocast."""
     low = None if facts[3] is None else torch.get_autocast_dtype("cuda")
-    return _is_grad_enabled(), facts[3], low
+    return autograd_records(), facts[3], low
 
 
 @lru_cache(maxsize=1024)
@@ -289,34 +288,36 @@ def call(
                 "sparse and nested tensors are computed by PyTorch's own layers alone"
             )
         return calls.layers_of(facts).results(calls.constants_of(facts), x, *given, *operands)
+    tensors = (x, *given, *operands)
     if x.dim() == 2:
-        return _of_matrices(Inputs(x, *given, operands), facts)
+        return _of_matrices(Inputs(x, *given, operands), facts, tensors)
     check_leading_dimensions(x, operands, Chain.parse(chain))
     folded = Inputs(calls.fold(x), *given, calls.fold_operands(operands, facts))
-    found, leading = _of_matrices(folded, facts), x.shape[:-1]
+    found, leading = _of_matrices(folded, facts, tensors), x.shape[:-1]
     if isinstance(found, tuple):
-        y, total = (t.view(*leading, t.shape[-1]) for t in found)
+        y, total = (calls.unfold(t, leading) for t in found)
         return y, total
-    return found.view(*leading, found.shape[-1])
+    return calls.unfold(found, leading)
 
 
-def _of_matrices(inputs: Inputs, facts: calls.Facts) -> Results:
-    """x (M, K) → y (M, N), past the dispatcher where nothing waits there.
+def _of_matrices(inputs: Inputs, facts: calls.Facts, given: tuple[Any, ...]) -> Results:
+    """x (M, K) → y (M, N), past the dispatcher where nothing waits there. given: the tensors before
+    x and operands were folded; where autograd records, y may have their leading dimensions.
 
     That saves two thirds of a call's overhead. The operator itself is called for everything that
     hangs on it: compiling, autocast, torch.func, tensor subclasses, modes, tracing, profiling.
     """
-    given = inputs[:6]
+    folded = inputs[:6]
     tensors = (*inputs[:5], *inputs.operands)
     if torch.compiler.is_compiling() or not (is_undisturbed() and has_plain_types(tensors)):
         operator = linear_norm_sum if returns_more(facts[0]) else linear_norm
-        return operator(*given, *facts)
-    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)):
-        return calls.run_inference(given, facts)
-    executable = calls.executable_for_call(given, facts, True, True)
+        return operator(*folded, *facts)
+    if not (autograd_records() and torch._C._any_requires_grad(*tensors)):
+        return calls.run_inference(folded, facts)
+    executable = calls.executable_for_call(folded, facts, True, True)
     if (eager := calls.eager_for(executable)) is not None:
-        return eager.results(calls.constants_of(facts), *tensors)
-    return differentiable(executable, facts, tensors)
+        return eager.results(calls.constants_of(facts), *given)
+    return differentiable(executable, facts, given)
 
 
 def _with_seeds(

@@ -19,13 +19,11 @@ from epinorm.backends.memo import memo
 from epinorm.operator import calls
 from epinorm.operator.kinds import Kinds
 from epinorm.operator.native_operators import NativeOperator
-from epinorm.operator.undisturbed import is_undisturbed
+from epinorm.operator.undisturbed import autograd_records, is_undisturbed
 from epinorm.problem import Executable, Forward, Inputs, Wanted
 
 _FORWARD, _BACKWARD = 10, 16
 """The numbers of arguments; see schema.py."""
-
-_is_grad_enabled = torch.is_grad_enabled
 
 
 class _FoundForward(NamedTuple):
@@ -64,7 +62,7 @@ def _native(operator: str, *_: Any) -> NativeOperator:
 
 
 def _wants_gradient(tensors: tuple[Any, ...]) -> bool:
-    return _is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+    return autograd_records() and torch._C._any_requires_grad(*tensors)
 
 
 def shorten_forward(operator: Any, training: bool) -> None:
@@ -86,7 +84,7 @@ def shorten_forward(operator: Any, training: bool) -> None:
         if not is_undisturbed():
             return long(*arguments)
         kinds, constants = _known(name, *facts, getattr(weight, "shape", None))
-        found = kinds.find(tensors, _is_grad_enabled())
+        found = kinds.find(tensors, autograd_records())
         if found is not None:
             executable, complete = found
             native.keep_forward(executable, tensors, arguments[6:])
@@ -104,7 +102,7 @@ def shorten_forward(operator: Any, training: bool) -> None:
             executable = calls.executable_for_call(arguments[:6], arguments[6:], training)
             return _FoundForward(executable, all(t.numel() for t in result))
 
-        kinds.keep(tensors, _is_grad_enabled(), make)
+        kinds.keep(tensors, autograd_records(), make)
         return result
 
     operator._op = call
@@ -135,7 +133,7 @@ def shorten_backward(operator: Any) -> None:
         tensors = (x, weight, bias, norm_weight, norm_bias, *operands, dy, z, mean, rstd)
         if dsum is not None:
             tensors = (*tensors, dsum)
-        fact = (_is_grad_enabled(), *wanted)
+        fact = (autograd_records(), *wanted)
         found = kinds.find(tensors, fact)
         if found is not None:
             executable, want, copies = found

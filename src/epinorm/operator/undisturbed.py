@@ -16,6 +16,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _autocast = torch._C._is_any_autocast_enabled
 _profiler = torch._C._autograd._profiler_enabled
 _trace = torch._C._get_tracing_state
+_is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
 
 
 def is_undisturbed() -> bool:
@@ -33,6 +34,12 @@ def is_under_autocast_alone() -> bool:
         and not _profiler()
         and _trace() is None
     )
+
+
+def autograd_records() -> bool:
+    """Whether autograd records operations: never within inference mode, whoever enables gradients
+    there."""
+    return _is_grad_enabled() and not _is_inference()
 
 
 def has_plain_types(tensors: Sequence[Any]) -> bool:

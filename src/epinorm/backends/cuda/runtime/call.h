@@ -11,6 +11,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
@@ -169,6 +170,11 @@ struct Call {
   std::vector<std::pair<int, at::Tensor>> outputs;
 };
 
+// Whether autograd records: never within inference mode, whoever enables gradients there.
+inline bool autograd_records() {
+  return c10::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
+}
+
 inline bool has_setting(const Call& call) {
   if (!call.setting) return true;
   PyObject* now = PyObject_CallNoArgs(current_setting);
@@ -180,7 +186,7 @@ inline bool has_setting(const Call& call) {
 
 // Whether the tensors are of a kind that the call was recorded for, and all else is as it was then.
 inline bool fits(const Call& call, const Tensors& tensors) {
-  if (call.kinds.size() != tensors.size() || call.grad_mode != c10::GradMode::is_enabled())
+  if (call.kinds.size() != tensors.size() || call.grad_mode != autograd_records())
     return false;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!call.kinds[i].fits(tensors[i])) return false;

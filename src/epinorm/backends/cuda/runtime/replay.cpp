@@ -162,7 +162,7 @@ std::shared_ptr<Call> new_call(const Calls& calls, PyObject* given, PyObject* se
   auto made = std::make_shared<Call>();
   for (const at::Tensor& t : like) made->kinds.emplace_back(t);
   made->saved = made->kinds;
-  made->grad_mode = c10::GradMode::is_enabled();
+  made->grad_mode = autograd_records();
   made->setting = held(setting);
   if (program != nullptr) made->forward = value_of<Program>(program);
   return made;
