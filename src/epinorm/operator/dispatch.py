@@ -212,6 +212,8 @@ class Caller:
         made = executable.forward(*(*tensors[:5], operands, self._constants))
         if made.second is None:
             return made.y
+        if made.y.dim() == 2:  # as what it is: BatchNorm's statistics have rows of their own
+            return made.y, made.second
         return made.y, calls.unfold(made.second, made.y.shape[:-1])
 
     def _keep(self, tensors: tuple[Any, ...], facts: calls.Facts) -> None:
