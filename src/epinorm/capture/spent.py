@@ -64,9 +64,14 @@ def _reads_it_last(reader: fx.Node) -> bool:
         return False
     if out_dtype is not None or [*given, *operands].count(x) > 1:
         return False
-    while len(x.users) == 1 and x.target in _VIEWS:
+    while x.target in _VIEWS and _has_one_reader(x):
         x = x.args[0]
-    return len(x.users) == 1 and _is_y(x)
+    return _has_one_reader(x) and _is_y(x)
+
+
+def _has_one_reader(x: fx.Node) -> bool:
+    """But for those who ask for its sizes."""
+    return sum(user.target is not torch.ops.aten.sym_size.int for user in x.users) == 1
 
 
 def _is_y(x: fx.Node) -> bool:

@@ -157,18 +157,19 @@ linear_norm_sum_forward = torch.ops.epinorm.linear_norm_sum_forward.default
 linear_norm_backward = torch.ops.epinorm.linear_norm_backward.default
 linear_norm_backward_begin = torch.ops.epinorm.linear_norm_backward_begin.default
 linear_norm_backward_end = torch.ops.epinorm.linear_norm_backward_end.default
-SPENDING_X = {
-    linear_norm: torch.ops.epinorm.linear_norm_spending_x.default,
-    linear_norm_sum: torch.ops.epinorm.linear_norm_sum_spending_x.default,
-}
-"""What takes an operator's place where nobody reads x afterwards: it leaves anything there. Behind
-AOTAutograd alone, so that it has no rule for autograd, autocast or torch.func."""
-for _operator, _spending in SPENDING_X.items():
+linear_norm_spending_x = torch.ops.epinorm.linear_norm_spending_x.default
+linear_norm_sum_spending_x = torch.ops.epinorm.linear_norm_sum_spending_x.default
+for _operator in (linear_norm, linear_norm_sum):
     shorten_forward(_operator, training=False)
-    shorten_forward(_spending, training=False, spends_x=True)
+for _operator in (linear_norm_spending_x, linear_norm_sum_spending_x):
+    shorten_forward(_operator, training=False, spends_x=True)
 for _operator in (linear_norm_forward, linear_norm_sum_forward):
     shorten_forward(_operator, training=True)
 shorten_backward(linear_norm_backward)
+SPENDING_X = {linear_norm: linear_norm_spending_x, linear_norm_sum: linear_norm_sum_spending_x}
+"""What takes an operator's place where nobody reads x afterwards, and leaves anything there. Behind
+AOTAutograd alone, so that it has no rule for autograd, autocast or torch.func. Made last: what
+calls an operator is what it is hashed by."""
 OPERATORS = (
     *(linear_norm, linear_norm_sum, linear_norm_forward, linear_norm_sum_forward),
     linear_norm_backward,
