@@ -8,7 +8,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from epinorm.capture import casts, spent
-from epinorm.operator import schema
+from epinorm.operator import dispatch, schema
 
 
 class AfterAutograd(CustomGraphPass):
@@ -20,5 +20,5 @@ class AfterAutograd(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What Inductor's cache of graphs tells this pass from others by."""
-        files = [module.__file__ for module in (casts, spent, schema)]
+        files = [module.__file__ for module in (casts, spent, dispatch, schema)]
         return get_hash_for_files((__file__, *map(str, files)))

@@ -15,7 +15,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from epinorm.operator import dispatch
 from epinorm.operator.dispatch import Caller
@@ -59,8 +59,10 @@ def _reads_it_last(reader: fx.Node) -> bool:
     arguments: Any = reader.args
     *given, operands, _, _, _, out_dtype = arguments
     x = given[0]
-    value = x.meta["val"]
-    if value.dtype != torch.float32 or value.device.type not in dispatch.SPENDING:
+    value = x.meta.get("val")
+    if not isinstance(value, Tensor) or value.dtype != torch.float32:
+        return False
+    if value.device.type not in dispatch.SPENDING:
         return False
     if out_dtype is not None or [*given, *operands].count(x) > 1:
         return False
