@@ -72,7 +72,7 @@ def _reads_it_last(reader: fx.Node) -> bool:
 
 
 def _has_one_reader(x: fx.Node) -> bool:
-    """But for those who ask for its sizes."""
+    """Besides what asks for its sizes."""
     return sum(user.target is not torch.ops.aten.sym_size.int for user in x.users) == 1
 
 
