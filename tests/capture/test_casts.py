@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from epinorm.capture import casts as module
+from epinorm.capture.after_autograd import AfterAutograd
 from epinorm.capture.backend import compile_graph
-from epinorm.capture.casts import CastsTogether
+from epinorm.capture.casts import cast_together
 from epinorm.operator.casts import casts
 
 K, N, ROWS = 16, 24, 8
@@ -59,7 +60,7 @@ def compiled(model: nn.Module, graphs: list[fx.Graph], together: bool) -> Callab
 
     def inner(gm: fx.GraphModule, *_: Any, **__: Any) -> Any:
         if together:
-            CastsTogether()(gm.graph)
+            cast_together(gm.graph)
             gm.graph.lint()
             gm.recompile()
         graphs.append(gm.graph)
@@ -138,7 +139,7 @@ def graph_of(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
         *inputs
     )
     gm.graph.eliminate_dead_code()  # as Inductor does first
-    CastsTogether()(gm.graph)
+    cast_together(gm.graph)
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -237,14 +238,14 @@ def test_a_pass_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         return gm
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
-    own, x = CastsTogether(), torch.randn(ROWS, K)
+    own, x = AfterAutograd(), torch.randn(ROWS, K)
     torch.compile(Layer(), backend=compile_graph)(x)
     options = {"post_grad_custom_post_pass": own}
     torch.compile(Layer(), backend=compile_graph, options=options)(x)
     torch._dynamo.reset()
     with torch._inductor.config.patch(post_grad_custom_post_pass=own):
         torch.compile(Layer(), backend=compile_graph)(x)
-    assert isinstance(seen[0], CastsTogether)
+    assert isinstance(seen[0], AfterAutograd)
     assert seen[1] is own
     assert seen[2] is None
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from epinorm.operator.casts import casts
 
@@ -33,24 +32,18 @@ _VIEWS = (
 )
 
 
-class CastsTogether(CustomGraphPass):
-    """Inductor's pass after autograd: once for a forward graph, once for a backward graph."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        early, late = [], []
-        for node in graph.find_nodes(op="call_function", target=_CAST):
-            if (cast := _of_inputs(node)) is not None:
-                early.append(cast)
-            elif (cast := _of_gradient(node)) is not None:
-                late.append(cast)
-        for group in _groups(early):
-            _put_together(graph, group, before=group[0].node)
-        for group in _groups(late):
-            _put_together(graph, group, before=group[-1].node)
-
-    def uuid(self) -> Any:
-        """What Inductor's cache of graphs tells this pass from others by."""
-        return get_hash_for_files((__file__,))
+def cast_together(graph: fx.Graph) -> None:
+    """Make casts together in a graph that AOTAutograd made, forward or backward."""
+    early, late = [], []
+    for node in graph.find_nodes(op="call_function", target=_CAST):
+        if (cast := _of_inputs(node)) is not None:
+            early.append(cast)
+        elif (cast := _of_gradient(node)) is not None:
+            late.append(cast)
+    for group in _groups(early):
+        _put_together(graph, group, before=group[0].node)
+    for group in _groups(late):
+        _put_together(graph, group, before=group[-1].node)
 
 
 @dataclass(frozen=True)

@@ -298,10 +298,11 @@ def executable_for_call(
     return executable if _are_same(given, dense) else _Copying(executable)
 
 
-def run_inference(tensors: Sequence[Any], facts: Facts) -> Results:
-    """Compute y (M, N) for ``tensors`` in the order of ``Inputs``; keep nothing."""
+def run_inference(tensors: Sequence[Any], facts: Facts, spends_x: bool = False) -> Results:
+    """Compute y (M, N) for ``tensors`` in the order of ``Inputs``; keep nothing. spends_x: see
+    ``Problem``."""
     inputs = _inputs(tensors, constants_of(facts))
-    return executable_of(inputs, facts, False).forward(*inputs).results
+    return executable_of(inputs, facts, False, spends_x=spends_x).forward(*inputs).results
 
 
 def run_forward(tensors: Sequence[Any], facts: Facts) -> Forward:

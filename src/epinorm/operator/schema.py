@@ -8,6 +8,8 @@ given until it ends, and so gives dy and z back before dX is allocated. ``linear
 ``linear_norm_sum_forward`` are the same of chains with a second result: what enters the norm, or
 the batch's statistics, in the sum's place. Registered by
 ``Library.define/impl``, whose calls cost a third of ``torch.library.custom_op``'s.
+
+``linear_norm_spending_x`` and ``linear_norm_sum_spending_x`` may write over x (``SPENDING_X``).
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ _FACTS = "str chain, str strategy, bool strict, ScalarType? out_dtype"
 
 def _kernel(*arguments: Any) -> Results:
     return run_inference(arguments[:6], arguments[6:])
+
+
+def _spending_kernel(*arguments: Any) -> Results:
+    return run_inference(arguments[:6], arguments[6:], spends_x=True)
 
 
 def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
@@ -118,6 +124,7 @@ def _fake_end(begun: Tensor, weight: Tensor, m: int, k: int) -> Tensor:
 
 _FOUR = "Tensor, Tensor, Tensor, Tensor"
 _FORWARD = f"({_TENSORS}, {_FACTS}) -> "
+_SPENDING = _FORWARD.replace("Tensor x", "Tensor(a!) x", 1)
 # dsum: the sum's gradient; z: a result, where the chain ``saves_sum`` or ``saves_y``.
 _BACKWARD = (
     f"(Tensor dy, {_TENSORS}, Tensor z, Tensor mean, Tensor rstd, {_FACTS}, bool[] wanted,"
@@ -132,6 +139,8 @@ library = torch.library.Library("epinorm", "DEF")
 for _name, _schema, _run, _run_fake in (
     ("linear_norm", _FORWARD + "Tensor", _kernel, _fake),
     ("linear_norm_sum", _FORWARD + "(Tensor, Tensor)", _kernel, _fake),
+    ("linear_norm_spending_x", _SPENDING + "Tensor", _spending_kernel, _fake),
+    ("linear_norm_sum_spending_x", _SPENDING + "(Tensor, Tensor)", _spending_kernel, _fake),
     ("linear_norm_forward", f"{_FORWARD}({_FOUR})", _forward_kernel, _fake_forward),
     ("linear_norm_sum_forward", f"{_FORWARD}({_FOUR}, Tensor)", _forward_kernel, _fake_forward),
     ("linear_norm_backward", _BACKWARD, _backward_kernel, _fake_backward),
@@ -148,11 +157,19 @@ linear_norm_sum_forward = torch.ops.epinorm.linear_norm_sum_forward.default
 linear_norm_backward = torch.ops.epinorm.linear_norm_backward.default
 linear_norm_backward_begin = torch.ops.epinorm.linear_norm_backward_begin.default
 linear_norm_backward_end = torch.ops.epinorm.linear_norm_backward_end.default
+linear_norm_spending_x = torch.ops.epinorm.linear_norm_spending_x.default
+linear_norm_sum_spending_x = torch.ops.epinorm.linear_norm_sum_spending_x.default
 for _operator in (linear_norm, linear_norm_sum):
     shorten_forward(_operator, training=False)
+for _operator in (linear_norm_spending_x, linear_norm_sum_spending_x):
+    shorten_forward(_operator, training=False, spends_x=True)
 for _operator in (linear_norm_forward, linear_norm_sum_forward):
     shorten_forward(_operator, training=True)
 shorten_backward(linear_norm_backward)
+SPENDING_X = {linear_norm: linear_norm_spending_x, linear_norm_sum: linear_norm_sum_spending_x}
+"""What takes an operator's place where nobody reads x afterwards, and leaves anything there. Behind
+AOTAutograd alone, so that it has no rule for autograd, autocast or torch.func. Made last: what
+calls an operator is what it is hashed by."""
 OPERATORS = (
     *(linear_norm, linear_norm_sum, linear_norm_forward, linear_norm_sum_forward),
     linear_norm_backward,

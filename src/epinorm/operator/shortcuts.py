@@ -65,8 +65,9 @@ def _wants_gradient(tensors: tuple[Any, ...]) -> bool:
     return autograd_records() and torch._C._any_requires_grad(*tensors)
 
 
-def shorten_forward(operator: Any, training: bool) -> None:
-    """Let ``linear_norm``, or ``linear_norm_forward`` if training, be called without dispatch."""
+def shorten_forward(operator: Any, training: bool, spends_x: bool = False) -> None:
+    """Let ``linear_norm``, or ``linear_norm_forward`` if training, be called without dispatch; or
+    ``linear_norm_spending_x``."""
     name, returns_many = operator.name(), len(operator._schema.returns) > 1
     long: Callable[..., Any] | None = getattr(operator, "_op", None)
     if long is None:
@@ -99,7 +100,9 @@ def shorten_forward(operator: Any, training: bool) -> None:
         def make() -> _FoundForward | None:
             if _wants_gradient(tensors):
                 return None
-            executable = calls.executable_for_call(arguments[:6], arguments[6:], training)
+            executable = calls.executable_for_call(
+                arguments[:6], arguments[6:], training, spends_x=spends_x
+            )
             return _FoundForward(executable, all(t.numel() for t in result))
 
         kinds.keep(tensors, autograd_records(), make)
