@@ -286,7 +286,7 @@ def plane_products(
     if writes_planes is None:
         writes_planes = core == "hopper" and worthwhile(problem, planes)
     beside = writes_planes and beside_dx(problem, planes)
-    choice = BackwardChoice(core, True, True, writes_planes, beside, False, False, None, None)
+    choice = BackwardChoice(core, True, True, writes_planes, beside, False, False)
     return PlaneProducts(problem, choice, NormBackward(problem))
 
 

@@ -168,6 +168,8 @@ def test_inference_and_memory() -> None:
                 given = [t.detach().requires_grad_(training) for t in tensors]
                 for _ in range(2):
                     gc.collect()  # what earlier tests left would be given back in between
+                    # And what autograd's thread holds of the last step until it runs again.
+                    torch.ones((), device="cuda", requires_grad=True).backward()
                     torch.cuda.synchronize()
                     before = torch.cuda.memory_allocated()
                     torch.cuda.reset_peak_memory_stats()
