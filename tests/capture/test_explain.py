@@ -134,6 +134,11 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         model(lambda s, x: s.norm(s.fc(x) + x[:, :1])), r"adds a tensor of shape \[5, 1\]"
     ),
     "another function": (model(lambda s, x: s.norm(s.fc(x).sin())), "sin is not a pointwise"),
+    "gated by half of itself": (
+        model(lambda s, x: s.norm(F.glu(s.fc(x))), norm=nn.LayerNorm(N // 2)),
+        "glu is not a pointwise",
+    ),
+    "flipped": (model(lambda s, x: s.norm(s.fc(x).flip(0))), "flip is not a pointwise"),
     "masked": (
         model(lambda s, x: s.norm(torch.where(x[:, :1] > 0, s.fc(x), 0.0))),
         "where is not a pointwise",

@@ -133,7 +133,7 @@ _PASSING = frozenset(
         *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous"),
         *("roll", "squeeze", "unsqueeze", "movedim", "swapaxes"),
         *("mul", "imul", "add", "iadd", "sub"),
-        *("t", "T", "dropout", "to", "float", "expand"),
+        *("t", "T", "dropout", "to", "float", "expand", "flip", "glu"),
         *PARTING,
     )
 )
