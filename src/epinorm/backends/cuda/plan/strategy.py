@@ -51,10 +51,11 @@ has all its rows: so far short estimates are off, and the host gains more (decis
 _PLANES = 1.08
 """What fp32 by planes, or as TF32 from registers, was measured to take of its estimate."""
 _WITHOUT_NORM, _OF_WHOLE_LINES, _OF_FEW_COLUMNS = 1.18, 1.0, 1.4
-"""The same of a kernel without a norm, in 16 bit or TF32; of an activation's alone in 16 bit, of up
-to so many products of two numbers, where rows of x and y are whole lines of L2; and there of long
-sums of few columns, which the library splits (143 random shapes: 88 are taken, where by the first
-of these it was 57, 1.34 times as fast as eager at the median and two of them 3 and 6 % slower)."""
+"""The same of a kernel without a norm, in 16 bit or TF32; of an activation's alone in 16 bit on
+Hopper, of up to so many products of two numbers, where rows of x and y are whole lines of L2; and
+there of long sums of few columns, which the library splits (143 random shapes: 88 are taken, where
+by the first of these it was 57, 1.34 times as fast as eager at the median, and two of them 3 and
+6 % slower)."""
 _FEW_COLUMNS, _LONG_SUM, _MANY_PRODUCTS = 64, 4096, 1e11
 _STEP_WITHOUT_NORM: dict[Core, float] = {"hopper": 0.87, "portable": 1.07}
 """What a training step in 16 bit without a norm was measured to take of its estimate on Hopper: its
@@ -349,15 +350,15 @@ def _single_cost(problem: Problem, core: Core) -> Cost:
     if planes or (isinstance(tile, Tile) and tile.register_a):
         estimate *= _PLANES
     elif problem.chain.norm is None:
-        estimate *= _without_norm(problem)
+        estimate *= _without_norm(problem, core)
     return Cost(estimate, _HOST_PLANES if planes else _HOST_ONE)
 
 
-def _without_norm(problem: Problem) -> float:
+def _without_norm(problem: Problem, core: Core) -> float:
     whole_lines = problem.k % LINE_COLUMNS == 0 == problem.n % LINE_COLUMNS
-    in_16_bit = problem.dtype.itemsize == 2 and not problem.training
+    measured = core == "hopper" and problem.dtype.itemsize == 2 and not problem.training
     many = problem.m * problem.n * problem.k > _MANY_PRODUCTS
-    if not (in_16_bit and whole_lines) or many or problem.chain.operand_kinds:
+    if not (measured and whole_lines) or many or problem.chain.operand_kinds:
         return _WITHOUT_NORM
     few = problem.n <= _FEW_COLUMNS and problem.k >= _LONG_SUM
     return _OF_FEW_COLUMNS if few else _OF_WHOLE_LINES
