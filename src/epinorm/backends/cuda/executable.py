@@ -274,7 +274,7 @@ def _zeros(n: int, device: torch.device) -> Tensor:
 
 
 class _Products:
-    """What computes dX and dW: planes, or the library, which has what is said of it."""
+    """What computes dX and dW: planes, and the library what they do not and is wanted."""
 
     def __init__(
         self,

@@ -310,10 +310,10 @@ class _Backward(_Pass):
         reason = "conversions to planes cost more than they save" if planes else reason
         self._step("aten::mm", name, reason)
 
-    def _product(self, name: str, shape: ProductShape, choice: Choice, otherwise: str = "") -> None:
+    def _product(self, name: str, shape: ProductShape, choice: Choice) -> None:
         makes = f"{name} in {choice.parts} parts" if choice.parts > 1 else name
         reason = f"{choice.microseconds:.1f} us, the least estimate"
-        self._step("hopper_product", makes, reason, choice, otherwise)
+        self._step("hopper_product", makes, reason, choice)
         if choice.parts > 1:
             self._step("add_splits", name, "too few tiles to fill the GPU")
             nbytes = 4 * choice.parts * shape.rows * shape.columns
