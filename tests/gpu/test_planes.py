@@ -198,6 +198,25 @@ def test_columns_that_are_not_held_are_listed(count, columns, planes):
 
 
 @BOTH
+@pytest.mark.parametrize("columns", [100, 1024, 8200])
+def test_without_lists_all_else_is_as_with_them(columns, planes):
+    """For an inference: not a byte is written beyond scales and flags."""
+    x, w = (torch.rand(rows, columns, device="cuda") + 0.5 for rows in (70, 33))
+    x[34, :2] = w[5, 7] = 1e-16
+    found = []
+    for lists in (True, False):
+        split_both = splitter(planes, columns, 70, 33, x.device, False, lists)
+        buffer = torch.full((split_both.nbytes + 64,), 0xAB, dtype=torch.uint8, device="cuda")
+        split_both(buffer.data_ptr(), x, w)
+        assert (buffer[split_both.nbytes :] == 0xAB).all()
+        parts = (split_both.scale, split_both.flags), (split_both.flags, split_both.nbytes)
+        found.append([buffer[: split_both.spoilt], *(buffer[a:b] for a, b in parts)])
+    assert found[0][2].tolist().count(1) == 2
+    for with_lists, without in zip(*found, strict=True):
+        assert torch.equal(with_lists, without)
+
+
+@BOTH
 def test_two_matrices_list_their_own_columns(planes):
     first, second = (torch.rand(rows, 264, device="cuda") + 0.5 for rows in (5, 9))
     first[4, 7] = second[0, 11] = second[8, 263] = 1e-16

@@ -29,7 +29,8 @@ ORDERED_MULTIPLE = 64
 VECTOR_BYTES = 16
 
 SIGNATURE = "plpl" + "ppppp" + "iiiii"
-"""Both matrices and their row strides; hi, lo, scale, flags, spoilt; ``Splitter.numbers``."""
+"""Both matrices and their row strides; hi, lo, scale, flags, spoilt or 0;
+``Splitter.numbers``."""
 OVER_SIGNATURE = "plpl" + "pppp" + "iiiii"
 """The same without spoilt."""
 
@@ -131,8 +132,9 @@ class Splitter(PlaneLayout):
         more_rows: int,
         device: torch.device,
         over_first: bool = False,
+        lists: bool = True,
     ) -> None:
-        super().__init__(planes, columns, rows, more_rows, over_first)
+        super().__init__(planes, columns, rows, more_rows, over_first, lists)
         self.device = device
         self._launches: dict[bool, Callable[..., None]] = {}
 
@@ -149,7 +151,7 @@ class Splitter(PlaneLayout):
         self.launch(aligned)(
             *(address, stride, more, more_stride),
             *(buffer, buffer + self.lo),
-            *(rest + self.scale, rest + self.flags, rest + self.spoilt),
+            *(rest + self.scale, rest + self.flags, rest + self.spoilt if self.lists else 0),
             *self.numbers,
         )
 

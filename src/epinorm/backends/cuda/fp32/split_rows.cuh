@@ -126,7 +126,7 @@ __device__ void list_spoilt(Spoilt& spoilt, const float* row, int first, int ste
 }
 
 // Where rows' planes go, each of `padded` columns, the padding of zeros; with kOrdered lo's rows are as long as
-// that order wants. columns: written where the flag is kSomeColumns.
+// that order wants. columns: written where the flag is kSomeColumns; null where nobody reads them.
 struct SplitTarget {
   u16 *hi, *lo;
   float* scale;
@@ -177,7 +177,7 @@ __device__ __forceinline__ void split_row(const float* from, int row, int k, con
     const bool listed = in_range && spoilt.count <= kListed;
     to.scale[row] = plane_power_of_two(-shift);
     to.flag[row] = !flagged ? 0 : listed ? kSomeColumns : kWhole;
-    if (flagged && listed) {
+    if (flagged && listed && to.columns != nullptr) {
       const int* c = spoilt.columns;
       to.columns[row] = {c[0], c[1], c[2], c[3]};
     }

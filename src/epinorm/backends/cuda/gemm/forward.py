@@ -101,7 +101,7 @@ class SingleForward:
         problem = ordinary.problem  # without what its kernel cannot do
         if isinstance(ordinary, _Converting):
             return _Converting(problem, ordinary.tile, leaves=True)
-        return _Split(problem, ordinary.kernel, True, self.weight_waits)
+        return _Split(problem, ordinary.kernel, True, True, self.weight_waits)
 
 
 def _launch_of(problem: Problem, core: Core, prepacked: bool, converts: bool = True) -> _Launch:
@@ -207,11 +207,16 @@ class _Direct(Launch):
 
 
 class _Split(Launch):
-    """fp32 x and W as planes; W's are made in each call, or ``prepacked``. weight_waits: whether
-    they are left with what belongs to them."""
+    """fp32 x and W as planes; W's are made in each call, or ``prepacked``. leaves: x's planes, for
+    the backward pass; weight_waits: whether W's are left with what belongs to them."""
 
     def __init__(
-        self, problem: Problem, kernel: LinearNorm, prepacked: bool, weight_waits: bool = True
+        self,
+        problem: Problem,
+        kernel: LinearNorm,
+        prepacked: bool,
+        leaves: bool = False,
+        weight_waits: bool = True,
     ) -> None:
         super().__init__(problem)
         self.kernel, self.given = kernel, KeptOperands(kernel.given)
@@ -220,7 +225,7 @@ class _Split(Launch):
         self.spends = over_x(problem) and isinstance(kernel, HopperLinearNorm) and self.rescued
         rows = 0 if prepacked else problem.n
         device = problem.device
-        self.split = splitter(planes, problem.k, problem.m, rows, device, self.spends)
+        self.split = splitter(planes, problem.k, problem.m, rows, device, self.spends, leaves)
         self.split_weight = splitter(planes, problem.k, problem.n, 0, device)
         self.new_buffer = new_tensor((self.split.nbytes,), torch.uint8, device)
         nbytes = self.split_weight.nbytes
@@ -272,7 +277,7 @@ class _Split(Launch):
             buffer = new_buffer()
             at = buffer.data_ptr()
             scale, flags = at + split.scale, at + split.flags
-            lists = () if spends else (at + split.spoilt,)
+            lists = () if spends else (at + split.spoilt if split.lists else 0,)
             convert(*matrices, at, at + split.lo, scale, flags, *lists, *split.numbers)
             of_chain = dense(operands, held) if operands else ()
             element = () if held is None else (of_chain[held],)

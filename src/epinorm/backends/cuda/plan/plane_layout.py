@@ -23,11 +23,18 @@ class PlaneLayout:
     Each for the rows of both matrices: hi, lo (where there are two planes), spoilt, scale, flags.
     The second matrix begins at row ``second`` of each. The attributes ``hi``, ``lo``, ``spoilt``,
     ``scale`` and ``flags`` are offsets in bytes. over_first: the first matrix's planes lie over
-    itself (fp32/split_over.cu), those here are the second's alone, and there is no ``spoilt``.
+    itself (fp32/split_over.cu), those here are the second's alone. lists: whether ``spoilt`` is
+    there, which backward products alone read; with over_first it never is.
     """
 
     def __init__(
-        self, planes: int, columns: int, rows: int, more_rows: int, over_first: bool = False
+        self,
+        planes: int,
+        columns: int,
+        rows: int,
+        more_rows: int,
+        over_first: bool = False,
+        lists: bool = True,
     ) -> None:
         self.planes, self.columns, self.rows, self.more_rows = planes, columns, rows, more_rows
         lines = -(-columns // LINE_COLUMNS) * LINE_COLUMNS
@@ -36,10 +43,11 @@ class PlaneLayout:
         self.second = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if more_rows else rows
         self.all_rows = self.second + more_rows
         self.over_first, self.begin = over_first, 0 if over_first else self.second
+        self.lists = lists and not over_first
         plane_bytes = (self.begin + more_rows) * self.padded * 2
         self.hi, self.lo = 0, (planes - 1) * plane_bytes
         self.spoilt = planes * plane_bytes
-        self.scale = self.spoilt + 4 * LISTED * self.all_rows * (not over_first)
+        self.scale = self.spoilt + 4 * LISTED * self.all_rows * self.lists
         self.flags = self.scale + 4 * self.all_rows
         self.nbytes = self.flags + self.all_rows
         self.numbers = (rows, self.second, self.all_rows, columns, self.padded)

@@ -181,12 +181,13 @@ class _Forward(_Pass):
             makes = "x's planes over x" if over else "x's planes"
             self._step(first, makes, reason, otherwise=otherwise)
             name = "x's scales and flags" if over else makes
-            self._take(name, of_x.nbytes, first, "rescue")
+            alone = PlaneLayout(planes, k, m, 0, over, lists=False)
+            self._take(name, alone.nbytes, first, "rescue")
         else:
             makes = "x's planes over x, W's planes" if over else "x's and W's planes"
             otherwise = "split, where rows are not aligned to 16 bytes" if over else ""
             self._step(first, makes, _planes(planes), otherwise=otherwise)
-            both = PlaneLayout(planes, k, m, n, over).nbytes
+            both = PlaneLayout(planes, k, m, n, over, lists=False).nbytes
             name = "W's planes, x's scales and flags" if over else "x's and W's planes"
             self._take(name, both, first, "rescue")
         self._step(kernel, self.y, why, tile)
