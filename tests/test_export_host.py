@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +59,23 @@ def exported(tmp_path_factory: pytest.TempPathFactory, fake: ctypes.CDLL) -> Ite
         module = load(path, "exported")
         module._host()
         yield module
+
+
+def test_two_files_of_a_process_build_at_once(
+    exported: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two exported models do that are first called side by side: each starts in the background."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    text = Path(str(exported.__file__)).read_text()
+    files = []
+    for name in ("first", "second"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        files.append(load(path, name))
+    with ThreadPoolExecutor() as pool:
+        hosts = list(pool.map(lambda file: file._host(), files))
+    assert all(callable(host.ask) for host in hosts)
+    assert len(list(tmp_path.rglob("*.so"))) == 1  # the slower one found the other's
 
 
 def take(exported: ModuleType, kernels: list[tuple[str, bytes]]) -> None:
