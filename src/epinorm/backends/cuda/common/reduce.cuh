@@ -5,6 +5,12 @@
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+EPINORM_FUNCTION constexpr int power_of_two_from(int value) {
+  int power = 1;
+  while (power < value) power *= 2;
+  return power;
+}
+
 // Every lane of the warp must call it. kCount independent sums hide the shuffles' latency.
 template <int kLanes, typename T, int kCount>
 EPINORM_FUNCTION void warp_sum(T (&x)[kCount]) {
@@ -20,6 +26,7 @@ EPINORM_FUNCTION void warp_sum(T (&x)[kCount]) {
 template <int kLanes, typename T, int kMost>
 struct Team {
   static constexpr int kWarps = kLanes > 32 ? kLanes / 32 : 1;
+  static constexpr int kSpan = power_of_two_from(kWarps);
 
   T (*scratch)[kMost][kWarps];  // [2][kMost][kWarps] in shared memory
   int turn = 0;
@@ -36,8 +43,9 @@ struct Team {
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = scratch[turn][i][lane % kWarps];
-    warp_sum<kWarps>(x);
+    for (int i = 0; i < kCount; ++i)
+      x[i] = lane % kSpan < kWarps ? scratch[turn][i][lane % kSpan] : T(0);
+    warp_sum<kSpan>(x);
     turn ^= 1;
   }
 };

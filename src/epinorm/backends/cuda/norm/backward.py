@@ -35,7 +35,7 @@ ROW_SUMS_SIGNATURE = "plpl" + "pppppp" + "li"
 
 LARGEST_GRID_Y = 65535
 SUMS_COLUMNS = 32
-SUMS_THREADS = 512
+SUMS_THREADS = 1024
 """A block of norm_column_sums, as kColumns and kShares there."""
 
 FLAGS_ALIGNMENT = 16
@@ -325,8 +325,8 @@ class Scratch:
         # What is not wanted begins at 0: a recording finds no address at the end of a tensor.
         rows, columns = outputs.row_largest, outputs.column_largest
         self.has_columns = columns
-        self.rows, end = end * rows, end + 4 * m * row_parts * rows
         self.columns, end = end * columns, end + 4 * parts * n * columns
+        self.rows, end = end * rows, end + 4 * m * row_parts * rows
         self.nbytes = end
         self.column_flags = ceil_div(m, FLAGS_ALIGNMENT) * FLAGS_ALIGNMENT
 

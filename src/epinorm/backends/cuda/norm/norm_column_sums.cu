@@ -5,7 +5,7 @@
 #include "norm/norm_types.cuh"
 
 constexpr int kColumns = 32;  // a block's
-constexpr int kShares = 16;   // of the parts, added up side by side
+constexpr int kShares = 32;   // of the parts, added up side by side
 
 // Of a column, for the threads of the first share. from: its parts, `stride` apart, null beyond the last column.
 template <typename Value, typename Join>
@@ -13,7 +13,7 @@ EPINORM_FUNCTION Value joined(const Value* from, i64 stride, int parts, Join joi
   __shared__ Value shared[kShares][kColumns];
   const int x = threadIdx.x % kColumns, share = threadIdx.x / kColumns;
   Value total = Value(0);
-#pragma unroll 4
+#pragma unroll 8
   for (int part = share; part < parts; part += kShares)
     if (from != nullptr) total = join(total, from[part * stride]);
   shared[share][x] = total;

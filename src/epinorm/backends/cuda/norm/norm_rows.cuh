@@ -199,29 +199,39 @@ EPINORM_FUNCTION void finish_vector(const Pass& pass, const Halfway& half, const
   }
 }
 
-// Rows of `partial` and of `largest.column`: warps that share columns join theirs through shared
-// memory, warp 0 first.
+// Rows of `partial` and of `largest.column`, 16 bytes a store: a word of a sector at a time they took half of the
+// kernel's time where there are few rows. Warps that share columns join theirs through shared memory, warp 0 first.
 EPINORM_FUNCTION void write_partial(const Columns& here, const ColumnSums& columns, T* partial,
                                     const Largest& largest, i64 width) {
-  const auto put = [&](int s, int column, T value) {
+  constexpr int kUnit = kVector < 4 ? kVector : 4;  // values of a store
+  const auto put = [&](int s, int column, const T (&values)[kUnit]) {
     if constexpr (kColumnLargest)
       if (s == kSums) {
-        largest.column[i64(blockIdx.y) * width + column] = __float_as_uint(value);
-        if (blockIdx.y == 0) largest.column_flag[column] = 0;
+        Vector<unsigned, kUnit> bits;
+#pragma unroll
+        for (int j = 0; j < kUnit; ++j) bits.value[j] = __float_as_uint(values[j]);
+        bits.store(largest.column + i64(blockIdx.y) * width + column);
+#pragma unroll
+        for (int j = 0; j < kUnit; ++j)
+          if (blockIdx.y == 0) largest.column_flag[column + j] = 0;
         return;
       }
-    partial[(i64(blockIdx.y) * kSums + s) * width + column] = value;
+    Vector<T, kUnit> sums;
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j) sums.value[j] = values[j];
+    sums.store(partial + (i64(blockIdx.y) * kSums + s) * width + column);
   };
   constexpr int kWritten = kSums + kColumnLargest;
+  T unit[kUnit];
   if constexpr (kWarpsY == 1) {
 #pragma unroll
     for (int s = 0; s < kWritten; ++s)
 #pragma unroll
-      for (int e = 0; e < kVectors; ++e) {
-        if (!here.inside(e)) continue;
+      for (int i = 0; i < kValues; i += kUnit) {
+        if (!here.inside(i / kVector)) continue;
 #pragma unroll
-        for (int j = 0; j < kVector; ++j)
-          put(s, here.column(e) + j, columns.value(s, e * kVector + j));
+        for (int j = 0; j < kUnit; ++j) unit[j] = columns.value(s, i + j);
+        put(s, here.column(i / kVector) + i % kVector, unit);
       }
   } else {
     constexpr int kLane = 32 * kWarpsX;
@@ -233,12 +243,15 @@ EPINORM_FUNCTION void write_partial(const Columns& here, const ColumnSums& colum
 #pragma unroll
       for (int i = 0; i < kValues; ++i) shared[y][i][x] = columns.value(s, i);
       __syncthreads();
-      for (int i = y; i < kValues; i += kWarpsY) {
-        T total = shared[0][i][x];
+      for (int i = y * kUnit; i < kValues; i += kWarpsY * kUnit) {
 #pragma unroll
-        for (int w = 1; w < kWarpsY; ++w) total = ColumnSums::joined(s, total, shared[w][i][x]);
-        const int e = i / kVector;
-        if (here.inside(e)) put(s, here.column(e) + i % kVector, total);
+        for (int j = 0; j < kUnit; ++j) {
+          unit[j] = shared[0][i + j][x];
+#pragma unroll
+          for (int w = 1; w < kWarpsY; ++w)
+            unit[j] = ColumnSums::joined(s, unit[j], shared[w][i + j][x]);
+        }
+        if (here.inside(i / kVector)) put(s, here.column(i / kVector) + i % kVector, unit);
       }
     }
   }
