@@ -6,7 +6,6 @@ ones (portable.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,7 +21,7 @@ from epinorm.problem import Problem
 
 FLOPS = {"native": 760e6, "high": 400e6, "highest": 51e6}
 """Of a library product whose tiles fill the GPU, a microsecond."""
-DW_SHARE = {"native": 0.93, "high": 0.6, "highest": 0.98}
+DW_SHARE = {"native": 0.93, "highest": 0.98}
 """Of that in dW, whose operands both run across the summed index."""
 TILES = {
     "native": (((128, 128), 1.0),),
@@ -36,10 +35,13 @@ of the length."""
 SHORTEST_PART, PARTS_GAIN = 512, 0.55
 """Sums of a few tiles are split further, into as many parts as idle multiprocessors and the sum's
 length allow; the same of their number. Fitted to forward products: dW's are not split so."""
-LONG_SUM, LONG_DW, LONG_BIAS = 16384, 1.35, 4.5
-"""Rows from which on dW in TF32 is bound by memory, as its sum is split over the whole GPU: what it
-takes of the time that its bytes do (six shapes of 25,088 to 200,704 rows, 1.2 to 1.7); and what the
-bias' gradient takes there of one pass over dz."""
+GRADIENT_FLOPS, GRADIENT_BYTES, GRADIENT_LAUNCH = {"dX": 400e6, "dW": 278e6}, 5e6, 8.0
+GRADIENT_PART, MOST_PARTS, GRADIENT_PASSES = 84, 8, 1.8
+"""dX and dW in TF32: rates, which add up; the shortest part of a sum that is split so that tiles fill
+the GPU, and of how many where they do; passes over the parts' results. Half of 3,888 random shapes
+take 0.93 to 1.1 times as long, nine of ten 0.79 to 1.3 (decision 10)."""
+LONG_SUM, LONG_BIAS = 16384, 4.5
+"""Rows from which on the bias' gradient in TF32 takes so many passes over dz."""
 FEW_ROWS, FEW_ROWS_COLUMNS, FEW_ROWS_PART = 16, 64, 256
 FEW_ROWS_TERM, FEW_ROWS_TERM_ROW = 11e-3, 0.9e-3
 """So few rows of fp32 have kernels of their own: columns of a tile, the shortest part, and what a
@@ -79,8 +81,9 @@ def library_product(problem: Problem, of: Literal["y", "dX", "dW"] = "y") -> flo
         arithmetic = 2.0 * m * k * n / portable_plan.library_flops(problem, gpu)
     else:
         sizes = {"y": (m, n, k), "dX": (m, k, n), "dW": (n, k, m)}[of]
-        most = LONG_DW * moved if of == "dW" and _is_long(problem, gpu) else math.inf
-        arithmetic = _arithmetic(*sizes, kind, of == "dW", gpu, most)
+        if kind == "high" and of != "y":
+            return _tf32_gradient(*sizes, of, gpu)
+        arithmetic = _arithmetic(*sizes, kind, of == "dW", gpu)
     return PRODUCT_LAUNCH + max(arithmetic, moved)
 
 
@@ -91,10 +94,9 @@ def _is_long(problem: Problem, gpu: Gpu) -> bool:
 
 
 def _arithmetic(
-    rows: int, columns: int, length: int, kind: str, of_weight: bool, gpu: Gpu, most: float
+    rows: int, columns: int, length: int, kind: str, of_weight: bool, gpu: Gpu
 ) -> float:
-    """By whole rounds of tiles, of which ``most`` is the longest that they may take; a single row
-    or column is left to kernels that memory rules."""
+    """By whole rounds of tiles; a single row or column is left to kernels that memory rules."""
     if min(rows, columns) == 1:
         return 0.0
     if kind == "highest" and rows <= FEW_ROWS:
@@ -113,7 +115,27 @@ def _arithmetic(
             gain = max(gain, (length / SPLIT_LENGTH) ** SPLIT_GAIN)
         found.append(padded / (rate * share * gain))
     # Splitting sums fills the GPU; it does not outrun it.
-    return max(min(*found, most), 2.0 * rows * columns * length / rate)
+    return max(min(found), 2.0 * rows * columns * length / rate)
+
+
+def _tf32_gradient(
+    rows: int, columns: int, length: int, of: Literal["dX", "dW"], gpu: Gpu
+) -> float:
+    """By tiles of 128 x 128, or half as wide, their sums in as many parts as make it shortest."""
+    moved = 4.0 * (rows * columns + rows * length + columns * length) / GRADIENT_BYTES
+    if min(rows, columns) == 1:
+        return GRADIENT_LAUNCH + moved
+    tile_rows, tile_columns = (64 if size <= 64 else 128 for size in (rows, columns))
+    tiles, sms = -(-rows // tile_rows) * -(-columns // tile_columns), gpu.multiprocessors
+    flops = 2.0 * tile_rows * tile_columns * length
+
+    def multiplied(parts: int) -> float:
+        rounds = -(-tiles * parts // sms)
+        joined = GRADIENT_PASSES * parts * rows * columns * 4 / BYTES if parts > 1 else 0.0
+        return rounds * sms * flops / parts / GRADIENT_FLOPS[of] + joined
+
+    most = max(1, min(max(MOST_PARTS, sms // tiles), length // GRADIENT_PART))
+    return GRADIENT_LAUNCH + min(map(multiplied, range(1, most + 1))) + moved
 
 
 def _split_gain(tiles: int, length: int, shortest: int, gpu: Gpu) -> float:
