@@ -64,7 +64,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, fake: ctypes.CDLL) -> Ite
 def test_two_files_of_a_process_build_at_once(
     exported: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As two exported models do that are first called side by side: each starts in the background."""
+    """As two exported models do that are first called side by side."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     text = Path(str(exported.__file__)).read_text()
     files = []

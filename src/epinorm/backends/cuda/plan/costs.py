@@ -37,9 +37,9 @@ SHORTEST_PART, PARTS_GAIN = 512, 0.55
 length allow; the same of their number. Fitted to forward products: dW's are not split so."""
 GRADIENT_FLOPS, GRADIENT_BYTES, GRADIENT_LAUNCH = {"dX": 400e6, "dW": 278e6}, 5e6, 8.0
 GRADIENT_PART, MOST_PARTS, GRADIENT_PASSES = 84, 8, 1.8
-"""dX and dW in TF32: rates, which add up; the shortest part of a sum that is split so that tiles fill
-the GPU, and of how many where they do; passes over the parts' results. Half of 3,888 random shapes
-take 0.93 to 1.1 times as long, nine of ten 0.79 to 1.3 (decision 10)."""
+"""dX and dW in TF32: rates, which add up; the shortest part of a sum that is split so that tiles
+fill the GPU, and how many parts where they do; passes over the parts' results. Half of 3,888 random
+shapes take 0.93 to 1.1 times as long, nine of ten 0.79 to 1.3 (decision 10)."""
 LONG_SUM, LONG_BIAS = 16384, 4.5
 """Rows from which on the bias' gradient in TF32 takes so many passes over dz."""
 FEW_ROWS, FEW_ROWS_COLUMNS, FEW_ROWS_PART = 16, 64, 256
