@@ -464,7 +464,10 @@ def test_in_16_bit_it_is_what_the_linear_computes(dtype: torch.dtype) -> None:
     model, x = Convolved(F.gelu, dims=2).to(dtype), image(True).to(dtype)
     fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
     for ours, eager in results_of(fused, model, x):
-        assert eager.stride() == ours.stride()
+        strides = [
+            [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (ours, eager)
+        ]
+        assert strides[0] == strides[1]
         assert relative_error(ours, eager) < torch.finfo(dtype).eps
     assert [row.chain for row in epinorm.explain(fused).linears] == ["gelu"]
 

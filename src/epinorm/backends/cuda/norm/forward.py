@@ -28,7 +28,8 @@ operands, the chain's constants and, where it is a result, the sum."""
 LARGEST_GRID_Y = 65535
 WAVES = {2: 2, 4: 8, 8: 8}
 """By bytes of a value: blocks for this many rounds over the GPU. Few even out badly; many read the
-parameters too often, which costs more the smaller the values are (measured on an H200)."""
+parameters too often, which costs more the smaller the values are (measured on an H200). One where a
+block has its next row on its way."""
 
 
 def forward_plan(problem: Problem, vector: int, shared_limit: int, arch: str) -> ForwardPlan:
@@ -148,7 +149,7 @@ class NormForward:
         tile = plan.tile
         resident = kernel.blocks_per_sm(tile.threads, shared_bytes) * sm_count(device)
         strips = ceil_div(self.groups, tile.groups_per_block)
-        waves = WAVES[problem.dtype.itemsize]
+        waves = 1 if tile.prefetch else WAVES[problem.dtype.itemsize]
         passes = ceil_div(problem.m, tile.rows_per_pass)
         grid_y = max(1, min(passes, ceil_div(waves * resident, strips), LARGEST_GRID_Y))
         signature = SIGNATURE + chain_signature(problem) + "p" * problem.chain.returns_sum

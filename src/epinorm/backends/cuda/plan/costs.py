@@ -35,9 +35,9 @@ of the length."""
 SHORTEST_PART, PARTS_GAIN = 512, 0.55
 """Sums of a few tiles are split further, into as many parts as idle multiprocessors and the sum's
 length allow; the same of their number. Fitted to forward products: dW's are not split so."""
-GRADIENT_FLOPS, GRADIENT_BYTES, GRADIENT_LAUNCH = {"dX": 400e6, "dW": 278e6}, 5e6, 8.0
-GRADIENT_PART, MOST_PARTS, GRADIENT_PASSES = 84, 8, 1.8
-"""dX and dW in TF32: rates, which add up; the shortest part of a sum that is split so that tiles
+TF32_FLOPS, TF32_BYTES, TF32_LAUNCH = {"y": 509e6, "dX": 400e6, "dW": 278e6}, 5e6, 6.0
+TF32_PART, MOST_PARTS, TF32_PASSES = 84, 8, 1.8
+"""Products in TF32: rates, which add up; the shortest part of a sum that is split so that tiles
 fill the GPU, and how many parts where they do; passes over the parts' results. Half of 3,888 random
 shapes take 0.93 to 1.1 times as long, nine of ten 0.79 to 1.3 (decision 10)."""
 LONG_SUM, LONG_BIAS = 16384, 4.5
@@ -81,8 +81,8 @@ def library_product(problem: Problem, of: Literal["y", "dX", "dW"] = "y") -> flo
         arithmetic = 2.0 * m * k * n / portable_plan.library_flops(problem, gpu)
     else:
         sizes = {"y": (m, n, k), "dX": (m, k, n), "dW": (n, k, m)}[of]
-        if kind == "high" and of != "y":
-            return _tf32_gradient(*sizes, of, gpu)
+        if kind == "high":
+            return _tf32_product(*sizes, of, gpu)
         arithmetic = _arithmetic(*sizes, kind, of == "dW", gpu)
     return PRODUCT_LAUNCH + max(arithmetic, moved)
 
@@ -118,24 +118,24 @@ def _arithmetic(
     return max(min(found), 2.0 * rows * columns * length / rate)
 
 
-def _tf32_gradient(
-    rows: int, columns: int, length: int, of: Literal["dX", "dW"], gpu: Gpu
+def _tf32_product(
+    rows: int, columns: int, length: int, of: Literal["y", "dX", "dW"], gpu: Gpu
 ) -> float:
     """By tiles of 128 x 128, or half as wide, their sums in as many parts as make it shortest."""
-    moved = 4.0 * (rows * columns + rows * length + columns * length) / GRADIENT_BYTES
+    moved = 4.0 * (rows * columns + rows * length + columns * length) / TF32_BYTES
     if min(rows, columns) == 1:
-        return GRADIENT_LAUNCH + moved
+        return TF32_LAUNCH + moved
     tile_rows, tile_columns = (64 if size <= 64 else 128 for size in (rows, columns))
     tiles, sms = -(-rows // tile_rows) * -(-columns // tile_columns), gpu.multiprocessors
     flops = 2.0 * tile_rows * tile_columns * length
 
     def multiplied(parts: int) -> float:
         rounds = -(-tiles * parts // sms)
-        joined = GRADIENT_PASSES * parts * rows * columns * 4 / BYTES if parts > 1 else 0.0
-        return rounds * sms * flops / parts / GRADIENT_FLOPS[of] + joined
+        joined = TF32_PASSES * parts * rows * columns * 4 / BYTES if parts > 1 else 0.0
+        return rounds * sms * flops / parts / TF32_FLOPS[of] + joined
 
-    most = max(1, min(max(MOST_PARTS, sms // tiles), length // GRADIENT_PART))
-    return GRADIENT_LAUNCH + min(map(multiplied, range(1, most + 1))) + moved
+    most = max(1, min(max(MOST_PARTS, sms // tiles), length // TF32_PART))
+    return TF32_LAUNCH + min(map(multiplied, range(1, most + 1))) + moved
 
 
 def _split_gain(tiles: int, length: int, shortest: int, gpu: Gpu) -> float:

@@ -19,11 +19,11 @@ _BYTES = 3.5e6
 H200."""
 _PRODUCT_LAUNCHES, _SPLIT_LAUNCH = 8.0, 4.0
 """Microseconds of a product with its guard, and of a conversion."""
-_BOTH_LAUNCHES, _BOTH_DZ, _BOTH_X = 13.0, 10.0, 5.0
+_BOTH_LAUNCHES, _BOTH_DZ, _BOTH_X = 9.0, 10.0, 5.0
 """What both products from one plane of dz take beside themselves: microseconds, and bytes for each
 value of dz and of x. Whole steps of 90 random shapes with TF32 allowed: by what this and the
 library's estimate choose they took 0.5 % longer than by the faster of both, at worst 1.1 times as
-long (decision 10)."""
+long; where x and W are split again, in all but a network's last layer, 0.9 % (decision 10)."""
 
 
 @memo()
@@ -87,9 +87,8 @@ def _cheapest(
 
     def cost(taken: tuple[bool, bool]) -> float:
         if all(taken) and planes == 1 and core == "hopper":
-            waits = 0.0 if problem.whole_step else split(n * k, 1) + split(m * k, 1)
             beside = (_BOTH_DZ * m * n + _BOTH_X * m * k) / moved
-            return sum(multiplied) + _BOTH_LAUNCHES + beside + waits
+            return sum(multiplied) + _BOTH_LAUNCHES + beside
         parts = [(by_planes[i] if taken[i] else library[i]) for i in range(2) if wanted[i]]
         return sum(parts) + (split(m * n, sum(taken)) if any(taken) else 0.0)
 

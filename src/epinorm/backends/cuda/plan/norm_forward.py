@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from epinorm.backends.cuda.plan.norm_tile import (
@@ -24,7 +24,7 @@ _KERNELS: dict[Kind, tuple[str, str]] = {
 """By kind: the kernel, whose file and entry have this name, and why it is taken."""
 
 BLOCK_WARPS = 4
-MOST_THREADS = 1024
+MOST_THREADS, MOST_VALUES = 1024, 32
 FEW, SPREAD_VALUES = 2048, 8
 """So few rows times groups are all at work at once, by however many warps each: what counts is how
 long a lane takes for its values. 1024 rows of 1024 fp32 behind their product: 18.2 us, by warps of
@@ -65,18 +65,18 @@ def forward_plans(problem: Problem, vector: int, shared_limit: int) -> tuple[For
     channels = problem.n // problem.groups
     cached = channels * problem.stats_dtype.itemsize + 4096 <= shared_limit
     wide = ForwardPlan("shared" if cached else "reread", NormTile(vector, MOST_THREADS, 1, 1))
+    few = problem.m * problem.groups <= FEW
     tile = _warp_teams(problem, channels, vector)
-    if tile is not None and tile.values > SPREAD_VALUES and problem.m * problem.groups <= FEW:
+    if few and channels <= MOST_VALUES * WARP and (tile is None or tile.values > SPREAD_VALUES):
         tile = _spread(channels, vector)
-    if tile is None:
-        tile = _block_team(channels, vector, problem.dtype.itemsize)
-    return (wide,) if tile is None else (ForwardPlan("registers", tile), wide)
+    tiles = [tile] if tile is not None else _block_teams(problem, channels, vector, few)
+    return *(ForwardPlan("registers", tile) for tile in tiles), wide
 
 
 def _warp_teams(problem: Problem, channels: int, vector: int) -> NormTile | None:
     """Teams inside warps, with few values a lane, else with more; None for larger groups."""
     itemsize = problem.dtype.itemsize
-    for most_values in (8, 16) if itemsize == 8 else (16, 32):
+    for most_values in {2: (16, 32), 4: (16, 24), 8: (8, 16)}[itemsize]:
         team = lanes_for(channels, vector, itemsize, most_values)
         if team is None:
             continue
@@ -84,6 +84,8 @@ def _warp_teams(problem: Problem, channels: int, vector: int) -> NormTile | None
         values = vectors * vector
         warps_needed = ceil_div(problem.groups * lanes, WARP)
         warps_x = min(power_of_two_from(warps_needed), BLOCK_WARPS)
+        if values > SPREAD_VALUES and lanes == WARP:
+            warps_x = 1  # 8 groups of 1024 bf16: 68 us, beside each other 73
         rows = max(1, min(4, (8 if itemsize >= 4 else 16) // values))
         return NormTile(vector, lanes, vectors, rows, warps_x, BLOCK_WARPS // warps_x, values <= 8)
     return None
@@ -96,14 +98,27 @@ def _spread(channels: int, vector: int) -> NormTile:
     return NormTile(vector, lanes, ceil_div(channels, lanes * vector), 1, keep=True)
 
 
-def _block_team(channels: int, vector: int, itemsize: int) -> NormTile | None:
-    """A block a row and group; in 16 bit, twice the values a thread and the next row on its way.
+def _block_teams(problem: Problem, channels: int, vector: int, few: bool) -> list[NormTile]:
+    """A block a row and group, with the next row on its way; then tiles for chains that need more
+    registers.
 
-    LayerNorm over 8192 bf16 channels, 4096 rows: 45 µs so, 54 with 16 values and no prefetch, where
-    a copy takes 36. In fp32, prefetching costs a resident block and a third of the speed.
+    A lane has 32 values, in fp32 16 where rows are few, and keeps the parameters too where a value
+    of 16 bit leaves registers (decision 12).
     """
-    values = max({2: 32, 4: 16, 8: 8}[itemsize], vector)
-    lanes = max(power_of_two_from(ceil_div(channels, values)), 2 * WARP)
-    if lanes > (MOST_THREADS // 2 if itemsize == 2 else MOST_THREADS):
-        return None
-    return NormTile(vector, lanes, ceil_div(channels, lanes * vector), 1, prefetch=itemsize == 2)
+    itemsize = problem.dtype.itemsize
+    found = []
+    if itemsize <= 4:
+        values = max(MOST_VALUES // (2 if few and itemsize == 4 else 1), vector)
+        lanes = max(ceil_div(ceil_div(channels, values), WARP), 2) * WARP
+        vectors = ceil_div(channels, lanes * vector)
+        if lanes <= MOST_THREADS // 2:
+            keeps = (itemsize == 4 or vectors * vector < MOST_VALUES, False)
+            ahead = itemsize == 4 or not few
+            tile = NormTile(vector, lanes, vectors, 1, prefetch=ahead)
+            found = [replace(tile, keep=keep and ahead) for keep in dict.fromkeys(keeps)]
+    if itemsize >= 4:
+        values = max({4: 16, 8: 8}[itemsize], vector)
+        lanes = max(power_of_two_from(ceil_div(channels, values)), 2 * WARP)
+        if lanes <= MOST_THREADS:
+            found.append(NormTile(vector, lanes, ceil_div(channels, lanes * vector), 1))
+    return found

@@ -47,6 +47,8 @@ _HIDDEN = 0.05
 _UNSURE, _ROWS_OF_A_TILE = 3.0, 64
 """Microseconds that a way with a norm may be estimated longer than eager on the GPU, where a tile
 has all its rows: so far short estimates are off, and the host gains more (decision 18)."""
+_SURELY = 0.97
+"""Of what eager is estimated to take in TF32, without a norm."""
 
 _PLANES = 1.08
 """What fp32 by planes, or as TF32 from registers, was measured to take of its estimate."""
@@ -180,7 +182,9 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
     # In a loop of small calls the host decides, in a CUDA graph the GPU: neither may lose to eager,
     # but for what estimates of short kernels are off.
     most = math.inf if eager is None else eager.gpu
-    if problem.chain.norm is not None and problem.m >= _ROWS_OF_A_TILE:
+    if problem.chain.norm is None:
+        most *= _SURELY if problem.precision == "high" else 1.0
+    elif problem.m >= _ROWS_OF_A_TILE:
         most += _UNSURE
 
     def said_of_gpu(cost: Cost) -> str:
