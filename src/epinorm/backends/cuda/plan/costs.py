@@ -21,7 +21,7 @@ from epinorm.problem import Problem
 
 FLOPS = {"native": 760e6, "high": 400e6, "highest": 51e6}
 """Of a library product whose tiles fill the GPU, a microsecond."""
-DW_SHARE = {"native": 0.93, "highest": 0.98}
+DW_SHARE = {"native": 0.93, "high": 0.6, "highest": 0.98}
 """Of that in dW, whose operands both run across the summed index."""
 TILES = {
     "native": (((128, 128), 1.0),),
@@ -35,11 +35,17 @@ of the length."""
 SHORTEST_PART, PARTS_GAIN = 512, 0.55
 """Sums of a few tiles are split further, into as many parts as idle multiprocessors and the sum's
 length allow; the same of their number. Fitted to forward products: dW's are not split so."""
-TF32_FLOPS, TF32_BYTES, TF32_LAUNCH = {"y": 509e6, "dX": 400e6, "dW": 278e6}, 5e6, 6.0
-TF32_PART, MOST_PARTS, TF32_PASSES = 84, 8, 1.8
-"""Products in TF32: rates, which add up; the shortest part of a sum that is split so that tiles
-fill the GPU, and how many parts where they do; passes over the parts' results. Half of 3,888 random
-shapes take 0.93 to 1.1 times as long, nine of ten 0.79 to 1.3 (decision 10)."""
+TF32 = {
+    "y": (407e6, 3.5e6, 0.94, 2.0),
+    "dX": (400e6, 5.0e6, 1.8, 1.0),
+    "dW": (278e6, 5.0e6, 1.8, 1.0),
+}
+TF32_FEWEST_ROWS, TF32_LAUNCH, TF32_PART, MOST_PARTS = 256, 6.0, 84, 8
+"""Products in TF32 of so many rows of x and more: what they multiply and what they move in a
+microsecond; passes over the results of a sum's parts; and the power that joins both times, 1 where
+they add up, more where they hide each other. The shortest part of a sum that is split so that tiles
+fill the GPU, and how many where they do. Half of 3,888 random shapes take 0.93 to 1.1 times as
+long, nine of ten 0.79 to 1.3 (decision 10)."""
 LONG_SUM, LONG_BIAS = 16384, 4.5
 """Rows from which on the bias' gradient in TF32 takes so many passes over dz."""
 FEW_ROWS, FEW_ROWS_COLUMNS, FEW_ROWS_PART = 16, 64, 256
@@ -81,7 +87,7 @@ def library_product(problem: Problem, of: Literal["y", "dX", "dW"] = "y") -> flo
         arithmetic = 2.0 * m * k * n / portable_plan.library_flops(problem, gpu)
     else:
         sizes = {"y": (m, n, k), "dX": (m, k, n), "dW": (n, k, m)}[of]
-        if kind == "high":
+        if kind == "high" and m >= TF32_FEWEST_ROWS:
             return _tf32_product(*sizes, of, gpu)
         arithmetic = _arithmetic(*sizes, kind, of == "dW", gpu)
     return PRODUCT_LAUNCH + max(arithmetic, moved)
@@ -122,7 +128,8 @@ def _tf32_product(
     rows: int, columns: int, length: int, of: Literal["y", "dX", "dW"], gpu: Gpu
 ) -> float:
     """By tiles of 128 x 128, or half as wide, their sums in as many parts as make it shortest."""
-    moved = 4.0 * (rows * columns + rows * length + columns * length) / TF32_BYTES
+    rate, moves, passes_of_parts, power = TF32[of]
+    moved = 4.0 * (rows * columns + rows * length + columns * length) / moves
     if min(rows, columns) == 1:
         return TF32_LAUNCH + moved
     tile_rows, tile_columns = (64 if size <= 64 else 128 for size in (rows, columns))
@@ -131,11 +138,12 @@ def _tf32_product(
 
     def multiplied(parts: int) -> float:
         rounds = -(-tiles * parts // sms)
-        joined = TF32_PASSES * parts * rows * columns * 4 / BYTES if parts > 1 else 0.0
-        return rounds * sms * flops / parts / TF32_FLOPS[of] + joined
+        joined = passes_of_parts * parts * rows * columns * 4 / BYTES if parts > 1 else 0.0
+        return rounds * sms * flops / parts / rate + joined
 
     most = max(1, min(max(MOST_PARTS, sms // tiles), length // TF32_PART))
-    return TF32_LAUNCH + min(map(multiplied, range(1, most + 1))) + moved
+    multiplies = min(map(multiplied, range(1, most + 1)))
+    return TF32_LAUNCH + float((multiplies**power + moved**power) ** (1 / power))
 
 
 def _split_gain(tiles: int, length: int, shortest: int, gpu: Gpu) -> float:
