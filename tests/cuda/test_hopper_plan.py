@@ -392,6 +392,14 @@ def test_gradients_in_tf32_take_as_long_as_measured(m, k, n, of, measured, hoppe
     assert planes_taken(problem, True, True) == (k >= 768, k >= 768)
 
 
+@pytest.mark.parametrize("sizes", [(512, 0, 256), (512, 256, 0), (512, 1, 256), (512, 256, 1)])
+@pytest.mark.parametrize("of", ["y", "dX", "dW"])
+def test_products_of_nothing_and_of_one_column_have_an_estimate(sizes, of, hopper):
+    m, k, n = sizes
+    problem = dataclasses.replace(problem_of(kind="high", m=m, k=k, chain="gelu"), n=n)
+    assert 0 < costs.library_product(problem, of) < 20
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
 def test_what_the_host_takes_decides_about_small_problems(kind, hopper, monkeypatch):
     """A product by PyTorch and a kernel of ours take the host longer than any call of ours alone,

@@ -149,9 +149,9 @@ class NormForward:
         tile = plan.tile
         resident = kernel.blocks_per_sm(tile.threads, shared_bytes) * sm_count(device)
         strips = ceil_div(self.groups, tile.groups_per_block)
-        waves = 1 if tile.prefetch else WAVES[problem.dtype.itemsize]
-        passes = ceil_div(problem.m, tile.rows_per_pass)
-        grid_y = max(1, min(passes, ceil_div(waves * resident, strips), LARGEST_GRID_Y))
+        waves = WAVES[problem.dtype.itemsize]
+        most = resident // strips if tile.prefetch else ceil_div(waves * resident, strips)
+        grid_y = max(1, min(ceil_div(problem.m, tile.rows_per_pass), most, LARGEST_GRID_Y))
         signature = SIGNATURE + chain_signature(problem) + "p" * problem.chain.returns_sum
         launch = kernel.prepare(
             signature,

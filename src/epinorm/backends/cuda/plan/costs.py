@@ -130,7 +130,7 @@ def _tf32_product(
     """By tiles of 128 x 128, or half as wide, their sums in as many parts as make it shortest."""
     rate, moves, passes_of_parts, power = TF32[of]
     moved = 4.0 * (rows * columns + rows * length + columns * length) / moves
-    if min(rows, columns) == 1:
+    if min(rows, columns) <= 1:
         return TF32_LAUNCH + moved
     tile_rows, tile_columns = (64 if size <= 64 else 128 for size in (rows, columns))
     tiles, sms = -(-rows // tile_rows) * -(-columns // tile_columns), gpu.multiprocessors

@@ -121,7 +121,7 @@ def backward_plans(problem: Problem, vector: int, outputs: Outputs) -> tuple[Bac
         plans.insert(0, BackwardPlan(NormTile(vector, lanes, vectors, 1)))
     if normalises and not double:
         plans[:0] = map(BackwardPlan, _ahead(problem, vector, most))
-    return tuple(plans)
+    return tuple(dict.fromkeys(plans))
 
 
 def _in_warps(vector: int, lanes: int, vectors: int, normalises: bool) -> NormTile:
@@ -147,11 +147,12 @@ def _ahead(problem: Problem, vector: int, most: int) -> Iterator[NormTile]:
         rows = 4 if vectors * vector <= 4 else 1
         tile = NormTile(vector, lanes, vectors, rows, 1, warps, True, prefetch=True)
         yield tile
-    values = VALUES_IN_BLOCKS * (1 if channels <= MOST_AHEAD * VALUES_IN_BLOCKS else 2)
-    vectors = ceil_div(values, vector)
+    twice = channels > MOST_AHEAD * VALUES_IN_BLOCKS
+    vectors = ceil_div(VALUES_IN_BLOCKS * (1 + twice), vector)
     lanes = ceil_div(ceil_div(channels, vectors * vector), WARP) * WARP
-    if WARP < lanes <= MOST_AHEAD:
-        few = problem.m * groups <= FEW and values == VALUES_IN_BLOCKS
+    vectors = ceil_div(channels, lanes * vector)
+    if WARP < lanes <= (MOST_LANES if twice else MOST_AHEAD):
+        few = problem.m * groups <= FEW and not twice
         tile = NormTile(vector, lanes, vectors, 4 if few else 1, keep=True, prefetch=not few)
         yield tile
     if tile is not None:

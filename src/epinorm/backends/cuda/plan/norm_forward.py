@@ -115,7 +115,7 @@ def _block_teams(problem: Problem, channels: int, vector: int, few: bool) -> lis
             keeps = (itemsize == 4 or vectors * vector < MOST_VALUES, False)
             ahead = itemsize == 4 or not few
             tile = NormTile(vector, lanes, vectors, 1, prefetch=ahead)
-            found = [replace(tile, keep=keep and ahead) for keep in dict.fromkeys(keeps)]
+            found = [replace(tile, keep=keep) for keep in dict.fromkeys(k and ahead for k in keeps)]
     if itemsize >= 4:
         values = max({4: 16, 8: 8}[itemsize], vector)
         lanes = max(power_of_two_from(ceil_div(channels, values)), 2 * WARP)
