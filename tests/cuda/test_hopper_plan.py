@@ -400,6 +400,17 @@ def test_products_of_nothing_and_of_one_column_have_an_estimate(sizes, of, hoppe
     assert 0 < costs.library_product(problem, of) < 20
 
 
+@pytest.mark.parametrize("chain", ["gelu", "layer_norm|gelu", "batch_norm(1e-05)"])
+@pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
+@pytest.mark.parametrize("training", [False, True])
+def test_no_columns_are_pytorchs(chain, kind, training, hopper):
+    parsed = Chain.parse(chain)
+    facts = {"n": 0, "chain": parsed, "has_norm_weight": parsed.norm is not None}
+    problem = problem_of(kind=kind, m=512, k=64, training=training)
+    problem = dataclasses.replace(problem, **facts)
+    assert cuda_plan.plan_cuda(problem, "auto").strategy == "reference"
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "high", "highest"])
 def test_what_the_host_takes_decides_about_small_problems(kind, hopper, monkeypatch):
     """A product by PyTorch and a kernel of ours take the host longer than any call of ours alone,

@@ -87,6 +87,8 @@ def _decided(problem: Problem, strategy: Strategy) -> Plan:
     refusal = supported(problem.device)
     if refusal is not None:
         return Plan("reference", refusal)
+    if not problem.n:
+        return Plan("reference", f"{_EAGER}: there are no columns to compute", chosen=True)
     if problem.chain.returns_statistics and (why := _why_no_batch(problem, strategy)):
         return Plan("reference", why, chosen=True)
     if strategy == "auto":
