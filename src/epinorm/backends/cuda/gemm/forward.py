@@ -101,7 +101,13 @@ class SingleForward:
         problem = ordinary.problem  # without what its kernel cannot do
         if isinstance(ordinary, _Converting):
             return _Converting(problem, ordinary.tile, leaves=True)
-        return _Split(problem, ordinary.kernel, True, True, self.weight_waits)
+        return _Split(
+            problem,
+            ordinary.kernel,
+            prepacked=True,
+            leaves=True,
+            weight_waits=self.weight_waits,
+        )
 
 
 def _launch_of(problem: Problem, core: Core, prepacked: bool, converts: bool = True) -> _Launch:

@@ -120,7 +120,7 @@ def backward_plans(problem: Problem, vector: int, outputs: Outputs) -> tuple[Bac
         vectors = ceil_div(channels, lanes * vector)
         plans.insert(0, BackwardPlan(NormTile(vector, lanes, vectors, 1)))
     if normalises and not double:
-        plans[:0] = map(BackwardPlan, _ahead(problem, vector, most))
+        plans[:0] = map(BackwardPlan, _ahead(problem, vector, team))
     return tuple(dict.fromkeys(plans))
 
 
@@ -131,15 +131,12 @@ def _in_warps(vector: int, lanes: int, vectors: int, normalises: bool) -> NormTi
     return NormTile(vector, lanes, vectors, rows, 1, BLOCK_WARPS, values <= 8)
 
 
-def _ahead(problem: Problem, vector: int, most: int) -> Iterator[NormTile]:
+def _ahead(problem: Problem, vector: int, team: tuple[int, int] | None) -> Iterator[NormTile]:
     """Tiles whose threads have their next rows on the way and the parameters in registers, the last
     one without: inside warps as many values a lane as there are registers for, in blocks eight
     (decision 12)."""
     channels, groups = problem.n // problem.groups, problem.groups
-    itemsize = problem.dtype.itemsize
-    team = lanes_for(channels, vector, itemsize, most) or (
-        lanes_for(channels, vector, itemsize, MOST_IN_WARPS) if most < MOST_IN_WARPS else None
-    )
+    team = team or lanes_for(channels, vector, problem.dtype.itemsize, MOST_IN_WARPS)
     tile: NormTile | None = None
     if team is not None:
         lanes, vectors = team

@@ -108,7 +108,7 @@ def _why_no_batch(problem: Problem, strategy: Strategy) -> str:
     """Why a BatchNorm is PyTorch's own, whatever it takes; empty where it need not be."""
     if strategy == "single":
         return "a block of the single kernel has some rows, and a BatchNorm's statistics are of all"
-    if problem.m < 2 or not (problem.k and problem.n):
+    if problem.m < 2 or not problem.k:
         return f"there is nothing to compute for shape ({problem.m}, {problem.k}) → {problem.n}"
     return ""
 
@@ -184,10 +184,10 @@ def _fastest(problem: Problem, core: Core | None, why_not_single: str) -> Plan:
     # In a loop of small calls the host decides, in a CUDA graph the GPU: neither may lose to eager,
     # but for what estimates of short kernels are off.
     most = math.inf if eager is None else eager.gpu
-    if problem.chain.norm is None:
-        most *= _SURELY if problem.precision == "high" else 1.0
-    elif problem.m >= _ROWS_OF_A_TILE:
-        most += _UNSURE
+    if problem.chain.norm is not None:
+        most += _UNSURE if problem.m >= _ROWS_OF_A_TILE else 0.0
+    elif problem.precision == "high":
+        most *= _SURELY
 
     def said_of_gpu(cost: Cost) -> str:
         late = cost is not eager and cost.gpu > most
