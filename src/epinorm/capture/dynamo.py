@@ -7,12 +7,9 @@ import inspect
 import itertools
 import logging
 import random
-import sys
-import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,19 +22,15 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._dynamo import trace_rules
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import CleanupManager
-from torch._dynamo.variables import ConstantVariable, dicts
-from torch._dynamo.variables import functions as dynamo_python_functions
-from torch._dynamo.variables import torch as dynamo_functions
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
 
 from epinorm.backends.unpromised import saving_hooks
+from epinorm.capture.as_in_eager import as_in_eager
 from epinorm.capture.convolution import depends_on_tf32
-from epinorm.capture.guards import Owners, guards_as_needed, has_zero, here
+from epinorm.capture.guards import Owners, guards_as_needed, has_zero
 from epinorm.said import log_once
 
 Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
@@ -92,66 +85,6 @@ _FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 """Says at length what raises while it is traced, which the model's own code is about to raise."""
 _NOT_TRACED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
-_FAST_PATHS = "torch.nn.modules.transformer"
-"""nn.TransformerEncoder leaves padding out in eval, by nested tensors, but not compiled."""
-
-
-class _Answers(dict[Any, Any]):
-    """What Dynamo answers to code that asks whether it is compiled: PyTorch's own hears the truth,
-    the model's hears what it hears in eager, as it is to do what it does there (transformers makes
-    masks for a compiler that it leaves out in eager, and attention with masks is slower)."""
-
-    def __getitem__(self, function: Any) -> Any:
-        answer = super().__getitem__(function)
-        asking = getattr(sys._getframe(1).f_locals.get("tx"), "f_globals", {})
-        name = str(asking.get("__name__"))
-        return answer and name.partition(".")[0] in ("torch", "epinorm") and name != _FAST_PATHS
-
-
-_RAISING_WITHOUT_GPU = (torch.cuda.is_current_stream_capturing,)
-"""Which transformers asks and takes for False where it raises, as Dynamo does not."""
-
-
-@contextmanager
-def _answers_as_in_eager() -> Iterator[None]:
-    functions: Any = dynamo_functions
-    known = functions.tracing_state_functions
-    more = {} if torch.cuda.is_available() else dict.fromkeys(_RAISING_WITHOUT_GPU, False)
-    handlers = functions.TorchInGraphFunctionVariable._get_handlers()
-    handling = dict.fromkeys(more, handlers.get(torch._C._get_tracing_state))
-    with compile_lock, mock.patch.dict(handlers, handling):  # no other thread compiles meanwhile
-        functions.tracing_state_functions = lambda: _Answers(known() | more)
-        try:
-            yield
-        finally:
-            functions.tracing_state_functions = known
-
-
-_CHECKS_ITS_INPUT = "torch.nn.modules.instancenorm"
-"""Which warns, at each call, of an input of another number of channels than it was made for."""
-
-
-@contextmanager
-def _warning_at_once() -> Iterator[None]:
-    """Let that be said while it is captured, in the name of what calls modules as in eager, since
-    filters go by it, and end no graph. Where warnings are errors the capture ends, and the model's
-    own code raises it."""
-    skipped: Any = dynamo_python_functions.SkipFunctionVariable
-    refuse = skipped.call_function
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        name = getattr(tx, "f_globals", {}).get("__name__")
-        if self.value is not warnings.warn or name != _CHECKS_ITS_INPUT:
-            return refuse(self, tx, args, kwargs)
-        message, line = args[0].as_python_constant(), nn.Module._call_impl.__code__.co_firstlineno
-        known = vars(torch_modules).setdefault("__warningregistry__", {})
-        at = (torch_modules.__file__, line, torch_modules.__name__, known)
-        warnings.warn_explicit(message, UserWarning, *at)
-        return ConstantVariable.create(None)
-
-    with mock.patch.object(skipped, "call_function", here(call_function, refuse)):
-        yield
-
 
 def _itself(saved: Tensor) -> Tensor:
     return saved
@@ -168,31 +101,6 @@ def _unwrap(graph: fx.GraphModule | None, code: Any, known: dict[str, Any]) -> N
         if graph is not None and getattr(inner, "__self__", None) is graph:
             set_code_exec_strategy(inner.__code__, _NOT_TRACED)
             known[name] = inner
-
-
-_DICTS: Any = getattr(dicts, "SideEffectsProxyDict", None)
-"""What stands for an object's ``__dict__`` while Dynamo of PyTorch 2.13 and later traces."""
-
-
-@contextmanager
-def _without_cycles() -> Iterator[None]:
-    """Such a dict and its object hold each other, and they what the frame had: activations, and
-    with them their graph, would stay until the garbage is collected."""
-    if _DICTS is None:
-        yield
-        return
-    made, begin = [], _DICTS.__init__
-
-    def noted(self: Any, *arguments: Any, **named: Any) -> None:
-        made.append(self)
-        begin(self, *arguments, **named)
-
-    with mock.patch.object(_DICTS, "__init__", noted):
-        try:
-            yield
-        finally:
-            for each in made:
-                vars(each).clear()
 
 
 def _reason(error: Exception) -> str:
@@ -240,11 +148,9 @@ class Callback:
         try:
             with (
                 dynamo.config.patch(settings),
-                _answers_as_in_eager(),  # and no other thread, for what follows
+                as_in_eager(),
                 mock.patch.object(_FAKE_TENSORS, "disabled", True),
                 guards,
-                _without_cycles(),
-                _warning_at_once(),
             ):
                 self.graph, self.has_zero, self.convolves = None, False, False
                 result = self._inner(frame, *arguments)

@@ -20,6 +20,7 @@ _IN_PLACE_OPERATORS = frozenset(
         *("and", "or", "xor", "lshift", "rshift"),
     )
 )
+_IN_PLACE_METHODS = frozenset(f"__{function.__name__}__" for function in _IN_PLACE_OPERATORS)
 _KEYWORDS = frozenset((operator.and_, operator.or_, operator.not_))
 """That end with _ and change nothing."""
 BATCH_NORM = (
@@ -95,7 +96,8 @@ def tensor_of(node: Any) -> Tensor:
 
 
 def _is_in_place(method: str) -> bool:
-    return method.endswith("_") and not method.endswith("__")
+    ends = method.endswith("_") and not method.endswith("__")
+    return ends or method in _IN_PLACE_METHODS
 
 
 def is_pure(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ from epinorm.chain.pointwise import DEFINITIONS, Pointwise
 
 _MOST_NODES = 24
 _WIDEST_NORM = 65536
+_ENDS = torch.tensor([math.inf, -math.inf, math.nan], dtype=torch.float64)
 _MOST_ROWS = 40
 
 _CASTS = frozenset(("to", "float", "double", "half", "bfloat16", "type_as", "contiguous"))
@@ -151,8 +152,8 @@ def read_activation(nodes: Sequence[fx.Node], entrance: fx.Node) -> Pointwise | 
     kinks = [s * c + d for c in constants for s in (1, -1) for d in (-0.01, 0.0, 0.01)]
     grid = torch.linspace(-12, 12, 241, dtype=torch.float64)
     x = torch.cat([grid, torch.tensor([*kinks, 1e-6, -1e-6, 30.0, 300.0], dtype=torch.float64)])
-    y = _run(nodes, entrance, x)
-    if y is None or not y.isfinite().all():
+    y, at_ends = _run(nodes, entrance, x), _run(nodes, entrance, _ENDS)
+    if y is None or at_ends is None or not y.isfinite().all():
         return None
     # Written out, a function loses digits where it cancels: gelu's left tail.
     tolerance = 1e-13 * x.abs().clamp_min(1)
@@ -161,8 +162,10 @@ def read_activation(nodes: Sequence[fx.Node], entrance: fx.Node) -> Pointwise | 
             v is not None for v in definition.parameters.values()
         ):
             function = Pointwise(name)
-            if _are_alike(y, function(x), tolerance) and _has_gradient_of(
-                function, nodes, entrance, x
+            if (
+                _are_alike(y, function(x), tolerance)
+                and _are_alike(at_ends, function(_ENDS), torch.zeros_like(_ENDS))
+                and _has_gradient_of(function, nodes, entrance, x)
             ):
                 return function
     return None

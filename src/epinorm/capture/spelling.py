@@ -22,6 +22,7 @@ from epinorm.capture.purity import changed_argument, value_of
 from epinorm.chain.pointwise import Pointwise, of_call
 
 _nn: Any = torch._C._nn
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 _NEGATIONS = (operator.neg, torch.neg, torch.negative)
 _NAMES_OF = {
@@ -316,8 +317,10 @@ def _with_constant(node: fx.Node, x: fx.Node, kind: str) -> Pointwise | None:
     if kind == "mul":
         return Pointwise("scale", (c,))
     if kind == "div":
-        # PyTorch's CUDA kernel multiplies by the reciprocal too. c / x is another function.
-        return Pointwise("scale", (1.0 / c,)) if x_is_left and c != 0 else None
+        # PyTorch's CUDA kernel multiplies by the reciprocal too, its CPU kernel divides: the same
+        # but for rounding where that is a normal number. c / x is another function.
+        is_normal = x_is_left and _SMALLEST <= abs(c) <= 1 / _SMALLEST
+        return Pointwise("scale", (1.0 / c,)) if is_normal else None
     if not x_is_left and (alpha != 1 or kind == "sub"):
         return None
     return Pointwise("add", (c if kind == "add" else -c,))
