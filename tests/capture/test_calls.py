@@ -353,6 +353,40 @@ def test_inference_mode_then_training(pair: Any, x: Any) -> None:
         assert_same(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("strategy", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    "join", [lambda h, r: h + r, lambda h, r: r - h, lambda h, r: h + r[0], lambda h, r: h * r]
+)
+def test_operands_made_under_inference_mode(join: Any, strategy: Any) -> None:
+    """Eager's sum does not keep them, and its product cannot."""
+
+    class Joins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(K, N), nn.LayerNorm(N)
+
+        def forward(self, x: Any, r: Any) -> Any:
+            return join(self.norm(join(self.fc(x), r)), r)
+
+    model = randomised(Joins())
+    fused, x = fused_copy(model, strategy=strategy), torch.randn(ROWS, K, dtype=torch.float64)
+    with torch.inference_mode():
+        r = torch.randn(ROWS, N, dtype=torch.float64)
+    if isinstance(expected := gradients_or_error(model, x, r), str):
+        assert gradients_or_error(fused, x, r) == expected
+    else:
+        for a, b in zip(gradients_or_error(fused, x, r), expected, strict=True):
+            assert_same(a, b)
+
+
+def gradients_or_error(model: nn.Module, *inputs: Any) -> Any:
+    try:
+        loss = model(*inputs).square().sum()
+    except RuntimeError as error:
+        return str(error)
+    return torch.autograd.grad(loss, [*model.parameters()])
+
+
 @pytest.mark.parametrize("rows", [(ROWS,), (2, ROWS)])
 def test_gradients_enabled_within_inference_mode_record_nothing(rows: tuple[int, ...]) -> None:
     model = randomised(nn.Sequential(nn.Linear(K, N), nn.LayerNorm(N), nn.ReLU()))

@@ -204,9 +204,9 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "a gate of its own": lambda s, x: (lambda h: s.ln(h * h.mean()))(s.fc(x)),
     "a gate of more dimensions": lambda s, x: s.ln(s.g[:1].view(1, 1, 1) * s.fc(x)),
     "a gate of another dtype": lambda s, x: s.ln(s.sc.float() * s.fc(x)),
-    "relu by differences, of infinities": lambda s, x: (lambda h: (h.relu() - h) + h)(
-        s.ln(s.fc(x)) * 1e308 * 10
-    ).nan_to_num().sign(),
+    "relu by differences, of infinities": lambda s, x: (
+        (lambda h: (h.relu() - h) + h)(s.ln(s.fc(x)) * 1e308 * 10).nan_to_num().sign()
+    ),
     "over what has no reciprocal": lambda s, x: s.ln(s.fc(x)) * 1e-300 / 1e-310 * 1e-12,
     "x changes later, by a method's whole name": lambda s, x: (
         lambda t: (lambda h: (t.__imul__(3.0), s.ln(h))[1])(s.fc(t))

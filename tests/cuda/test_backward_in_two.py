@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from epinorm.backends.cuda import plane_products
 from epinorm.backends.cuda.executable import CudaExecutable
 from epinorm.chain import Chain
-from epinorm.operator import autograd, calls, schema
+from epinorm.operator import autograd, calls, halves, schema
 from imaginary import imaginary_h200
 
 M, K, N = 2048, 1024, 1024
@@ -20,10 +20,10 @@ FACTS = ("auto", False, None)
 
 
 @pytest.fixture
-def halves(monkeypatch):
+def in_halves(monkeypatch):
     """Passes of any size are held in two, on this device too."""
-    monkeypatch.setattr(autograd, "DEVICES", ("cpu",))
-    monkeypatch.setitem(autograd.LARGE, "highest", 1)
+    monkeypatch.setattr(halves, "DEVICES", ("cpu",))
+    monkeypatch.setitem(halves.LARGE, "highest", 1)
 
 
 def linear(x, weight, bias, chain):
@@ -50,7 +50,7 @@ def launched(api):
 
 
 @pytest.mark.parametrize("chain", ["relu", "gelu"])
-def test_nothing_that_was_given_is_there_when_dx_is_allocated(halves, monkeypatch, chain):
+def test_nothing_that_was_given_is_there_when_dx_is_allocated(in_halves, monkeypatch, chain):
     """dy, which is the second layer's dX, and z."""
     given, fate = [], []
     backward, guard = CudaExecutable.backward, plane_products.prepare_rescue
@@ -69,7 +69,7 @@ def test_nothing_that_was_given_is_there_when_dx_is_allocated(halves, monkeypatc
     with imaginary_h200() as api:
         step(M, K, N, chain)
         kernels = launched(api)
-        monkeypatch.setitem(autograd.LARGE, "highest", 1 << 40)
+        monkeypatch.setitem(halves.LARGE, "highest", 1 << 40)
         torch._dynamo.reset()
         step(M, K, N, chain)
         whole = launched(api)
@@ -112,11 +112,11 @@ def test_dx_is_of_the_weight_that_its_operator_is_given(monkeypatch):
 
 
 @pytest.mark.parametrize("chain", ["relu", "gelu"])
-def test_gradients_are_those_of_one_pass(halves, monkeypatch, chain):
+def test_gradients_are_those_of_one_pass(in_halves, monkeypatch, chain):
     x, weight, bias, dy = (torch.randn(size) for size in ((32, 16), (16, 16), (16,), (32, 16)))
     found = []
     for large in (1, 1 << 40):
-        monkeypatch.setitem(autograd.LARGE, "highest", large)
+        monkeypatch.setitem(halves.LARGE, "highest", large)
         torch._dynamo.reset()
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
         y = two_layers(chain)(*leaves)
@@ -134,8 +134,8 @@ def test_gradients_are_those_of_one_pass(halves, monkeypatch, chain):
         ((32, 16, 16), "add_residual|relu", 1, False),  # dz is the residual's gradient
     ],
 )
-def test_which_are_held_in_two(halves, monkeypatch, sizes, chain, least, expected):
-    monkeypatch.setitem(autograd.LARGE, "highest", least)
+def test_which_are_held_in_two(in_halves, monkeypatch, sizes, chain, least, expected):
+    monkeypatch.setitem(halves.LARGE, "highest", least)
     begin, seen = autograd.linear_norm_backward_begin, []
     monkeypatch.setattr(
         autograd, "linear_norm_backward_begin", lambda *given: seen.append(given) or begin(*given)

@@ -151,7 +151,8 @@ def read_activation(nodes: Sequence[fx.Node], entrance: fx.Node) -> Pointwise | 
     constants = _constants(nodes)
     kinks = [s * c + d for c in constants for s in (1, -1) for d in (-0.01, 0.0, 0.01)]
     grid = torch.linspace(-12, 12, 241, dtype=torch.float64)
-    x = torch.cat([grid, torch.tensor([*kinks, 1e-6, -1e-6, 30.0, 300.0], dtype=torch.float64)])
+    edges = [*kinks, 0.0, 1e-6, -1e-6, 30.0, 300.0]
+    x = torch.cat([grid, torch.tensor(edges, dtype=torch.float64)])
     y, at_ends = _run(nodes, entrance, x), _run(nodes, entrance, _ENDS)
     if y is None or at_ends is None or not y.isfinite().all():
         return None

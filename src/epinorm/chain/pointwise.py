@@ -120,6 +120,11 @@ class Pointwise:
         return any(re.search(r"\bx\b", body) for body in bodies)
 
     @property
+    def reads_operand(self) -> bool:
+        """Whether the gradient of its x depends on the tensor that it takes besides."""
+        return re.search(r"\bt\b", self.definition.backward) is not None
+
+    @property
     def operand(self) -> OperandKind | None:
         """Which tensor the operation takes besides x; None for none."""
         return self.definition.operand

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -21,6 +19,7 @@ from epinorm.chain import Chain, returns_more
 from epinorm.chain.reference import Results, epilogue
 from epinorm.operator.accumulation import added, existing_gradient
 from epinorm.operator.calls import Facts, constants_of, fold, fold_operands, run_backward
+from epinorm.operator.halves import pays_in_two
 from epinorm.operator.schema import (
     library,
     linear_norm,
@@ -32,10 +31,9 @@ from epinorm.operator.schema import (
     linear_norm_sum_forward,
 )
 from epinorm.operator.undisturbed import has_plain_types, is_under_autocast_alone, is_undisturbed
-from epinorm.precision import product_precision
 from epinorm.problem import Executable, Forward, Inputs, StepForward, StepLeftovers
 
-WEIGHT, OPERANDS = map(Inputs._fields.index, ("weight", "operands"))
+WEIGHT, BIAS, OPERANDS = map(Inputs._fields.index, ("weight", "bias", "operands"))
 
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 
@@ -52,6 +50,19 @@ def _in_reference(tensors: Sequence[Any], facts: Facts) -> Results:
     x, weight, bias, norm_weight, norm_bias, *operands = tensors
     z = F.linear(x, weight, bias).to(facts[3] or x.dtype)
     return epilogue(z, Chain.parse(facts[0]), norm_weight, norm_bias, operands)
+
+
+def _savable(tensors: Sequence[Any], chain: Chain) -> list[Any]:
+    """The inputs as autograd can save them: a copy of what was made under inference_mode and which
+    eager, adding it, does not save."""
+    saved = list(tensors)
+    if any([t is not None and t.is_inference() for t in saved]):
+        operations = (op for op in (*chain.pre, *chain.post) if op.operand is not None)
+        added = [OPERANDS + i for i, op in enumerate(operations) if not op.reads_operand]
+        for i in (BIAS, *added):
+            if saved[i] is not None and saved[i].is_inference():
+                saved[i] = saved[i].clone()
+    return saved
 
 
 def _statistics(ctx: Any, kept: Forward) -> list[Tensor]:
@@ -113,7 +124,8 @@ class _LinearNorm(_SingleLevel):
             with _next_level():
                 forward = linear_norm_sum_forward if returns_more(facts[0]) else linear_norm_forward
                 kept = Forward(*forward(*inputs, *facts))
-        chain, saved = Chain.parse(facts[0]), list(tensors)
+        chain = Chain.parse(facts[0])
+        saved = _savable(tensors, chain)
         ctx.returns_sum = chain.returns_sum
         if chain.returns_more:
             ctx.set_materialize_grads(False)  # often one of the results has none
@@ -201,7 +213,7 @@ def gradients(
         if into is not None and any(gradient is into for gradient in found):
             added(weight, into)
             found = [None if gradient is into else gradient for gradient in found]
-    elif _pays_in_two(dy, tensors, wanted, facts):
+    elif pays_in_two(dy, tensors, wanted, facts):
         *found, begun = linear_norm_backward_begin(dy, *inputs, *kept, *facts, wanted, dsum)
         found = [linear_norm_backward_end(begun, tensors[1], *tensors[0].shape), *found]
     else:
@@ -212,32 +224,6 @@ def gradients(
             if (gradient := scattered[i]) is not None:
                 scattered[i] = gradient.reshape(given[i].shape)
     return scattered
-
-
-DEVICES = ("cuda",)
-LARGE = {"highest": 1 << 33, "high": 1 << 34}
-"""Multiplications of a product: an H200 takes as long for the pass as the host for its launches,
-which no native code repeats."""
-
-
-def _pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool], facts: Facts) -> bool:
-    """Whether a graph that is compiled is to hold the backward pass in two: large ones whose dX
-    comes last, by planes (``backward_choice``), but where dz is a gradient too, which dX's product
-    cannot keep for itself. A graph holds dy and z to the end of an operator, so that they would be
-    there beside dX."""
-    x, weight = tensors[:2]
-    if not isinstance(dy, FunctionalTensor) or torch.is_grad_enabled():
-        return False
-    sizes = (*x.shape, weight.shape[0])
-    if x.device.type not in DEVICES or x.dtype != torch.float32 or not all(wanted[:2]):
-        return False
-    if not all(isinstance(size, int) for size in sizes):
-        return False
-    m, k, n = sizes
-    pre = Chain.parse(facts[0]).pre
-    dz_is_given = bool(pre) and pre[0].name == "add_residual" and wanted[OPERANDS]
-    large = LARGE.get(product_precision(x.dtype, x.device.type, sizes), math.inf)
-    return m > n and m * k * n >= large and not dz_is_given
 
 
 def _restored(tensors: tuple[Any, ...], facts: Facts) -> tuple[Any, ...]:

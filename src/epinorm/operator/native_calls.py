@@ -37,6 +37,8 @@ class NativeCalls(Native):
         passes = passes_of(executable, facts)
         if passes is None or not all([t is None or t.is_contiguous() for t in tensors]):
             return
+        if training and any([t is not None and t.is_inference() for t in tensors]):
+            return  # of which Python saves copies
         chain = executable.problem.chain
         place, made = chain.residual_place, passes.fields
         if returns_more and chain.returns_sum and facts[3] is not None:

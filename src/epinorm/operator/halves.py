@@ -1,0 +1,43 @@
+"""When a compiled graph holds a backward pass in two operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from epinorm.chain import Chain
+from epinorm.operator.calls import Facts
+from epinorm.precision import product_precision
+from epinorm.problem import Inputs
+
+DEVICES = ("cuda",)
+LARGE = {"highest": 1 << 33, "high": 1 << 34}
+"""Multiplications of a product: an H200 takes as long for the pass as the host for its launches,
+which no native code repeats."""
+
+
+def pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool], facts: Facts) -> bool:
+    """Whether a graph that is compiled is to hold the backward pass in two: large ones whose dX
+    comes last, by planes (``backward_choice``), but where dz is a gradient too, which dX's product
+    cannot keep for itself. A graph holds dy and z to the end of an operator, so that they would be
+    there beside dX."""
+    x, weight = tensors[:2]
+    if not isinstance(dy, FunctionalTensor) or torch.is_grad_enabled():
+        return False
+    sizes = (*x.shape, weight.shape[0])
+    if x.device.type not in DEVICES or x.dtype != torch.float32 or not all(wanted[:2]):
+        return False
+    if not all(isinstance(size, int) for size in sizes):
+        return False
+    m, k, n = sizes
+    pre = Chain.parse(facts[0]).pre
+    dz_is_given = (
+        bool(pre) and pre[0].name == "add_residual" and wanted[Inputs._fields.index("operands")]
+    )
+    large = LARGE.get(product_precision(x.dtype, x.device.type, sizes), math.inf)
+    return m > n and m * k * n >= large and not dz_is_given
