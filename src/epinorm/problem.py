@@ -358,8 +358,19 @@ class NativePasses(NamedTuple):
     backward: tuple[Any, Any] | None
 
 
-Later = list[Callable[[Tensor], Tensor | None]]
-"""What computes, of the weight, x's gradient that was left for later."""
+class Rest(NamedTuple):
+    """x's gradient, left for later: ``compute`` makes it of the tensors that were carried over,
+    which it takes out of their list, and of the weight."""
+
+    carried: list[Tensor]
+    compute: Callable[[list[Tensor], Tensor], Tensor | None]
+
+    def __call__(self, weight: Tensor) -> Tensor | None:
+        """Once."""
+        return self.compute(self.carried, weight)
+
+
+Later = list[Rest]
 
 
 class Executable(Protocol):
@@ -387,6 +398,6 @@ class Executable(Protocol):
         """The wanted gradients from dy (M, N) and from what forward kept, in a list of one: it is
         taken out, so that z's memory can be used again; z is ``Forward.saved``. left: what forward
         left besides (``StepForward``). into: a tensor that dW may be added to, which is then the
-        gradient. dsum: the gradient of the sum, as it is. later: what computes dX may be put there,
-        which then reads neither dy nor what was kept, and dX is None."""
+        gradient. dsum: the gradient of the sum, as it is. later: where dX may be left, which then
+        reads neither dy nor what was kept, and is None among the gradients."""
         ...

@@ -11,8 +11,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from epinorm.backends.cuda import plane_products
 from epinorm.backends.cuda.executable import CudaExecutable
+from epinorm.backends.cuda.replayed import ReplayedBackward
 from epinorm.chain import Chain
 from epinorm.operator import autograd, calls, halves, schema
+from epinorm.problem import Forward, Gradients, Inputs, Rest, Wanted
 from imaginary import imaginary_h200
 
 M, K, N = 2048, 1024, 1024
@@ -151,6 +153,97 @@ def test_which_are_held_in_two(in_halves, monkeypatch, sizes, chain, least, expe
     torch._dynamo.reset()
     torch.compile(run, backend="aot_eager")(*made).sum().backward()
     assert bool(seen) == expected
+
+
+class Pass:
+    """A backward pass that PyTorch computes, in two; runs: how often each half did so."""
+
+    def __init__(self):
+        self.constant, self.runs = torch.randn(N_OF_PASS, N_OF_PASS, dtype=torch.float64), [0, 0]
+        self.replayed = ReplayedBackward(self.run)
+
+    def run(self, inputs, kept, dy, want, left, later=None):
+        self.runs[0] += 1
+        kept.clear()
+        dz = torch.mm(dy, self.constant)
+        dw = torch.mm(dz.t(), inputs.x)
+        if later is None:
+            return Gradients(torch.mm(dz, inputs.weight), dw, None, None, None, ())
+        later.append(Rest([dz], self.rest))
+        return Gradients(None, dw, None, None, None, ())
+
+    def rest(self, carried, weight):
+        self.runs[1] += 1
+        return torch.mm(carried.pop(), weight)
+
+    def begin(self, inputs, dy):
+        later, nothing = [], torch.empty(0, dtype=torch.float64)
+        kept = [Forward(nothing, dy, nothing, nothing)]
+        found = self.replayed(inputs, kept, dy, WANT_OF_PASS, None, later)
+        assert not kept
+        return found, later[0]
+
+    def check(self, inputs, dy, found, dx):
+        dz = dy @ self.constant
+        torch.testing.assert_close(found.weight, dz.t() @ inputs.x)
+        torch.testing.assert_close(dx, dz @ inputs.weight)
+
+
+N_OF_PASS = 6
+WANT_OF_PASS = Wanted(True, True, False, False, False, ())
+
+
+def inputs_of_pass(m=8, k=4):
+    x, weight, dy = (
+        torch.randn(size, dtype=torch.float64) for size in ((m, k), (N_OF_PASS, k), (m, N_OF_PASS))
+    )
+    return Inputs(x, weight, None, None, None, ()), dy
+
+
+def test_each_half_is_repeated_by_native_code(gpu):
+    made = Pass()
+    for _ in range(4):
+        inputs, dy = inputs_of_pass()
+        found, rest = made.begin(inputs, dy)
+        made.check(inputs, dy, found, rest(inputs.weight))
+    before = list(made.runs)
+    begun = []
+    for _ in range(3):  # several wait, and are ended in another order
+        inputs, dy = inputs_of_pass()
+        begun.append((inputs, dy, *made.begin(inputs, dy)))
+    for inputs, dy, found, rest in reversed(begun):
+        made.check(inputs, dy, found, rest(inputs.weight))
+        assert not rest.carried
+    assert made.runs == before
+    inputs, dy = inputs_of_pass()
+    found, rest = made.begin(inputs, dy)
+    apart = inputs.weight.t().contiguous().t()  # lies otherwise than the recorded one
+    made.check(inputs, dy, found, rest(apart))
+    assert made.runs == [before[0], before[1] + 1]
+
+
+def test_what_is_repeated_whole_is_not_taken_for_a_half(gpu):
+    made = Pass()
+    for _ in range(4):
+        inputs, dy = inputs_of_pass()
+        kept = [Forward(dy, dy, torch.empty(0), torch.empty(0))]
+        whole = made.replayed(inputs, kept, dy, WANT_OF_PASS, None)
+        made.check(inputs, dy, whole, whole.x)
+        found, rest = made.begin(inputs, dy)
+        assert found.x is None
+        made.check(inputs, dy, found, rest(inputs.weight))
+
+
+def test_what_is_carried_over_is_all_that_is_held(gpu):
+    made = Pass()
+    for _ in range(5):
+        inputs, dy = inputs_of_pass()
+        found, rest = made.begin(inputs, dy)
+        given = [weakref.ref(t) for t in (inputs.x, dy)]
+        weight = inputs.weight
+        del inputs, dy, found
+        assert all(t() is None for t in given)
+        assert rest(weight) is not None
 
 
 def begun(chain="gelu"):

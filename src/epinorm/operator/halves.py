@@ -1,10 +1,10 @@
-"""When a compiled graph holds a backward pass in two operators."""
+"""A backward pass in two operators: when a compiled graph holds it so, and what stands between."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from epinorm.chain import Chain
 from epinorm.operator.calls import Facts
 from epinorm.precision import product_precision
-from epinorm.problem import Inputs
+from epinorm.problem import Inputs, Later, Rest
 
 DEVICES = ("cuda",)
 LARGE = {"highest": 1 << 33, "high": 1 << 34}
@@ -41,3 +41,26 @@ def pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool], fact
     )
     large = LARGE.get(product_precision(x.dtype, x.device.type, sizes), math.inf)
     return m > n and m * k * n >= large and not dz_is_given
+
+
+_REST = "epinorm_rest"
+
+
+def begun(found: list[Tensor], later: Later, dy: Tensor) -> list[Tensor]:
+    """What begins the pass returns: all gradients but x's, and a tensor without values that knows
+    how to go on. later: what was left for it; else x's is the first of those found."""
+    rest = later[0] if later else Rest([found.pop(0)], lambda carried, _: carried.pop())
+    token = dy.new_empty(0)
+    token.__dict__[_REST] = rest
+    return [*found, token]
+
+
+def ended(token: Tensor, weight: Tensor) -> Tensor:
+    """x's gradient; raises RuntimeError for any tensor but one that ``begun`` made, once."""
+    rest = token.__dict__.pop(_REST, None)
+    if rest is None:
+        raise RuntimeError(
+            "linear_norm_backward_end ends, once, what linear_norm_backward_begin began, but was "
+            "given another tensor"
+        )
+    return cast("Tensor", rest(weight))

@@ -15,7 +15,7 @@ the batch's statistics, in the sum's place. Registered by
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from epinorm.chain import Chain
 from epinorm.chain.reference import Results
 from epinorm.operator.calls import run_backward, run_forward, run_inference
 from epinorm.operator.checks import check_backward, check_call
-from epinorm.operator.shortcuts import distinct, shorten_backward, shorten_forward
+from epinorm.operator.halves import begun, ended
+from epinorm.operator.shortcuts import distinct, shorten_backward, shorten_end, shorten_forward
 from epinorm.problem import Inputs, Later
 
 _TENSORS = (
@@ -58,23 +59,11 @@ def _backward_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:
 def _begin_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:
     later: Later = []
     run = partial(run_backward, later=later)
-    found = run(rest[:6], rest[9:13], rest[6:9], dy, *rest[13:])
-    if not later:
-        dx = found.pop(0)
-        later.append(lambda _: dx)
-    begun = dy.new_empty(0)
-    begun.__dict__[_LATER] = later[0]
-    return [*found, begun]
+    return begun(run(rest[:6], rest[9:13], rest[6:9], dy, *rest[13:]), later, dy)
 
 
-def _end_kernel(begun: Tensor, weight: Tensor, m: int, k: int) -> Tensor:
-    compute = begun.__dict__.pop(_LATER, None)
-    if compute is None:
-        raise RuntimeError(
-            "linear_norm_backward_end ends, once, what linear_norm_backward_begin began, but was "
-            "given another tensor"
-        )
-    return cast("Tensor", compute(weight))
+def _end_kernel(token: Tensor, weight: Tensor, m: int, k: int) -> Tensor:
+    return ended(token, weight)
 
 
 def _fake(*arguments: Any) -> Results:
@@ -134,7 +123,6 @@ _BACKWARD = (
 # without values that knows how to go on: for x's gradient, (m, k), fp32.
 # The weight is given again: who changes it waits for this operator as well.
 _END = "(Tensor begun, Tensor weight, SymInt m, SymInt k) -> Tensor"
-_LATER = "epinorm_later"
 library = torch.library.Library("epinorm", "DEF")
 for _name, _schema, _run, _run_fake in (
     ("linear_norm", _FORWARD + "Tensor", _kernel, _fake),
@@ -166,6 +154,8 @@ for _operator in (linear_norm_spending_x, linear_norm_sum_spending_x):
 for _operator in (linear_norm_forward, linear_norm_sum_forward):
     shorten_forward(_operator, training=True)
 shorten_backward(linear_norm_backward)
+shorten_backward(linear_norm_backward_begin, begins=True)
+shorten_end(linear_norm_backward_end)
 SPENDING_X = {linear_norm: linear_norm_spending_x, linear_norm_sum: linear_norm_sum_spending_x}
 """What takes an operator's place where nobody reads x afterwards, and leaves anything there. Behind
 AOTAutograd alone, so that it has no rule for autograd, autocast or torch.func. Made last: what

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from epinorm.backends.memo import memo
 from epinorm.operator import calls
+from epinorm.operator.halves import begun, ended
 from epinorm.operator.kinds import Kinds
 from epinorm.operator.native_operators import NativeOperator
-from epinorm.operator.undisturbed import autograd_records, is_undisturbed
-from epinorm.problem import Executable, Forward, Inputs, Wanted
+from epinorm.operator.undisturbed import autograd_records, has_plain_types, is_undisturbed
+from epinorm.problem import Executable, Forward, Inputs, Later, Wanted
 
-_FORWARD, _BACKWARD = 10, 16
+_FORWARD, _BACKWARD, _END = 10, 16, 4
 """The numbers of arguments; see schema.py."""
 
 
@@ -111,8 +112,9 @@ def shorten_forward(operator: Any, training: bool, spends_x: bool = False) -> No
     operator._op = call
 
 
-def shorten_backward(operator: Any) -> None:
-    """Let ``linear_norm_backward`` be called without dispatch."""
+def shorten_backward(operator: Any, begins: bool = False) -> None:
+    """Let ``linear_norm_backward``, or ``linear_norm_backward_begin`` if it begins, be called
+    without dispatch."""
     name = operator.name()
     long: Callable[..., Any] | None = getattr(operator, "_op", None)
     if long is None:
@@ -144,11 +146,14 @@ def shorten_backward(operator: Any) -> None:
             if copies:  # contiguous ones too, whose sign or zeros are not in memory
                 dy = calls.as_dense(dy)
                 dsum = None if dsum is None else calls.as_dense(dsum)
-            else:
+            elif not begins:
                 native.keep_backward(executable, read, tuple(facts), want, dsum is not None)
             kept = [Forward(z, z, mean, rstd)]
-            made = executable.backward(inputs, kept, dy, want, None, None, dsum)
-            return calls.in_order(made)
+            later: Later | None = [] if begins else None
+            made = calls.in_order(
+                executable.backward(inputs, kept, dy, want, None, None, dsum, later)
+            )
+            return made if later is None else begun(made, later, dy)
         result = long(*arguments)
 
         def make() -> _FoundBackward | None:
@@ -163,6 +168,27 @@ def shorten_backward(operator: Any) -> None:
 
         kinds.keep(tensors, fact, make)
         return result
+
+    operator._op = call
+
+
+def shorten_end(operator: Any) -> None:
+    """Let ``linear_norm_backward_end`` be called without dispatch."""
+    long: Callable[..., Any] | None = getattr(operator, "_op", None)
+    if long is None:
+        return
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        tensors = arguments[:2]
+        if (
+            not named
+            and len(arguments) == _END
+            and is_undisturbed()
+            and has_plain_types(tensors)
+            and not _wants_gradient(tensors)
+        ):
+            return ended(*tensors)
+        return long(*arguments, **named)
 
     operator._op = call
 

@@ -149,9 +149,9 @@ class _Backward:
             dy = dy.contiguous()
         if not self._reads_kept:
             kept[0] = kept[0]._replace(z=dy)  # of its size and dtype; its values are not used
-        if into is not None or later is not None:  # seldom, or large: it is not recorded
+        if into is not None:  # seldom: it is not recorded
             return self._run(inputs, kept, dy, want, left, into, later)
-        return self.run(inputs, kept, dy, want, left)
+        return self.run(inputs, kept, dy, want, left, later)
 
     def _run(
         self,

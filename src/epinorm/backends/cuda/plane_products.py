@@ -32,7 +32,7 @@ from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.plan.steps import dz_alone
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
-from epinorm.problem import Forward, Inputs, Later, Problem, Wanted
+from epinorm.problem import Forward, Inputs, Later, Problem, Rest, Wanted
 
 
 class PlaneProducts:
@@ -94,7 +94,8 @@ class PlaneProducts:
         norm, written = found
         # Added to, dW takes no memory, and its kernels are to be at hand before any of them runs.
         over_x = self.choice.dz_over_x and into is None
-        over = self._dz_over(operands[0].x) if over_x else None
+        planes_of_x = operands[0].x if over_x else None
+        over = None if planes_of_x is None else self._dz_over(planes_of_x)
         if not written.beside_dx:
             written.finish()
 
@@ -114,7 +115,7 @@ class PlaneProducts:
 
         by: list[GradientPlanes | None] = [written.by_row, written.by_column]
         if written.beside_dx or over_x:
-            return norm, *self.multiply(inputs, operands, dz, by, into, later)
+            return norm, *self.multiply(inputs, operands, dz, by, into, later, planes_of_x)
         now = dz()
         return norm, *self.multiply(inputs, operands, lambda: now, by, into, later)
 
@@ -134,9 +135,8 @@ class PlaneProducts:
             rows = x.data_ptr() + self.split_x.scale
         return PlanesRead(weight, x, Factors(columns, rows))
 
-    def _dz_over(self, x: Tensor | None) -> Tensor:
+    def _dz_over(self, x: Tensor) -> Tensor:
         """The memory of x's planes, but for what else their buffer holds, as a dz."""
-        assert x is not None
         m, n = self.problem.m, self.problem.n
         return x[: 4 * m * n].view(torch.float32).view(m, n)
 
@@ -148,6 +148,7 @@ class PlaneProducts:
         by: list[GradientPlanes | None],
         into: Tensor | None = None,
         later: Later | None = None,
+        dz_in: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """dX (m, k) and dW (n, k), fp32, where they are computed here.
 
@@ -155,7 +156,7 @@ class PlaneProducts:
         free before the other's result is allocated. dz: launches what fills it, asked for behind
         the first product; by: its planes for dX and for dW, taken out of the list
         too. into: (n, k) fp32, contiguous, that dW may be added to; where it was, it is returned
-        for dW. later: where dX is put if it comes second.
+        for dW. later: where dX is left if it comes second. dz_in: x's planes, if dz is over them.
         """
         weight, x, _ = operands.pop()
         of_weight, of_x = [by.pop(), x], [by.pop(), weight]
@@ -165,10 +166,26 @@ class PlaneProducts:
         dw = self._dw(inputs, of_weight, in_fp32, into) if first else None
         if later is not None and first:
             there = in_fp32()
-            later.append(lambda weight: self._dx(weight, of_x, lambda: there))
+            later.append(self._left(of_x, there if dz_in is None else dz_in))
             return None, dw
         dx = self._dx(inputs.weight, of_x, in_fp32)
         return dx, dw if first else self._dw(inputs, of_weight, in_fp32, into)
+
+    def _left(self, of: list[Any], dz: Tensor) -> Rest:
+        """dX for later; of: as for ``_dx``; dz: in fp32, or x's planes that it is over."""
+        weight, by_row = of.pop(), of.pop()
+        scale = by_row.scale - by_row.buffer.data_ptr()
+        flags = by_row.flags - by_row.held.data_ptr()
+
+        def compute(carried: list[Tensor], w: Tensor) -> Tensor | None:
+            dz, weight, held, buffer = (carried.pop() for _ in range(4))
+            at = buffer.data_ptr() + scale, held.data_ptr() + flags
+            of = [GradientPlanes(buffer, *at, held), weight]
+            del buffer, held, weight
+            in_fp32 = dz if dz.dtype == torch.float32 else self._dz_over(dz)
+            return self._dx(w, of, lambda: in_fp32)
+
+        return Rest([by_row.buffer, by_row.held, weight, dz], compute)
 
     def _dx(self, w: Tensor, of: list[Any], dz: Callable[[], Tensor]) -> Tensor | None:
         """of: dz's planes and W's, taken out."""

@@ -26,7 +26,16 @@ from epinorm.backends.cuda.runtime.replay import (
     replay,
 )
 from epinorm.backends.prepack import Converter, marked
-from epinorm.problem import Forward, Gradients, Inputs, NativePasses, StepForward, Wanted
+from epinorm.problem import (
+    Forward,
+    Gradients,
+    Inputs,
+    Later,
+    NativePasses,
+    Rest,
+    StepForward,
+    Wanted,
+)
 from epinorm.said import log_once
 
 log = logging.getLogger("epinorm")
@@ -248,12 +257,58 @@ def _flags(want: Wanted, has_planes: tuple[bool, bool]) -> int:
 _SINGLE = Gradients._fields[:-1]
 
 
+class _ReplayedRest:
+    """A ``Rest.compute`` that is repeated once it was recorded."""
+
+    def __init__(self, run: Callable[[list[Tensor], Tensor], Tensor | None]) -> None:
+        self._run, self._recorder = run, _Recorder()
+        self._program: Any = None
+
+    def __call__(self, carried: list[Tensor], weight: Tensor) -> Tensor | None:
+        if not weight.is_contiguous():
+            return self._run(carried, weight)
+        given = [*carried, weight]
+        if self._program is not None and self._program.fits(given):
+            carried.clear()
+            found: Tensor = self._program(given)[0]
+            return found
+        if self._program is not None or not self._recorder.wants(weight.device):
+            del given
+            return self._run(carried, weight)
+        dx, self._program = self._recorder.record(
+            lambda: self._run(carried, weight), given, lambda made: [made]
+        )
+        return dx
+
+
+def _carried(later: Later | None) -> list[Tensor]:
+    return later[0].carried if later else []
+
+
+class _KnownBackward(NamedTuple):
+    """How to repeat a backward pass with these constants; there: which gradients it gives, rest:
+    what takes the results behind them, if x's is left for later."""
+
+    program: Any
+    constants: tuple[float, ...]
+    there: list[bool]
+    rest: _ReplayedRest | None
+
+    def gradients(self, made: list[Tensor], later: Later | None) -> Gradients:
+        results = iter(made)
+        fields = [next(results) if is_there else None for is_there in self.there]
+        if self.rest is not None and later is not None:
+            later.append(Rest(list(results), self.rest))
+        return Gradients._make((*fields[: len(_SINGLE)], tuple(fields[len(_SINGLE) :])))
+
+
 class ReplayedBackward:
-    """A backward pass, repeated once it was recorded, for each set of gradients."""
+    """A backward pass, repeated once it was recorded, for each set of gradients, whole or with x's
+    left for later."""
 
     def __init__(self, run: Callable[..., Gradients]) -> None:
         self._run = run
-        self._known: dict[Any, tuple[_Recorder, list[Any]]] = {}
+        self._known: dict[Any, tuple[_Recorder, list[_KnownBackward]]] = {}
         self._native: tuple[tuple[float, ...], Any] | None = None
 
     def native(self, constants: tuple[float, ...]) -> Any:
@@ -266,11 +321,10 @@ class ReplayedBackward:
     def program(self, constants: tuple[float, ...], want: Wanted) -> tuple[Any, int] | None:
         """What repeats the pass where no planes were left, and how many gradients it gives; None
         before it was recorded with these constants."""
-        _, found = self._known.get((want, (False, False)), (None, None))
-        if not found or found[0][1] != constants:
+        _, found = self._known.get((want, (False, False), False), (None, None))
+        if not found or found[0].constants != constants:
             return None
-        program, _, fields = found[0]
-        return program, sum(fields)
+        return found[0].program, sum(found[0].there)
 
     def __call__(
         self,
@@ -279,48 +333,48 @@ class ReplayedBackward:
         dy: Tensor,
         want: Wanted,
         left: KeptPlanes | None,
+        later: Later | None = None,
     ) -> Gradients:
         """As ``executable.CudaExecutable.backward``."""
+        run = self._run if later is None else partial(self._run, later=later)
         # x and W as well, which are saved by name: their data may have been exchanged meanwhile.
         # Native code gives back no gradient that is empty.
         read = (dy, inputs.x, inputs.weight, *inputs.operands)
         if not all([t.is_contiguous() and t.numel() for t in read]):
-            return self._run(inputs, kept, dy, want, left)
+            return run(inputs, kept, dy, want, left)
         # Looked at once: another thread may free them to make room.
         planes = (None, None) if left is None else (left.x, left.weight)
         has_planes = planes[0] is not None, planes[1] is not None
-        known = self._known.get((want, has_planes))
+        key = want, has_planes, later is not None
+        known = self._known.get(key)
         if known is None:
-            known = self._known[want, has_planes] = (_Recorder(), [])
+            known = self._known[key] = (_Recorder(), [])
         recorder, found = known
-        if found and found[0][1] == inputs.constants:
-            program, _, fields = found[0]
+        if found and found[0].constants == inputs.constants:
             given = _given(inputs, kept[0], dy, planes)
-            if program.fits(given):
+            if found[0].program.fits(given):
                 del planes  # and what else holds what is freed within the pass
                 kept.clear()
                 if left is not None:
                     left.restrict(False, False)
-                results = iter(program(given))
-                gradients = [next(results) if is_there else None for is_there in fields]
-                operands = tuple(gradients[len(_SINGLE) :])
-                return Gradients._make((*gradients[: len(_SINGLE)], operands))
+                return found[0].gradients(found[0].program(given), later)
             del given
         if found or not recorder.wants(dy.device):
             del planes
-            return self._run(inputs, kept, dy, want, left)
+            return run(inputs, kept, dy, want, left)
         inputs = _apart(inputs, kept[0].z)
         given = _given(inputs, kept[0], dy, planes)
         del planes
         gradients, program = recorder.record(
-            lambda: self._run(inputs, kept, dy, want, left),
+            lambda: run(inputs, kept, dy, want, left),
             given,
-            lambda made: _there((*made[:5], *made.operands)),
+            lambda made: _there((*made[:5], *made.operands, *_carried(later))),
         )
         if program is not None:
-            fields = [t is not None for t in (*gradients[:5], *gradients.operands)]
-            found.append((program, inputs.constants, fields))
+            there = [t is not None for t in (*gradients[:5], *gradients.operands)]
+            rest = _ReplayedRest(later[0].compute) if later else None
+            found.append(_KnownBackward(program, inputs.constants, there, rest))
             backward = self.native(inputs.constants)
-            if backward is not None:
+            if backward is not None and later is None:
                 backward.add(_flags(want, has_planes), program)
         return gradients
