@@ -185,6 +185,11 @@ def test_checkpointing_replays_the_mask_whichever_graph_runs(
         ("auto", lambda s, x, r: s.norm(s.drop(s.fc(x)) + r)),
         ("auto", lambda s, x, r: (lambda h: (s.norm(h), h))(s.drop(s.fc(x)) + r)),
         ("reference", lambda s, x, r: s.norm(s.drop(s.fc(x)) + r)),
+        ("reference", lambda s, x, r: s.norm(s.drop(s.fc(x) * r.mean(-1, keepdim=True)))),
+        ("reference", lambda s, x, r: s.drop(s.norm(s.fc(x)) * s.fc(x)[:, :1].sigmoid())),
+        ("reference", lambda s, x, r: s.drop(s.fc(x).relu() * r.mean(-1, keepdim=True))),
+        ("reference", lambda s, x, r: s.norm(s.drop(s.fc(x).view(-1, 1, N) * r.mean(0)[None]))),
+        ("reference", lambda s, x, r: (lambda h: (s.norm(h), h))(s.drop(s.fc(x) * r))),
     )
     for strategy, part in cases:
         model = epinorm.fuse(Model(part), strategy=strategy)
@@ -193,7 +198,7 @@ def test_checkpointing_replays_the_mask_whichever_graph_runs(
             losses = []
 
             def run(x: Tensor, r: Tensor, runs: list[Tensor], model: nn.Module = model) -> Tensor:
-                runs.append(torch.stack([*model(x, r)]))
+                runs.append(torch.cat([t.flatten() for t in model(x, r)]))
                 return runs[-1]
 
             for m, runs in zip(sizes, seen, strict=True):

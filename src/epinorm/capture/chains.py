@@ -18,13 +18,19 @@ from epinorm.capture.norms import NormRead, read_norm_function
 from epinorm.capture.obstacles import (
     IN_DISGUISE,
     WHY_WHOLE,
+    late,
     paths_to_norms,
     takes_apart,
     watched,
     why_columns,
     why_no_step,
 )
-from epinorm.capture.operands import holds_channels, holds_one_each, holds_whole_rows
+from epinorm.capture.operands import (
+    holds_channels,
+    holds_one_each,
+    holds_whole_rows,
+    may_ask_gradient,
+)
 from epinorm.capture.purity import (
     changed_argument,
     changes,
@@ -73,6 +79,9 @@ class Search:
         self.order = {node: index for index, node in enumerate(graph.nodes)}
         touched = ((node, changes(node)) for node in graph.nodes)
         self.effects = [(n, changed) for n, changed in touched if changed or not is_pure(n)]
+        # Reentrant checkpointing runs a call without gradients, then with: what is dropped is the
+        # same only if the same chains are found.
+        self.drops = any(is_dropout(node) for node in graph.nodes)
         self.taken: set[fx.Node] = set()
 
     def places(self, of: Collection[fx.Node] | None = None) -> list[Place]:
@@ -103,6 +112,7 @@ class _Walk:
         self.start, self.linear, self.rounding = start, linear, search.rounding
         self.accept = search.accept
         self.order, self.effects, self.taken = search.order, search.effects, search.taken
+        self.drops = search.drops
         value = value_of(start)
         self.n: Any = value.shape[-1] if value is not None and value.dim() else 0
         self.steps: list[Step] = []
@@ -290,12 +300,12 @@ class _Walk:
         value, given = tensor_of(x), tensor_of(other)
         shape = sizes_of(given.shape)
         by_element = Pointwise("mul_element" if kind == "mul" else "add_residual")
-        if kind == "mul" and self._is_of_each_row(given, value):
+        if kind == "mul" and self._is_of_each_row(other, value):
             return Step("operand", (node,), Pointwise("mul_row"), other)
         if holds_channels(given, value, self.n, self._is_turned):
             return Step("operand", (node,), Pointwise(f"{kind}_channel"), other)
         if kind != "sub" and self._is_broadcast(given, value):
-            if kind == "mul" and torch.is_grad_enabled():
+            if kind == "mul" and (torch.is_grad_enabled() or self.drops):
                 self.stopped = (
                     f"it multiplies by a tensor of shape {shape}, which is expanded in inference "
                     "alone: backward would keep what is expanded, and eager does not"
@@ -329,11 +339,13 @@ class _Walk:
         fixed = self.has_parts and self.norm_at < 0 and isinstance(self.n, int)
         return fixed and in_front and holds_whole_rows(given, value)
 
-    def _is_of_each_row(self, given: Tensor, value: Tensor) -> bool:
+    def _is_of_each_row(self, other: fx.Node, value: Tensor) -> bool:
+        given = tensor_of(other)
+        asks_gradient = may_ask_gradient(other) if self.drops else given.requires_grad
         placed = [step.end for step in self.steps if step.kind in ("move", "swap")]
         rows = tensor_of(placed[-1] if placed else self.start)
         alike = not self._is_turned and same_shape(value.shape, rows.shape)
-        return alike and holds_one_each(given, value)
+        return alike and not asks_gradient and holds_one_each(given, value)
 
     def _found(self, count: int) -> tuple[Found | None, str]:
         """The longest chain of the first steps that is safe to fuse, and why it is no longer."""
@@ -345,7 +357,7 @@ class _Walk:
                 continue
             why_not = self._disturbed(found) or unfit(found, self.steps[:end])
             if why_not is None and found.kept is not None:
-                why_not = self._late(found, found.kept) or watched(found.kept, found.drops)
+                why_not = late(found, self.order) or watched(found.kept, self.drops)
             if why_not is None:
                 return found, why
             why = why_not
@@ -374,18 +386,6 @@ class _Walk:
                 return f"{name_of(node)} changes a tensor in place that takes part in it"
             if at < last and not changed and not is_pure(node):
                 return f"{name_of(node)} in between may change tensors or modes"
-        return None
-
-    def _late(self, found: Found, kept: fx.Node) -> str | None:
-        """What the chain reads that is not there yet where what enters its norm is first read."""
-        readers = [self.order[user] for user in kept.users if user not in found.nodes]
-        first = min(readers, default=len(self.order))
-        sizes = [node for view in found.views for node in view.all_input_nodes[1:]]
-        for node in (*found.reads, *sizes):
-            if node is kept:
-                return f"{name_of(node)} is a result, and read behind the norm too"
-            if self.order[node] >= first:
-                return f"{name_of(node)} is computed after what enters the norm is read"
         return None
 
     def _beyond(self, current: fx.Node, obstacle: str) -> list[Place]:

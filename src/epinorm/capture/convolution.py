@@ -216,6 +216,8 @@ def _pays(
     if settings.of(False)[0] == "reference":
         return True
     problem = problem_of(places[0].found)
+    if search.drops:
+        problem = replace(problem, training=True)
     if problem.device.type != "cuda":
         return False
     in_full = problem.dtype == torch.float32 and not convolutions_take_tf32()

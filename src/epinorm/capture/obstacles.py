@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from epinorm.capture.batch_norm import batch_norm_of
+from epinorm.capture.found import Found
 from epinorm.capture.moves import moves_rows
 from epinorm.capture.norms import read_norm_function
 from epinorm.capture.purity import changed_argument, is_pure, value_of
@@ -75,6 +76,21 @@ def why_columns(path: Sequence[fx.Node]) -> str | None:
         f"{name_of(path[0])} makes columns of its rows, which {', '.join(between)} reads before "
         f"{name_of(turns[-1])} makes them rows again: a chain's operations are over rows"
     )
+
+
+def late(found: Found, order: Mapping[fx.Node, int]) -> str | None:
+    """What the chain reads that is not there yet where what enters its norm is first read."""
+    kept = found.kept
+    assert kept is not None
+    readers = [order[user] for user in kept.users if user not in found.nodes]
+    first = min(readers, default=len(order))
+    sizes = [node for view in found.views for node in view.all_input_nodes[1:]]
+    for node in (*found.reads, *sizes):
+        if node is kept:
+            return f"{name_of(node)} is a result, and read behind the norm too"
+        if order[node] >= first:
+            return f"{name_of(node)} is computed after what enters the norm is read"
+    return None
 
 
 def watched(kept: fx.Node, always: bool) -> str | None:

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from epinorm.capture.purity import value_of
 from epinorm.capture.spelling import is_row, is_rows_parts, same_shape, sizes_of
 from epinorm.operator.calls import own_view
 from epinorm.operator.undisturbed import is_distributed
@@ -58,16 +59,30 @@ def _is_one_for_all(given: Tensor, value: Tensor, n: Any) -> bool:
 
 
 def holds_one_each(given: Tensor, value: Tensor) -> bool:
-    """Whether ``given`` holds a number for each row, or for each sample, and no gradient is asked
-    of it: stochastic depth's."""
+    """Whether ``given`` holds a number for each row, or for each sample, as stochastic depth's."""
     return (
         given.dim() == value.dim() > 1
         and given.shape[-1] == 1
-        and not given.requires_grad
         and all(
             a == 1 or same_shape((a,), (b,)) for a, b in zip(given.shape, value.shape, strict=True)
         )
     )
+
+
+def may_ask_gradient(node: fx.Node) -> bool:
+    """Whether a gradient may come to what the node makes where gradients are enabled, whatever the
+    mode is now: if it is made of a floating tensor that the graph is given."""
+    waiting, seen = [node], set[fx.Node]()
+    while waiting:
+        each = waiting.pop()
+        value = value_of(each)
+        if each in seen or (value is not None and not value.dtype.is_floating_point):
+            continue
+        if value is not None and each.op in ("placeholder", "get_attr"):
+            return True
+        seen.add(each)
+        waiting += each.all_input_nodes
+    return False
 
 
 def as_matrix(x: Tensor) -> Tensor:
