@@ -103,6 +103,21 @@ def test_what_says_nothing_is_left_out(mask: Made, left: Any) -> None:
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("size", [(3, 1, L, L), (1, 1, 1, L, L), (L + 1, L)])
+def test_what_has_more_sizes_than_the_scores_is_kept(size: tuple[int, ...]) -> None:
+    """The result has them too, or PyTorch says that they do not fit."""
+    graph = fx.Graph()
+    q, mask = (
+        graph.placeholder("q"),
+        graph.call_function(torch.ones, (size,), {"dtype": torch.bool}),
+    )
+    q.meta["example_value"] = torch.empty(1, 2, L, 4)
+    node = graph.call_function(F.scaled_dot_product_attention, (q, q, q, mask))
+    graph.output(node)
+    leave_out_masks(graph)
+    assert node.args == (q, q, q, mask)
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype", "kept"),
     [

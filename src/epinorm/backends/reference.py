@@ -6,7 +6,7 @@ rounding to 16 bits would cost accuracy that eager does not lose. Only its own b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -159,9 +159,8 @@ def backward(
         dx = dz.mm(inputs.weight) if want.x else None
         dweight = dz.t().mm(inputs.x) if want.weight else None
         dbias = dz.sum(0) if want.bias else None
-    return Gradients(
-        dx, dweight, dbias, d_norm_weight, d_norm_bias, tuple(_own(g, dy) for g in d_operands)
-    )
+    single = dx, dweight, dbias, d_norm_weight, d_norm_bias
+    return Gradients(*single, tuple(_own(d_operands, (dy, *single))))
 
 
 class _Kept(torch.autograd.Function):
@@ -176,11 +175,18 @@ class _Kept(torch.autograd.Function):
         return *gradients, None
 
 
-def _own(gradient: Tensor | None, dy: Tensor) -> Tensor | None:
-    """A residual's gradient may be dy itself; an operator must return memory of its own."""
-    if gradient is None or gradient.untyped_storage().data_ptr() != dy.untyped_storage().data_ptr():
-        return gradient
-    return gradient.clone(memory_format=torch.contiguous_format)
+def _own(
+    gradients: Iterable[Tensor | None], others: Iterable[Tensor | None]
+) -> Iterator[Tensor | None]:
+    """Gradients with memory of their own, as an operator must return them: that of a residual may
+    be dy itself, or another residual's."""
+    taken = {t.untyped_storage().data_ptr() for t in others if t is not None}
+    for gradient in gradients:
+        if gradient is not None and gradient.untyped_storage().data_ptr() in taken:
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        if gradient is not None:
+            taken.add(gradient.untyped_storage().data_ptr())
+        yield gradient
 
 
 _AUTOGRAD_KEYS = (

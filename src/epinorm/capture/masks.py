@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from epinorm.capture.purity import changes, is_pure, storage_of, value_of
-from epinorm.capture.spelling import arguments, computed, name_of
+from epinorm.capture.spelling import arguments, computed, name_of, same_shape
 from epinorm.capture.tf32_attention import is_taken
 from epinorm.precision import product_precision
 
@@ -45,6 +45,8 @@ def leave_out_masks(graph: fx.Graph) -> None:
             continue
         is_causal = not mask.all()
         query, key = value_of(given["query"]), value_of(given["key"])
+        if not _has_no_more_sizes(mask, query, key):
+            continue  # of the result as well; or it does not fit, which PyTorch says
         if _is_causal(mask, query, key) if is_causal else not _gains_by_mask(node, query):
             node.args = tuple(given.pop(name) for name in _BEFORE_CAUSAL[:3])
             node.kwargs = given | {"attn_mask": None, "is_causal": is_causal}
@@ -56,6 +58,15 @@ def _gains_by_mask(node: fx.Node, query: Tensor | None) -> bool:
     if query is None or product_precision(query.dtype, query.device.type) != "high":
         return False
     return not is_taken(node, without_mask=True)
+
+
+def _has_no_more_sizes(mask: Tensor, query: Tensor | None, key: Tensor | None) -> bool:
+    """Whether the mask is broadcast to the scores, and these not to the mask."""
+    if query is None or key is None:
+        return False
+    scores = (*query.shape[:-1], key.shape[-2])
+    pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
+    return mask.dim() <= len(scores) and all(a == 1 or same_shape((a,), (b,)) for a, b in pairs)
 
 
 def _is_causal(mask: Tensor, query: Tensor | None, key: Tensor | None) -> bool:
