@@ -210,6 +210,27 @@ def test_checkpointing_replays_the_mask_whichever_graph_runs(
                 torch.testing.assert_close(again, first, rtol=1e-11, atol=1e-11)
 
 
+def test_a_switch_of_gradients_between_two_dropouts_draws_the_same() -> None:
+    def forward(s: Any, x: Tensor, r: Tensor) -> Tensor:
+        h = s.drop(s.norm(s.fc(x)).relu())
+        with torch.no_grad():
+            s.seen = h.mean()
+        if h.requires_grad:
+            h.register_hook(lambda _: None)
+        h = F.dropout(h.softmax(-1), 0.5)  # PyTorch's own, in between
+        return s.norm(s.drop(F.linear(h, s.norm.weight.outer(s.norm.bias))) + r)
+
+    model = epinorm.fuse(Model(forward), strategy="reference")
+    for p in model.parameters():
+        nn.init.normal_(p)
+    x, r = (torch.randn(ROWS, n, dtype=torch.float64, requires_grad=True) for n in (K, N))
+    torch.manual_seed(5)
+    expected = model(x, r)
+    with torch.no_grad():
+        torch.manual_seed(5)
+        torch.testing.assert_close(model(x, r), expected.detach(), rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.usefixtures("interpreted")
 def test_the_compiler_backend_takes_it() -> None:
     model = Model(lambda s, x, r: s.norm(s.drop(s.fc(x)) + r) * 2)

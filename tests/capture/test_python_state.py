@@ -496,6 +496,37 @@ def _(self, x):
     return self.sub(self.chain(x))
 
 
+class Heir(Base):
+    """Has forward, chain and what follows from what it inherits from."""
+
+    @property
+    def factor(self) -> float:
+        return 2.0
+
+    @staticmethod
+    def twice(y: Tensor) -> Tensor:
+        return y * 2
+
+    def forward(self, x):
+        return self.twice(self.chain(x)) * self.factor
+
+
+def shadowed(name: str, value: Any) -> Step:
+    """The model's class, which is its alone, begins to shadow what it inherits."""
+    return lambda m: setattr(type(m), name, value)
+
+
+for _name, _value in {
+    "chain": lambda self, x: Base.chain(self, x) * 3,
+    "factor": property(lambda self: 5.0),
+    "twice": staticmethod(lambda y: y * 7),
+    "forward": lambda self, x: self.chain(x) * 11,
+}.items():
+    probe(f"{_name} shadowed by an heir", shadowed(_name, _value))(
+        lambda: type("Fresh", (Heir,), {})()
+    )
+
+
 def other_root_forward(m: nn.Module) -> None:
     m.forward = types.MethodType(lambda self, x: self.chain(x) * 4, m)
 

@@ -226,7 +226,7 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
             fused.find_units(model)
         if fused.units:
             return own(*args, **kwargs)
-        for owner, attribute, value in fused.recorder.watched:
+        for owner, attribute, value in fused.recorder.watched.attributes:
             # The look-up that is fast first: it makes new objects of class methods alone.
             if (
                 getattr(owner, attribute, None) is not value

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import CodeType
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx, nn
-from torch._guards import TracingContext
-from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from epinorm.capture.attention import close_unused, open_functions, tidy
@@ -41,16 +37,12 @@ from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import checkpoints
 from epinorm.capture.spent import let_spend
 from epinorm.capture.together import groups_of, put_together
+from epinorm.capture.watched import Watched
 from epinorm.chain import BatchNorm, GroupNorm
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import Caller, Uses
 
 _log = logging.getLogger("epinorm")
-_GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
-
-
-_REPLACED = ("forward",)
-"""What is replaced in PyTorch's own classes, as ``nn.Linear``'s where LoRA is added to all."""
 
 Apply = Callable[..., Results]
 """(x, weight, bias, norm_weight, norm_bias, operands) → y, or y and the sum, for one chain."""
@@ -61,10 +53,6 @@ ApplyFor = Callable[[Place, str], Apply]
 class Recorder:
     """Rewrites each graph that is captured of a model, to run as eager does but for its chains, and
     notes what it saw.
-
-    watched: attributes of classes with their values: the functions that were captured, as Dynamo
-    does not look whether a class gets another one, of PyTorch's classes ``forward``; and before
-    PyTorch 2.13 what these read of classes in their globals.
     """
 
     def __init__(self, settings: Settings, model: nn.Module, name: str = "") -> None:
@@ -72,7 +60,7 @@ class Recorder:
         self.saw_frames = False
         self._name = name
         self.graphs: list[Captured] = []
-        self.watched: list[tuple[type, str, Any]] = []
+        self.watched = Watched()
         self._model = model
         self._callers: dict[tuple[str, str], Caller] = {}
         self.uses = Uses()
@@ -91,7 +79,7 @@ class Recorder:
         self.graphs.append(captured)
         where = f"{type(model).__name__} {self._name}".strip()
         _log.info("epinorm: %s: %s", where, captured)
-        self._watch({type(m) for m in model.modules()})
+        self.watched.look_at({type(m) for m in model.modules()})
         unfused = [site for site in captured.sites if site.obstacle]
         if self.settings.strict and unfused:
             return _refusing(unfused[0])
@@ -108,41 +96,10 @@ class Recorder:
             self._callers[where, chain] = caller
         return caller
 
-    def _watch(self, classes: Iterable[type]) -> None:
-        captured = set(TracingContext.get_traced_code() or ())
-        owners = dict.fromkeys(base for cls in classes for base in cls.__mro__)
-        for owner in owners:
-            names = _REPLACED if _is_pytorchs(owner) else None
-            for name, function in vars(owner).items():
-                if names is not None and name not in names:
-                    continue
-                inner = getattr(function, "fget", getattr(function, "__func__", function))
-                if getattr(inner, "__code__", None) in captured:
-                    self._add(owner, name, function)
-                    self._watch_globals(inner.__code__, getattr(inner, "__globals__", {}))
-
-    def _add(self, owner: type, name: str, value: Any) -> None:
-        if not any(o is owner and n == name and v is value for o, n, v in self.watched):
-            self.watched.append((owner, name, value))
-
     def see(self, frame: Any) -> None:
         """Watch what a captured frame reads, also where it had no graph."""
         self.saw_frames = True
-        self._watch_globals(frame.f_code, frame.f_globals)
-
-    def _watch_globals(self, code: CodeType, known: dict[str, Any]) -> None:
-        if not _GLOBAL_CLASSES_UNGUARDED:
-            return
-        names = code.co_names
-        for found in map(known.get, names):
-            if isinstance(found, type) and not _is_pytorchs(found):
-                for name in names:
-                    if name in vars(found):
-                        self._add(found, name, vars(found)[name])
-
-
-def _is_pytorchs(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("torch", "builtins")
+        self.watched.look_at_globals(frame.f_code, frame.f_globals)
 
 
 def _refusing(site: Site) -> Callable[..., Any]:

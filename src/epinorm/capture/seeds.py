@@ -12,15 +12,29 @@ from torch import fx
 from epinorm.capture.chains import Search
 from epinorm.capture.found import Found
 from epinorm.capture.purity import tensor_of
+from epinorm.capture.spelling import name_of
 from epinorm.chain.dropout import draw_seeds
+
+_OF_GRADIENTS = frozenset(
+    (
+        *("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"),
+        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    )
+)
+"""What a graph has, or has not, because of gradients, and what draws nothing."""
 
 
 def draw_at_once(search: Search, chains: Sequence[Found]) -> dict[fx.Node, list[fx.Node]]:
     """The seeds of each chain, by its last node: drawn at once, for the host's time, where nothing
-    in between may change the generator."""
-    modes = [search.order[node] for node, changed in search.effects if not changed]
+    in between may change the generator. Whatever gradients depend on does not, so that a graph with
+    them draws as one without (reentrant checkpointing)."""
+    modes = [
+        search.order[node]
+        for node, changed in search.effects
+        if not changed and name_of(node) not in _OF_GRADIENTS
+    ]
     together: dict[Any, list[tuple[int, Found]]] = {}
-    for found in chains:
+    for found in sorted(chains, key=lambda found: search.order[found.linear.nodes[0]]):
         if count := found.chain.operand_kinds.count("seed"):
             value = tensor_of(found.linear.x)
             between = bisect.bisect(modes, search.order[found.linear.nodes[0]])
