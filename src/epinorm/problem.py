@@ -359,14 +359,13 @@ class NativePasses(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """x's gradient, left for later: ``compute`` makes it of the tensors that were carried over,
-    which it takes out of their list, and of the weight."""
+    """x's gradient, left for later: ``compute`` makes it, once, of the tensors that were carried
+    over, which it takes out of their list, and of the weight."""
 
     carried: list[Tensor]
     compute: Callable[[list[Tensor], Tensor], Tensor | None]
 
     def __call__(self, weight: Tensor) -> Tensor | None:
-        """Once."""
         return self.compute(self.carried, weight)
 
 
@@ -382,7 +381,6 @@ class Executable(Protocol):
     @property
     def forward(self) -> Run:
         """Computes y, and where training what backward needs."""
-        ...
 
     def backward(
         self,
@@ -400,4 +398,3 @@ class Executable(Protocol):
         left besides (``StepForward``). into: a tensor that dW may be added to, which is then the
         gradient. dsum: the gradient of the sum, as it is. later: where dX may be left, which then
         reads neither dy nor what was kept, and is None among the gradients."""
-        ...
