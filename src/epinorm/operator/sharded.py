@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as distributed
@@ -20,16 +20,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
-from epinorm.chain import Chain, GroupNorm, LayerNorm, RMSNorm, reference
+from epinorm.backends.memo import memo
+from epinorm.chain import Chain, GroupNorm, reference
 from epinorm.chain.reference import Results
 from epinorm.operator.calls import Facts
 from epinorm.operator.checks import named
+from epinorm.operator.collectives import Taken, dtensor_of, gather, parts_of, scatter_sum
+from epinorm.operator.sharded_norm import sharded_norm
 from epinorm.problem import Inputs
-
-# The first is PyTorch 2.13's name for the second.
-_all_gather: Any = getattr(distributed, "all_gather_single", None)
-_all_gather = _all_gather or distributed.all_gather_into_tensor
-
 
 Local = Callable[..., Results]
 """(chain, x, weight, bias, norm_weight, norm_bias, operands) → results, for plain tensors."""
@@ -53,8 +51,28 @@ class Layout:
     last: int
 
     @property
+    def over(self) -> int:
+        """``dim``, where the weight is sharded."""
+        assert self.dim is not None
+        return self.dim
+
+    @property
     def size(self) -> int:
         return 1 if self.dim is None else self.mesh.size(self.dim)
+
+    def splits_evenly(self, placements: Placements, shape: Sequence[int]) -> int | None:
+        """The axis that placements split over ``dim``, if all parts along it are of one size and
+        those of these processes lie one behind another; else None."""
+        dim = self.dim
+        if dim is None or type(placements[dim]) is not Shard:
+            return None
+        axis, size = _axis(placements[dim], self.last), 1
+        for i, placement in enumerate(placements):
+            if placement.is_shard() and _axis(placement, self.last) == axis:
+                if i > dim or type(placement) is not Shard:
+                    return None
+                size *= self.mesh.size(i)
+        return None if shape[axis] % size else axis
 
     @property
     def features(self) -> Placements:
@@ -89,11 +107,25 @@ class Layout:
         return f"by rows {over}: partial products are summed into each one's own rows"
 
 
-def layout_of(
-    x: DTensor, weight: DTensor, operands: Sequence[Tensor], chain: Chain
-) -> Layout | None:
-    """The layout of a call; None where PyTorch's own layers have to compute it on the DTensors."""
-    mesh, last = weight.device_mesh, x.dim() - 1
+class Placed(NamedTuple):
+    """Of a DTensor, what a layout depends on."""
+
+    device_mesh: DeviceMesh
+    placements: Placements
+    shape: torch.Size
+
+    @staticmethod
+    def of(tensor: Any) -> Placed | None:
+        """None for a plain tensor, as a seed is."""
+        if not isinstance(tensor, DTensor):
+            return None
+        return Placed(tensor.device_mesh, tensor.placements, tensor.shape)
+
+
+def layout_of(x: Any, weight: Any, operands: Sequence[Any], chain: Chain) -> Layout | None:
+    """The layout of a call with DTensors, or what is ``Placed`` of them; None where PyTorch's own
+    layers have to compute it on the DTensors."""
+    mesh, last = weight.device_mesh, len(x.shape) - 1
     if "row" in chain.operand_kinds or chain.returns_statistics:
         return None
     sharded = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
@@ -119,30 +151,15 @@ def _axis(placement: Placement, last: int) -> int:
     return placement.dim if placement.dim >= 0 else placement.dim + last + 1
 
 
-def _rows_axis(
-    x: DTensor, operands: Sequence[Tensor], chain: Chain, mesh: DeviceMesh, dim: int
-) -> int:
+def _rows_axis(x: Any, operands: Sequence[Any], chain: Chain, mesh: DeviceMesh, dim: int) -> int:
     """The axis that rows are split along: a residual's, or the first that splits evenly."""
-    last = x.dim() - 1
+    last = len(x.shape) - 1
     for kind, operand in zip(chain.operand_kinds, operands, strict=True):
-        placement = operand.placements[dim] if isinstance(operand, DTensor) else Replicate()
+        placement = Replicate() if operand is None else operand.placements[dim]
         if kind == "element" and placement.is_shard() and _axis(placement, last) < last:
             return _axis(placement, last)
     even = (axis for axis in range(last) if x.shape[axis] % mesh.size(dim) == 0)
     return next(even, 0)
-
-
-class _Summed(torch.autograd.Function):
-    """A tensor as it is, whose gradient is summed over the processes that it lies copied on."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        ctx.placements = tensor.placements
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0].redistribute(placements=ctx.placements)
 
 
 class _SummedTogether(torch.autograd.Function):
@@ -161,29 +178,76 @@ class _SummedTogether(torch.autograd.Function):
         return None, None, *every.split([len(gradient) for gradient in gradients])
 
 
-def _vectors(layout: Layout, *vectors: Any) -> list[Any]:
-    """This process' part of vectors with one value a channel, or Nones."""
-    placements = layout.features
-    own = [_local(vector, placements, placements) for vector in vectors]
-    copied = layout.summed(placements)
-    dims = [i for i, placement in enumerate(copied) if placement.is_partial()]
+@dataclass(frozen=True)
+class _Ways:
+    """What calls with tensors placed alike have in common: the layout; the chain of one operation
+    in each process; how x, weight, bias, norm_weight, norm_bias and operands, but for seeds, are
+    taken; x's axis that is gathered, and that of partial products which is scattered, or None; the
+    dimensions over which gradients of vectors are summed; and the results' shape and strides.
+
+    place: a number that is another one in each process with other values of the results.
+    """
+
+    layout: Layout
+    text: str
+    taken: tuple[tuple[Placements, Placements], ...]
+    gathers: int | None
+    scatters: int | None
+    sums: tuple[int, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    place: int
+
+
+@memo()
+def _ways_of(
+    chain: Chain, x: Placed, weight: Placed, operands: tuple[Placed | None, ...]
+) -> _Ways | None:
+    """None where PyTorch's own layers have to compute it."""
+    layout = layout_of(x, weight, operands, chain)
+    if layout is None:
+        return None
+    features, place = layout.features, 0
+    gathers, *of_x = _ways_of_x(x, layout)
+    own = [*of_x], [weight.placements, layout.summed(weight.placements)], *[[features] * 2] * 3
+    taken = [(placements, gradient) for placements, gradient in own]
+    for kind in chain.operand_kinds:
+        placements = features if kind == "channel" else layout.y
+        taken += [(placements, layout.summed(placements))] * (kind != "seed")
+    sums = tuple(i for i, p in enumerate(layout.summed(features)) if p.is_partial())
+    for i, placement in enumerate(layout.y):
+        if placement.is_shard():
+            place = place * layout.mesh.size(i) + layout.mesh.get_local_rank(i)
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    stride = torch.empty(shape, device="meta").stride()
+    scatters = layout.splits_evenly(layout.y, shape) if layout.way == "rows" else None
+    text = str(layout.of_part(chain, 1, 1, 1)[0])
+    return _Ways(layout, text, tuple(taken), gathers, scatters, sums, shape, stride, place)
+
+
+def _ways_of_x(x: Placed, layout: Layout) -> tuple[int | None, Placements, Placements]:
+    """The axis along which parts of x are gathered for this process' product, if they are; how x
+    is placed before, and how the gradient of the part is."""
+    if layout.way != "columns":
+        return None, layout.x, layout.x
+    dim, placements = layout.over, x.placements
+    axis = layout.splits_evenly(placements, x.shape)
+    if axis is not None and (*placements[:dim], Replicate(), *placements[dim + 1 :]) == layout.x:
+        return axis, placements, placements
+    return None, layout.x, (*layout.x[:dim], Partial(), *layout.x[dim + 1 :])
+
+
+def _summed_together(ways: _Ways, vectors: Sequence[Any]) -> list[Any]:
+    """This process' parts of vectors with one value a channel, or Nones, whose gradients are
+    summed over the processes that they lie copied on."""
+    own = list(vectors)
     trained = [i for i, t in enumerate(own) if t is not None and t.requires_grad]
-    if dims and trained:
-        summed = _SummedTogether.apply(layout.mesh, dims, *(own[i] for i in trained))
+    if ways.sums and trained:
+        given = (own[i] for i in trained)
+        summed = _SummedTogether.apply(ways.layout.mesh, ways.sums, *given)
         for i, vector in zip(trained, summed, strict=True):
             own[i] = vector
     return own
-
-
-def _local(tensor: Any, placements: Placements, gradient: Placements) -> Any:
-    """This process' part of a tensor that is first placed so; gradient: how that of the part is."""
-    if tensor is None:
-        return None
-    if tensor.placements != placements:
-        tensor = tensor.redistribute(placements=placements)
-    elif gradient != placements and tensor.requires_grad:
-        tensor = _Summed.apply(tensor)
-    return tensor.to_local(grad_placements=gradient)
 
 
 @torch.compiler.disable
@@ -221,45 +285,52 @@ def linear_norm(inputs: Any, chain: Chain, local: Local) -> Results | None:
     """
     _check(inputs, chain)
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
-    layout = layout_of(x, weight, operands, chain)
-    if layout is None:
+    placed: Any = (Placed.of(x), Placed.of(weight), tuple(map(Placed.of, operands)))
+    ways = _ways_of(chain, *placed)
+    if ways is None:
         return None
-
-    def part(tensor: Any, placements: Placements) -> Any:
-        return _local(tensor, placements, layout.summed(placements))
-
-    pairs = zip(chain.operand_kinds, operands, strict=True)
-    given = [
-        operand + _place(layout)
-        if kind == "seed"
-        else part(operand, layout.features if kind == "channel" else layout.y)
-        for kind, operand in pairs
-    ]
-    x_gradient = tuple(
-        Partial() if i == layout.dim and layout.way == "columns" else p
-        for i, p in enumerate(layout.x)
+    layout, kinds = ways.layout, chain.operand_kinds
+    others = (t for t, kind in zip(operands, kinds, strict=True) if kind != "seed")
+    tensors = (x, weight, bias, norm_weight, norm_bias, *others)
+    part_of_x, part_of_weight, *parts = parts_of(
+        [Taken(t, *way) for t, way in zip(tensors, ways.taken, strict=True)]
     )
-    vectors = _vectors(layout, bias, norm_weight, norm_bias)
-    own = Inputs(
-        *(_local(x, layout.x, x_gradient), part(weight, weight.placements), *vectors, tuple(given))
+    if ways.gathers is not None:
+        part_of_x = gather(part_of_x, layout.mesh, layout.over, ways.gathers)
+    rest = iter(parts[3:])
+    given = tuple(
+        operand + ways.place if kind == "seed" else next(rest)
+        for kind, operand in zip(kinds, operands, strict=True)
     )
-    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
-    part_of_chain = str(layout.of_part(chain, 1, 1, 1)[0])
+    own = Inputs(*(part_of_x, part_of_weight, *_summed_together(ways, parts[:3]), given))
     if layout.way == "rows":
-        z = local(part_of_chain, *own[:2], None, None, None, ())
-        z = _whole(z, layout, shape, partial=True).redistribute(placements=layout.y).to_local()
+        z = _sum_of_parts(local(ways.text, *own[:2], None, None, None, ()), ways)
         z = z if own.bias is None else z + own.bias
         results = reference.epilogue(z, chain, own.norm_weight, own.norm_bias, given)
     elif layout.way == "columns" and chain.norm is not None and not chain.has_groups:
-        before = sum(op.operand is not None for op in chain.pre)
-        z = local(part_of_chain, *own[:3], None, None, own.operands[:before])
-        results = _sharded_norm(z, own, own.operands[before:], chain, layout)
+        before, along = sum(op.operand is not None for op in chain.pre), (layout.mesh, layout.over)
+        z = local(ways.text, *own[:3], None, None, own.operands[:before])
+        results = sharded_norm(z, own, own.operands[before:], chain, along)
     else:
-        results = local(part_of_chain, *own[:6])
+        results = local(ways.text, *own[:6])
     if isinstance(results, tuple):
-        y, total = (_whole(t, layout, shape) for t in results)
+        y, total = (_whole(t, ways) for t in results)
         return y, total
-    return _whole(results, layout, shape)
+    return _whole(results, ways)
+
+
+def _sum_of_parts(z: Any, ways: _Ways) -> Any:
+    """This process' rows of the sum of what each has computed by rows of the weight."""
+    layout = ways.layout
+    if ways.scatters is not None:
+        return scatter_sum(z, layout.mesh, layout.over, ways.scatters)
+    partial = (*layout.y[: layout.over], Partial(), *layout.y[layout.over + 1 :])
+    whole = dtensor_of(z, layout.mesh, partial, ways.shape, ways.stride)
+    return whole.redistribute(placements=layout.y).to_local()
+
+
+def _whole(part: Any, ways: _Ways) -> DTensor:
+    return dtensor_of(part, ways.layout.mesh, ways.layout.y, ways.shape, ways.stride)
 
 
 def _check(inputs: Any, chain: Chain) -> None:
@@ -283,79 +354,3 @@ def _check(inputs: Any, chain: Chain) -> None:
             f"mat1 and mat2 shapes cannot be multiplied ({list(x.shape)} and "
             f"{list(weight.shape[::-1])})"
         )
-
-
-def _place(layout: Layout) -> int:
-    """A number that is another one in each process with other values of the results."""
-    place, mesh = 0, layout.mesh
-    for i, placement in enumerate(layout.y):
-        if placement.is_shard():
-            place = place * mesh.size(i) + mesh.get_local_rank(i)
-    return place
-
-
-def _whole(part: Any, layout: Layout, shape: torch.Size, partial: bool = False) -> DTensor:
-    placements = list(layout.y)
-    if partial:
-        assert layout.dim is not None
-        placements[layout.dim] = Partial()
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        part, layout.mesh, placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def _sharded_norm(
-    z: Any, own: Inputs, operands: Sequence[Tensor], chain: Chain, layout: Layout
-) -> Results:
-    """The norm, and what is behind it, of rows of which this process has some channels."""
-    norm = chain.norm
-    assert isinstance(norm, (LayerNorm, RMSNorm))
-    wide = z.to(torch.promote_types(z.dtype, torch.float32))
-    eps = torch.finfo(wide.dtype).eps if norm.eps is None else norm.eps
-    y = _Normalized.apply(wide, layout, eps, isinstance(norm, LayerNorm))
-    y = y if own.norm_weight is None else y * own.norm_weight
-    y = y if own.norm_bias is None else y + own.norm_bias
-    y = reference.apply_pointwise(y.to(z.dtype), chain.post, iter(operands))
-    return (y, z) if chain.returns_sum else y
-
-
-class _Normalized(torch.autograd.Function):
-    """Rows of which each process has as many channels, normalised; what is exchanged is combined in
-    the order of the processes: equal bits in each of them and at each run."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, layout: Layout, eps: float, centred: bool) -> Tensor:
-        if centred:  # centred parts, combined as by Chan, Golub and LeVeque (1979)
-            squares, mean = torch.var_mean(z, -1, correction=0)
-            means, parts = _of_each(torch.stack((mean, squares)), layout).unbind(1)
-            mean = means.mean(0)
-            square = (parts + (means - mean).square()).mean(0)
-            z = z - mean.unsqueeze(-1)
-        else:
-            square = _of_each(z.square().mean(-1), layout).mean(0)
-        rstd = (square + eps).rsqrt().unsqueeze(-1)
-        y = z * rstd
-        ctx.save_for_backward(y, rstd)
-        ctx.layout, ctx.centred = layout, centred
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (dy,), (y, rstd) = gradients, ctx.saved_tensors
-        along = (dy * y).mean(-1)
-        if ctx.centred:
-            own = torch.stack((along, dy.mean(-1)))
-            along, mean = _of_each(own, ctx.layout).mean(0).unbind(0)
-            dy = dy - mean.unsqueeze(-1)
-        else:
-            along = _of_each(along, ctx.layout).mean(0)
-        return (dy - y * along.unsqueeze(-1)) * rstd, None, None, None
-
-
-def _of_each(own: Tensor, layout: Layout) -> Tensor:
-    """What each process has of this shape, in the order of the processes, along a new first
-    dimension."""
-    every = own.new_empty((layout.size * own.shape[0], *own.shape[1:]))
-    _all_gather(every, own.contiguous(), group=layout.mesh.get_group(layout.dim))
-    return every.view(layout.size, *own.shape)
