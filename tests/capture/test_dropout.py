@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import epinorm
 from epinorm.backends import cpu, memo
+from epinorm.capture import paying
 from epinorm.capture.chains import Search
 from epinorm.capture.paying import Settings
 from epinorm.capture.rewriting import Recorder
-from epinorm.problem import Strategy
+from epinorm.problem import Plan, Problem, Strategy
 from own_masks import own_masks
 
 K, N, ROWS = 12, 16, 9
@@ -292,6 +293,24 @@ def test_sizes_that_are_marked_are_guarded_where_the_marks_allow_it(
     torch.compile(model, backend=recorder, fullgraph=True)(x).sum().backward()
     (site,) = recorder.graphs[0].sites
     assert (site.obstacle == "") is taken, site.obstacle
+
+
+def test_whose_a_dropout_behind_a_batch_norm_is_does_not_depend_on_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def plan_for(problem: Problem, *_: Any) -> Plan:
+        return Plan("epilogue" if problem.training else "reference", "as it is trained")
+
+    monkeypatch.setattr(paying, "plan_for", plan_for)
+    model = nn.Sequential(nn.Linear(K, N), nn.BatchNorm1d(N), nn.Dropout(0.5))
+    obstacles = []
+    for enabled in (True, False):
+        torch._dynamo.reset()
+        recorder = Recorder(Settings(), model)
+        with torch.set_grad_enabled(enabled):
+            torch.compile(model, backend=recorder)(torch.randn(ROWS, K))
+        obstacles.append([site.obstacle for site in recorder.graphs[0].sites])
+    assert obstacles == [[""], [""]]
 
 
 def test_the_seeds_of_a_graph_are_drawn_at_once() -> None:

@@ -211,6 +211,19 @@ NEAR_MISSES: dict[str, Callable[..., Tensor]] = {
     "x changes later, by a method's whole name": lambda s, x: (
         lambda t: (lambda h: (t.__imul__(3.0), s.ln(h))[1])(s.fc(t))
     )(x * 1),
+    "statistics that move unseen": lambda s, x: (
+        lambda h, m, v: (
+            lambda d: (torch.native_batch_norm(x, None, None, m, v, True, 0.5, 1e-5), s.ln(d))[1]
+        )(h + m)
+    )(s.fc(x), s.g.detach() * 1, s.g.detach().square()),
+    "statistics that an overload moves": lambda s, x: (
+        lambda h, m, v: (
+            lambda d: (
+                torch.ops.aten.native_batch_norm.default(x, None, None, m, v, True, 0.5, 1e-5),
+                s.ln(d),
+            )[1]
+        )(h + m)
+    )(s.fc(x), s.g.detach() * 1, s.g.detach().square()),
     "another slope at zero": lambda s, x: s.ln(
         (lambda h: torch.maximum(h, 0.01 * h))(F.linear(x, s.fc.weight - s.fc.weight.detach()))
     ),

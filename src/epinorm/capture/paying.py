@@ -69,7 +69,8 @@ def why_left(found: Found, settings: Settings) -> str:
     """Why a chain with a BatchNorm is left to PyTorch, whose product may be ours all the same;
     empty where it is taken."""
     problem = problem_of(found)
-    problem = replace(problem, whole_step=problem.training)
+    training = problem.training or found.drops  # as ``_plan_of_step``
+    problem = replace(problem, training=training, whole_step=training)
     why = ""
     for each in (problem, replace(problem, m=_MANY_ROWS)) if _changes(found) else (problem,):
         try:

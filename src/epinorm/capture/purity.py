@@ -28,7 +28,9 @@ BATCH_NORM = (
 )
 """The arguments of F.batch_norm."""
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm")
-_EFFECTS = ("set_", "manual_seed", "seed", "batch_norm", "instance_norm", "embedding")
+_EFFECTS = ("set_", "manual_seed", "seed", "embedding")
+_HIDDEN_EFFECTS = ("batch_norm", "instance_norm", "moving_avg")
+"""In the names of what changes statistics that it is given, which its schema need not say."""
 _METHODS_WITH_EFFECTS = frozenset(
     (
         *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
@@ -46,7 +48,12 @@ def _public(namespace: Any) -> set[Any]:
         and not isinstance(value, type)
         and not name.startswith(("_", *_EFFECTS))
         and not name.endswith("_")
+        and not _may_move_statistics(name)
     }
+
+
+def _may_move_statistics(name: str) -> bool:
+    return any(part in name for part in _HIDDEN_EFFECTS)
 
 
 @cache
@@ -118,8 +125,10 @@ def is_pure(node: fx.Node) -> bool:
     if target in _IN_PLACE_OPERATORS:  # of numbers they make new ones
         return value_of(node) is None and value_of(node.args[0]) is None
     if isinstance(target, torch._ops.OpOverload):
-        return not target._schema.is_mutable
+        return not (target._schema.is_mutable or _may_move_statistics(target._schema.name))
     if isinstance(target, torch._ops.OpOverloadPacket):
+        if _may_move_statistics(str(target)):
+            return False
         overloads = [getattr(target, name) for name in target.overloads()]
         return not any(overload._schema.is_mutable for overload in overloads)
     return target in _functions() and not _asks_in_place(node)
