@@ -6,6 +6,7 @@ import copy
 import functools
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import parametrizations
 
 import epinorm.parallel  # before 2.13 PyTorch has no rule for GroupNorm on DTensors: this adds one
 from epinorm.backends import cpu, memo
 from epinorm.capture.fuse import fused_of
+from epinorm.operator import sharded
 from epinorm.operator.dispatch import Caller
 
 
@@ -227,6 +230,42 @@ def test_groups_of_split_channels_are_ours_where_their_plan_is_pytorchs(
     fused = fused_of(ours)
     assert fused is not None
     assert fused.recorder.uses.count > 0
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_pair_moves_its_rows_by_one_collective_each(
+    axis: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DTensor's own redistribution takes the host twenty times as long."""
+    mesh = dist.init_device_mesh("cpu", (1,))
+    up = epinorm.LinearNorm(16, 32, norm=epinorm.LayerNorm(), post="silu")
+    down = epinorm.LinearNorm(32, 16, norm=epinorm.LayerNorm(), pre="add_residual")
+    one = copy.deepcopy((up, down))
+    rows = Shard(axis)
+    column = epinorm.parallel.ColwiseParallel(input_layouts=rows, output_layouts=Shard(2))
+    row = epinorm.parallel.RowwiseParallel(input_layouts=Shard(2), output_layouts=rows)
+    parallelize_module(up, mesh, column)
+    parallelize_module(down, mesh, row)
+    x = torch.randn(4, 6, 16)
+    parts = DTensor.from_local(x, mesh, [rows]).requires_grad_()
+    truth = one[1](one[0](x), x)
+    truth.square().sum().backward()
+    counted = Counter[str]()
+    for name in ("gather", "scatter_sum"):
+        run = getattr(sharded, name)
+        count = lambda *a, name=name, run=run: (counted.update([name]), run(*a))[1]  # noqa: E731
+        monkeypatch.setattr(sharded, name, count)
+    monkeypatch.setattr(DTensor, "redistribute", None)
+    y = down(up(parts), parts)
+    assert counted == {"gather": 1, "scatter_sum": 1}
+    torch.testing.assert_close(y.to_local(), truth)
+    y.to_local().square().sum().backward()
+    monkeypatch.undo()
+    assert isinstance(parts.grad, DTensor)
+    for ours, expected in zip((up, down), one, strict=True):
+        for a, b in zip(ours.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(a.grad.full_tensor(), b.grad)
 
 
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
