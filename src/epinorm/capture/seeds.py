@@ -19,9 +19,11 @@ _OF_GRADIENTS = frozenset(
     (
         *("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"),
         *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+        "autograd_function_apply",
     )
 )
-"""What a graph has, or has not, because of gradients, and what draws nothing."""
+"""What a graph has, or has not, because of gradients. The last is what a Function of autograd's is
+there, before PyTorch 2.13 a hook as well; elsewhere its forward is part of the graph."""
 
 
 def draw_at_once(search: Search, chains: Sequence[Found]) -> dict[fx.Node, list[fx.Node]]:
