@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import epinorm
@@ -216,7 +217,7 @@ def test_a_switch_of_gradients_between_two_dropouts_draws_the_same() -> None:
         h = s.drop(s.norm(s.fc(x)).relu())
         with torch.no_grad():
             s.seen = h.mean()
-        if h.requires_grad:
+        if h.requires_grad and TorchVersion(torch.__version__) >= "2.10":  # else the graph ends
             h.register_hook(lambda _: None)
         h = F.dropout(h.softmax(-1), 0.5)  # PyTorch's own, in between
         return s.norm(s.drop(F.linear(h, s.norm.weight.outer(s.norm.bias))) + r)

@@ -268,6 +268,35 @@ def test_a_pair_moves_its_rows_by_one_collective_each(
             torch.testing.assert_close(a.grad.full_tensor(), b.grad)
 
 
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("placement", "result"),
+    [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Replicate())],
+)
+@pytest.mark.parametrize("norm", [None, epinorm.LayerNorm()])
+def test_gradients_of_residuals_have_memory_of_their_own(
+    placement: Any, result: Any, norm: Any
+) -> None:
+    mesh = dist.init_device_mesh("cpu", (1,))
+    x, weight = torch.randn(6, 16), torch.randn(16, 16)
+    residuals = [
+        DTensor.from_local(torch.randn(6, 16), mesh, [result]).requires_grad_() for _ in range(2)
+    ]
+    given = (
+        distribute_tensor(x, mesh, [Replicate()]),
+        distribute_tensor(weight, mesh, [placement]),
+    )
+    make = {"pre": "add_residual|add_residual", "operands": residuals}
+    y = epinorm.linear(*given, post=make["pre"], operands=residuals)
+    if norm is not None:
+        y = epinorm.linear_norm(*given, norm=norm, **make)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    gradients = [r.grad.to_local() for r in residuals]
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert len({t.data_ptr() for t in (*gradients, dy.to_local())}) == 3
+
+
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
 def test_parametrizations_of_a_linear_that_holds_a_norm(kind: str) -> None:
     x, ours = torch.randn(8, 16), model()

@@ -80,7 +80,7 @@ def test_nothing_that_was_given_is_there_when_dx_is_allocated(in_halves, monkeyp
     assert fate[3] == [False, False]
 
 
-@pytest.mark.parametrize("chain", ["add_residual|relu", "relu"])
+@pytest.mark.parametrize("chain", ["add_residual|relu", "identity", "relu"])
 def test_dz_that_is_a_gradient_by_itself_waits_for_nothing(chain):
     """What reads it next may write over it."""
     with imaginary_h200():
@@ -134,6 +134,7 @@ def test_gradients_are_those_of_one_pass(in_halves, monkeypatch, chain):
         ((32, 16, 16), "relu", 32 * 16 * 16 + 1, False),
         ((16, 16, 16), "relu", 1, False),  # dW comes last
         ((32, 16, 16), "add_residual|relu", 1, False),  # dz is the residual's gradient
+        ((32, 16, 16), "identity", 1, False),  # dz is dy
     ],
 )
 def test_which_are_held_in_two(in_halves, monkeypatch, sizes, chain, least, expected):

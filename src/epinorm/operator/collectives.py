@@ -76,24 +76,30 @@ class _ScatterSum(torch.autograd.Function):
 
 
 class Taken(NamedTuple):
-    """A DTensor, or None, of which a part is wanted: placed so, and its gradient so."""
+    """A DTensor, or None, of which a part is wanted: placed so, and its gradient so. is_summand:
+    that gradient may be the memory of another's, which a leaf must not have."""
 
     tensor: Any
     placements: Placements
     gradient: Placements
+    is_summand: bool = False
 
 
 def parts_of(wanted: Sequence[Taken]) -> list[Any]:
     """This process' part of each."""
     placed = [
         t if t is None or t.placements == placements else t.redistribute(placements=placements)
-        for t, placements, _ in wanted
+        for t, placements, *_ in wanted
     ]
     there = [t for t in placed if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in there):
         # What was placed anew does the rest itself.
         ways = tuple(
-            (way.gradient, way.placements if way.tensor is t else way.gradient)
+            (
+                way.gradient,
+                way.placements if way.tensor is t else way.gradient,
+                way.is_summand and t.is_leaf,
+            )
             for way, t in zip(wanted, placed, strict=True)
             if t is not None
         )
@@ -104,7 +110,8 @@ def parts_of(wanted: Sequence[Taken]) -> list[Any]:
 
 
 class _Parts(torch.autograd.Function):
-    """ways: of each the placements of its part's gradient, and of what is given back."""
+    """ways: of each the placements of its part's gradient and of what is given back, and whether
+    that is a copy."""
 
     @staticmethod
     def forward(ctx: Any, ways: Sequence[Any], *tensors: DTensor) -> tuple[Tensor, ...]:
@@ -119,11 +126,12 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         found: list[DTensor | None] = []
-        for part, (placements, to), known in zip(gradients, ctx.ways, ctx.known, strict=True):
+        for part, way, known in zip(gradients, ctx.ways, ctx.known, strict=True):
             if part is None:
                 found.append(None)
                 continue
-            mesh, shape, stride = known
+            (placements, to, is_copy), (mesh, shape, stride) = way, known
+            part = part.clone() if is_copy else part
             gradient = dtensor_of(part, mesh, placements, shape, stride)
             found.append(gradient if to == placements else gradient.redistribute(placements=to))
         return None, *found

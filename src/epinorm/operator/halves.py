@@ -23,9 +23,9 @@ which no native code repeats."""
 
 def pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool], facts: Facts) -> bool:
     """Whether a graph that is compiled is to hold the backward pass in two: large ones whose dX
-    comes last, by planes (``backward_choice``), but where dz is a gradient too, which dX's product
-    cannot keep for itself. A graph holds dy and z to the end of an operator, so that they would be
-    there beside dX."""
+    comes last, by planes (``backward_choice``), but where dz is dy or a gradient too, which dX's
+    product cannot keep for itself. A graph holds dy and z to the end of an operator, so that they
+    would be there beside dX."""
     x, weight = tensors[:2]
     if not isinstance(dy, FunctionalTensor) or torch.is_grad_enabled():
         return False
@@ -35,10 +35,9 @@ def pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool], fact
     if not all(isinstance(size, int) for size in sizes):
         return False
     m, k, n = sizes
-    pre = Chain.parse(facts[0]).pre
-    dz_is_given = (
-        bool(pre) and pre[0].name == "add_residual" and wanted[Inputs._fields.index("operands")]
-    )
+    chain = Chain.parse(facts[0])
+    residual = bool(chain.pre) and chain.pre[0].name == "add_residual"
+    dz_is_given = chain.is_linear or (residual and wanted[Inputs._fields.index("operands")])
     large = LARGE.get(product_precision(x.dtype, x.device.type, sizes), math.inf)
     return m > n and m * k * n >= large and not dz_is_given
 

@@ -190,7 +190,7 @@ class _Ways:
 
     layout: Layout
     text: str
-    taken: tuple[tuple[Placements, Placements], ...]
+    taken: tuple[tuple[Placements, Placements, bool], ...]
     gathers: int | None
     scatters: int | None
     sums: tuple[int, ...]
@@ -210,10 +210,10 @@ def _ways_of(
     features, place = layout.features, 0
     gathers, *of_x = _ways_of_x(x, layout)
     own = [*of_x], [weight.placements, layout.summed(weight.placements)], *[[features] * 2] * 3
-    taken = [(placements, gradient) for placements, gradient in own]
+    taken = [(placements, gradient, False) for placements, gradient in own]
     for kind in chain.operand_kinds:
         placements = features if kind == "channel" else layout.y
-        taken += [(placements, layout.summed(placements))] * (kind != "seed")
+        taken += [(placements, layout.summed(placements), kind == "element")] * (kind != "seed")
     sums = tuple(i for i, p in enumerate(layout.summed(features)) if p.is_partial())
     for i, placement in enumerate(layout.y):
         if placement.is_shard():

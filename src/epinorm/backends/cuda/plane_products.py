@@ -75,8 +75,8 @@ class PlaneProducts:
         later: Later | None = None,
     ) -> tuple[NormGradients, Tensor | None, Tensor | None]:
         """The norm's gradients with dz, dX and dW; the arguments are those of `backward`."""
-        if residual_has_dz(self.problem, want):
-            later = None  # whose gradient it is may write over it
+        if residual_has_dz(self.problem, want) or self.problem.chain.is_linear:
+            later = None  # dz is a gradient, or dy, which others may write over
         operands = [self.operands(inputs, left)]
         beside = into is None and self.choice.beside_dx
         found = None
