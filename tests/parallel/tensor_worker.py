@@ -172,6 +172,32 @@ def uneven() -> dict[str, Any]:
     return {"error": worst, "repeats": True}
 
 
+def second_derivatives() -> dict[str, Any]:
+    """Gradients of gradients: by columns, and by rows of which some split evenly."""
+    worst = 0.0
+
+    def run(shapes: list[Tensor], norm: Any) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in shapes]
+        y = epinorm.linear_norm(*leaves, norm=norm, post="silu")
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        sum((g.square().sum() for g in first), torch.zeros(())).backward()
+        return [whole(t.grad) for t in leaves]  # type: ignore[arg-type]
+
+    ways = [
+        (ROWS, (Shard(0), Shard(0), Shard(0)), epinorm.LayerNorm()),
+        (ROWS, (Replicate(), Shard(0), Shard(0)), epinorm.RMSNorm()),
+        (ROWS, (Shard(1), Shard(1), Replicate()), epinorm.LayerNorm()),
+        (ROWS - 1, (Shard(1), Shard(1), Replicate()), epinorm.LayerNorm()),
+    ]
+    for m, placements, norm in ways:
+        torch.manual_seed(5)
+        given = [torch.randn(*s).to(DEVICE, torch.float64) for s in ((m, IN), (IN, IN), (IN,))]
+        split = [distribute_tensor(t, MESH, [p]) for t, p in zip(given, placements, strict=True)]
+        pairs = zip(run(split, norm), run(given, norm), strict=True)
+        worst = max(worst, *(relative(a, b) for a, b in pairs))
+    return {"error": worst, "repeats": True}
+
+
 def dropout() -> dict[str, Any]:
     """Parts drop by seeds of their own, forward and backward alike; a seed drops alike again."""
     model = drawn(lambda: epinorm.LinearNorm(IN, HIDDEN, norm=GROUPS, post="dropout(0.5)"))
@@ -256,6 +282,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "layer norm, fused": lambda: written(lambda: nn.LayerNorm(HIDDEN), False),
     "read by plain code": read_by_plain_code,
     "uneven": uneven,
+    "second derivatives": second_derivatives,
     "dropout": dropout,
     "state": state,
     "two dimensions": on_two_dimensions,

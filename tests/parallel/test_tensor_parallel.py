@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 CASES = [
     *("group norm", "layer norm", "rms norm", "sum", "sequences", "read by plain code", "uneven"),
     *("fuse, parallelize_module", "parallelize_module, fuse", "layer norm, fused"),
+    "second derivatives",
 ]
 OTHERS = ["float32", "dropout", "state", "two dimensions", "refused"]
 OF_FOUR = ["group norm", "layer norm", "uneven", "two dimensions"]

@@ -149,16 +149,20 @@ def dtensor_of(
         return DTensor.from_local(
             part, mesh, placements, run_check=False, shape=shape, stride=stride
         )
-    spec = copy(_spec(mesh, placements, shape, stride, part.dtype))  # PyTorch may change its own
+    spec = copy(
+        _spec(mesh, id(mesh), placements, shape, stride, part.dtype)
+    )  # PyTorch may change its own
     return DTensor(part, spec, requires_grad=False)
 
 
 @memo()
 def _spec(
     mesh: DeviceMesh,
+    _mesh_id: int,
     placements: Placements,
     shape: torch.Size,
     stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Any:
+    """Meshes are equal whose process groups are not."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))

@@ -74,6 +74,10 @@ class Layout:
                 size *= self.mesh.size(i)
         return None if shape[axis] % size else axis
 
+    def with_y(self, placement: Placement) -> Placements:
+        """Those of the results, over ``dim`` that one."""
+        return (*self.y[: self.over], placement, *self.y[self.over + 1 :])
+
     @property
     def features(self) -> Placements:
         """Of a vector with one value a channel of the results."""
@@ -108,18 +112,21 @@ class Layout:
 
 
 class Placed(NamedTuple):
-    """Of a DTensor, what a layout depends on."""
+    """Of a DTensor, what a layout depends on. mesh_id: meshes are equal whose process groups are
+    not."""
 
     device_mesh: DeviceMesh
     placements: Placements
     shape: torch.Size
+    mesh_id: int
 
     @staticmethod
     def of(tensor: Any) -> Placed | None:
         """None for a plain tensor, as a seed is."""
         if not isinstance(tensor, DTensor):
             return None
-        return Placed(tensor.device_mesh, tensor.placements, tensor.shape)
+        mesh = tensor.device_mesh
+        return Placed(mesh, tensor.placements, tensor.shape, id(mesh))
 
 
 def layout_of(x: Any, weight: Any, operands: Sequence[Any], chain: Chain) -> Layout | None:
@@ -183,7 +190,8 @@ class _Ways:
     """What calls with tensors placed alike have in common: the layout; the chain of one operation
     in each process; how x, weight, bias, norm_weight, norm_bias and operands, but for seeds, are
     taken; x's axis that is gathered, and that of partial products which is scattered, or None; the
-    dimensions over which gradients of vectors are summed; and the results' shape and strides.
+    dimensions over which gradients of vectors are summed; and the results' shape and strides,
+    ``sizes``.
 
     place: a number that is another one in each process with other values of the results.
     """
@@ -194,8 +202,7 @@ class _Ways:
     gathers: int | None
     scatters: int | None
     sums: tuple[int, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
+    sizes: tuple[torch.Size, tuple[int, ...]]
     place: int
 
 
@@ -222,7 +229,7 @@ def _ways_of(
     stride = torch.empty(shape, device="meta").stride()
     scatters = layout.splits_evenly(layout.y, shape) if layout.way == "rows" else None
     text = str(layout.of_part(chain, 1, 1, 1)[0])
-    return _Ways(layout, text, tuple(taken), gathers, scatters, sums, shape, stride, place)
+    return _Ways(layout, text, tuple(taken), gathers, scatters, sums, (shape, stride), place)
 
 
 def _ways_of_x(x: Placed, layout: Layout) -> tuple[int | None, Placements, Placements]:
@@ -321,16 +328,30 @@ def linear_norm(inputs: Any, chain: Chain, local: Local) -> Results | None:
 
 def _sum_of_parts(z: Any, ways: _Ways) -> Any:
     """This process' rows of the sum of what each has computed by rows of the weight."""
-    layout = ways.layout
     if ways.scatters is not None:
-        return scatter_sum(z, layout.mesh, layout.over, ways.scatters)
-    partial = (*layout.y[: layout.over], Partial(), *layout.y[layout.over + 1 :])
-    whole = dtensor_of(z, layout.mesh, partial, ways.shape, ways.stride)
-    return whole.redistribute(placements=layout.y).to_local()
+        return scatter_sum(z, ways.layout.mesh, ways.layout.over, ways.scatters)
+    return _SumOfParts.apply(z, ways)
+
+
+class _SumOfParts(torch.autograd.Function):
+    """As DTensor adds and splits them, in parts of several sizes too."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, ways: _Ways) -> Tensor:
+        ctx.ways = ways
+        whole = dtensor_of(z, ways.layout.mesh, ways.layout.with_y(Partial()), *ways.sizes)
+        return whole.redistribute(placements=ways.layout.y).to_local()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        layout = ctx.ways.layout
+        parts = dtensor_of(gradients[0], layout.mesh, layout.y, *ctx.ways.sizes)
+        whole = parts.redistribute(placements=layout.with_y(Replicate()))
+        return whole.to_local(grad_placements=layout.with_y(Partial())), None
 
 
 def _whole(part: Any, ways: _Ways) -> DTensor:
-    return dtensor_of(part, ways.layout.mesh, ways.layout.y, ways.shape, ways.stride)
+    return dtensor_of(part, ways.layout.mesh, ways.layout.y, *ways.sizes)
 
 
 def _check(inputs: Any, chain: Chain) -> None:

@@ -26,7 +26,7 @@ def sharded_norm(
     assert isinstance(norm, (LayerNorm, RMSNorm))
     wide = z.to(torch.promote_types(z.dtype, torch.float32))
     eps = torch.finfo(wide.dtype).eps if norm.eps is None else norm.eps
-    y = _Normalized.apply(wide, along, eps, isinstance(norm, LayerNorm))
+    y, _ = _Normalized.apply(wide, along, eps, isinstance(norm, LayerNorm))
     y = y if own.norm_weight is None else y * own.norm_weight
     y = y if own.norm_bias is None else y + own.norm_bias
     y = reference.apply_pointwise(y.to(z.dtype), chain.post, iter(operands))
@@ -34,11 +34,12 @@ def sharded_norm(
 
 
 class _Normalized(torch.autograd.Function):
-    """Rows of which each process has as many channels, normalised; what is exchanged is combined in
-    the order of the processes: equal bits in each of them and at each run."""
+    """Rows of which each process has as many channels, normalised, and what they were multiplied by
+    for that, a result as second gradients come through it. What is exchanged is combined in the
+    order of the processes: equal bits in each of them and at each run."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, along: Along, eps: float, centred: bool) -> Tensor:
+    def forward(ctx: Any, z: Tensor, along: Along, eps: float, centred: bool) -> Any:
         if centred:  # centred parts, combined as by Chan, Golub and LeVeque (1979)
             squares, mean = torch.var_mean(z, -1, correction=0)
             means, parts = _of_each(torch.stack((mean, squares)), along).unbind(1)
@@ -51,12 +52,16 @@ class _Normalized(torch.autograd.Function):
         y = z * rstd
         ctx.save_for_backward(y, rstd)
         ctx.along, ctx.centred = along, centred
-        return y
+        ctx.set_materialize_grads(False)
+        return y, rstd
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (dy,), (y, rstd) = gradients, ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        (dy, drstd), (y, rstd) = gradients, ctx.saved_tensors
+        dy = torch.zeros_like(y) if dy is None else dy
         along = (dy * y).mean(-1)
+        if drstd is not None:
+            along = along + (drstd * rstd).squeeze(-1) / y.shape[-1]
         if ctx.centred:
             own = torch.stack((along, dy.mean(-1)))
             along, mean = _of_each(own, ctx.along).mean(0).unbind(0)
