@@ -518,6 +518,23 @@ def test_forward_mode(pair: Any, x: Any) -> None:
     assert_same(*results)
 
 
+@pytest.mark.parametrize("strategy", ["reference", "cpu"])
+def test_compiled_autograd(x: Any, strategy: Any) -> None:
+    from torch._dynamo import compiled_autograd
+
+    model = randomised(nn.Sequential(nn.Linear(K, N), nn.LayerNorm(N), nn.ReLU()))
+    found = []
+    for each in (model, fused_copy(model, strategy=strategy)):
+        torch._dynamo.reset()
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            for _ in range(3):
+                each.zero_grad()
+                each(x).square().sum().backward()
+        found.append([p.grad for p in each.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert_same(a, b)
+
+
 def test_second_derivatives(pair: Any, x: Any) -> None:
     results = []
     for m in pair:

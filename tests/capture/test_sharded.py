@@ -269,6 +269,20 @@ def test_a_pair_moves_its_rows_by_one_collective_each(
 
 
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_changes_before_the_backward_pass_is_an_error(which: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (1,))
+    given = [
+        distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)]).requires_grad_() for _ in range(2)
+    ]
+    y = epinorm.linear_norm(*given, norm=epinorm.GroupNorm(4))
+    with torch.no_grad():
+        given[which].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("placement", "result"),
     [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Replicate())],

@@ -221,6 +221,9 @@ def test_each_half_is_repeated_by_native_code(gpu):
     apart = inputs.weight.t().contiguous().t()  # lies otherwise than the recorded one
     made.check(inputs, dy, found, rest(apart))
     assert made.runs == [before[0], before[1] + 1]
+    _, rest = made.begin(inputs, dy)
+    with pytest.raises(RuntimeError, match="shapes"):
+        rest(inputs.weight[1:].clone())
 
 
 def test_what_is_repeated_whole_is_not_taken_for_a_half(gpu):

@@ -49,7 +49,7 @@ def _answers_as_in_eager() -> Iterator[None]:
     handlers = functions.TorchInGraphFunctionVariable._get_handlers()
     handling = dict.fromkeys(more, handlers.get(torch._C._get_tracing_state))
     with compile_lock, mock.patch.dict(handlers, handling):  # no other thread compiles meanwhile
-        functions.tracing_state_functions = lambda: _Answers(known() | more)
+        functions.tracing_state_functions = here(lambda: _Answers(known() | more), known)
         try:
             yield
         finally:
@@ -99,7 +99,7 @@ def _without_cycles() -> Iterator[None]:
         made.append(self)
         begin(self, *arguments, **named)
 
-    with mock.patch.object(_DICTS, "__init__", noted):
+    with mock.patch.object(_DICTS, "__init__", here(noted, begin)):
         try:
             yield
         finally:

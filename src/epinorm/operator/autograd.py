@@ -91,6 +91,7 @@ def _next_level() -> Iterator[None]:
 class _SingleLevel(_SingleLevelFunction):
     """A Function that torch.func calls at one of its levels; apply is made in C, unseen by mypy."""
 
+    _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
     if TYPE_CHECKING:
         apply: Any
 
@@ -180,7 +181,8 @@ def gradients(
         dy = x.new_zeros((*x.shape[:-1], n), dtype=facts[3] or x.dtype)
         del x
     undisturbed = is_under_autocast_alone if facts[3] is not None else is_undisturbed
-    plain = undisturbed() and has_plain_types((dy, dsum, *saved))
+    plain = not torch.compiler.is_compiling()  # compiled autograd traces this
+    plain = plain and undisturbed() and has_plain_types((dy, dsum, *saved))
     kept, tensors = saved[:3], tuple(saved[3:])
     saved.clear()
     given = tensors

@@ -86,7 +86,7 @@ class Taken(NamedTuple):
 
 
 def parts_of(wanted: Sequence[Taken]) -> list[Any]:
-    """This process' part of each."""
+    """This process' part of each; the first two are x and the weight."""
     placed = [
         t if t is None or t.placements == placements else t.redistribute(placements=placements)
         for t, placements, *_ in wanted
@@ -118,6 +118,10 @@ class _Parts(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.known = [(t.device_mesh, t.shape, t.stride()) for t in tensors]
         ctx.ways = ways
+        # Which gradients read, and nothing else sees whether they change: the part's version is its
+        # own.
+        x, weight = tensors[:2]
+        ctx.save_for_backward(*[x] * weight.requires_grad, *[weight] * x.requires_grad)
         parts = tuple(part.view_as(part) for part in (t.to_local() for t in tensors))
         pairs = zip(parts, tensors, strict=True)
         ctx.mark_non_differentiable(*(part for part, t in pairs if not t.requires_grad))
@@ -126,6 +130,7 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         found: list[DTensor | None] = []
+        _ = ctx.saved_tensors
         for part, way, known in zip(gradients, ctx.ways, ctx.known, strict=True):
             if part is None:
                 found.append(None)

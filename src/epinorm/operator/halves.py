@@ -17,8 +17,8 @@ from epinorm.problem import Inputs, Later, Rest
 
 DEVICES = ("cuda",)
 LARGE = {"highest": 1 << 33, "high": 1 << 34}
-"""Multiplications of a product: an H200 takes as long for the pass as the host for its launches,
-which no native code repeats."""
+"""Multiplications of a product: an H200 takes as long for the pass as the host for its launches
+from Python, as before both halves were recorded."""
 
 
 def pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool], facts: Facts) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from epinorm.backends.prepack import marked
 from epinorm.operator.calls import Facts, constants_of, remembering
 from epinorm.precision import takes_tf32
 from epinorm.problem import Executable, NativePasses, Wanted
+
+_modules: dict[str, Any] = sys.modules
+_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
 
 class Native:
@@ -31,6 +35,9 @@ class Native:
         calls = self._calls
         if calls is None or (marked and id(tensors[1]) in marked):
             return None  # what is kept converted is looked at first
+        compiled = _modules.get(_COMPILED_AUTOGRAD)
+        if compiled is not None and compiled.compiled_autograd_enabled:
+            return None  # which traces no node of C++ but PyTorch's
         return calls(*tensors)
 
     def made(self) -> Any:

@@ -263,9 +263,10 @@ class _ReplayedRest:
     def __init__(self, run: Callable[[list[Tensor], Tensor], Tensor | None]) -> None:
         self._run, self._recorder = run, _Recorder()
         self._program: Any = None
+        self._like: Any = None  # the weight that was recorded
 
     def __call__(self, carried: list[Tensor], weight: Tensor) -> Tensor | None:
-        if not weight.is_contiguous():
+        if not weight.is_contiguous() or self._like not in (None, (weight.shape, weight.dtype)):
             return self._run(carried, weight)
         given = [*carried, weight]
         if self._program is not None and self._program.fits(given):
@@ -278,6 +279,8 @@ class _ReplayedRest:
         dx, self._program = self._recorder.record(
             lambda: self._run(carried, weight), given, lambda made: [made]
         )
+        if self._program is not None:
+            self._like = weight.shape, weight.dtype
         return dx
 
 
