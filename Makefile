@@ -85,11 +85,12 @@ format: $(READY)  ## format and mend what ruff can mend
 docs: $(READY)  ## build the documentation into site/, strictly; `make docs ARGS=serve` shows it
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build)
 
-# Side by side where pytest-xdist is there; then, one by one, those that measure time.
+# Side by side where pytest-xdist is there, on all GPUs; then, one by one, those that measure time.
 GPU_WORKERS ?= 12
-test-gpu:  ## run tests/gpu with the Python that is there (nothing is installed)
+test-gpu:  ## run tests/gpu with the Python that is there (nothing is installed), GPU_WORKERS on each GPU
 	@python=$${PYTHON:-python3}; workers=; failed=0; export PYTHONPATH=src; \
-	  if $$python -c 'import xdist' 2>/dev/null; then workers="-n $(GPU_WORKERS) --dist worksteal"; fi; \
+	  gpus=$$($$python -c 'import torch; print(max(1, torch.cuda.device_count()))'); \
+	  if $$python -c 'import xdist' 2>/dev/null; then workers="-n $$((gpus * $(GPU_WORKERS))) --dist worksteal"; fi; \
 	  $$python -m pytest tests/gpu -m "not alone" $$workers $(ARGS) || failed=$$?; \
 	  $$python -m pytest tests/gpu -m alone $(ARGS) || failed=$$?; \
 	  exit $$failed

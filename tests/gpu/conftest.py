@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from product_case import matmul_precision
 
+
+def _share_gpus() -> None:
+    """Let each of pytest-xdist's workers see one of this machine's GPUs, before CUDA looks."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
+    if worker and count > 1:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(worker.removeprefix("gw")) % count]
+
+
+_share_gpus()
 CHAIN = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
