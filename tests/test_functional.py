@@ -209,7 +209,7 @@ WRONG = {
     "missing operand": (tensors(6), LayerNorm(), {"post": "add_residual"}, ValueError,
                         r"the chain takes 1 \(add_residual\) tensor operands, got 0"),
     "extra operand": (tensors(6), LayerNorm(), {"operands": [torch.randn(24)]}, ValueError,
-                      "the chain takes none tensor operands, got 1"),
+                      "the chain takes no tensor operands, got 1"),
     "channel shape": (tensors(6), LayerNorm(),
                       {"post": "mul_channel", "operands": [torch.randn(6, 24)]}, RuntimeError,
                       r"operand 0 must have shape \[24\].*got \[6, 24\]"),

@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import epinorm
 from epinorm import GroupNorm, LayerNorm, LinearNorm, RMSNorm
@@ -95,6 +96,64 @@ def test_it_travels(travel):
     x = torch.randn(5, 10)
     assert torch.equal(again(x), block(x))
     assert all(a is not b for a, b in zip(again.parameters(), block.parameters(), strict=True))
+
+
+class Adapter(nn.Module):
+    """As LoRA's: shows the weight of the layer that it wraps."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down = base, nn.Linear(10, 24, bias=False)
+        self.weight, self.bias = base.weight, base.bias
+
+    def forward(self, x):
+        return self.base(x) + self.down(x)
+
+
+def _scaled(layer):
+    layer.register_forward_hook(lambda module, given, y: y * 2)
+
+
+CHANGES = {
+    "adapter": lambda m: setattr(m, "linear", Adapter(m.linear)),
+    "weight_norm": lambda m: nn.utils.weight_norm(m.linear).weight_g.data.mul_(2),
+    "prune": lambda m: prune.l1_unstructured(m.linear, "weight", 0.5).weight_orig.data.mul_(3),
+    "hook": lambda m: _scaled(m.linear),
+    "hook of the norm": lambda m: _scaled(m.norm),
+    "eps": lambda m: setattr(m.norm, "eps", 1.0),
+    "groups": lambda m: setattr(m, "norm", nn.GroupNorm(8, 24)),
+    "another norm": lambda m: setattr(m, "norm", nn.Identity()),
+    "forward": lambda m: setattr(m.linear, "forward", lambda x: x.new_ones(x.shape[0], 24)),
+    "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m.linear),
+    "another Linear": lambda m: setattr(m, "linear", nn.Linear(10, 24, bias=False)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("norm", [GroupNorm(4), LayerNorm()], ids=str)
+def test_what_is_done_to_its_layers_counts(norm, name):
+    block = LinearNorm(10, 24, norm=norm, pre="add_residual", post="silu").double()
+    randomise(block)
+    CHANGES[name](block)
+    block.double()
+    x, r = torch.randn(5, 10, dtype=torch.float64), torch.randn(5, 24, dtype=torch.float64)
+    for _ in range(2):
+        expected = nn.functional.silu(block.norm(block.linear(x) + r))
+        torch.testing.assert_close(block(x, r), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_dropout_and_the_sum_by_the_layers():
+    block = LinearNorm(
+        10, 24, norm=LayerNorm(), pre="add_residual", post="dropout(0.5)", return_sum=True
+    )
+    _scaled(block.linear)
+    x, r = torch.randn(5, 10), torch.randn(5, 24)
+    y, total = block(x, r)
+    torch.testing.assert_close(total, block.linear(x) + r)
+    assert 0.2 < (y == 0).double().mean() < 0.8
+    with pytest.raises(ValueError, match=r"takes 2 \(add_residual, dropout\) .* got 0"):
+        block(x)
 
 
 def test_repr_shows_the_chain():

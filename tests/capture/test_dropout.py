@@ -93,6 +93,14 @@ def test_spellings(name: str) -> None:
     assert chain in epinorm.explain(fused).rows[0].chain
 
 
+def test_a_gate_of_a_complex_parameter_keeps_its_gradient() -> None:
+    model = Model(lambda s, x, r: s.norm(s.drop(s.fc(x) * s.gate.abs()) + r))
+    model.gate = nn.Parameter(torch.randn(ROWS, 1, dtype=torch.complex128))
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
+    for a, b in zip(step(fused), step(model, fused=False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
 OTHERS: dict[str, Callable[..., Tensor]] = {
     "alpha": lambda s, x, r: s.norm(F.alpha_dropout(s.fc(x), 0.5, s.training)),
     "channels": lambda s, x, r: s.norm(F.dropout1d(s.fc(x), 0.5, s.training)),

@@ -341,7 +341,7 @@ class _Walk:
 
     def _is_of_each_row(self, other: fx.Node, value: Tensor) -> bool:
         given = tensor_of(other)
-        asks_gradient = may_ask_gradient(other) if self.drops else given.requires_grad
+        asks_gradient = given.requires_grad or (self.drops and may_ask_gradient(other))
         placed = [step.end for step in self.steps if step.kind in ("move", "swap")]
         rows = tensor_of(placed[-1] if placed else self.start)
         alike = not self._is_turned and same_shape(value.shape, rows.shape)

@@ -71,18 +71,22 @@ def holds_one_each(given: Tensor, value: Tensor) -> bool:
 
 def may_ask_gradient(node: fx.Node) -> bool:
     """Whether a gradient may come to what the node makes where gradients are enabled, whatever the
-    mode is now: if it is made of a floating tensor that the graph is given."""
+    mode is now: if it is made of a floating tensor, or a complex one, that the graph is given."""
     waiting, seen = [node], set[fx.Node]()
     while waiting:
         each = waiting.pop()
         value = value_of(each)
-        if each in seen or (value is not None and not value.dtype.is_floating_point):
+        if each in seen or (value is not None and not _may_have_gradient(value.dtype)):
             continue
         if value is not None and each.op in ("placeholder", "get_attr"):
             return True
         seen.add(each)
         waiting += each.all_input_nodes
     return False
+
+
+def _may_have_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def as_matrix(x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def check_leading_dimensions(x: Tensor, operands: Sequence[Tensor], chain: Chain
             f"with {kind} x must be 2D (M, K): {operator} normalises dimension 1, which is the "
             f"linear's output only there; got x of shape {list(x.shape)}"
         )
-    _check_operand_count(operands, chain)
+    check_operand_count(operands, chain)
     for i, (kind, operand) in enumerate(zip(chain.operand_kinds, operands, strict=True)):
         if kind in ("element", "row") and operand.shape[:-1] != x.shape[:-1]:
             shape = [*x.shape[:-1], "N" if kind == "element" else 1]
@@ -202,16 +202,17 @@ def _check_norm(
             )
 
 
-def _check_operand_count(operands: Sequence[Tensor], chain: Chain) -> None:
+def check_operand_count(operands: Sequence[Tensor], chain: Chain) -> None:
+    """Raise ValueError unless these are as many as the chain takes."""
     kinds = chain.operand_kinds
     if len(operands) != len(kinds):
         takers = [op.name for op in (*chain.pre, *chain.post) if op.operand is not None]
-        wants = f"{len(kinds)} ({', '.join(takers)})" if kinds else "none"
+        wants = f"{len(kinds)} ({', '.join(takers)})" if kinds else "no"
         raise ValueError(f"the chain takes {wants} tensor operands, got {len(operands)}")
 
 
 def _check_operands(m: int, n: int, operands: Sequence[Tensor], chain: Chain) -> None:
-    _check_operand_count(operands, chain)
+    check_operand_count(operands, chain)
     for i, (kind, operand) in enumerate(zip(chain.operand_kinds, operands, strict=True)):
         if kind == "seed":
             if list(operand.shape) != [1] or operand.dtype != torch.int64:

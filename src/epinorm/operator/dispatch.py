@@ -99,7 +99,7 @@ class Caller:
         Seeds may be left out: they are drawn.
         """
         if self._drops:
-            operands = _with_seeds(operands, self._kinds_of_operands, x.device)
+            operands = with_seeds(operands, self._kinds_of_operands, x.device)
             self._uses.count += 1  # the model's own code, if it ran next, would drop others
         tensors: tuple[Any, ...] = (x, weight, bias, norm_weight, norm_bias, *operands)
         y = self._native.find(tensors)
@@ -278,7 +278,7 @@ def call(
     check_types(Inputs(x, weight, bias, norm_weight, norm_bias, operands))
     facts: calls.Facts = chain, strategy, strict, None
     if "dropout" in chain:
-        operands = _with_seeds(operands, Chain.parse(chain).operand_kinds, x.device)
+        operands = with_seeds(operands, Chain.parse(chain).operand_kinds, x.device)
     given = weight, bias, norm_weight, norm_bias
     if is_distributed((x, weight)):
         from epinorm.operator import sharded  # loads torch.distributed.tensor and torch._dynamo
@@ -322,7 +322,7 @@ def _of_matrices(inputs: Inputs, facts: calls.Facts, given: tuple[Any, ...]) -> 
     return differentiable(executable, facts, given)
 
 
-def _with_seeds(
+def with_seeds(
     operands: tuple[Tensor, ...], kinds: Sequence[str], device: torch.device
 ) -> tuple[Tensor, ...]:
     """The operands with seeds drawn where the chain takes them, if all of these were left out."""

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from epinorm.chain import Chain, GroupNorm, LayerNorm, Norm, RMSNorm, Rounding
 from epinorm.chain.pointwise import PointwiseLike
-from epinorm.chain.reference import Results
+from epinorm.chain.reference import Results, apply_pointwise
+from epinorm.operator.checks import check_operand_count
+from epinorm.operator.dispatch import with_seeds
 from epinorm.operator.functional import apply_chain
+from epinorm.said import log_once
 
 
 class LinearNorm(nn.Module):
@@ -21,7 +25,9 @@ class LinearNorm(nn.Module):
     parameter names, initial values and draws from the random generator as
     ``nn.Sequential(OrderedDict(linear=nn.Linear(...), norm=nn.GroupNorm(...)))``. ``return_sum``
     and ``rounding`` are those of ``linear_norm``. Dropout, as ``nn.Dropout(p)`` or
-    ``"dropout(p)"``, drops while this module is in training.
+    ``"dropout(p)"``, drops while this module is in training. Where one of the two layers has a hook
+    (as ``weight_norm`` and ``prune`` set), is another one (as an adapter) or has other settings
+    than it was made with, the layers compute, one by one.
     """
 
     def __init__(
@@ -50,13 +56,29 @@ class LinearNorm(nn.Module):
         """x (..., in_features) → (..., out_features); operands as ``linear_norm`` takes them."""
         # By way of _modules: nn.Module's own attribute look-up costs a microsecond each time.
         linear, norm = self._modules["linear"], self._modules["norm"]
+        text = self.chain if self.training else self.eval_chain
+        if not (_computes_as(linear, nn.Linear) and _is_norm_of(norm, text, linear)):
+            return self._by_layers(x, operands, text)
         return apply_chain(
             x,
             *(parameter_of(linear, "weight"), parameter_of(linear, "bias")),
             *(parameter_of(norm, "weight"), parameter_of(norm, "bias")),
             operands,
-            self.chain if self.training else self.eval_chain,
+            text,
         )
+
+    def _by_layers(self, x: Tensor, operands: tuple[Tensor, ...], text: str) -> Results:
+        log_once(
+            "LinearNorm computes by its linear and norm, one by one: they have hooks, or are not "
+            "those that it was made with"
+        )
+        chain = Chain.parse(text)
+        operands = with_seeds(operands, chain.operand_kinds, x.device)
+        check_operand_count(operands, chain)
+        remaining = iter(operands)
+        total = apply_pointwise(self.linear(x), chain.pre, remaining)
+        y = apply_pointwise(self.norm(total), chain.post, remaining)
+        return (y, total) if chain.returns_sum else y
 
     def extra_repr(self) -> str:
         return f"chain={self.chain!r}"
@@ -68,6 +90,31 @@ def parameter_of(layer: nn.Module | None, name: str) -> Any:
     assert layer is not None
     parameters = layer._parameters
     return parameters[name] if name in parameters else getattr(layer, name, None)
+
+
+def _computes_as(layer: Any, kind: type[nn.Module]) -> bool:
+    """Whether calling the layer does what PyTorch's layer of that kind does, and nothing else."""
+    return (
+        getattr(type(layer), "forward", None) is kind.forward
+        and "forward" not in layer.__dict__
+        and not (
+            layer._forward_pre_hooks
+            or layer._forward_hooks
+            or layer._backward_pre_hooks
+            or layer._backward_hooks
+            or _has_any_global_hook()
+        )
+    )
+
+
+def _is_norm_of(layer: Any, text: str, linear: Any) -> bool:
+    norm = Chain.parse(text).norm
+    if norm is None or not _computes_as(layer, _LAYERS[type(norm)]) or layer.eps != norm.eps:
+        return False
+    n = linear.out_features
+    if isinstance(norm, GroupNorm):
+        return bool((layer.num_groups, layer.num_channels) == (norm.num_groups, n))
+    return tuple(layer.normalized_shape) == (n,)
 
 
 _LAYERS: dict[Any, Any] = {GroupNorm: nn.GroupNorm, LayerNorm: nn.LayerNorm, RMSNorm: nn.RMSNorm}

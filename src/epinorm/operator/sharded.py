@@ -339,7 +339,7 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, ways: _Ways) -> Tensor:
         ctx.ways = ways
-        whole = dtensor_of(z, ways.layout.mesh, ways.layout.with_y(Partial()), *ways.sizes)
+        whole = dtensor_of(z.detach(), ways.layout.mesh, ways.layout.with_y(Partial()), *ways.sizes)
         return whole.redistribute(placements=ways.layout.y).to_local()
 
     @staticmethod
