@@ -92,7 +92,10 @@ class Chain:
 
     @staticmethod
     def parse(text: str) -> Chain:
-        """Read a canonical text back; raises ValueError saying what is wrong with it."""
+        """Read a canonical text back; raises ValueError saying what is wrong with it, TypeError for
+        anything but a text."""
+        if not isinstance(text, str):
+            raise TypeError(f"a chain is read from a str, not {type(text).__name__}")
         # Dynamo traces through the cache, and warns of it each time.
         return _parse.__wrapped__(text) if torch.compiler.is_compiling() else _parse(text)
 

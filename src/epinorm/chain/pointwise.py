@@ -92,7 +92,8 @@ class Pointwise:
         given = tuple(c if isinstance(c, Argument) else float(c) for c in self.constants)
         if len(given) > len(defaults):
             raise ValueError(
-                f"{self.name} takes at most {len(defaults)} constants, got {len(given)}"
+                f"{self.name} takes at most {len(defaults)} constant"
+                f"{'s' * (len(defaults) != 1)}, got {len(given)}"
             )
         filled = given + defaults[len(given) :]
         if any(value is None for value in filled):

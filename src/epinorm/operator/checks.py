@@ -149,8 +149,9 @@ def _check_same_device(tensors: Sequence[Tensor | None]) -> None:
 def _check_dtypes(inputs: Inputs, chain: Chain, out_dtype: torch.dtype) -> None:
     x = inputs.x
     if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
+        what = "a linear layer" if chain.norm is None else "a norm"
         raise NotImplementedError(
-            f"a norm is not implemented for {x.dtype}: x must be float32, float64, bfloat16 or "
+            f"{what} is not implemented for {x.dtype}: x must be float32, float64, bfloat16 or "
             "float16"
         )
     seeds = [f"operand {i}" for i, kind in enumerate(chain.operand_kinds) if kind == "seed"]
