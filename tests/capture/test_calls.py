@@ -518,6 +518,28 @@ def test_forward_mode(pair: Any, x: Any) -> None:
     assert_same(*results)
 
 
+def test_a_backward_pass_within_a_compiled_step(x: Any) -> None:
+    model = randomised(nn.Sequential(nn.Linear(K, N), nn.LayerNorm(N), nn.ReLU()))
+    found = []
+    for each in (model, fused_copy(model, strategy="cpu")):
+        torch._dynamo.reset()
+
+        @torch.compile(backend="eager")
+        def update(loss: Any) -> int:
+            loss.backward()
+            return 1
+
+        for _ in range(2):
+            each.zero_grad()
+            update(each(x).square().sum())
+        found.append([p.grad for p in each.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert_same(a, b)
+    seen = [code() for code in torch._dynamo.convert_frame.input_codes.seen]
+    names = [code.co_filename for code in seen if code is not None]
+    assert not [name for name in names if "epinorm/operator" in name]
+
+
 @pytest.mark.parametrize("strategy", ["reference", "cpu"])
 def test_compiled_autograd(x: Any, strategy: Any) -> None:
     from torch._dynamo import compiled_autograd

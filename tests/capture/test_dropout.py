@@ -263,6 +263,26 @@ def test_the_compiler_backend_takes_it() -> None:
     assert torch.equal(compiled(x, r), first)
 
 
+@pytest.mark.slow
+def test_a_budget_for_activations_draws_no_seed_again() -> None:
+    from torch._functorch import config
+
+    layers = [nn.Linear(K, K), nn.Dropout(0.5), nn.LayerNorm(K)]
+    options: Any = {"strategy": "reference"}
+    run = torch.compile(nn.Sequential(*layers).double(), backend="epinorm", options=options)
+    x, towards = torch.randn(2, 32, K, dtype=torch.float64)
+    weights, step = torch.randn(32, K, dtype=torch.float64), 1e-6
+
+    def loss(at: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return (run(at) * weights).sum()
+
+    with config.patch(activation_memory_budget=0.5):
+        (gradient,) = torch.autograd.grad(loss(x.requires_grad_()), x)
+        numeric = (loss(x + step * towards) - loss(x - step * towards)) / (2 * step)
+    torch.testing.assert_close((gradient * towards).sum(), numeric, rtol=1e-5, atol=1e-5)
+
+
 def test_where_pytorchs_layers_compute_the_chain_they_drop_too() -> None:
     """No kernel of ours for the CPU knows fp16."""
     model = Model(lambda s, x, r: s.norm(s.drop(s.fc(x)) + r)).half()

@@ -38,7 +38,7 @@ def compile_graph(
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    from epinorm.capture.after_autograd import AfterAutograd  # loads Inductor
+    from epinorm.capture.after_autograd import AfterAutograd, KeepsSeeds  # loads Inductor
 
     patches = dict(list_mode_options(mode)) if mode else {}
     patches |= {key.replace("-", "_"): value for key, value in (options or {}).items()}
@@ -60,4 +60,6 @@ def compile_graph(
         raise RuntimeError(f"strict=True, but a chain is not fused: {unfused[0].obstacle}")
     if not config.post_grad_custom_post_pass:  # else it is the user's own
         patches.setdefault("post_grad_custom_post_pass", AfterAutograd())
+    if not config.joint_custom_pre_pass:
+        patches.setdefault("joint_custom_pre_pass", KeepsSeeds())
     return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]

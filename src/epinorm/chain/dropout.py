@@ -59,10 +59,33 @@ def check_probability(p: float) -> None:
 def draw_seeds(count: int, device: torch.device) -> tuple[Tensor, ...]:
     """So many seeds, int64 of shape (1,), from PyTorch's default generator for the device.
 
-    An operation of PyTorch's: a CUDA graph draws anew at each replay, checkpointing replays it.
+    A CUDA graph draws anew at each replay, checkpointing replays it. In a graph that is compiled it
+    is an operator of its own, as PyTorch may compute others again for the backward pass.
     """
-    seeds = torch.randint(0, 2**63 - 1, (count,), dtype=torch.int64, device=device)
+    is_traced = torch.compiler.is_compiling() or (
+        torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+    seeds = (draw_operator if is_traced else _draw)(count, device=device)
     return (seeds,) if count == 1 else seeds.split(1)
+
+
+def _draw(count: int, *, device: torch.device) -> Tensor:
+    return torch.randint(0, 2**63 - 1, (count,), dtype=torch.int64, device=device)
+
+
+_library = torch.library.Library("epinorm", "FRAGMENT")
+_library.define(
+    "draw_seeds(SymInt count, *, Device device) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag),
+)
+_library.impl("draw_seeds", _draw, "CompositeExplicitAutograd")
+draw_operator = torch.ops.epinorm.draw_seeds.default
+
+
+@torch.library.register_fake("epinorm::draw_seeds", lib=_library)
+def _fake(count: int, *, device: torch.device) -> Tensor:
+    return torch.empty(count, dtype=torch.int64, device=device)
 
 
 def drop(x: Tensor, seed: Tensor, p: float) -> Tensor:

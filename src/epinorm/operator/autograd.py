@@ -30,7 +30,12 @@ from epinorm.operator.schema import (
     linear_norm_sum,
     linear_norm_sum_forward,
 )
-from epinorm.operator.undisturbed import has_plain_types, is_under_autocast_alone, is_undisturbed
+from epinorm.operator.undisturbed import (
+    has_plain_types,
+    is_under_autocast_alone,
+    is_undisturbed,
+    untraced,
+)
 from epinorm.problem import Executable, Forward, Inputs, StepForward, StepLeftovers
 
 WEIGHT, BIAS, OPERANDS = map(Inputs._fields.index, ("weight", "bias", "operands"))
@@ -144,6 +149,7 @@ class _LinearNorm(_SingleLevel):
         return kept
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, dy: Tensor | None, *more: Any) -> Any:
         left, ctx.left = ctx.left, None
         saved = list(ctx.saved_tensors)
@@ -155,6 +161,7 @@ class _LinearNorm(_SingleLevel):
         return None, None, *found
 
 
+@untraced
 def gradients(
     executable: Executable | None,
     facts: Facts,
@@ -277,6 +284,7 @@ class _LinearNormBackward(_SingleLevel):
         return tuple(found)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *second: Tensor) -> Any:
         needed = ctx.needs_input_grad[3:]
         create_graph = torch.is_grad_enabled()
@@ -331,6 +339,7 @@ def differentiable(executable: Executable, facts: Facts, tensors: Sequence[Any])
     return _LinearNorm.apply(executable, facts, *tensors)
 
 
+@untraced
 def _autograd(keyset: Any, *arguments: Any) -> Results:
     # A package of AOTInductor's hands over None in the place of an empty list.
     tensors, facts = (*arguments[:5], *(arguments[5] or ())), arguments[6:]
@@ -346,6 +355,7 @@ def _autograd(keyset: Any, *arguments: Any) -> Results:
         return operator.redispatch(keyset & _AFTER_AUTOGRAD, *inputs, *facts)
 
 
+@untraced
 def _forward_autograd(keyset: Any, *arguments: Any) -> Any:
     tensors, facts = (*arguments[:5], *arguments[5]), arguments[6:]
     tangent = _has_tangent(tensors)
@@ -362,6 +372,7 @@ def _forward_autograd(keyset: Any, *arguments: Any) -> Any:
     return (y, *kept[1:4], *second)
 
 
+@untraced
 def _backward_autograd(keyset: Any, dy: Tensor, *rest: Any) -> list[Tensor]:
     tensors, kept, facts, wanted = (*rest[:5], *rest[5]), rest[6:9], rest[9:13], rest[13]
     dsum = rest[14] if len(rest) > 14 else None

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from epinorm.backends.unpromised import saving_hooks
 from epinorm.chain import Chain, returns_more
 from epinorm.chain.dropout import draw_seeds
-from epinorm.chain.reference import Results
+from epinorm.chain.reference import Results, epilogue
 from epinorm.operator import calls, transforms
 from epinorm.operator.autograd import differentiable
 from epinorm.operator.checks import check_leading_dimensions, check_types
@@ -31,6 +32,7 @@ from epinorm.operator.undisturbed import (
     is_distributed,
     is_under_autocast_alone,
     is_undisturbed,
+    untraced,
 )
 from epinorm.problem import Inputs, Strategy, check_strategy
 
@@ -85,6 +87,7 @@ class Caller:
         self._casts = transforms.out_dtype_under_autocast(parsed) is not None
         self._stays_low = transforms.stays_low_under_autocast(parsed)
 
+    @untraced
     def __call__(
         self,
         x: Tensor,
@@ -289,6 +292,9 @@ def call(
             raise RuntimeError(
                 "sparse and nested tensors are computed by PyTorch's own layers alone"
             )
+        if torch.compiler.is_compiling():
+            z = linear(x, weight, bias)
+            return epilogue(z, Chain.parse(chain), norm_weight, norm_bias, operands)
         return calls.layers_of(facts).results(calls.constants_of(facts), x, *given, *operands)
     tensors = (x, *given, *operands)
     if x.dim() == 2:

@@ -20,7 +20,12 @@ from epinorm.operator import calls
 from epinorm.operator.halves import begun, ended
 from epinorm.operator.kinds import Kinds
 from epinorm.operator.native_operators import NativeOperator
-from epinorm.operator.undisturbed import autograd_records, has_plain_types, is_undisturbed
+from epinorm.operator.undisturbed import (
+    autograd_records,
+    has_plain_types,
+    is_undisturbed,
+    untraced,
+)
 from epinorm.problem import Executable, Forward, Inputs, Later, Wanted
 
 _FORWARD, _BACKWARD, _END = 10, 16, 4
@@ -74,6 +79,7 @@ def shorten_forward(operator: Any, training: bool, spends_x: bool = False) -> No
     if long is None:
         return
 
+    @untraced
     def call(*arguments: Any, **named: Any) -> Any:
         if named or len(arguments) != _FORWARD:
             return long(*arguments, **named)
@@ -120,6 +126,7 @@ def shorten_backward(operator: Any, begins: bool = False) -> None:
     if long is None:
         return
 
+    @untraced
     def call(*arguments: Any, **named: Any) -> Any:
         if len(arguments) == _BACKWARD - 1:  # TorchInductor names what is as by default
             arguments = (*arguments, named.pop("dsum", None))
@@ -178,6 +185,7 @@ def shorten_end(operator: Any) -> None:
     if long is None:
         return
 
+    @untraced
     def call(*arguments: Any, **named: Any) -> Any:
         tensors = arguments[:2]
         if (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -17,6 +18,18 @@ _autocast = torch._C._is_any_autocast_enabled
 _profiler = torch._C._autograd._profiler_enabled
 _trace = torch._C._get_tracing_state
 _is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+
+
+_eval_frame = torch._C._dynamo.eval_frame
+_SKIP = _eval_frame._FrameAction.SKIP
+_NOT_TRACED = _eval_frame._FrameExecStrategy(_SKIP, _SKIP)
+
+
+def untraced(function: F) -> F:
+    """Let TorchDynamo leave a call, with all that it calls, to Python where that runs under it, as
+    a backward pass within a compiled step does; what it inlines is not concerned."""
+    _eval_frame.set_code_exec_strategy(function.__code__, _NOT_TRACED)
+    return function
 
 
 def is_undisturbed() -> bool:
