@@ -221,11 +221,13 @@ def test_checkpointing_replays_the_mask_whichever_graph_runs(
 
 
 def test_a_switch_of_gradients_between_two_dropouts_draws_the_same() -> None:
+    hooks_end_no_graph = TorchVersion(torch.__version__) >= "2.10"
+
     def forward(s: Any, x: Tensor, r: Tensor) -> Tensor:
         h = s.drop(s.norm(s.fc(x)).relu())
         with torch.no_grad():
             s.seen = h.mean()
-        if h.requires_grad and TorchVersion(torch.__version__) >= "2.10":  # else the graph ends
+        if h.requires_grad and hooks_end_no_graph:
             h.register_hook(lambda _: None)
         h = F.dropout(h.softmax(-1), 0.5)  # PyTorch's own, in between
         return s.norm(s.drop(F.linear(h, s.norm.weight.outer(s.norm.bias))) + r)
