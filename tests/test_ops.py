@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import epinorm
 from epinorm import Chain, GroupNorm, LinearNorm
@@ -334,6 +335,35 @@ def test_modes_see_the_operator():
     with torch.profiler.profile() as profile, torch.no_grad():
         block()(torch.randn(5, 10))
     assert "epinorm::linear_norm" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("wanted", ["both", "weight", "nothing"])
+def test_flops_are_those_of_the_products(wanted):
+    x = torch.randn(6, 16, requires_grad=wanted == "both")
+    weight = torch.randn(32, 16, requires_grad=wanted != "nothing")
+    counts = []
+    for run in (
+        lambda: epinorm.linear_norm(x, weight, norm=epinorm.LayerNorm()),
+        lambda: torch.nn.functional.layer_norm(torch.nn.functional.linear(x, weight), (32,)),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            y = run()
+            if y.requires_grad:
+                y.sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_flops_of_a_backward_pass_in_two():
+    facts = ("gelu", "auto", False, None)
+    x, weight = torch.randn(8, 4), torch.randn(6, 4)
+    y, *kept = schema.linear_norm_forward(x, weight, None, None, None, [], *facts)
+    with FlopCounterMode(display=False) as counter:
+        wanted = [True, True, False, False, False]
+        given = (x, weight, None, None, None, [], *kept, *facts, wanted)
+        *_, token = schema.linear_norm_backward_begin(y, *given)
+        schema.linear_norm_backward_end(token, weight, 8, 4)
+    assert counter.get_total_flops() == 2 * 2 * 8 * 4 * 6
 
 
 def test_subclasses_reach_their_own_dispatch():

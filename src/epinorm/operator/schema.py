@@ -24,6 +24,7 @@ from epinorm.chain import Chain
 from epinorm.chain.reference import Results
 from epinorm.operator.calls import run_backward, run_forward, run_inference
 from epinorm.operator.checks import check_backward, check_call
+from epinorm.operator.flops import register_formulas
 from epinorm.operator.halves import begun, ended
 from epinorm.operator.shortcuts import distinct, shorten_backward, shorten_end, shorten_forward
 from epinorm.problem import Inputs, Later
@@ -156,6 +157,7 @@ for _operator in (linear_norm_forward, linear_norm_sum_forward):
 shorten_backward(linear_norm_backward)
 shorten_backward(linear_norm_backward_begin, begins=True)
 shorten_end(linear_norm_backward_end)
+register_formulas()
 SPENDING_X = {linear_norm: linear_norm_spending_x, linear_norm_sum: linear_norm_sum_spending_x}
 """What takes an operator's place where nobody reads x afterwards, and leaves anything there. Behind
 AOTAutograd alone, so that it has no rule for autograd, autocast or torch.func. Made last: what
