@@ -248,6 +248,16 @@ def test_a_second_run_must_give_the_same_bits() -> None:
     assert any("second run" in (c.reason or "") for c in result.failures)
 
 
+def test_a_model_that_draws_is_said_to_at_once() -> None:
+    class Draws(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.randn(1)
+
+    model, inputs = make(Draws)
+    with pytest.raises(ValueError, match="another result at each call"):
+        verify(model, make(Draws)[0], inputs)
+
+
 def test_parameters_are_given_back() -> None:
     model, inputs = make(Model)
     before = copy.deepcopy(model.state_dict())

@@ -226,6 +226,20 @@ def expected(
     return Truth(exact, eager, kept, seed, in_tf32)
 
 
+def must_repeat(first: Outcome, second: Outcome) -> None:
+    """Raise ValueError where two runs of a model differ by more than orders of summation: nothing
+    can be verified then."""
+    for one, other in zip(first.outputs, second.outputs, strict=True):
+        size, difference = (
+            torch.linalg.vector_norm(t.double()).item() for t in (one, (one - other).nan_to_num())
+        )
+        if difference > 8 * torch.finfo(one.dtype).eps * size:
+            raise ValueError(
+                "the model gives another result at each call, so none can be verified: switch off "
+                "what is random in it, such as a dropout with a fixed probability"
+            )
+
+
 def _in_tf32(*of: Any) -> Truth:
     with RoundedOperands():  # float64's products stay as they are
         return expected(*of)
@@ -276,7 +290,8 @@ def verify(
     ``kinds``. The parameters are randomised for the comparison and given back afterwards. The
     candidate runs twice: freed memory is poisoned before each run, and the runs must agree bit for
     bit. Errors that are a little too large are judged over further draws of inputs and dy. Raises
-    RuntimeError if the candidate cannot load the model's state_dict.
+    RuntimeError if the candidate cannot load the model's state_dict, and ValueError where the model
+    does not repeat its own result.
     """
     dtype = next(filter(is_floating, inputs)).dtype
     comparisons: list[Comparison] = []
@@ -320,6 +335,9 @@ def _draw(
     dy_seed, seed = (of + BETWEEN_DRAWS * number for of in seeds)
     told(number)
     fresh = draw_inputs(inputs, kind, seed)
+    if not number:
+        copies = (of_floats(fresh, Tensor.clone) for _ in range(2))
+        must_repeat(*(run_model(model, copy, False) for copy in copies))
     truth = expected(model, fresh, dtype, training, dy_seed)
     told(number + 0.5)
     runs: list[Outcome] = []

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from epinorm.tools.accuracy import (
     FLOOR_ULPS,
     Comparison,
-    Outcome,
     allowed_error,
     compare,
     pooled,
@@ -31,6 +30,7 @@ from epinorm.tools.verify import (
     Truth,
     by_the_larger_yardstick,
     expected,
+    must_repeat,
     poisoned_memory,
     randomize_parameters,
     run_model,
@@ -79,19 +79,9 @@ def truth_of(
     """
     randomize_parameters(model, seed)
     eager = partial(setting.call, model)
-    _must_repeat(*(run_model(model, inputs, False, call=eager) for _ in range(2)))
+    must_repeat(*(run_model(model, inputs, False, call=eager) for _ in range(2)))
     of = (inputs, setting.products, training, seed)
     return expected(model, *of, rows_away_from_kinks, eager)
-
-
-def _must_repeat(first: Outcome, second: Outcome) -> None:
-    """An error where two runs differ by more than orders of summation: nothing can be verified."""
-    for one, other in zip(first.outputs, second.outputs, strict=True):
-        if _norm((one - other).nan_to_num()) > 8 * torch.finfo(one.dtype).eps * _norm(one):
-            raise ValueError(
-                "the model gives another result at each call, so none can be verified: switch off "
-                "what is random in it, such as a dropout with a fixed probability"
-            )
 
 
 def compare_candidate(
