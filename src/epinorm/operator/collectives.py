@@ -154,10 +154,8 @@ def dtensor_of(
         return DTensor.from_local(
             part, mesh, placements, run_check=False, shape=shape, stride=stride
         )
-    spec = copy(
-        _spec(mesh, id(mesh), placements, shape, stride, part.dtype)
-    )  # PyTorch may change its own
-    return DTensor(part, spec, requires_grad=False)
+    kept = _spec(mesh, id(mesh), placements, shape, stride, part.dtype)
+    return DTensor(part, copy(kept), requires_grad=False)  # PyTorch may change a tensor's own
 
 
 @memo()

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from epinorm.backends.unpromised import saving_hooks
-from epinorm.chain import Chain, returns_more
+from epinorm.chain import Chain, reference, returns_more
 from epinorm.chain.dropout import draw_seeds
-from epinorm.chain.reference import Results, epilogue
+from epinorm.chain.reference import Results
 from epinorm.operator import calls, transforms
 from epinorm.operator.autograd import differentiable
 from epinorm.operator.checks import check_leading_dimensions, check_types
@@ -293,8 +292,8 @@ def call(
                 "sparse and nested tensors are computed by PyTorch's own layers alone"
             )
         if torch.compiler.is_compiling():
-            z = linear(x, weight, bias)
-            return epilogue(z, Chain.parse(chain), norm_weight, norm_bias, operands)
+            parsed = Chain.parse(chain)
+            return reference.linear_norm(x, weight, bias, parsed, norm_weight, norm_bias, operands)
         return calls.layers_of(facts).results(calls.constants_of(facts), x, *given, *operands)
     tensors = (x, *given, *operands)
     if x.dim() == 2:

@@ -25,14 +25,19 @@ from epinorm.chain import Chain, GroupNorm, reference
 from epinorm.chain.reference import Results
 from epinorm.operator.calls import Facts
 from epinorm.operator.checks import named
-from epinorm.operator.collectives import Taken, dtensor_of, gather, parts_of, scatter_sum
+from epinorm.operator.collectives import (
+    Placements,
+    Taken,
+    dtensor_of,
+    gather,
+    parts_of,
+    scatter_sum,
+)
 from epinorm.operator.sharded_norm import sharded_norm
 from epinorm.problem import Inputs
 
 Local = Callable[..., Results]
 """(chain, x, weight, bias, norm_weight, norm_bias, operands) → results, for plain tensors."""
-
-Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,9 @@ class Layout:
                 size *= self.mesh.size(i)
         return None if shape[axis] % size else axis
 
-    def with_y(self, placement: Placement) -> Placements:
-        """Those of the results, over ``dim`` that one."""
-        return (*self.y[: self.over], placement, *self.y[self.over + 1 :])
+    def with_over(self, placements: Placements, placement: Placement) -> Placements:
+        """The placements, over ``dim`` that one."""
+        return (*placements[: self.over], placement, *placements[self.over + 1 :])
 
     @property
     def features(self) -> Placements:
@@ -237,11 +242,10 @@ def _ways_of_x(x: Placed, layout: Layout) -> tuple[int | None, Placements, Place
     is placed before, and how the gradient of the part is."""
     if layout.way != "columns":
         return None, layout.x, layout.x
-    dim, placements = layout.over, x.placements
-    axis = layout.splits_evenly(placements, x.shape)
-    if axis is not None and (*placements[:dim], Replicate(), *placements[dim + 1 :]) == layout.x:
-        return axis, placements, placements
-    return None, layout.x, (*layout.x[:dim], Partial(), *layout.x[dim + 1 :])
+    axis = layout.splits_evenly(x.placements, x.shape)
+    if axis is not None and layout.with_over(x.placements, Replicate()) == layout.x:
+        return axis, x.placements, x.placements
+    return None, layout.x, layout.with_over(layout.x, Partial())
 
 
 def _summed_together(ways: _Ways, vectors: Sequence[Any]) -> list[Any]:
@@ -339,15 +343,17 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, ways: _Ways) -> Tensor:
         ctx.ways = ways
-        whole = dtensor_of(z.detach(), ways.layout.mesh, ways.layout.with_y(Partial()), *ways.sizes)
-        return whole.redistribute(placements=ways.layout.y).to_local()
+        layout = ways.layout
+        sums = layout.with_over(layout.y, Partial())
+        whole = dtensor_of(z.detach(), layout.mesh, sums, *ways.sizes)
+        return whole.redistribute(placements=layout.y).to_local()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         layout = ctx.ways.layout
         parts = dtensor_of(gradients[0], layout.mesh, layout.y, *ctx.ways.sizes)
-        whole = parts.redistribute(placements=layout.with_y(Replicate()))
-        return whole.to_local(grad_placements=layout.with_y(Partial())), None
+        whole = parts.redistribute(placements=layout.with_over(layout.y, Replicate()))
+        return whole.to_local(grad_placements=layout.with_over(layout.y, Partial())), None
 
 
 def _whole(part: Any, ways: _Ways) -> DTensor:
