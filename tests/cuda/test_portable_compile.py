@@ -11,10 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from epinorm.backends.cuda.fp32.planes import split_source
-from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.gemm.portable.text import linear_norm_source, product_source
 from epinorm.backends.cuda.plan import portable as portable_plan
 from epinorm.backends.cuda.plan.portable import choose_product_tile
@@ -123,9 +121,8 @@ def test_rows_at_odd_addresses(arch, copy_bytes):
 def test_products(planes, arch):
     tile = choose_product_tile(planes, GPUS[arch])
     major_k_a = (planes + ARCHES.index(arch)) % 2 == 0
-    form = ProductForm(torch.float16, torch.float32, True, major_k_a)
     size = product_shared_bytes(tile, planes)
-    check(product_source(tile, planes, form, arch), size, GPUS[arch].shared_of_block)
+    check(product_source(tile, planes, major_k_a, arch), size, GPUS[arch].shared_of_block)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])

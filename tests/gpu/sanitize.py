@@ -29,7 +29,6 @@ from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.backends.cuda.gemm.forward import launch_with
 from epinorm.backends.cuda.gemm.hopper.fp32_weight import Converting
 from epinorm.backends.cuda.gemm.hopper.product import prepare_adding
-from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.gemm.product import prepare_product
 from epinorm.backends.cuda.norm.forward import NormForward
 from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
@@ -272,9 +271,9 @@ def products(prepare: Callable[..., Any], cases: Iterable[tuple[int, int, int, b
         size = (rows, length) if major_k_a else (length, rows)
         a, b = (torch.randn(s, device="cuda").half() for s in (size, (length, columns)))
         shape = ProductShape(rows, columns, length, 1)
-        form = ProductForm(a.dtype, torch.float32, False, major_k_a)
-        multiply = prepare(shape, form, a.device)
-        result = multiply(a.data_ptr(), lambda a=a, b=b: (a, a, b, b), 0)
+        scale = torch.ones(rows, device="cuda")
+        multiply = prepare(shape, major_k_a, a.device)
+        result = multiply(a.data_ptr(), lambda a=a, b=b: (a, a, b, b), scale.data_ptr())
         assert bool(result.isfinite().all()), shape
         print(f"product {size} x {tuple(b.shape)}: done", flush=True)
 

@@ -17,7 +17,6 @@ from product_case import dtype_of, forced_core
 
 import epinorm
 from epinorm.backends.cuda.gemm.hopper.product import AddingProduct
-from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.gemm.product import Product
 from epinorm.backends.cuda.plan.hopper_product import TILES, ProductShape
 from epinorm.backends.cuda.plan.hopper_product import Choice as TileChoice
@@ -317,8 +316,7 @@ def test_every_tile_adds_what_it_would_store(planes, tile, major_k_a):
     operands = (a, low_a, b, low_b)
     scale = torch.exp2(torch.randint(-9, 9, (rows,), device="cuda").float())
     shape = ProductShape(rows, columns, length, planes)
-    form = ProductForm(a.dtype, torch.float32, True, major_k_a)
-    store = Product(shape, TileChoice(tile, 1, 0.0), form, a.device)
+    store = Product(shape, TileChoice(tile, 1, 0.0), major_k_a, a.device)
     fresh = store(0, lambda: operands, scale.data_ptr())
     add = AddingProduct(shape, tile, major_k_a, a.device)
     before = torch.randn(rows, columns, device="cuda")

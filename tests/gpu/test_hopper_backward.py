@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import matmul_precision, plane_products, split
 
 import epinorm
-from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.gemm.product import Product
 from epinorm.backends.cuda.norm.backward import Largest
 from epinorm.backends.cuda.plan.hopper_product import TILES, Choice, ProductShape, choose
@@ -237,16 +236,15 @@ INSTANCES = [
 def test_every_tile_whole_and_in_parts(tile: Tile, parts: int, major_k_a: bool) -> None:
     """Against float64, with ragged sizes; the last part of three is shorter than the others."""
     rows, columns, length = 328, 520, 64 * 7 + 24
-    dtype = torch.float16
-    a = torch.randn((rows, length) if major_k_a else (length, rows), device="cuda").to(dtype)
-    b = torch.randn(length, columns, device="cuda").to(dtype)
+    a = torch.randn((rows, length) if major_k_a else (length, rows), device="cuda").half()
+    b = torch.randn(length, columns, device="cuda").half()
+    scale = torch.exp2(torch.randint(-9, 9, (rows,), device="cuda").float())
     shape = ProductShape(rows, columns, length, 1)
-    form = ProductForm(dtype, torch.float32, False, major_k_a)
-    product = Product(shape, Choice(tile, parts, 0.0), form, a.device)
-    found = product(0, lambda: (a, a, b, b), 0)
-    right = (a if major_k_a else a.t()).double() @ b.double()
+    product = Product(shape, Choice(tile, parts, 0.0), major_k_a, a.device)
+    found = product(0, lambda: (a, a, b, b), scale.data_ptr())
+    right = scale.double()[:, None] * ((a if major_k_a else a.t()).double() @ b.double())
     assert relative_error(found, right) <= 2e-6  # operands are exact, the sum is fp32
-    assert torch.equal(found, product(0, lambda: (a, a, b, b), 0))
+    assert torch.equal(found, product(0, lambda: (a, a, b, b), scale.data_ptr()))
 
 
 def test_the_shapes_above_have_sums_in_parts() -> None:

@@ -22,7 +22,7 @@ from epinorm.backends.cuda.fp32.norm_planes import DzPlanes, PlanesRead
 from epinorm.backends.cuda.fp32.planes import Splitter, splitter
 from epinorm.backends.cuda.fp32.rescue_gradient import prepare_rescue
 from epinorm.backends.cuda.gemm.hopper.product import AddingProduct, prepare_adding
-from epinorm.backends.cuda.gemm.launch import Operands, ProductForm
+from epinorm.backends.cuda.gemm.launch import Operands
 from epinorm.backends.cuda.gemm.product import Product, prepare_product
 from epinorm.backends.cuda.norm.backward import Factors, NormBackward, NormGradients
 from epinorm.backends.cuda.norm.batch_backward import BatchBackward
@@ -61,8 +61,7 @@ class PlaneProducts:
             if self.choice.core == "portable"
             else choose(shape, sm_count(device))
         )
-        form = ProductForm(torch.float16, torch.float32, True, not of_weight)
-        return prepare_product(shape, choice, form, device)
+        return prepare_product(shape, choice, not of_weight, device)
 
     def __call__(
         self,

@@ -1,22 +1,14 @@
 // The second step of a product whose sum was split over blocks: splits (kSplitK, count) in fp32, one
-// after the other in a fixed order, into `out`. The prelude defines kSplitK and OutType.
+// after the other in a fixed order, into `out`. The prelude defines kSplitK.
 #include "gemm/product_prelude.cuh"
 #include "common/dependent.cuh"
-#include "common/storage.cuh"
+#include "common/integers.cuh"
 
 constexpr int kThreads = 256;
 
-template <class Type>
-__device__ __forceinline__ void store_four(typename Type::Storage* out, const float4& v) {
-  if constexpr (sizeof(typename Type::Storage) == 4)
-    *reinterpret_cast<float4*>(out) = v;
-  else
-    *reinterpret_cast<uint2*>(out) = {Type::store_pair(v.x, v.y), Type::store_pair(v.z, v.w)};
-}
-
 // count is a multiple of 4, both matrices begin on 16 bytes.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    add_splits(const float* splits, typename OutType::Storage* out, i64 count) {
+    add_splits(const float* splits, float* out, i64 count) {
   wait_for_previous_kernel();
   const i64 at = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * 4;
   if (at >= count) return;
@@ -26,5 +18,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const float4 v = *reinterpret_cast<const float4*>(splits + split * count + at);
     sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
   }
-  store_four<OutType>(out + at, sum);
+  *reinterpret_cast<float4*>(out + at) = sum;
 }

@@ -69,19 +69,6 @@ class KeptOperands:
         return found
 
 
-class ProductForm(NamedTuple):
-    """How a product's matrices are stored.
-
-    a: (rows, length), or (length, rows) unless ``major_k_a``; b: (length, columns); planes of
-    ``dtype``. With ``scaled`` a's row i counts scale[i].
-    """
-
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    scaled: bool
-    major_k_a: bool
-
-
 class ProductKernel(NamedTuple):
     """A core's product: what launches it, makes its first arguments, and its last, numbers."""
 

@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices or planes on either core, nothing after them: dX and dW."""
+"""Products by planes on either core, nothing after them: dX and dW of fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.gemm.hopper.product import add_splits, hopper_product
-from epinorm.backends.cuda.gemm.launch import Operands, ProductForm
+from epinorm.backends.cuda.gemm.launch import Operands
 from epinorm.backends.cuda.gemm.portable.launch import portable_product
 from epinorm.backends.cuda.plan.hopper_product import Choice, ProductShape
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
@@ -18,25 +18,30 @@ from epinorm.backends.memo import memo
 
 
 class Product:
-    """c (rows, columns) = a · b, ready to launch, with this tile of the one core or the other."""
+    """c (rows, columns) = a · b of fp16 planes into fp32, ready to launch, with this tile of the
+    one core or the other.
+
+    a: (rows, length), or (length, rows) unless ``major_k_a``, its row i counts scale[i]; b:
+    (length, columns).
+    """
 
     def __init__(
         self,
         shape: ProductShape,
         choice: Choice | PortableTile,
-        form: ProductForm,
+        major_k_a: bool,
         device: torch.device,
     ) -> None:
-        self.new = new_tensor((shape.rows, shape.columns), form.out_dtype, device)
+        self.new = new_tensor((shape.rows, shape.columns), torch.float32, device)
         self.add: Callable[..., None] | None = None
         if isinstance(choice, PortableTile):
-            self.kernel = portable_product(shape, choice, form, device)
+            self.kernel = portable_product(shape, choice, major_k_a, device)
             return
-        self.kernel = hopper_product(shape, choice, form, device)
+        self.kernel = hopper_product(shape, choice, major_k_a, device)
         if choice.parts > 1:
             self.count = count = shape.rows * shape.columns
             self.new_parts = new_tensor((choice.parts * count,), torch.float32, device)
-            self.add = add_splits(choice.parts, count, form.out_dtype, device)
+            self.add = add_splits(choice.parts, count, device)
 
     def __call__(self, key: Any, operands: Callable[[], Operands], scale: int) -> Tensor:
         """Multiply; operands: a's planes hi and lo, then b's, asked for where ``key``, all that

@@ -9,8 +9,7 @@
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_product(const __grid_constant__ TensorMap a_hi, const __grid_constant__ TensorMap a_lo,
                    const __grid_constant__ TensorMap b_hi, const __grid_constant__ TensorMap b_lo,
-                   typename OutType::Storage* c, const float* row_scale, int m, int n, int k,
-                   int parts) {
+                   float* c, const float* row_scale, int m, int n, int k, int parts) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Ring ring(shared_address(shared), shared_address(shared + kBarrierOffset));
   start_together<0>(ring);
@@ -18,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   let_next_kernel_start();
   const auto store = [](float(&v)[kAccumulators], const Result& result, u32 buffer, int row,
                         int column) {
-    RowStore<OutType, kConsumerN, true>::store(result.c, buffer, v, row, column, result.m, result.n,
+    RowStore<Float32, kConsumerN, true>::store(result.c, buffer, v, row, column, result.m, result.n,
                                                [](int) {});
   };
   run_block(ring, shared, {{&a_hi, &a_lo}, {&b_hi, &b_lo}, false}, {c, row_scale, m, n}, k, parts,

@@ -1,7 +1,7 @@
 // The plain product of the Hopper core, persistent blocks and roles: what hopper_product.cu and
 // hopper_product_into.cu have in common. hopper_pipeline.cuh says how it multiplies.
 //
-// The prelude defines, besides what hopper_pipeline.cuh needs, OutType, kScaled and kSplit.
+// The prelude defines, besides what hopper_pipeline.cuh needs, kSplit.
 #pragma once
 #include "gemm/product_prelude.cuh"
 #include "common/dependent.cuh"
@@ -15,7 +15,7 @@ constexpr int kStoreOffset = kRingBytes;
 constexpr int kBarrierOffset = kStoreOffset + kConsumers * kStoreBytes;
 
 struct Result {
-  typename OutType::Storage* c;
+  float* c;
   const float* row_scale;
   int m, n;
 };
@@ -76,7 +76,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Result& whole,
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
       const int warp_row = tile.m + (share.first_block + block) * kProductM + warp * 16;
-      if (kScaled) scale_rows(v[block], result, warp_row);
+      scale_rows(v[block], result, warp_row);
       finish(v[block], result, buffer, warp_row, tile.n + share.first_column);
     }
   }

@@ -7,7 +7,7 @@
 #include "gemm/hopper/hopper_product.cuh"
 #include "gemm/row_add.cuh"
 
-static_assert(kScaled && !kSplit, "planes have scales; parts of a sum are added up elsewhere");
+static_assert(!kSplit, "parts of a sum are added up elsewhere");
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     hopper_product_into(const __grid_constant__ TensorMap a_hi,

@@ -1,4 +1,4 @@
-"""The backward products on the Hopper core: dX = dZ W and dW = dZᵀ x, in 16 bit or by planes.
+"""The backward products on the Hopper core, by planes: dX = dZ W and dW = dZᵀ x.
 
 Operands lie along the summed index or across it, as they come. Where the tiles do not fill the GPU
 and the sum is long, it is split over blocks, and `gemm/add_splits.cu` adds the parts up.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.gemm.hopper.text import ARCH, product_source
-from epinorm.backends.cuda.gemm.launch import KeptOperands, Operands, ProductForm, ProductKernel
+from epinorm.backends.cuda.gemm.launch import KeptOperands, Operands, ProductKernel
 from epinorm.backends.cuda.plan.hopper import persistent_blocks
 from epinorm.backends.cuda.plan.hopper_product import (
     BLOCK_K,
@@ -26,7 +26,6 @@ from epinorm.backends.cuda.plan.hopper_tile import Tile, product_shared_bytes
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import KernelSource, load
 from epinorm.backends.cuda.runtime.tensor_map import tensor_map
-from epinorm.backends.cuda.text.instance import TYPES
 from epinorm.backends.cuda.text.source import constants, kernel_text
 from epinorm.backends.memo import memo
 
@@ -43,19 +42,17 @@ ADD_THREADS, ADD_VALUES = 256, 4
 """Of add_splits: threads of a block, and values that each adds up."""
 
 
-def add_splits_source(parts: int, out_dtype: torch.dtype) -> KernelSource:
+def add_splits_source(parts: int) -> KernelSource:
     """The kernel that adds up the parts; compiles without a GPU."""
-    prelude = constants({"kSplitK": parts}) + f"#define OutType {TYPES[out_dtype]}\n"
-    return KernelSource("add_splits", kernel_text("gemm/add_splits.cu", prelude), ARCH)
+    text = kernel_text("gemm/add_splits.cu", constants({"kSplitK": parts}))
+    return KernelSource("add_splits", text, ARCH)
 
 
-def add_splits(
-    parts: int, count: int, out_dtype: torch.dtype, device: torch.device
-) -> Callable[..., None]:
+def add_splits(parts: int, count: int, device: torch.device) -> Callable[..., None]:
     """What adds up the parts of ``count`` sums: a function of their address, the result's and
     ``count``."""
     blocks = -(-count // (ADD_THREADS * ADD_VALUES))
-    kernel = load(add_splits_source(parts, out_dtype), device)
+    kernel = load(add_splits_source(parts), device)
     return kernel.prepare("ppl", blocks, ADD_THREADS, dependent=True)
 
 
@@ -69,11 +66,11 @@ def _maps(tile: Tile, major_k_a: bool) -> Callable[[Operands], tuple[bytes, ...]
 
 
 def hopper_product(
-    shape: ProductShape, choice: Choice, form: ProductForm, device: torch.device
+    shape: ProductShape, choice: Choice, major_k_a: bool, device: torch.device
 ) -> ProductKernel:
-    """`hopper_product.cu` for ``gemm/product.py``; with parts, c is theirs, in fp32."""
+    """`hopper_product.cu` for ``gemm/product.py``; with parts, c is theirs."""
     parts, planes, tile = choice.parts, shape.planes, choice.tile
-    source = product_source(tile, planes, form, split=parts > 1)
+    source = product_source(tile, planes, major_k_a, split=parts > 1)
     dynamic = product_shared_bytes(tile, planes)
     launch = load(source, device).prepare(
         SIGNATURE,
@@ -83,11 +80,11 @@ def hopper_product(
         dependent=True,
     )
     numbers = (shape.rows, shape.columns, -(-shape.steps // parts) * BLOCK_K, parts)
-    return ProductKernel(launch, KeptOperands(_maps(tile, form.major_k_a)), numbers)
+    return ProductKernel(launch, KeptOperands(_maps(tile, major_k_a)), numbers)
 
 
 class AddingProduct:
-    """c += a · b of fp16 planes into an fp32 c; otherwise as `Product`, with a's rows scaled."""
+    """c += a · b into a c that is there; otherwise as `Product`."""
 
     def __init__(
         self, shape: ProductShape, tile: Tile, major_k_a: bool, device: torch.device
@@ -95,8 +92,7 @@ class AddingProduct:
         self.maps = KeptOperands(_maps(tile, major_k_a))
         self.sizes = (shape.rows, shape.columns, shape.length)
         dynamic = product_shared_bytes(tile, shape.planes)
-        form = ProductForm(torch.float16, torch.float32, True, major_k_a)
-        source = product_source(tile, shape.planes, form, adds=True)
+        source = product_source(tile, shape.planes, major_k_a, adds=True)
         self.launch = load(source, device).prepare(
             ADDING_SIGNATURE,
             persistent_blocks(tiles_of(shape, tile), sm_count(device)),

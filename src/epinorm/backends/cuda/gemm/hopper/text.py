@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.plan.hopper_tile import Tile, operand_slots
 from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.instance import (
-    TYPES,
     Instance,
     epilogue_prelude,
     rows_aligned,
@@ -112,16 +110,14 @@ def product_prelude(
 
 
 def product_source(
-    tile: Tile, planes: int, form: ProductForm, split: bool = False, adds: bool = False
+    tile: Tile, planes: int, major_k_a: bool, split: bool = False, adds: bool = False
 ) -> KernelSource:
     """The plain product's text; compiles without a GPU.
 
-    split: blocks share a sum, and each writes its part, in fp32. adds: to what the fp32 result
-    holds already.
+    split: blocks share a sum, and each writes its part. adds: to what the result holds already.
     """
-    prelude = product_prelude(tile, planes, form.dtype, form.major_k_a, False)
-    prelude += constants({"kScaled": form.scaled, "kSplit": split})
-    prelude += f"#define OutType {TYPES[torch.float32 if split else form.out_dtype]}\n"
+    prelude = product_prelude(tile, planes, torch.float16, major_k_a, False)
+    prelude += constants({"kSplit": split})
     entry = "hopper_product_into" if adds else "hopper_product"
     return KernelSource(entry, kernel_text(f"gemm/hopper/{entry}.cu", prelude), ARCH)
 

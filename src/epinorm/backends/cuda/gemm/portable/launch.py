@@ -12,7 +12,6 @@ from torch import Tensor
 from epinorm.backends.cuda.gemm.launch import (
     KeptOperands,
     Operands,
-    ProductForm,
     ProductKernel,
     chain_signature,
 )
@@ -85,12 +84,12 @@ class PortableLinearNorm:
 
 
 def portable_product(
-    shape: ProductShape, tile: PortableTile, form: ProductForm, device: torch.device
+    shape: ProductShape, tile: PortableTile, major_k_a: bool, device: torch.device
 ) -> ProductKernel:
     """`portable_product.cu` for ``gemm/product.py``; operands are in rows of whole 16-byte units,
     or zeros up to the next."""
-    aligned_rows = shape.columns * form.out_dtype.itemsize % 16 == 0
-    source = product_source(tile, shape.planes, form, arch_of(device), aligned_rows)
+    aligned_rows = shape.columns % 4 == 0
+    source = product_source(tile, shape.planes, major_k_a, arch_of(device), aligned_rows)
     dynamic = product_shared_bytes(tile, shape.planes)
     launch = load(source, device).prepare(
         PRODUCT_SIGNATURE,

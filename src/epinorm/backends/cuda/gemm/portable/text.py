@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from epinorm.backends.cuda.gemm.launch import ProductForm
 from epinorm.backends.cuda.plan.portable_tile import PortableTile
 from epinorm.backends.cuda.runtime.jit import KernelSource
-from epinorm.backends.cuda.text.instance import TYPES, Instance, epilogue_prelude
+from epinorm.backends.cuda.text.instance import Instance, epilogue_prelude
 from epinorm.backends.cuda.text.source import constants, kernel_text
 
 
@@ -62,11 +61,9 @@ def linear_norm_source(
 
 
 def product_source(
-    tile: PortableTile, planes: int, form: ProductForm, arch: str, aligned_rows: bool = True
+    tile: PortableTile, planes: int, major_k_a: bool, arch: str, aligned_rows: bool = True
 ) -> KernelSource:
     """The plain product's text; compiles without a GPU. aligned_rows: of c."""
-    prelude = _prelude(tile, planes, form.dtype, 16, aligned_rows, form.major_k_a, False)
-    prelude += constants({"kScaled": form.scaled})
-    prelude += f"#define OutType {TYPES[form.out_dtype]}\n"
+    prelude = _prelude(tile, planes, torch.float16, 16, aligned_rows, major_k_a, False)
     text = kernel_text("gemm/portable/portable_product.cu", prelude)
     return KernelSource("portable_product", text, arch)
