@@ -95,6 +95,34 @@ def test_dz_that_is_a_gradient_by_itself_waits_for_nothing(chain):
     assert bool(later) == (chain == "relu")
 
 
+@pytest.mark.parametrize("chain", ["relu", "gelu"])
+def test_a_weight_that_is_turned_is_read_as_rows(in_halves, monkeypatch, chain):
+    """By the second half too: kernels are given an address and the stride of rows."""
+    strides, split, guard = [], plane_products._split, plane_products.prepare_rescue
+
+    def split_seen(splitter, matrix, *rest):
+        strides.append(matrix.stride())
+        return split(splitter, matrix, *rest)
+
+    def guard_seen(result, dz, other, *rest, **more):
+        strides.append(other.stride())
+        return guard(result, dz, other, *rest, **more)
+
+    monkeypatch.setattr(plane_products, "_split", split_seen)
+    monkeypatch.setattr(plane_products, "prepare_rescue", guard_seen)
+
+    def run(chain):
+        turned = lambda x, weight, bias: linear(x, weight.t(), bias, chain)  # noqa: E731
+        return torch.compile(turned, backend="aot_eager", dynamic=False, fullgraph=True)
+
+    with imaginary_h200():
+        tensors = [torch.empty(size).requires_grad_() for size in ((M, K), (K, N), (N,))]
+        y = run(chain)(*tensors)
+        y.backward(torch.empty_like(y))
+    assert len(strides) >= 3
+    assert {columns for _, columns in strides} == {1}
+
+
 def test_dx_is_of_the_weight_that_its_operator_is_given(monkeypatch):
     """Not of what the first one saw: a graph that changes a weight may keep a copy for dX."""
     guard, seen = plane_products.prepare_rescue, []

@@ -285,6 +285,7 @@ def test_a_captured_micro_batch(precision, added):
     assert relative_error(weight_of(model).grad, 4 * step_gradient.double()) <= 1e-6
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
 def test_steps_on_the_second_gpu_have_the_bits_of_the_first(kind, added):
     """Forward, backward and addition, with the first one current."""

@@ -16,11 +16,12 @@ M, K, N = 2048, 1024, 512
 FACTS = ("auto", False, None)
 
 
-def step(chain: str, values: Any) -> tuple[Any, ...]:
+def step(chain: str, values: Any, turned: bool) -> tuple[Any, ...]:
     """What a backward pass is given."""
     has_norm = Chain.parse(chain).norm is not None
     sizes = ((M, K), (N, K), (N,), *([(N,)] * 2 if has_norm else []))
     x, weight, *vectors = (values(*size) for size in sizes)
+    weight = weight.t().contiguous().t() if turned else weight
     tensors = (x, weight, *vectors, *[None] * (3 - len(vectors)), [])
     y, *kept = schema.linear_norm_forward(*tensors, chain, *FACTS)
     kept[0] = y if Chain.parse(chain).saves_y else kept[0]
@@ -39,15 +40,16 @@ def with_outliers(*size: int) -> Tensor:
     return made
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("values", [ordinary, with_outliers])
 @pytest.mark.parametrize("chain", ["relu", "gelu", "layer_norm(1e-05)|relu"])
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_bits(precision: str, chain: str, values: Any) -> None:
+def test_bits(precision: str, chain: str, values: Any, turned: bool) -> None:
     native(wait=True)
     torch.set_float32_matmul_precision(precision)
     waiting = []
     for i in range(8):  # run, recorded, repeated; some wait for others to be begun
-        given = step(chain, values)
+        given = step(chain, values, turned)
         *found, token = schema.linear_norm_backward_begin(*given)
         waiting.append((given, token, found, schema.linear_norm_backward(*given)))
         if i % 3 == 2 or i == 7:

@@ -350,6 +350,7 @@ def test_a_first_build_and_later_starts_are_short(
     assert later.result - later.torch <= 0.6, later
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_the_second_gpu(tmp_path: Path) -> None:
     _, model_new = models(tmp_path, PROBLEM.read_text())

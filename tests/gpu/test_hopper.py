@@ -581,6 +581,7 @@ def test_a_thousand_runs_give_the_same_bits(tile, kind):
         assert wrong.item() == 0
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
 def test_on_the_second_gpu():
     for kind in ("bfloat16", "highest"):

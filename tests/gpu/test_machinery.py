@@ -248,6 +248,7 @@ def test_a_new_thread_launches_on_the_default_stream() -> None:
     assert torch.equal(y, x * 7)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_each_gpu_has_its_own_kernel() -> None:
     for index in (1, 0, 1):

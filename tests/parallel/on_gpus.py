@@ -15,7 +15,7 @@ from ranks import Launcher
 from test_data_parallel import CASES as DATA_CASES
 from test_example import EXAMPLE, largest_difference
 from test_tensor_parallel import CASES as TENSOR_CASES
-from test_tensor_parallel import OTHERS, ROUNDINGS
+from test_tensor_parallel import OTHERS, roundings
 
 FAILURES = [("tensor", "raises"), ("tensor", "dies"), ("tensor", "shape"), ("ddp", "dies")]
 LAYOUTS = ("ddp", "fsdp2", "tensor")
@@ -102,7 +102,7 @@ def is_right(case: str, found: dict[str, Any]) -> bool:
     """As the tests ask of a case."""
     if "repeats" in found:
         unit = 2.0**-24 if case == "float32" else 2.0**-53
-        return bool(found["error"] <= ROUNDINGS * unit and found["repeats"])
+        return bool(found["error"] <= roundings(case) * unit and found["repeats"])
     if "raised" in found:
         return False
     right = found["error"] <= 1.1 * found["eager_error"] + 1e-12

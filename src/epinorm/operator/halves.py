@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from epinorm.chain import Chain
-from epinorm.operator.calls import Facts
+from epinorm.operator.calls import Facts, as_dense
 from epinorm.precision import product_precision
 from epinorm.problem import Inputs, Later, Rest
 
@@ -62,4 +62,4 @@ def ended(token: Tensor, weight: Tensor) -> Tensor:
             "linear_norm_backward_end ends, once, what linear_norm_backward_begin began, but was "
             "given another tensor"
         )
-    return cast("Tensor", rest(weight))
+    return cast("Tensor", rest(as_dense(weight)))  # as the first half had it
