@@ -15,6 +15,7 @@ from epinorm import Chain, GroupNorm, LinearNorm
 from epinorm.chain import reference
 from epinorm.operator import dispatch, schema, transforms
 from epinorm.operator.calls import run_inference
+from processes import run_python
 from watching import SeesOperators
 
 pytestmark = pytest.mark.usefixtures("kernels_that_compile_fast")
@@ -364,6 +365,28 @@ def test_flops_of_a_backward_pass_in_two():
         *_, token = schema.linear_norm_backward_begin(y, *given)
         schema.linear_norm_backward_end(token, weight, 8, 4)
     assert counter.get_total_flops() == 2 * 2 * 8 * 4 * 6
+
+
+def test_the_counter_is_told_when_it_is_imported():
+    """First, last, and anew: its import loads Triton, which ours is not to wait for."""
+    code = """
+        import sys
+        name = "torch.utils.flop_counter"
+        def known(module):
+            return sum("epinorm" in str(operator) for operator in module.flop_registry)
+        if {first}:
+            import torch.utils.flop_counter
+        else:
+            sys.modules.pop(name, None)
+        import epinorm
+        assert (name in sys.modules) == {first}
+        from importlib import reload
+        import torch.utils.flop_counter
+        print(known(sys.modules[name]), known(reload(sys.modules[name])))
+    """
+    for first in (True, False):
+        said = run_python(code.replace("{first}", str(first)))
+        assert said.stdout.split() == ["9", "9"], said.stderr
 
 
 def test_subclasses_reach_their_own_dispatch():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+
+_COUNTER = "torch.utils.flop_counter"
 
 Shape = Sequence[int]
 _WANTED = 11
@@ -14,16 +18,39 @@ _WANTED = 11
 
 
 def register_formulas() -> None:
-    """Once the operators are defined."""
-    ops = torch.ops.epinorm
+    """Once the operators are defined: when the counter, which loads Triton, is imported."""
+    sys.meta_path.insert(0, _WhenImported())
+    if (counter := sys.modules.get(_COUNTER)) is not None:
+        _register(counter)
+
+
+class _WhenImported:
+    """Finds the counter where others do, and registers our formulas behind its import."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == _COUNTER else None
+        if spec is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _register(module)
+
+            loader.exec_module = execute_and_register
+        return spec
+
+
+def _register(counter: ModuleType) -> None:
+    register, ops = counter.register_flop_formula, torch.ops.epinorm
     computing_y = [
         *(ops.linear_norm, ops.linear_norm_forward, ops.linear_norm_spending_x),
         *(ops.linear_norm_sum, ops.linear_norm_sum_forward, ops.linear_norm_sum_spending_x),
     ]
-    register_flop_formula(computing_y)(_forward)
-    register_flop_formula(ops.linear_norm_backward)(_backward)
-    register_flop_formula(ops.linear_norm_backward_begin)(_begin)
-    register_flop_formula(ops.linear_norm_backward_end)(_end)
+    register(computing_y)(_forward)
+    register(ops.linear_norm_backward)(_backward)
+    register(ops.linear_norm_backward_begin)(_begin)
+    register(ops.linear_norm_backward_end)(_end)
 
 
 def _forward(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
