@@ -178,6 +178,47 @@ def test_wider_rows_are_not_turned_first():
     assert "permute puts its rows in another order" in row.reason
 
 
+@pytest.mark.parametrize(
+    ("view", "k", "fused"),
+    [
+        (lambda h: h.squeeze(), 1, False),
+        (lambda h: h.squeeze(1), 4, True),
+        (lambda h: h.flatten(-2, -1), 4, True),
+        (lambda h: h.unflatten(-1, (1, 8)), 4, False),
+        (lambda h: h.unflatten(0, (1, 3)), 4, True),
+    ],
+)
+def test_rows_are_moved_behind_views_that_rows_of_x_have_too(view, k, fused):
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(k, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(view(self.fc(x)).roll(1, 0))
+
+    chains = ["layer_norm(1e-05)"] * fused
+    check(Moved(), torch.randn(3, 1, k), chains, "reference")
+
+
+def test_a_view_by_dtype_gives_no_gradients_behind_a_norm_either():
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm, self.head = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.fc(x).view(torch.float32)))
+
+    model = Viewed()
+    fused = epinorm.fuse(copy.deepcopy(model), strategy="reference")
+    x, given = torch.randn(3, 4), []
+    for each in (model, fused):
+        each(x).sum().backward()
+        given.append([name for name, p in each.named_parameters() if p.grad is not None])
+    assert given[0] == given[1] == ["norm.weight", "norm.bias", "head.weight", "head.bias"]
+
+
 def of_timm(y: Tensor, training: bool) -> Tensor:
     mask = y.new_empty((len(y),) + (1,) * (y.dim() - 1)).bernoulli_(0.6)
     return y * mask.div_(0.6) if training else y

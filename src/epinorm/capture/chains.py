@@ -256,7 +256,7 @@ class _Walk:
             and self.norm_at < 0
             and all(isinstance(size, int) for size in (k, n, self.n))
             and k <= n == self.n
-            and can_move([step.end for step in self.steps if step.kind == "view"])
+            and can_move([step.end for step in self.steps if step.kind == "view"], k)
             and not any(
                 step.kind in ("swap", "turn")
                 or (step.operation is not None and step.operation.operand in ("element", "row"))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from epinorm.capture.purity import value_of
+from epinorm.capture.layouts import replayed
+from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import is_view, same_shape
 
 TRANSPOSITIONS = ("transpose", "swapaxes", "swapdims", torch.transpose, torch.swapaxes)
@@ -52,9 +53,17 @@ def _names_last(dims: Sequence[Any], count: int) -> bool:
     return any(dim in (-1, count - 1) for dim in dims)
 
 
-def can_move(views: Sequence[fx.Node]) -> bool:
-    """Whether these views of rows can be made of rows of another length."""
-    return all(is_view(node) and not (node.target in _SIZED and node.kwargs) for node in views)
+def can_move(views: Sequence[fx.Node], k: int) -> bool:
+    """Whether these views of rows can be made of rows of k."""
+    return all(is_view(node) and _can_be_of(node, k) for node in views)
+
+
+def _can_be_of(view: fx.Node, k: int) -> bool:
+    if view.target in _SIZED:
+        return not view.kwargs
+    before, after = (tensor_of(node) for node in (view.all_input_nodes[0], view))
+    made = replayed([view], before.new_empty((*before.shape[:-1], k)))
+    return made is not None and same_shape(made.shape, (*after.shape[:-1], k))
 
 
 def moved(graph: fx.Graph, x: fx.Node, moves: Sequence[fx.Node], k: int) -> fx.Node:

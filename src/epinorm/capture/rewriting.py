@@ -37,6 +37,7 @@ from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import checkpoints
 from epinorm.capture.spent import let_spend
 from epinorm.capture.together import groups_of, put_together
+from epinorm.capture.unwinding import leave_what_is_entered, running
 from epinorm.capture.watched import Watched
 from epinorm.chain import BatchNorm, GroupNorm
 from epinorm.chain.reference import Results
@@ -83,7 +84,7 @@ class Recorder:
         unfused = [site for site in captured.sites if site.obstacle]
         if self.settings.strict and unfused:
             return _refusing(unfused[0])
-        return gm.forward
+        return running(gm)
 
     def _caller(self, where: str, chain: str, normed: bool) -> Apply:
         """One for each place, whichever graph it is in: what it has learnt of a size stays."""
@@ -172,6 +173,8 @@ def rewrite(
     if taken or opened or groups:
         gm.graph.lint()
     gm.recompile()
+    if runs_eagerly:
+        leave_what_is_entered(gm)
     return Rewritten(inner.places + places, inner.linears + linears)
 
 
@@ -327,11 +330,11 @@ def run_checkpointed(inner: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     kwargs["use_reentrant"] = False  # parameters are arguments here, which both ways serve
     changed = inner.meta.get(_CHANGED, ())
     if not changed:
-        return checkpoint(inner.forward, *args, **kwargs)
+        return checkpoint(running(inner), *args, **kwargs)
 
     def run(*others: Any) -> Any:
         rest = iter(others)
-        return inner.forward(*(a if i in changed else next(rest) for i, a in enumerate(args)))
+        return running(inner)(*(a if i in changed else next(rest) for i, a in enumerate(args)))
 
     return checkpoint(run, *(a for i, a in enumerate(args) if i not in changed), **kwargs)
 

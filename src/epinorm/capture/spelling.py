@@ -211,7 +211,13 @@ def _einsum(node: fx.Node) -> Linear | None:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node is a view, or a copy, that keeps the order of values, by sizes alone."""
-    return _base_name(node) in _VIEWS and node.target not in ("view_as", "reshape_as")
+    named = _base_name(node) in _VIEWS and node.target not in ("view_as", "reshape_as")
+    return named and not _names_dtype(node)
+
+
+def _names_dtype(node: fx.Node) -> bool:
+    """Whether it is ``view(dtype)``, which gives no gradients, of the same dtype too."""
+    return any(isinstance(each, torch.dtype) for each in (*node.args, *node.kwargs.values()))
 
 
 def is_view_of_rows(node: fx.Node, x: fx.Node) -> bool:
@@ -230,7 +236,7 @@ def is_view_of_parts(node: fx.Node, x: fx.Node, n: Any) -> bool:
 def _before_and_after(node: fx.Node, x: fx.Node) -> tuple[Tensor, ...]:
     """x's tensor and the node's, where that is a view of x alone, of its dtype, and of no size that
     x itself gives, as ``x.view_as(x)``."""
-    if _base_name(node) not in _VIEWS or node.args[:1] != (x,):
+    if _base_name(node) not in _VIEWS or node.args[:1] != (x,) or _names_dtype(node):
         return ()
     if x in pytree.tree_leaves((node.args[1:], node.kwargs)):
         return ()
