@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.guards import CheckFunctionManager
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import epinorm
 from epinorm.capture import rewriting
@@ -475,6 +475,38 @@ def test_checkpointing_from_the_first_call_on() -> None:
         y = checkpoint(one, x, use_reentrant=False)
         results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *one.parameters()])])
     torch.testing.assert_close(*results)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.drop(self.fc(x)))
+
+
+_KEEPS_ORDER = hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache")
+
+
+@pytest.mark.skipif(not _KEEPS_ORDER, reason="PyTorch 2.9 runs what ran last")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_blocks_of_which_one_breaks_its_graph(reentrant: bool) -> None:
+    """What is in front of its break fits the others too, where dropout is PyTorch's own then."""
+    model = epinorm.fuse(nn.Sequential(*(Dropping() for _ in range(3))).double(), strategy="cpu")
+    seen: list[float] = []
+    model[2].norm.register_forward_pre_hook(lambda _, x: seen.append(float(x[0].detach().sum())))
+    for _ in range(3):
+        runs: list[Tensor] = []
+
+        def run(x: Tensor, runs: list[Tensor] = runs) -> Tensor:
+            runs.append(model(x))
+            return runs[-1]
+
+        x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+        with set_checkpoint_early_stop(False):
+            checkpoint(run, x, use_reentrant=reentrant).sum().backward()
+        torch.testing.assert_close(*runs)
 
 
 def test_functional_call_and_grad(pair: Any, x: Any, caplog: pytest.LogCaptureFixture) -> None:

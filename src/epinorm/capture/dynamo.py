@@ -206,6 +206,13 @@ class Callback:
         log_once(f"{self._name}: {code.co_qualname} runs its own code here, unfused ({reason})")
 
 
+run_last_first: Callable[[bool], None] = getattr(
+    torch._C._dynamo.eval_frame, "_set_lru_cache", lambda _: None
+)
+"""Whether of several graphs whose guards fit a frame the one runs that ran last, as PyTorch has it,
+or the one that was captured first. PyTorch 2.9 has but the one order."""
+
+
 def capture(
     model: nn.Module, backend: Backend, without_hooks: bool = False
 ) -> tuple[Callable[..., Any], Callback]:

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from epinorm.backends.prepack import marked
 from epinorm.backends.unpromised import saving_hooks
-from epinorm.capture.dynamo import Callback, capture
+from epinorm.capture.dynamo import Callback, capture, run_last_first
 from epinorm.capture.paying import Settings
 from epinorm.capture.rewriting import Recorder
 from epinorm.chain import Rounding
@@ -142,7 +142,15 @@ class Fused:
             return own(*args, **kwargs)
         before = self.recorder.uses.count
         run = self.run_unit if self.is_unit else self.captured
-        result = run(model, *args, **kwargs)
+        # Checkpointing runs a call again, which is to save, and to drop, the same.
+        may_be_run_again = model.training or saving_hooks(False) is not None
+        if may_be_run_again:
+            run_last_first(False)
+        try:
+            result = run(model, *args, **kwargs)
+        finally:
+            if may_be_run_again:
+                run_last_first(True)
         if self.callback.skipped:
             self.callback.trust()
             return result
