@@ -42,7 +42,7 @@ def update_running(mean: Tensor, variance: Tensor, statistics: Tensor, momentum:
     with torch.no_grad():
         is_alike = mean.dtype == variance.dtype == statistics.dtype
         # Inductor's backward pass writes over a buffer of which _foreach changed what it saved. In
-        # PyTorch 2.9 only AOTAutograd's modes show that a graph is compiled.
+        # PyTorch up to 2.11 only AOTAutograd's modes show that a graph is compiled.
         is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
         if is_alike and not is_traced:
             torch._foreach_lerp_(both, list(statistics.unbind()), momentum)
