@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch._dynamo import exc, symbolic_convert
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.output_graph import SubgraphTracer
 from torch._dynamo.variables import ConstantVariable, dicts
 from torch._dynamo.variables import functions as python_functions
 from torch._dynamo.variables import torch as torch_functions
 from torch.nn.modules import module as torch_modules
 
 from epinorm.capture.guards import here
+from epinorm.capture.handlers import is_handled
 
 _FAST_PATHS = "torch.nn.modules.transformer"
 """nn.TransformerEncoder leaves padding out in eval, by nested tensors, but not compiled."""
@@ -139,11 +141,27 @@ def _generators_wait() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _errors_are_handled() -> Iterator[None]:
+    """Leave to Python an operation that the model runs within a ``try`` or the like: in a graph it
+    would raise outside of that."""
+    create = SubgraphTracer.create_proxy
+
+    def created(self: Any, kind: str, *arguments: Any, **named: Any) -> Any:
+        if kind.startswith("call_") and is_handled(self.output_graph.current_tx):
+            raise exc.Unsupported("the model handles what an operation raises")
+        return create(self, kind, *arguments, **named)
+
+    with mock.patch.object(SubgraphTracer, create.__name__, here(created, create)):
+        yield
+
+
 _ALL: tuple[Callable[[], Any], ...] = (
     _answers_as_in_eager,  # and no other thread, for what follows
     _without_cycles,
     _warning_at_once,
     _generators_wait,
+    _errors_are_handled,
 )
 
 
