@@ -23,8 +23,9 @@ from epinorm.capture.rewriting import Recorder
 from epinorm.capture.sites import Captured, Site
 
 _NOT_CALLED = (
-    "It was not called since it was fused: call it as model(x), which is what is fused, or "
+    "Nothing was captured since it was fused: call it as model(x), which is what is fused, or "
     "explain(model, *inputs). Submodules that are called by themselves are to be fused themselves. "
+    "What cannot be captured, as a forward that is all within a try, runs its own code. "
     'Within torch.compile a model\'s own code runs: torch.compile(..., backend="epinorm") fuses it.'
 )
 _NOT_FUSED = "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
