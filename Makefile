@@ -59,7 +59,7 @@ figures: $(READY)  ## compile every kernel that the tests look at, and keep what
 	  $(BIN)/python tests/cuda/figures.py "$$folder"
 
 # CPU builds where TORCH_INDEX names their index; PyPI's for Linux hold CUDA, several GB each.
-TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.15.0
+TORCH_VERSIONS ?= 2.9.1 2.10.0 2.11.0 2.14.1 2.15.0
 matrix:  ## run the tests that need no GPU against TORCH_VERSIONS, an environment each in .matrix
 	@scripts/matrix.sh $(TORCH_VERSIONS) -- $(ARGS)
 
