@@ -369,19 +369,29 @@ def details_table(rows: Sequence[ModelRow]) -> str:
     """What verification, memory and coverage were."""
     heads = (
         *("model", "setting", "error, ours / eager", "gradients' error, ours / eager"),
-        *("peak MB, fused / eager", "chains that can be fused, other Linears fused"),
+        *("peak MB, fused / backend / eager", "cuBLAS besides"),
+        "chains that can be fused, other Linears fused",
     )
     cells = [
         [
             *(row.model, row.setting),
             pair(row.ours_error, row.eager_error, ".1e"),
             pair(row.ours_gradient_error, row.eager_gradient_error, ".1e"),
-            pair(row.fused_peak_mb, row.eager_peak_mb, ".0f"),
+            _each(row, "peak_mb"),
+            _each(row, "workspace_mb"),
             f"{row.fused_places} of {row.places}, {row.fused_linears} of {row.linears}",
         ]
         for row in rows
     ]
     return measured_table(heads, cells, rows)
+
+
+def _each(row: ModelRow, what: str) -> str:
+    """fused / backend / eager."""
+    found = [getattr(row, f"{name}_{what}") for name in (*OURS, "eager")]
+    return " / ".join(
+        "–" if mb is None else f"{mb:.0f}" if mb >= 100 else f"{mb:.4g}" for mb in found
+    )
 
 
 def exported_files(rows: Sequence[SuiteRow]) -> str:

@@ -89,7 +89,9 @@ def test_each_row_says_what_was_measured(rows: list[ModelRow]) -> None:
     for row in rows:
         assert row.eager_ms > 0
         assert row.fused_ms > 0
-        assert row.compile_ms is row.backend_ms is row.fused_peak_mb is None
+        assert (
+            row.compile_ms is row.backend_ms is row.fused_peak_mb is row.fused_workspace_mb is None
+        )
         assert set(row.spreads) == {"fused"}
         assert row.reasons is None
     assert 1e-9 < forward.ours_error <= 1.1 * forward.eager_error < 1e-5

@@ -43,8 +43,9 @@ class Problem:
     converted (``epinorm.prepack``), so that the plan need not count that.
     ``whole_step``: the backward pass follows in this process, and gets from the forward pass what
     is no output of the operators too. ``spends_x``: nobody reads x after the forward pass, whose
-    memory may be overwritten by it; in inference alone. ``column_moments``: what enters the norm
-    is the y of a product that leaves moments of its columns too, where its kernel can.
+    memory may be overwritten by it; in inference alone. ``spends_dy``: the same of dy and the
+    backward pass. ``column_moments``: what enters the norm is the y of a product that leaves
+    moments of its columns too, where its kernel can.
     """
 
     chain: Chain
@@ -63,6 +64,7 @@ class Problem:
     prepacked: bool = False
     whole_step: bool = False
     spends_x: bool = False
+    spends_dy: bool = False
     column_moments: bool = False
 
     @property

@@ -15,13 +15,15 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._inductor import compile_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from epinorm.backends import memo, unpromised
@@ -35,6 +37,7 @@ from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.hopper_tile import operand_slots
 from epinorm.backends.cuda.plan.norm_backward import backward_plans
 from epinorm.backends.cuda.runtime import device, driver, launch, replay, tensor_map
+from epinorm.capture.after_autograd import AfterAutograd
 from epinorm.chain import Chain, RMSNorm
 from epinorm.chain.reference import epilogue
 from epinorm.operator import calls, kinds
@@ -533,3 +536,21 @@ def streams(gpu: ImaginaryGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+    """What our pass makes of AOTAutograd's graphs, which run as they are: Inductor's own kernels
+    take seconds each to compile."""
+    made: list[fx.Graph] = []
+
+    def inner(gm: fx.GraphModule, *_: Any, **__: Any) -> fx.GraphModule:
+        AfterAutograd()(gm.graph)
+        gm.graph.lint()
+        gm.recompile()
+        made.append(gm.graph)
+        return gm
+
+    whole = partial(compile_fx.compile_fx, inner_compile=inner)
+    monkeypatch.setattr(compile_fx, "compile_fx", whole)
+    return made

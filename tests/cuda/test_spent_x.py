@@ -10,13 +10,11 @@ import ctypes
 import itertools
 import threading
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor import compile_fx
 from torch._inductor.utils import fresh_cache
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +23,6 @@ import epinorm
 from epinorm.backends.cuda.replayed import ReplayedForward
 from epinorm.backends.prepack import prepacked
 from epinorm.capture import rewriting
-from epinorm.capture.after_autograd import AfterAutograd
 from epinorm.capture.backend import compile_graph
 from epinorm.capture.paying import Settings
 from epinorm.operator import calls, dispatch
@@ -509,24 +506,6 @@ def test_what_is_tuned_is_what_the_call_was_given(gpu: Any) -> None:
     assert spent(gpu) == 6
     assert not any(problem.spends_x for problem, _ in found)
     assert all(inputs.x.isfinite().all() for _, inputs in found)
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
-    """What our pass makes of AOTAutograd's graphs, which run as they are: Inductor's own kernels
-    take seconds each to compile."""
-    made: list[fx.Graph] = []
-
-    def inner(gm: fx.GraphModule, *_: Any, **__: Any) -> fx.GraphModule:
-        AfterAutograd()(gm.graph)
-        gm.graph.lint()
-        gm.recompile()
-        made.append(gm.graph)
-        return gm
-
-    whole = partial(compile_fx.compile_fx, inner_compile=inner)
-    monkeypatch.setattr(compile_fx, "compile_fx", whole)
-    return made
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:

@@ -1,8 +1,8 @@
 """Every kind of norm kernel, of the portable kernel and of Hopper's once, small, for
 compute-sanitizer.
 
-`make sanitize-gpu` runs this file; ARGS names kinds of kernels: calls, repeated, norm, batch,
-portable, hopper, split, clusters, attention.
+`make sanitize-gpu` runs this file; ARGS names kinds of kernels: calls, repeated, over_dy, norm,
+batch, portable, hopper, split, clusters, attention.
 
 PyTorch's caching allocator must be off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): it hands out parts of
 large blocks, in which an access beyond a tensor's end is still inside an allocation.
@@ -39,6 +39,7 @@ from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.chain import Rounding
 from epinorm.operator.attention import attention
 from epinorm.operator.dispatch import Caller
+from epinorm.operator.schema import SPENDING_DY, linear_norm_backward, linear_norm_forward
 from epinorm.problem import Strategy, Wanted
 
 EVERY = Wanted(True, True, True, True, True, ())
@@ -128,6 +129,13 @@ REPEATED: tuple[tuple[int, int, int, Any, str, torch.dtype, Strategy, Rounding],
     (130, 136, 272, epinorm.GroupNorm(17), "mish", torch.float32, "single", "once"),
     (1024, 512, 768, epinorm.LayerNorm(), "mul_row|add_residual", torch.float32, "planes", "once"),
     (70, 200, 1024, epinorm.LayerNorm(num_groups=8), "", torch.bfloat16, "single", "once"),
+)
+# Rows, K, N, chain.
+OVER_DY = (
+    (130, 72, 256, "group_norm(32)|silu"),
+    (70, 72, 1000, "layer_norm(1e-05)|silu"),
+    (9, 40, 40000, "rms_norm(1e-05)|silu"),
+    (1030, 512, 384, "gelu"),
 )
 # Of attention: queries, keys, width of a head, in blocks that are not full and in full ones.
 ATTENTION = ((100, 70, 64), (128, 128, 64), (65, 130, 128))
@@ -348,6 +356,23 @@ def step(
     return node
 
 
+def written_over_dy() -> None:
+    """dz, in a lane's rows, a block's, and blocks' that share a row; as planes before, or not."""
+    for m, k, n, chain in OVER_DY:
+        sizes = [(m, k), (n, k), *[(n,)] * (3 if "norm" in chain else 1)]
+        tensors = [torch.randn(size, device="cuda") for size in sizes]
+        tensors[0][3] *= 1e-30
+        given: list[Any] = [*tensors, *[None] * (5 - len(tensors)), []]
+        facts = (chain, "auto", False, None)
+        y, *kept = linear_norm_forward(*given, *facts)
+        wanted = [t is not None for t in given[:5]]
+        spending = SPENDING_DY[linear_norm_backward, sum(wanted)]
+        found = spending(torch.randn_like(y), *given, *kept, *facts, wanted)
+        torch.cuda.synchronize()
+        assert all(bool(t.isfinite().all()) for t in found), (n, chain)
+        print(f"dz over dy, {m} x {n}, {chain}: done", flush=True)
+
+
 def batch_kernels() -> None:
     """BatchNorm's, of strips that are not full and of one row less than a pass, by planes too."""
     chain = "mul_channel|add_residual|batch_norm(1e-05)|silu|dropout(0.1)|mul_channel"
@@ -397,6 +422,7 @@ BATCH: list[tuple[int, int, int, torch.dtype, Strategy]] = [
 KERNELS = {
     "calls": calls,
     "repeated": repeated_calls,
+    "over_dy": written_over_dy,
     "norm": norm_kernels,
     "portable": portable_kernels,
     "hopper": hopper_kernels,

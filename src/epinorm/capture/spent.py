@@ -1,4 +1,4 @@
-"""Which calls of ours are the last to read their x, so that its memory may be written over.
+"""Which calls of ours are the last to read their x or dy, so that its memory may be written over.
 
 x is what another of our calls has just made, and stands in the graph in one place alone: no result
 of the graph, residual or view. What hooks, attributes and graph breaks take of a module's result is
@@ -6,21 +6,36 @@ a result of the graph. The call itself sees what no graph shows: gradients, and 
 (``Caller.spending``).
 
 Behind AOTAutograd the graph shows gradients too: what the backward pass reads is a result of the
-forward graph. There operators take the calls' places, and views are nodes that write nothing.
+forward graph. There operators take the calls' places, and views are nodes that write nothing. In a
+backward graph a layer's dy is what another of our operators has just made of the next layer's.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from epinorm.chain import Chain
 from epinorm.operator import dispatch
 from epinorm.operator.dispatch import Caller
-from epinorm.operator.schema import SPENDING_X, linear_norm, linear_norm_sum
+from epinorm.operator.halves import dz_is_given
+from epinorm.operator.schema import (
+    SPENDING_DY,
+    SPENDING_X,
+    linear_norm,
+    linear_norm_backward,
+    linear_norm_backward_begin,
+    linear_norm_backward_end,
+    linear_norm_sum,
+)
 
+_BACKWARD = (linear_norm_backward, linear_norm_backward_begin)
+_WANTED = 14
+"""The place of ``wanted`` among their arguments."""
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 """Of y, which is contiguous, all of its memory again."""
 
@@ -48,27 +63,42 @@ def _is_made(x: fx.Node) -> bool:
 
 
 def let_operators_spend(graph: fx.Graph) -> None:
-    """The same in a graph that AOTAutograd made: those operators that may write over their x say so
-    from now on."""
+    """The same in a graph that AOTAutograd made: those operators that may write over their x or dy
+    say so from now on."""
     for node in graph.nodes:
-        if node.target in SPENDING_X and _reads_it_last(node):
+        if node.target in SPENDING_X and _reads_x_last(node):
             node.target = SPENDING_X[node.target]
+        elif node.target in _BACKWARD and _reads_dy_last(node):
+            found = SPENDING_DY.get((node.target, len(node.meta["val"])))
+            node.target = node.target if found is None else found
 
 
-def _reads_it_last(reader: fx.Node) -> bool:
+def _reads_x_last(reader: fx.Node) -> bool:
     arguments: Any = reader.args
     *given, operands, _, _, _, out_dtype = arguments
-    x = given[0]
-    value = x.meta.get("val")
+    return out_dtype is None and _is_last(given[0], [*given, *operands], _is_y)
+
+
+def _reads_dy_last(reader: fx.Node) -> bool:
+    arguments: Any = reader.args
+    dy, *given, operands, z, mean, rstd, chain, _, _, out_dtype, wanted = arguments[: _WANTED + 1]
+    if out_dtype is not None or dz_is_given(Chain.parse(chain), wanted):
+        return False
+    more = [*arguments[_WANTED + 1 :], *reader.kwargs.values()]
+    return _is_last(dy, [dy, *given, *operands, z, mean, rstd, *more], _is_dx)
+
+
+def _is_last(read: fx.Node, given: list[Any], is_made: Callable[[fx.Node], bool]) -> bool:
+    """Whether what is read is what one of ours has made, fp32, for this call and, of all that this
+    is given, for this argument alone."""
+    value = read.meta.get("val")
     if not isinstance(value, Tensor) or value.dtype != torch.float32:
         return False
-    if value.device.type not in dispatch.SPENDING:
+    if value.device.type not in dispatch.SPENDING or given.count(read) > 1:
         return False
-    if out_dtype is not None or [*given, *operands].count(x) > 1:
-        return False
-    while x.target in _VIEWS and _has_one_reader(x):
-        x = x.args[0]
-    return _has_one_reader(x) and _is_y(x)
+    while read.target in _VIEWS and _has_one_reader(read):
+        read = read.args[0]  # type: ignore[assignment]
+    return _has_one_reader(read) and is_made(read)
 
 
 def _has_one_reader(x: fx.Node) -> bool:
@@ -83,3 +113,13 @@ def _is_y(x: fx.Node) -> bool:
     made, index = x.args
     sums = linear_norm_sum, SPENDING_X[linear_norm_sum]
     return getattr(made, "target", None) in sums and bool(index == 0)
+
+
+def _is_dx(read: fx.Node) -> bool:
+    """Whether it is an x's gradient by one of our operators, which has memory of its own."""
+    if read.target is not operator.getitem:
+        return read.target is linear_norm_backward_end
+    made, index = read.args
+    spending = [SPENDING_DY[key] for key in SPENDING_DY if key[0] is linear_norm_backward]
+    of_x = getattr(made, "target", None) in (linear_norm_backward, *spending)
+    return of_x and bool(index == 0) and bool(made.args[_WANTED][0])  # type: ignore[union-attr,index]

@@ -108,9 +108,10 @@ def executable_of(
     whole_step: bool = False,
     y_size: tuple[int, ...] | None = None,
     spends_x: bool = False,
+    spends_dy: bool = False,
 ) -> Executable:
     """What computes tensors like ``inputs``, which are dense; y_size: of y where its leading
-    dimensions are not folded. whole_step, spends_x: see ``Problem``."""
+    dimensions are not folded. whole_step and the rest: see ``Problem``."""
     x, weight, bias, norm_weight, norm_bias, operands, _ = inputs
     device = x.device
     chain, text, *_, has_rows = _structure_of(facts[0])
@@ -120,7 +121,8 @@ def executable_of(
     precision = _precision(x, weight)
     prepacked = bool(marked) and keeps(weight)
     key = (
-        *(text, *facts[1:], training, whole_step, spends_x, y_size, precision, prepacked),
+        *(text, *facts[1:], training, whole_step, spends_x, spends_dy),
+        *(y_size, precision, prepacked),
         *(x.shape, x.stride(), x.dtype, device),
         *(weight.shape, weight.stride(), weight.dtype, weight.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device),
@@ -133,7 +135,8 @@ def executable_of(
         return found
     if len(_executables) >= _MOST_EXECUTABLES:
         _executables.clear()
-    problem = _problem(inputs, chain, facts, training, prepacked, whole_step, spends_x)
+    spends = spends_x, spends_dy
+    problem = _problem(inputs, chain, facts, training, prepacked, whole_step, *spends)
     for tell in planned:
         tell(problem, inputs)
     layout = Layout(x.stride(0), weight.stride(0), y_size or (problem.m, problem.n))
@@ -154,6 +157,7 @@ def _problem(
     prepacked: bool,
     whole_step: bool,
     spends_x: bool,
+    spends_dy: bool,
 ) -> Problem:
     x = inputs.x
     out_dtype = facts[3] or x.dtype
@@ -175,6 +179,7 @@ def _problem(
         prepacked=prepacked and not training,
         whole_step=whole_step,
         spends_x=spends_x,
+        spends_dy=spends_dy,
     )
 
 
@@ -286,15 +291,17 @@ def executable_for_call(
     whole_step: bool = False,
     y_size: tuple[int, ...] | None = None,
     spends_x: bool = False,
+    spends_dy: bool = False,
 ) -> Executable:
-    """What computes tensors in the order of ``Inputs``, dense or not; y_size, spends_x: see
+    """What computes tensors in the order of ``Inputs``, dense or not; y_size and the rest: see
     ``executable_of``."""
     given = Inputs(*(*tensors, constants_of(facts)))
     dense = _inputs(tensors, given.constants)
     copied = facts[1] == "auto" and dense.weight is not given.weight
     if copied and dense.x.device.type == "cpu" and len(dense.x) < _ROWS_WORTH_A_COPY:
         facts = (facts[0], "reference", *facts[2:])
-    executable = executable_of(dense, facts, training, whole_step, y_size, spends_x)
+    spends = spends_x, spends_dy
+    executable = executable_of(dense, facts, training, whole_step, y_size, *spends)
     return executable if _are_same(given, dense) else _Copying(executable)
 
 
@@ -322,6 +329,7 @@ def run_backward(
     left: StepLeftovers | None = None,
     into: Tensor | None = None,
     later: Later | None = None,
+    spends_dy: bool = False,
 ) -> list[Tensor]:
     """Compute the wanted gradients, in the order of ``Inputs``; kept: ``Forward.saved``,
     mean and rstd, which a backend lets go of when it has read them if this is the only list of
@@ -330,13 +338,13 @@ def run_backward(
     executable: what the forward pass was computed by; left: what it left, see ``StepForward``.
     into: a tensor like the weight that dW may be added to; where it was, it stands in dW's place.
     later: as ``Executable.backward`` takes it; where something was put there, dX is not among the
-    gradients.
+    gradients. spends_dy: see ``Problem``.
     """
     if executable is not None and _has_the_set_precision(executable.problem):
         inputs, dense = Inputs._make((*tensors, constants_of(facts))), kept
     else:
         inputs = _inputs(tensors, constants_of(facts))
-        executable, left = executable_of(inputs, facts, True), None
+        executable, left = executable_of(inputs, facts, True, spends_dy=spends_dy), None
         problem = executable.problem
         check_backward(dy, inputs, kept, problem.chain, problem.out_dtype, wanted, dsum)
         dense = [as_dense(t).contiguous() for t in kept]  # a hook may have handed back anything

@@ -48,8 +48,8 @@ def _register(counter: ModuleType) -> None:
         *(ops.linear_norm_sum, ops.linear_norm_sum_forward, ops.linear_norm_sum_spending_x),
     ]
     register(computing_y)(_forward)
-    register(ops.linear_norm_backward)(_backward)
-    register(ops.linear_norm_backward_begin)(_begin)
+    register([ops.linear_norm_backward, ops.linear_norm_backward_spending_dy])(_backward)
+    register([ops.linear_norm_backward_begin, ops.linear_norm_backward_begin_spending_dy])(_begin)
     register(ops.linear_norm_backward_end)(_end)
 
 

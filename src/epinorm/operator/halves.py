@@ -35,11 +35,14 @@ def pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool], fact
     if not all(isinstance(size, int) for size in sizes):
         return False
     m, k, n = sizes
-    chain = Chain.parse(facts[0])
-    residual = bool(chain.pre) and chain.pre[0].name == "add_residual"
-    dz_is_given = chain.is_linear or (residual and wanted[Inputs._fields.index("operands")])
     large = LARGE.get(product_precision(x.dtype, x.device.type, sizes), math.inf)
-    return m > n and m * k * n >= large and not dz_is_given
+    return m > n and m * k * n >= large and not dz_is_given(Chain.parse(facts[0]), wanted)
+
+
+def dz_is_given(chain: Chain, wanted: Sequence[bool]) -> bool:
+    """Whether dz, the gradient of the linear's result, is dy or a gradient too."""
+    residual = bool(chain.pre) and chain.pre[0].name == "add_residual"
+    return chain.is_linear or (residual and wanted[Inputs._fields.index("operands")])
 
 
 _REST = "epinorm_rest"

@@ -9,7 +9,9 @@ given until it ends, and so gives dy and z back before dX is allocated. ``linear
 the batch's statistics, in the sum's place. Registered by
 ``Library.define/impl``, whose calls cost a third of ``torch.library.custom_op``'s.
 
-``linear_norm_spending_x`` and ``linear_norm_sum_spending_x`` may write over x (``SPENDING_X``).
+``linear_norm_spending_x`` and ``linear_norm_sum_spending_x`` may write over x (``SPENDING_X``),
+``linear_norm_backward_spending_dy`` and ``linear_norm_backward_begin_spending_dy`` over dy
+(``SPENDING_DY``).
 """
 
 from __future__ import annotations
@@ -53,14 +55,13 @@ def _forward_kernel(*arguments: Any) -> tuple[Tensor, ...]:
     return distinct(run_forward(arguments[:6], arguments[6:]))
 
 
-def _backward_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:
-    return run_backward(rest[:6], rest[9:13], rest[6:9], dy, *rest[13:])
+def _backward_kernel(dy: Tensor, *rest: Any, **more: Any) -> list[Tensor]:
+    return run_backward(rest[:6], rest[9:13], rest[6:9], dy, *rest[13:], **more)
 
 
-def _begin_kernel(dy: Tensor, *rest: Any) -> list[Tensor]:
+def _begin_kernel(dy: Tensor, *rest: Any, **more: Any) -> list[Tensor]:
     later: Later = []
-    run = partial(run_backward, later=later)
-    return begun(run(rest[:6], rest[9:13], rest[6:9], dy, *rest[13:]), later, dy)
+    return begun(_backward_kernel(dy, *rest, later=later, **more), later, dy)
 
 
 def _end_kernel(token: Tensor, weight: Tensor, m: int, k: int) -> Tensor:
@@ -157,6 +158,26 @@ for _operator in (linear_norm_forward, linear_norm_sum_forward):
 shorten_backward(linear_norm_backward)
 shorten_backward(linear_norm_backward_begin, begins=True)
 shorten_end(linear_norm_backward_end)
+SPENDING_DY: dict[tuple[Any, int], Any] = {}
+"""What takes an operator's place, by it and how many gradients it returns, where nobody reads dy
+afterwards. TorchInductor holds an operator that writes over an argument only where each of its
+results stands in its schema, so it has an overload for each count."""
+MOST_GRADIENTS = 6
+for _operator, _run, _run_fake in (
+    (linear_norm_backward, _backward_kernel, _fake_backward),
+    (linear_norm_backward_begin, _begin_kernel, _fake_begin),
+):
+    _of = _operator._schema.name.removeprefix("epinorm::") + "_spending_dy"
+    for _count in range(2, MOST_GRADIENTS + 1):
+        _name, _results = f"{_of}.of_{_count}", ", ".join(["Tensor"] * _count)
+        _schema = _BACKWARD.replace("Tensor dy", "Tensor(a!) dy", 1).split(" -> ")[0]
+        _tags = (torch.Tag.pt2_compliant_tag,)
+        library.define(f"{_name}{_schema} -> ({_results})", tags=_tags)
+        library.impl(_name, partial(_run, spends_dy=True), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"epinorm::{_name}", _run_fake, lib=library)
+        _made = getattr(getattr(torch.ops.epinorm, _of), f"of_{_count}")
+        shorten_backward(_made, begins=_run is _begin_kernel, spends_dy=True)
+        SPENDING_DY[_operator, _count] = _made
 register_formulas()
 SPENDING_X = {linear_norm: linear_norm_spending_x, linear_norm_sum: linear_norm_sum_spending_x}
 """What takes an operator's place where nobody reads x afterwards, and leaves anything there. Behind

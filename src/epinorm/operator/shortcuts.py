@@ -118,10 +118,10 @@ def shorten_forward(operator: Any, training: bool, spends_x: bool = False) -> No
     operator._op = call
 
 
-def shorten_backward(operator: Any, begins: bool = False) -> None:
+def shorten_backward(operator: Any, begins: bool = False, spends_dy: bool = False) -> None:
     """Let ``linear_norm_backward``, or ``linear_norm_backward_begin`` if it begins, be called
-    without dispatch."""
-    name = operator.name()
+    without dispatch; or one of ``SPENDING_DY``."""
+    name, returned = operator.name(), list if len(operator._schema.returns) == 1 else tuple
     long: Callable[..., Any] | None = getattr(operator, "_op", None)
     if long is None:
         return
@@ -138,7 +138,7 @@ def shorten_backward(operator: Any, begins: bool = False) -> None:
         read = (dy, x, weight, bias, norm_weight, norm_bias, *operands, dsum, z, mean, rstd)
         made = native.find(read)
         if made is not None:
-            return list(made)
+            return returned(made)
         if not is_undisturbed():
             return long(*arguments)
         kinds, constants = _known(name, *facts, getattr(weight, "shape", None))
@@ -160,7 +160,7 @@ def shorten_backward(operator: Any, begins: bool = False) -> None:
             made = calls.in_order(
                 executable.backward(inputs, kept, dy, want, None, None, dsum, later)
             )
-            return made if later is None else begun(made, later, dy)
+            return returned(made if later is None else begun(made, later, dy))
         result = long(*arguments)
 
         def make() -> _FoundBackward | None:
@@ -169,7 +169,9 @@ def shorten_backward(operator: Any, begins: bool = False) -> None:
                 calls.as_dense(t) is t and t.is_contiguous() for t in kept
             ):
                 return None
-            executable = calls.executable_for_call(arguments[1:7], tuple(facts), True)
+            executable = calls.executable_for_call(
+                arguments[1:7], tuple(facts), True, spends_dy=spends_dy
+            )
             copies = any(t is not None and calls.as_dense(t) is not t for t in (dy, dsum))
             return _FoundBackward(executable, calls.wanted_of(wanted), copies)
 

@@ -222,3 +222,18 @@ def peak_memory_mb(runner: Runner, device: torch.device) -> float | None:
     del kept
     runner.prepare()
     return peak / 1e6
+
+
+def workspace_mb(runner: Runner, device: torch.device) -> float | None:
+    """What cuBLAS works in that PyTorch allocates for a run's first product and keeps, in 10^6
+    bytes; beside ``peak_memory_mb``, where it is there before. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch._C._cuda_clearCublasWorkspaces()
+    runner.prepare()
+    runner.run()
+    runner.prepare()
+    torch.cuda.synchronize(device)
+    held = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return (held - torch.cuda.memory_allocated(device)) / 1e6

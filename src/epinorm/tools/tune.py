@@ -120,7 +120,7 @@ def recorded() -> Iterator[list[tuple[Problem, Inputs]]]:
             return  # no tile of the single kernel has all rows
         if problem.spends_x:
             inputs = inputs._replace(x=inputs.x.clone())
-        problem = dataclasses.replace(problem, whole_step=False, spends_x=False)
+        problem = dataclasses.replace(problem, whole_step=False, spends_x=False, spends_dy=False)
         if problem not in found:
             found[problem] = inputs
             result.append((problem, inputs))

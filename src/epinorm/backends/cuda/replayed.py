@@ -284,24 +284,27 @@ class _ReplayedRest:
         return dx
 
 
-def _carried(later: Later | None) -> list[Tensor]:
-    return later[0].carried if later else []
+def _carried(later: Later | None, dy: Tensor) -> list[Tensor]:
+    """What is carried over besides dy."""
+    return [t for t in later[0].carried if t is not dy] if later else []
 
 
 class _KnownBackward(NamedTuple):
     """How to repeat a backward pass with these constants; there: which gradients it gives, rest:
-    what takes the results behind them, if x's is left for later."""
+    what takes the results behind them, if x's is left for later, and carries_dy: that too."""
 
     program: Any
     constants: tuple[float, ...]
     there: list[bool]
     rest: _ReplayedRest | None
+    carries_dy: bool
 
-    def gradients(self, made: list[Tensor], later: Later | None) -> Gradients:
+    def gradients(self, made: list[Tensor], later: Later | None, dy: Tensor) -> Gradients:
         results = iter(made)
         fields = [next(results) if is_there else None for is_there in self.there]
         if self.rest is not None and later is not None:
-            later.append(Rest(list(results), self.rest))
+            # dz, over it, is the last (plane_products.py).
+            later.append(Rest([*results, *[dy] * self.carries_dy], self.rest))
         return Gradients._make((*fields[: len(_SINGLE)], tuple(fields[len(_SINGLE) :])))
 
 
@@ -360,7 +363,7 @@ class ReplayedBackward:
                 kept.clear()
                 if left is not None:
                     left.restrict(False, False)
-                return found[0].gradients(found[0].program(given), later)
+                return found[0].gradients(found[0].program(given), later, dy)
             del given
         if found or not recorder.wants(dy.device):
             del planes
@@ -371,12 +374,13 @@ class ReplayedBackward:
         gradients, program = recorder.record(
             lambda: run(inputs, kept, dy, want, left),
             given,
-            lambda made: _there((*made[:5], *made.operands, *_carried(later))),
+            lambda made: _there((*made[:5], *made.operands, *_carried(later, dy))),
         )
         if program is not None:
             there = [t is not None for t in (*gradients[:5], *gradients.operands)]
             rest = _ReplayedRest(later[0].compute) if later else None
-            found.append(_KnownBackward(program, inputs.constants, there, rest))
+            carries_dy = any(t is dy for rest in later or () for t in rest.carried)
+            found.append(_KnownBackward(program, inputs.constants, there, rest, carries_dy))
             backward = self.native(inputs.constants)
             if backward is not None and later is None:
                 backward.add(_flags(want, has_planes), program)

@@ -23,7 +23,13 @@ from epinorm.tools.models.subject import Setting, Subject, dropout_off, most_dro
 from epinorm.tools.models.verify import Judged, compare_candidate, judge, truth_of
 from epinorm.tools.progress import Notify, in_a_line, silent
 from epinorm.tools.results import measured_on
-from epinorm.tools.timing import Settings, peak_memory_mb, sample_interleaved, wall_times
+from epinorm.tools.timing import (
+    Settings,
+    peak_memory_mb,
+    sample_interleaved,
+    wall_times,
+    workspace_mb,
+)
 from epinorm.tools.verdict import spreads
 
 FEW_RUNS = Settings(runs=12, warmup=3, cpu_runs=3, cpu_seconds=4.0, wall_calls=30, wall_blocks=3)
@@ -192,6 +198,7 @@ def _measure(
             values[f"{name}_wall_ms"] = None if wall is None else wall / 1000
     for name, runner in runners.items():
         values[f"{name}_peak_mb"] = peak_memory_mb(runner, device)
+        values[f"{name}_workspace_mb"] = workspace_mb(runner, device)
     shown = {name: runners[name] for name in ("eager", *OURS) if name in runners}
     values["families"] = families_of(shown, device)
     return values

@@ -21,7 +21,8 @@ _SETTINGS = ("highest", "high", "bf16", "bf16-autocast")
 @dataclass(frozen=True)
 class ModelRow(JsonRow):
     """One model, setting and pass. Times in ms: by CUDA's events, and ``wall`` from call to call in
-    a loop; memory in 10^6 bytes; None: not there.
+    a loop; memory in 10^6 bytes, ``workspace`` what a process that runs nothing else holds besides
+    for the library's products; None: not there.
 
     ``ours_error`` and ``eager_error`` are relative to float64's output, the ``gradient`` ones those
     of all gradients together; ours is that of ``fused``. What is not verified has no times.
@@ -61,6 +62,10 @@ class ModelRow(JsonRow):
     compile_peak_mb: float | None = None
     fused_peak_mb: float | None = None
     backend_peak_mb: float | None = None
+    eager_workspace_mb: float | None = None
+    compile_workspace_mb: float | None = None
+    fused_workspace_mb: float | None = None
+    backend_workspace_mb: float | None = None
     ours_error: float | None = None
     eager_error: float | None = None
     ours_gradient_error: float | None = None

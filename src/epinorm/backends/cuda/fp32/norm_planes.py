@@ -264,6 +264,7 @@ def planes_source(
     more = {
         "kSumsGiven": 0,
         "kRaggedRows": 0,
+        "kOwnsDy": 0,
         "kEveryGroup": plan.strips * plan.tile.groups_per_block == problem.groups,
         "kStrips": plan.strips,
         "kStages": plan.stages,

@@ -18,6 +18,7 @@ from epinorm.backends.cuda.norm.backward_text import (
     row_sums_source,
 )
 from epinorm.backends.cuda.norm.text import chain_signature, matrix_arguments, parameters_at
+from epinorm.backends.cuda.plan.gradients import residual_has_dz
 from epinorm.backends.cuda.plan.norm_backward import Outputs
 from epinorm.backends.cuda.plan.norm_tile import LARGEST_ACCESS_BYTES, WARP, ceil_div, vector_width
 from epinorm.backends.cuda.runtime.device import arch_of, sm_count
@@ -154,6 +155,7 @@ class NormBackward:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.vectors = problem, Vectors(problem)
         self.dz_is_dy = problem.chain.is_linear
+        self.spends_dy = problem.spends_dy and problem.out_dtype == problem.dtype
         self.launches: dict[tuple[int, Wanted, bool, bool, bool], _Launches] = {}
 
     def __call__(
@@ -172,8 +174,11 @@ class NormBackward:
         into planes; what their scales are made from is computed as well. Where nothing but a bias
         follows the linear layer, dz is dy itself, which is contiguous then. ``if_wanted``: the
         address of a 4-byte word on the GPU; where that is 0 by then, nothing is computed. ``dz``:
-        (M, N), contiguous, that dz is written to in place of a new one."""
+        (M, N), contiguous, that dz is written to in place of a new one; else it is dy, where the
+        problem ``spends_dy`` and dz is no gradient too."""
         vector, matrices, parameters = self.vectors(inputs, kept, dy)
+        if dz is None and self.spends_dy and dy.is_contiguous():
+            dz = None if residual_has_dz(self.problem, want) else dy
         largest = splits_for(factors)
         key = (vector, want, *largest, if_wanted != 0)
         launches = self.launches.get(key)

@@ -26,6 +26,7 @@ def backward_source(
 ) -> KernelSource:
     """The main kernel of this problem, plan and outputs for one architecture."""
     more = {"kSumsGiven": plan.row_sums is not None, "kEveryGroup": 0, "kRaggedRows": 1}
+    more["kOwnsDy"] = problem.spends_dy
     extra = output_text(outputs) + last_parameters(outputs)
     text = norm_text("norm/norm_backward", problem, plan.tile, more, extra)
     return KernelSource("norm_backward", text, arch)

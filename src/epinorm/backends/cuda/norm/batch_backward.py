@@ -47,7 +47,7 @@ groups. Then the operands, their gradients, and `Factors` and `Largest` where dz
 
 def backward_source(problem: Problem, tile: NormTile, outputs: Outputs, arch: str) -> KernelSource:
     """The kernel of the pass that has these outputs: gamma's and beta's gradients, or all else."""
-    more = {"kSumsGiven": 1, "kEveryGroup": 0, "kRaggedRows": 1}
+    more = {"kSumsGiven": 1, "kEveryGroup": 0, "kRaggedRows": 1, "kOwnsDy": 0}
     more["kFinishes"] = not (outputs.gamma or outputs.beta)
     extra = output_text(outputs) + last_parameters(outputs)
     text = norm_text("norm/batch_backward", problem, tile, more, extra)

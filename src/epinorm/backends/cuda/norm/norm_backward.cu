@@ -87,9 +87,10 @@ EPINORM_FUNCTION void backward_rows(TeamType team, const Columns& here, const Te
   }
 }
 
-// dz may be written over z (runtime/prepared.py): each thread reads its part of z before it writes there.
+// dz may be written over z (runtime/prepared.py), and with kOwnsDy over dy: each thread reads its part before it
+// writes there.
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
-norm_backward(const Y* __restrict__ dy, i64 dy_stride, const S* z, i64 z_stride,
+norm_backward(const Y* dy, i64 dy_stride, const S* z, i64 z_stride,
               const T* __restrict__ mean, const T* __restrict__ rstd,
               const T* __restrict__ row_sums, const Z* __restrict__ bias,
               const P* __restrict__ gamma, const P* __restrict__ beta, Z* __restrict__ dz,

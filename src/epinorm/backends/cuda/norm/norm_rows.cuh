@@ -118,7 +118,11 @@ struct Pass {
       for (int e = 0; e < kVectors; ++e)
         if (in_rows && here.inside(e)) {
           z[u][e].load_own(from.z + row * from.z_stride + here.column(e));
-          dy[u][e].load(from.dy + row * from.dy_stride + here.column(e));
+          const Y* const at = from.dy + row * from.dy_stride + here.column(e);
+          if (kOwnsDy)
+            dy[u][e].load_own(at);
+          else
+            dy[u][e].load(at);
           elements[u][e].load(from.from, row, here.column(e));
         }
     }

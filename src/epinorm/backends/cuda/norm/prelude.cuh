@@ -11,7 +11,7 @@ constexpr int kChannels = 32, kVector = 4, kLanes = 8, kVectors = 1, kRows = 1;
 constexpr int kWarpsX = 1, kWarpsY = 1, kMinBlocksPerSm = 1;
 constexpr int kCacheAffine = 1, kPrefetch = 0, kAddsBias = 1, kHasGamma = 1, kHasBeta = 1;
 constexpr int kKeepStatistics = 1, kWritesSum = 0, kCached = 0;
-constexpr int kSumsGiven = 0, kEveryGroup = 0, kRaggedRows = 0;
+constexpr int kSumsGiven = 0, kEveryGroup = 0, kRaggedRows = 0, kOwnsDy = 0;
 constexpr int kFinishes = 1, kStatisticsRows = 8, kMomentRows = 64, kFromLast = 0;
 constexpr int kJoinColumns = 32;
 constexpr int kSumGamma = 0, kSumBeta = 1, kSumBias = 2, kSums = 3;
