@@ -369,7 +369,7 @@ def details_table(rows: Sequence[ModelRow]) -> str:
     """What verification, memory and coverage were."""
     heads = (
         *("model", "setting", "error, ours / eager", "gradients' error, ours / eager"),
-        *("peak MB, fused / backend / eager", "cuBLAS besides"),
+        "peak MB + what cuBLAS works in, fused / backend / eager",
         "chains that can be fused, other Linears fused",
     )
     cells = [
@@ -377,8 +377,7 @@ def details_table(rows: Sequence[ModelRow]) -> str:
             *(row.model, row.setting),
             pair(row.ours_error, row.eager_error, ".1e"),
             pair(row.ours_gradient_error, row.eager_gradient_error, ".1e"),
-            _each(row, "peak_mb"),
-            _each(row, "workspace_mb"),
+            " / ".join(_memory(row, name) for name in (*OURS, "eager")),
             f"{row.fused_places} of {row.places}, {row.fused_linears} of {row.linears}",
         ]
         for row in rows
@@ -386,12 +385,10 @@ def details_table(rows: Sequence[ModelRow]) -> str:
     return measured_table(heads, cells, rows)
 
 
-def _each(row: ModelRow, what: str) -> str:
-    """fused / backend / eager."""
-    found = [getattr(row, f"{name}_{what}") for name in (*OURS, "eager")]
-    return " / ".join(
-        "–" if mb is None else f"{mb:.0f}" if mb >= 100 else f"{mb:.4g}" for mb in found
-    )
+def _memory(row: ModelRow, name: str) -> str:
+    """Before cuBLAS' part was measured, without it."""
+    found = [getattr(row, f"{name}_{what}_mb") for what in ("peak", "workspace")]
+    return " + ".join(f"{mb:.0f}" for mb in found if mb is not None) or "–"
 
 
 def exported_files(rows: Sequence[SuiteRow]) -> str:
