@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from epinorm.capture import casts, spent
 from epinorm.chain import dropout
 from epinorm.chain.dropout import draw_operator
-from epinorm.operator import dispatch, schema
+from epinorm.operator import dispatch, halves, schema
 
 
 class KeepsSeeds(CustomGraphPass):
@@ -36,5 +36,5 @@ class AfterAutograd(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What Inductor's cache of graphs tells this pass from others by."""
-        files = [module.__file__ for module in (casts, spent, dispatch, schema)]
+        files = [module.__file__ for module in (casts, spent, dispatch, halves, schema)]
         return get_hash_for_files((__file__, *map(str, files)))
