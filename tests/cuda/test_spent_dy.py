@@ -95,6 +95,17 @@ class Plain(Net):
         super().__init__(block(), nn.Linear(N, N), block())
 
 
+class Product(Net):
+    """dX of the last is a product of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(N, N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) @ self.weight
+
+
 class Residual(Net):
     """dz of b is the gradient of what is added as well; a's is made of two."""
 
@@ -199,9 +210,10 @@ def test_who_spends_dy(gpu: Any, graphs: Any, kind: type[Net]) -> None:
     assert gpu.replayed
 
 
-def test_inductors_own_code(gpu: Any) -> None:
+@pytest.mark.parametrize("kind", [Net, Product])
+def test_inductors_own_code(gpu: Any, kind: type[Net]) -> None:
     """There is no kernel of its own in it. Once more from its cache of graphs."""
-    model = Net()
+    model = kind()
     with fresh_cache():
         for hits in (0, 2):
             torch._dynamo.reset()

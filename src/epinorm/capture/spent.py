@@ -7,7 +7,7 @@ a result of the graph. The call itself sees what no graph shows: gradients, and 
 
 Behind AOTAutograd the graph shows gradients too: what the backward pass reads is a result of the
 forward graph. There operators take the calls' places, and views are nodes that write nothing. In a
-backward graph a layer's dy is what another of our operators has just made of the next layer's.
+backward graph a layer's dy is mostly what has just been made of the next layer's.
 """
 
 from __future__ import annotations
@@ -116,9 +116,10 @@ def _is_y(x: fx.Node) -> bool:
 
 
 def _is_dx(read: fx.Node) -> bool:
-    """Whether it is an x's gradient by one of our operators, which has memory of its own."""
+    """Whether it is an x's gradient by one of our operators, or a product of PyTorch's as a Linear
+    makes it, which have memory of their own."""
     if read.target is not operator.getitem:
-        return read.target is linear_norm_backward_end
+        return read.target in (linear_norm_backward_end, torch.ops.aten.mm.default)
     made, index = read.args
     spending = [SPENDING_DY[key] for key in SPENDING_DY if key[0] is linear_norm_backward]
     of_x = getattr(made, "target", None) in (linear_norm_backward, *spending)
