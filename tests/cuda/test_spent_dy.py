@@ -22,7 +22,12 @@ from epinorm.capture import rewriting
 from epinorm.capture.backend import compile_graph
 from epinorm.capture.paying import Settings
 from epinorm.operator import dispatch, halves
-from epinorm.operator.schema import SPENDING_DY, linear_norm_backward, linear_norm_backward_begin
+from epinorm.operator.schema import (
+    SPENDING_DY,
+    linear_norm_backward,
+    linear_norm_backward_begin,
+    linear_norm_backward_end,
+)
 from epinorm.problem import Forward, Gradients, Inputs, Rest, Wanted
 from epinorm.tools.tune import recorded
 
@@ -348,5 +353,28 @@ def test_halves_spend(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(model, made, x)
     assert seen == [False, True, True]
     begun = [SPENDING_DY[linear_norm_backward_begin, 3]] * 2
-    targets = [node.target for graph in graphs for node in graph.nodes]
-    assert [t for t in targets if t in SPENDING_DY.values()] == begun
+    nodes = [node for graph in graphs for node in graph.nodes]
+    spending = [node for node in nodes if node.target in SPENDING_DY.values()]
+    assert [node.target for node in spending] == begun
+    ends = [node.args for node in nodes if node.target is linear_norm_backward_end]
+    dys = [None, *[node.args[0] for node in spending]]
+    assert [dict(enumerate(args)).get(4) for args in ends] == dys  # dz is there
+
+
+def test_halves_whose_dz_is_elsewhere_do_not(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over x's planes."""
+    monkeypatch.setattr(halves, "DEVICES", ("cpu",))
+    monkeypatch.setitem(halves.LARGE, "highest", 1)
+    model = Net(*(nn.Sequential(nn.Linear(N, N), nn.ReLU()) for _ in range(3)))
+    check(model, compiled(model), torch.randn(2 * N, N, requires_grad=True))
+    assert str(graphs[-1]).count("epinorm.linear_norm_backward_begin.default") == 3
+
+
+def test_halves_in_inductors_own_code(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends a pass takes one argument more than autograd's graph had."""
+    monkeypatch.setattr(halves, "DEVICES", ("cpu",))
+    monkeypatch.setitem(halves.LARGE, "highest", 1)
+    model = Linears()
+    with fresh_cache():
+        check(model, compiled(model), torch.randn(2 * N, N, requires_grad=True))
+    assert spent(gpu) == 2

@@ -32,6 +32,7 @@ from epinorm.operator.schema import (
     linear_norm_backward_end,
     linear_norm_sum,
 )
+from epinorm.precision import product_precision
 
 _BACKWARD = (linear_norm_backward, linear_norm_backward_begin)
 _WANTED = 14
@@ -70,7 +71,9 @@ def let_operators_spend(graph: fx.Graph) -> None:
             node.target = SPENDING_X[node.target]
         elif node.target in _BACKWARD and _reads_dy_last(node):
             found = SPENDING_DY.get((node.target, len(node.meta["val"])))
-            node.target = node.target if found is None else found
+            if found is not None:
+                node.target = found
+                _keep_dy_to_the_end(node)
 
 
 def _reads_x_last(reader: fx.Node) -> bool:
@@ -82,10 +85,33 @@ def _reads_x_last(reader: fx.Node) -> bool:
 def _reads_dy_last(reader: fx.Node) -> bool:
     arguments: Any = reader.args
     dy, *given, operands, z, mean, rstd, chain, _, _, out_dtype, wanted = arguments[: _WANTED + 1]
-    if out_dtype is not None or dz_is_given(Chain.parse(chain), wanted):
+    parsed = Chain.parse(chain)
+    if out_dtype is not None or dz_is_given(parsed, wanted):
+        return False
+    if reader.target is linear_norm_backward_begin and _dz_may_be_over_x(parsed, *given[:2]):
         return False
     more = [*arguments[_WANTED + 1 :], *reader.kwargs.values()]
     return _is_last(dy, [dy, *given, *operands, z, mean, rstd, *more], _is_dx)
+
+
+def _dz_may_be_over_x(chain: Chain, x: fx.Node, weight: fx.Node) -> bool:
+    """Whether the first half may have dz in x's planes (``dz_over_x`` of the plan), so that
+    dy is better given back before dX."""
+    n, k = weight.meta["val"].shape
+    kind = x.meta["val"]
+    sizes = len(kind), k, n
+    precision = product_precision(kind.dtype, kind.device.type, sizes)
+    return chain.saves_y and n <= k and precision == "highest"
+
+
+def _keep_dy_to_the_end(begins: fx.Node) -> None:
+    """Let what ends the pass read dy too: dz is there, which the token holds unseen. Else
+    TorchInductor gives dy's memory to what it computes between the two."""
+    for made in begins.users:
+        for user in list(made.users):
+            if user.target is linear_norm_backward_end:
+                user.args = (*user.args[:4], begins.args[0])
+                user.meta.pop("eager_input_vals", None)  # of as many arguments as there were
 
 
 def _is_last(read: fx.Node, given: list[Any], is_made: Callable[[fx.Node], bool]) -> bool:

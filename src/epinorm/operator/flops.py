@@ -66,5 +66,5 @@ def _begin(_dy: Shape, x: Shape, weight: Shape, *rest: Any, **__: Any) -> int:
     return _forward(x, weight) * int(rest[_WANTED][1])
 
 
-def _end(_begun: Shape, weight: Shape, m: int, k: int, **_: Any) -> int:
+def _end(_begun: Shape, weight: Shape, m: int, k: int, *_: Any, **__: Any) -> int:
     return 2 * m * k * weight[0]

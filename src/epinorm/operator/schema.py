@@ -64,7 +64,7 @@ def _begin_kernel(dy: Tensor, *rest: Any, **more: Any) -> list[Tensor]:
     return begun(_backward_kernel(dy, *rest, later=later, **more), later, dy)
 
 
-def _end_kernel(token: Tensor, weight: Tensor, m: int, k: int) -> Tensor:
+def _end_kernel(token: Tensor, weight: Tensor, m: int, k: int, dz: Tensor | None) -> Tensor:
     return ended(token, weight)
 
 
@@ -109,7 +109,7 @@ def _fake_begin(dy: Tensor, *rest: Any) -> list[Tensor]:
     return [*_fake_backward(dy, *rest)[1:], dy.new_empty(0)]
 
 
-def _fake_end(begun: Tensor, weight: Tensor, m: int, k: int) -> Tensor:
+def _fake_end(begun: Tensor, weight: Tensor, m: int, k: int, dz: Tensor | None = None) -> Tensor:
     return begun.new_empty((m, k))
 
 
@@ -123,8 +123,9 @@ _BACKWARD = (
 )
 # What begins the backward pass returns all gradients but x's, which is wanted, and, last, a tensor
 # without values that knows how to go on: for x's gradient, (m, k), fp32.
-# The weight is given again: who changes it waits for this operator as well.
-_END = "(Tensor begun, Tensor weight, SymInt m, SymInt k) -> Tensor"
+# The weight is given again: who changes it waits for this operator as well. So is dy, for dz, where
+# that was written over it: a graph gives memory that nobody reads any more to other results.
+_END = "(Tensor begun, Tensor weight, SymInt m, SymInt k, Tensor? dz=None) -> Tensor"
 library = torch.library.Library("epinorm", "DEF")
 for _name, _schema, _run, _run_fake in (
     ("linear_norm", _FORWARD + "Tensor", _kernel, _fake),

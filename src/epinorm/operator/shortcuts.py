@@ -28,7 +28,7 @@ from epinorm.operator.undisturbed import (
 )
 from epinorm.problem import Executable, Forward, Inputs, Later, Wanted
 
-_FORWARD, _BACKWARD, _END = 10, 16, 4
+_FORWARD, _BACKWARD, _END = 10, 16, 5
 """The numbers of arguments; see schema.py."""
 
 
@@ -189,6 +189,8 @@ def shorten_end(operator: Any) -> None:
 
     @untraced
     def call(*arguments: Any, **named: Any) -> Any:
+        if len(arguments) == _END - 1:  # as above
+            arguments = (*arguments, named.pop("dz", None))
         tensors = arguments[:2]
         if (
             not named

@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocksPerSm)
 norm_backward(const Y* dy, i64 dy_stride, const S* z, i64 z_stride,
               const T* __restrict__ mean, const T* __restrict__ rstd,
               const T* __restrict__ row_sums, const Z* __restrict__ bias,
-              const P* __restrict__ gamma, const P* __restrict__ beta, Z* __restrict__ dz,
+              const P* __restrict__ gamma, const P* __restrict__ beta, Z* dz,
               T* __restrict__ partial, i64 rows, int groups EPINORM_CHAIN_PARAMETERS
                   EPINORM_OUTPUT_PARAMETERS EPINORM_LARGEST_PARAMETERS) {
   wait_for_previous_kernel();
