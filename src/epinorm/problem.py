@@ -40,12 +40,11 @@ class Problem:
     the chain's tensor operands; ``out_dtype`` that of y. They differ under autocast, 16 bit, fp32
     and fp32, and where a BatchNorm has fp32 parameters, 16 bit, fp32 and 16 bit, without operands.
     ``training``: z, mean and rstd are kept for a backward pass. ``prepacked``: the weight is kept
-    converted (``epinorm.prepack``), so that the plan need not count that.
-    ``whole_step``: the backward pass follows in this process, and gets from the forward pass what
-    is no output of the operators too. ``spends_x``: nobody reads x after the forward pass, whose
-    memory may be overwritten by it; in inference alone. ``spends_dy``: the same of dy and the
-    backward pass. ``column_moments``: what enters the norm is the y of a product that leaves
-    moments of its columns too, where its kernel can.
+    converted (``epinorm.prepack``), which the plan need not count. ``whole_step``: the backward
+    pass follows in this process, and gets from the forward pass what is no output of the operators
+    too. ``spends_x``, ``spends_dy``: nobody reads x after the forward pass (in inference alone), dy
+    after the backward pass, which may overwrite it. ``column_moments``: what enters the norm is the
+    y of a product that leaves moments of its columns too, where its kernel can.
     """
 
     chain: Chain
@@ -287,11 +286,9 @@ class StepLeftovers(Protocol):
 
     def restrict(self, x: bool, weight: bool) -> None:
         """Free what serves other gradients than those of x or of the weight."""
-        ...
 
     def weight_moved(self) -> None:
         """The weight's values lie elsewhere than in the forward pass: others, perhaps."""
-        ...
 
 
 class Wanted(NamedTuple):

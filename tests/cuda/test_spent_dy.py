@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,13 +16,12 @@ from torch import Tensor, fx, nn
 from torch._inductor.utils import fresh_cache
 from torch.utils._pytree import tree_leaves
 
-from epinorm.backends.cuda import executable
 from epinorm.backends.cuda.executable import CudaExecutable
 from epinorm.backends.cuda.replayed import ReplayedBackward
 from epinorm.capture import rewriting
 from epinorm.capture.backend import compile_graph
 from epinorm.capture.paying import Settings
-from epinorm.operator import dispatch, halves
+from epinorm.operator import calls, dispatch, halves
 from epinorm.operator.schema import (
     SPENDING_DY,
     linear_norm_backward,
@@ -46,15 +46,21 @@ def spoiling(gpu: Any, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> N
 
     gpu.signature_of_spoil, gpu.compute_spoil = lambda _: "pl", fill
     spoil = gpu.load(("spoil", None)).prepare("pl", 1, 32)
-    run = executable._Backward._run
+    make = calls.executable_for
 
-    def spoiled(self: Any, inputs: Any, kept: Any, dy: Tensor, *rest: Any, **more: Any) -> Any:
-        made = run(self, inputs, kept, dy, *rest, **more)
-        if self.problem.spends_dy:
-            spoil(dy.data_ptr(), dy.numel())
+    def spoiled(problem: Any, *facts: Any) -> Any:
+        made = make(problem, *facts)
+        for has_dsum in (False, True) if problem.spends_dy else ():
+            backward = made._backward_of(has_dsum)
+            backward.run = ReplayedBackward(partial(spending, backward._run))
         return made
 
-    monkeypatch.setattr(executable._Backward, "_run", spoiled)
+    def spending(run: Any, inputs: Any, kept: Any, dy: Tensor, *rest: Any, **more: Any) -> Any:
+        found = run(inputs, kept, dy, *rest, **more)
+        spoil(dy.data_ptr(), dy.numel())
+        return found
+
+    monkeypatch.setattr(calls, "executable_for", spoiled)
     monkeypatch.setattr(dispatch, "SPENDING", ("cpu",))
     monkeypatch.setattr(rewriting, "pays", lambda *_: True)
     monkeypatch.setattr(

@@ -64,7 +64,7 @@ def _begin_kernel(dy: Tensor, *rest: Any, **more: Any) -> list[Tensor]:
     return begun(_backward_kernel(dy, *rest, later=later, **more), later, dy)
 
 
-def _end_kernel(token: Tensor, weight: Tensor, m: int, k: int, dz: Tensor | None) -> Tensor:
+def _end_kernel(token: Tensor, weight: Tensor, m: int, k: int, dz: Tensor | None = None) -> Tensor:
     return ended(token, weight)
 
 

@@ -125,7 +125,7 @@ class PlaneProducts:
         if self.choice.x:
             weight = None if kept is None else kept.take_weight()
             if weight is None:
-                weight = _split(self.split_weight, inputs.weight, self.choice.weight_waits)
+                weight = _split(self.split_weight, inputs.weight, not self.choice.dz_over_x)
             columns = self.split_weight.origin(weight) + self.split_weight.scale
         if self.choice.weight:
             x = None if kept is None else kept.take_x()

@@ -198,6 +198,7 @@ def _measure(
             values[f"{name}_wall_ms"] = None if wall is None else wall / 1000
     for name, runner in runners.items():
         values[f"{name}_peak_mb"] = peak_memory_mb(runner, device)
+    for name, runner in runners.items():  # last: the next run allocates it again
         values[f"{name}_workspace_mb"] = workspace_mb(runner, device)
     shown = {name: runners[name] for name in ("eager", *OURS) if name in runners}
     values["families"] = families_of(shown, device)

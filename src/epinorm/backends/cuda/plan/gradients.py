@@ -105,8 +105,6 @@ class BackwardChoice:
     core: what multiplies planes. x, weight: dX and dW are computed from planes. writes_planes: dz
     is written once, as the planes of both; beside_dx: when its scales for dW are. weight_first: dW
     is computed before dX; dz_over_x: and dz in fp32 behind its product (``dz_over_x``).
-    weight_waits: planes of W that are made here are there until dX; else they are made for their
-    scales, and again.
     """
 
     core: Core | None
@@ -116,7 +114,6 @@ class BackwardChoice:
     beside_dx: bool
     weight_first: bool
     dz_over_x: bool
-    weight_waits: bool
 
 
 def residual_has_dz(problem: Problem, want: Wanted) -> bool:
@@ -127,7 +124,7 @@ def residual_has_dz(problem: Problem, want: Wanted) -> bool:
 
 def dz_over_x(problem: Problem, want: Wanted) -> bool:
     """Whether the range guard's fp32 dz is written over x's planes, once dW's product has read
-    them.
+    them; and planes of W that did not wait are made for their scales alone, and again before dX.
 
     Where z is kept dz is written over it. A result in its place (``Chain.saves_y``) stays, with dy,
     y, all planes and dz at once. Here dW, no larger than dz, is there in dz's place.
@@ -153,5 +150,4 @@ def backward_choice(problem: Problem, plan: Plan, want: Wanted) -> BackwardChoic
     weight_first = x and weight and problem.m > problem.n
     beside = writes_planes and not weight_first and beside_dx(problem, planes)
     over_x = writes_planes and weight_first and dz_over_x(problem, want)
-    waits = not over_x and (weight_waits(problem) or not weight_first)
-    return BackwardChoice(core, x, weight, writes_planes, beside, weight_first, over_x, waits)
+    return BackwardChoice(core, x, weight, writes_planes, beside, weight_first, over_x)

@@ -326,7 +326,7 @@ class _Backward(_Pass):
         for taken, name, rows, until in ((x, "W", n, "dX"), (weight, "x", m, "dW")):
             if taken and not self.left:
                 layout, reason = PlaneLayout(planes, k, rows, 0), "forward left none"
-                if not self.choice.weight_waits and name == "W":
+                if self.choice.dz_over_x and name == "W":
                     self._step("split", "W's scales", reason)
                     self._take("W's scales and flags", layout.nbytes - layout.spoilt, "split", "dX")
                     continue
@@ -376,7 +376,7 @@ class _Backward(_Pass):
             self._guarded("dW")
 
     def _weight_again(self, k: int, n: int) -> None:
-        if not (weight_waits(self.problem) if self.left else self.choice.weight_waits):
+        if self.choice.dz_over_x if not self.left else not weight_waits(self.problem):
             reason = "a step's memory peaks before"
             self._step("split", "W's planes", reason)
             self._take("W's planes again", PlaneLayout(2, k, n, 0).nbytes, "split", "dX")
