@@ -44,7 +44,7 @@ KEPT_FOR_GOOD = {
     # What a text or the machine says: it cannot change while the process runs, or is cleared by
     # its owner on a fork or a new file.
     *("epinorm.chain", "epinorm.capture.purity", "epinorm.operator.calls"),
-    *("epinorm.operator.dispatch", "epinorm.operator.functional"),
+    *("epinorm.operator.dispatch", "epinorm.operator.functional", "epinorm.operator.schema"),
     "epinorm.backends.cpu.build",
     *("epinorm.backends.cuda.runtime", "epinorm.backends.cuda.text"),
     "epinorm.backends.cuda.plan.planes",

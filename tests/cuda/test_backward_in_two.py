@@ -298,6 +298,37 @@ def test_the_second_half_by_the_dispatcher():
     assert torch.equal(dx, schema.linear_norm_backward(*arguments)[0])
 
 
+def test_a_copy_of_dy_is_told_from_it():
+    """What dz was written over is another's memory by then, perhaps."""
+    dy = torch.randn(8, 6)
+    weight = torch.randn(6, 4)
+
+    def token():
+        rest = Rest([dy], lambda carried, w: carried.pop() @ w)
+        return halves.begun([], [rest], dy)[-1]
+
+    assert torch.equal(halves.ended(token(), weight, dy), dy @ weight)
+    assert torch.equal(halves.ended(token(), weight), dy @ weight)
+    with pytest.raises(RuntimeError, match="copy of dy"):
+        halves.ended(token(), weight, dy.clone())
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_graph_that_inductor_may_cut_holds_it_whole(in_halves, monkeypatch, cut):
+    """Into CUDA graphs, which know no memory but their results'."""
+    from torch._inductor import config
+
+    begin, seen = autograd.linear_norm_backward_begin, []
+    monkeypatch.setattr(
+        autograd, "linear_norm_backward_begin", lambda *given: seen.append(given) or begin(*given)
+    )
+    x, weight, bias = (torch.randn(size).requires_grad_() for size in ((32, 16), (16, 16), (16,)))
+    torch._dynamo.reset()
+    with config.patch({"triton.cudagraphs": cut, "graph_partition": cut}):
+        two_layers("relu")(x, weight, bias).sum().backward()
+    assert bool(seen) != cut
+
+
 def test_what_was_not_begun_cannot_be_ended():
     with pytest.raises(RuntimeError, match="linear_norm_backward_begin"):
         schema.linear_norm_backward_end(torch.empty(0), torch.empty(6, 4), 8, 4)

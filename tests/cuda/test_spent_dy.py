@@ -23,10 +23,10 @@ from epinorm.capture.backend import compile_graph
 from epinorm.capture.paying import Settings
 from epinorm.operator import calls, dispatch, halves
 from epinorm.operator.schema import (
-    SPENDING_DY,
     linear_norm_backward,
     linear_norm_backward_begin,
     linear_norm_backward_end,
+    spending_dy,
 )
 from epinorm.problem import Forward, Gradients, Inputs, Rest, Wanted
 from epinorm.tools.tune import recorded
@@ -188,7 +188,7 @@ def spent(gpu: Any) -> int:
 def swapped(graphs: list[fx.Graph]) -> int:
     targets = [node.target for graph in graphs for node in graph.nodes]
     graphs.clear()
-    return sum(target in SPENDING_DY.values() for target in targets)
+    return sum(target in spending_dy().values() for target in targets)
 
 
 def check(model: nn.Module, made: nn.Module, x: Tensor, again: bool = False) -> None:
@@ -261,7 +261,7 @@ def given(chain: str) -> tuple[Any, ...]:
 def test_the_operator(gpu: Any) -> None:
     """From the first call on, by Python's launches and by native ones; an ordinary one of the same
     facts never; what has other strides is copied, and the copy spent."""
-    spending = SPENDING_DY[linear_norm_backward, 5]
+    spending = spending_dy()[linear_norm_backward, 5]
     for _ in range(5):
         dy, *rest = given("layer_norm(1e-05)|silu")
         mine, expected, before = dy.clone(), linear_norm_backward(dy, *rest), gpu.replayed
@@ -286,7 +286,7 @@ def test_dz_is_where_dy_was(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     dy, *rest = given("layer_norm(1e-05)|silu")
     linear_norm_backward(dy, *rest)
-    SPENDING_DY[linear_norm_backward, 5](dy, *rest)
+    spending_dy()[linear_norm_backward, 5](dy, *rest)
     assert [at == dz for at, dz in places] == [False, True]
 
 
@@ -294,7 +294,7 @@ def test_what_is_tuned_is_what_the_call_was_given(gpu: Any) -> None:
     with recorded() as found:
         for _ in range(2):
             dy, *rest = given("layer_norm(1e-05)|silu")
-            SPENDING_DY[linear_norm_backward, 5](dy, *rest)
+            spending_dy()[linear_norm_backward, 5](dy, *rest)
     assert len(found) == 1
     assert not found[0][0].spends_dy
 
@@ -358,9 +358,9 @@ def test_halves_spend(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2 * N, N, requires_grad=True)
     check(model, made, x)
     assert seen == [False, True, True]
-    begun = [SPENDING_DY[linear_norm_backward_begin, 3]] * 2
+    begun = [spending_dy()[linear_norm_backward_begin, 3]] * 2
     nodes = [node for graph in graphs for node in graph.nodes]
-    spending = [node for node in nodes if node.target in SPENDING_DY.values()]
+    spending = [node for node in nodes if node.target in spending_dy().values()]
     assert [node.target for node in spending] == begun
     ends = [node.args for node in nodes if node.target is linear_norm_backward_end]
     dys = [None, *[node.args[0] for node in spending]]

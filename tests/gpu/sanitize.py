@@ -39,7 +39,7 @@ from epinorm.backends.cuda.runtime.replay import settle
 from epinorm.chain import Rounding
 from epinorm.operator.attention import attention
 from epinorm.operator.dispatch import Caller
-from epinorm.operator.schema import SPENDING_DY, linear_norm_backward, linear_norm_forward
+from epinorm.operator.schema import linear_norm_backward, linear_norm_forward, spending_dy
 from epinorm.problem import Strategy, Wanted
 
 EVERY = Wanted(True, True, True, True, True, ())
@@ -366,7 +366,7 @@ def written_over_dy() -> None:
         facts = (chain, "auto", False, None)
         y, *kept = linear_norm_forward(*given, *facts)
         wanted = [t is not None for t in given[:5]]
-        spending = SPENDING_DY[linear_norm_backward, sum(wanted)]
+        spending = spending_dy()[linear_norm_backward, sum(wanted)]
         found = spending(torch.randn_like(y), *given, *kept, *facts, wanted)
         torch.cuda.synchronize()
         assert all(bool(t.isfinite().all()) for t in found), (n, chain)

@@ -19,11 +19,11 @@ from epinorm.capture.backend import compile_graph
 from epinorm.chain import Chain
 from epinorm.operator import dispatch
 from epinorm.operator.schema import (
-    SPENDING_DY,
     linear_norm_backward,
     linear_norm_backward_begin,
     linear_norm_backward_end,
     linear_norm_forward,
+    spending_dy,
 )
 
 pytestmark = pytest.mark.gpu
@@ -96,7 +96,7 @@ def test_bits(precision: str, m: int, k: int, n: int, chain: str, values: Any) -
         dy, *rest = step(m, k, n, chain, values)
         expected = linear_norm_backward(dy, *rest)
         before = dy.clone()
-        found = SPENDING_DY[linear_norm_backward, len(expected)](dy, *rest)
+        found = spending_dy()[linear_norm_backward, len(expected)](dy, *rest)
         assert are_same(found, expected)
     if values is with_outliers:  # else no guard wants it in fp32
         assert not torch.equal(*bits([dy, before]))
@@ -114,7 +114,7 @@ def test_bits_of_halves(precision: str, m: int, k: int, n: int, chain: str, valu
         for _ in range(3):
             dy, *rest = step(m, k, n, chain, values)
             expected = linear_norm_backward(dy, *rest)
-            begin = SPENDING_DY[linear_norm_backward_begin, len(expected)]
+            begin = spending_dy()[linear_norm_backward_begin, len(expected)]
             waiting.append((rest[1], expected, *begin(dy, *rest)))
             del dy
         for weight, expected, *found, token in reversed(waiting):

@@ -13,6 +13,8 @@ from epinorm.chain import dropout
 from epinorm.chain.dropout import draw_operator
 from epinorm.operator import dispatch, halves, schema
 
+schema.spending_dy()  # graphs out of Inductor's cache hold them
+
 
 class KeepsSeeds(CustomGraphPass):
     """Inductor's ``joint_custom_pre_pass``, of forward and backward together: a seed that is drawn

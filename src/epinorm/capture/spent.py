@@ -24,13 +24,13 @@ from epinorm.operator import dispatch
 from epinorm.operator.dispatch import Caller
 from epinorm.operator.halves import dz_is_given
 from epinorm.operator.schema import (
-    SPENDING_DY,
     SPENDING_X,
     linear_norm,
     linear_norm_backward,
     linear_norm_backward_begin,
     linear_norm_backward_end,
     linear_norm_sum,
+    spending_dy,
 )
 from epinorm.precision import product_precision
 
@@ -70,7 +70,7 @@ def let_operators_spend(graph: fx.Graph) -> None:
         if node.target in SPENDING_X and _reads_x_last(node):
             node.target = SPENDING_X[node.target]
         elif node.target in _BACKWARD and _reads_dy_last(node):
-            found = SPENDING_DY.get((node.target, len(node.meta["val"])))
+            found = spending_dy().get((node.target, len(node.meta["val"])))
             if found is not None:
                 node.target = found
                 _keep_dy_to_the_end(node)
@@ -147,6 +147,6 @@ def _is_dx(read: fx.Node) -> bool:
     if read.target is not operator.getitem:
         return read.target in (linear_norm_backward_end, torch.ops.aten.mm.default)
     made, index = read.args
-    spending = [SPENDING_DY[key] for key in SPENDING_DY if key[0] is linear_norm_backward]
+    spending = [op for (of, _), op in spending_dy().items() if of is linear_norm_backward]
     of_x = getattr(made, "target", None) in (linear_norm_backward, *spending)
     return of_x and bool(index == 0) and bool(made.args[_WANTED][0])  # type: ignore[union-attr,index]

@@ -48,9 +48,19 @@ def _register(counter: ModuleType) -> None:
         *(ops.linear_norm_sum, ops.linear_norm_sum_forward, ops.linear_norm_sum_spending_x),
     ]
     register(computing_y)(_forward)
-    register([ops.linear_norm_backward, ops.linear_norm_backward_spending_dy])(_backward)
-    register([ops.linear_norm_backward_begin, ops.linear_norm_backward_begin_spending_dy])(_begin)
+    register(ops.linear_norm_backward)(_backward)
+    register(ops.linear_norm_backward_begin)(_begin)
     register(ops.linear_norm_backward_end)(_end)
+    register_spending_dy(counter)
+
+
+def register_spending_dy(counter: ModuleType | None = None) -> None:
+    """Those of ``schema.spending_dy``, if they are defined and the counter is there."""
+    counter, ops = counter or sys.modules.get(_COUNTER), torch.ops.epinorm
+    if counter is None or not hasattr(ops, "linear_norm_backward_begin_spending_dy"):
+        return
+    counter.register_flop_formula(ops.linear_norm_backward_spending_dy)(_backward)
+    counter.register_flop_formula(ops.linear_norm_backward_begin_spending_dy)(_begin)
 
 
 def _forward(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:

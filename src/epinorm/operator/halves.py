@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ def pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool], fact
     product cannot keep for itself. A graph holds dy and z to the end of an operator, so that they
     would be there beside dX."""
     x, weight = tensors[:2]
-    if not isinstance(dy, FunctionalTensor) or torch.is_grad_enabled():
+    if not isinstance(dy, FunctionalTensor) or torch.is_grad_enabled() or _may_be_cut():
         return False
     sizes = (*x.shape, weight.shape[0])
     if x.device.type not in DEVICES or x.dtype != torch.float32 or not all(wanted[:2]):
@@ -45,24 +46,39 @@ def dz_is_given(chain: Chain, wanted: Sequence[bool]) -> bool:
     return chain.is_linear or (residual and wanted[Inputs._fields.index("operands")])
 
 
-_REST = "epinorm_rest"
+def _may_be_cut() -> bool:
+    """Whether TorchInductor may cut the graph into CUDA graphs between the halves: these know no
+    memory but that of their results."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    return config is not None and bool(config.triton.cudagraphs and config.graph_partition)
+
+
+_REST, _DY = "epinorm_rest", "epinorm_dy"
 
 
 def begun(found: list[Tensor], later: Later, dy: Tensor) -> list[Tensor]:
     """What begins the pass returns: all gradients but x's, and a tensor without values that knows
-    how to go on. later: what was left for it; else x's is the first of those found."""
+    how to go on, and where dy is if dz was written over it. later: what was left for it; else x's
+    is the first of those found."""
     rest = later[0] if later else Rest([found.pop(0)], lambda carried, _: carried.pop())
     token = dy.new_empty(0)
-    token.__dict__[_REST] = rest
+    is_spent = any(t is dy for t in rest.carried)
+    token.__dict__.update({_REST: rest, _DY: dy.data_ptr() if is_spent else None})
     return [*found, token]
 
 
-def ended(token: Tensor, weight: Tensor) -> Tensor:
-    """x's gradient; raises RuntimeError for any tensor but one that ``begun`` made, once."""
-    rest = token.__dict__.pop(_REST, None)
+def ended(token: Tensor, weight: Tensor, dz: Tensor | None = None) -> Tensor:
+    """x's gradient; raises RuntimeError for any tensor but one that ``begun`` made, once, and for a
+    dz that is not where dy was spent: what is there may be another's by now."""
+    rest, spent = token.__dict__.pop(_REST, None), token.__dict__.pop(_DY, None)
     if rest is None:
         raise RuntimeError(
             "linear_norm_backward_end ends, once, what linear_norm_backward_begin began, but was "
             "given another tensor"
+        )
+    if dz is not None and spent not in (None, dz.data_ptr()):
+        raise RuntimeError(
+            "linear_norm_backward_end was given another dz than linear_norm_backward_begin has "
+            "written: the graph holds a copy of dy; please report this"
         )
     return cast("Tensor", rest(as_dense(weight)))  # as the first half had it

@@ -11,12 +11,12 @@ the batch's statistics, in the sum's place. Registered by
 
 ``linear_norm_spending_x`` and ``linear_norm_sum_spending_x`` may write over x (``SPENDING_X``),
 ``linear_norm_backward_spending_dy`` and ``linear_norm_backward_begin_spending_dy`` over dy
-(``SPENDING_DY``).
+(``spending_dy``).
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from epinorm.chain import Chain
 from epinorm.chain.reference import Results
 from epinorm.operator.calls import run_backward, run_forward, run_inference
 from epinorm.operator.checks import check_backward, check_call
-from epinorm.operator.flops import register_formulas
+from epinorm.operator.flops import register_formulas, register_spending_dy
 from epinorm.operator.halves import begun, ended
 from epinorm.operator.shortcuts import distinct, shorten_backward, shorten_end, shorten_forward
 from epinorm.problem import Inputs, Later
@@ -65,7 +65,7 @@ def _begin_kernel(dy: Tensor, *rest: Any, **more: Any) -> list[Tensor]:
 
 
 def _end_kernel(token: Tensor, weight: Tensor, m: int, k: int, dz: Tensor | None = None) -> Tensor:
-    return ended(token, weight)
+    return ended(token, weight, dz)
 
 
 def _fake(*arguments: Any) -> Results:
@@ -159,26 +159,6 @@ for _operator in (linear_norm_forward, linear_norm_sum_forward):
 shorten_backward(linear_norm_backward)
 shorten_backward(linear_norm_backward_begin, begins=True)
 shorten_end(linear_norm_backward_end)
-SPENDING_DY: dict[tuple[Any, int], Any] = {}
-"""What takes an operator's place, by it and how many gradients it returns, where nobody reads dy
-afterwards. TorchInductor holds an operator that writes over an argument only where each of its
-results stands in its schema, so it has an overload for each count."""
-MOST_GRADIENTS = 6
-for _operator, _run, _run_fake in (
-    (linear_norm_backward, _backward_kernel, _fake_backward),
-    (linear_norm_backward_begin, _begin_kernel, _fake_begin),
-):
-    _of = _operator._schema.name.removeprefix("epinorm::") + "_spending_dy"
-    for _count in range(2, MOST_GRADIENTS + 1):
-        _name, _results = f"{_of}.of_{_count}", ", ".join(["Tensor"] * _count)
-        _schema = _BACKWARD.replace("Tensor dy", "Tensor(a!) dy", 1).split(" -> ")[0]
-        _tags = (torch.Tag.pt2_compliant_tag,)
-        library.define(f"{_name}{_schema} -> ({_results})", tags=_tags)
-        library.impl(_name, partial(_run, spends_dy=True), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"epinorm::{_name}", _run_fake, lib=library)
-        _made = getattr(getattr(torch.ops.epinorm, _of), f"of_{_count}")
-        shorten_backward(_made, begins=_run is _begin_kernel, spends_dy=True)
-        SPENDING_DY[_operator, _count] = _made
 register_formulas()
 SPENDING_X = {linear_norm: linear_norm_spending_x, linear_norm_sum: linear_norm_sum_spending_x}
 """What takes an operator's place where nobody reads x afterwards, and leaves anything there. Behind
@@ -188,3 +168,34 @@ OPERATORS = (
     *(linear_norm, linear_norm_sum, linear_norm_forward, linear_norm_sum_forward),
     linear_norm_backward,
 )
+
+
+@cache
+def spending_dy() -> dict[tuple[Any, int], Any]:
+    """What takes an operator's place, by it and how many gradients it returns, where nobody reads
+    dy afterwards. Defined when a graph is first compiled, as few processes need them.
+
+    TorchInductor holds an operator that writes over an argument only where each of its results
+    stands in its schema, so there is an overload for each count.
+    """
+    found = {}
+    schema = _BACKWARD.replace("Tensor dy", "Tensor(a!) dy", 1).split(" -> ")[0]
+    for ordinary, run, fake in (
+        (linear_norm_backward, _backward_kernel, _fake_backward),
+        (linear_norm_backward_begin, _begin_kernel, _fake_begin),
+    ):
+        of = ordinary._schema.name.removeprefix("epinorm::") + "_spending_dy"
+        for count in range(2, _MOST_GRADIENTS + 1):
+            name, results = f"{of}.of_{count}", ", ".join(["Tensor"] * count)
+            tags = (torch.Tag.pt2_compliant_tag,)
+            library.define(f"{name}{schema} -> ({results})", tags=tags)
+            library.impl(name, partial(run, spends_dy=True), "CompositeExplicitAutograd")
+            torch.library.register_fake(f"epinorm::{name}", fake, lib=library)
+            made = getattr(getattr(torch.ops.epinorm, of), f"of_{count}")
+            shorten_backward(made, begins=run is _begin_kernel, spends_dy=True)
+            found[ordinary, count] = made
+    register_spending_dy()
+    return found
+
+
+_MOST_GRADIENTS = 6

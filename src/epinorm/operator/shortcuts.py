@@ -120,7 +120,7 @@ def shorten_forward(operator: Any, training: bool, spends_x: bool = False) -> No
 
 def shorten_backward(operator: Any, begins: bool = False, spends_dy: bool = False) -> None:
     """Let ``linear_norm_backward``, or ``linear_norm_backward_begin`` if it begins, be called
-    without dispatch; or one of ``SPENDING_DY``."""
+    without dispatch; or one of ``spending_dy``."""
     name, returned = operator.name(), list if len(operator._schema.returns) == 1 else tuple
     long: Callable[..., Any] | None = getattr(operator, "_op", None)
     if long is None:
@@ -199,7 +199,7 @@ def shorten_end(operator: Any) -> None:
             and has_plain_types(tensors)
             and not _wants_gradient(tensors)
         ):
-            return ended(*tensors)
+            return ended(arguments[0], arguments[1], arguments[-1])
         return long(*arguments, **named)
 
     operator._op = call
