@@ -6,9 +6,11 @@ Data parallel: a step of four blocks of Linear 4096 → 4096, GroupNorm of 256 g
 are those of one GPU. Tensor parallel: the pair 4096 → 16384 (GroupNorm, SiLU) → 4096 (residual,
 LayerNorm); rows are those of all GPUs. A row has medians in ms, of four steps between two
 synchronisations, as a training loop has them: by the wall, and of the host until it has launched
-them; "one" is one GPU without communication, measured in the same process. Tensor parallel rows are
-timed after the outputs were compared with those of one GPU. "block_host_us": what of FSDP2's host
-time is a block's own, in forward and backward, without FSDP2's hooks.
+them, each of the slowest rank, as what they compute together is done when that is; "ms_of_ranks"
+has all. "one" is one GPU without communication, measured in the same processes at the same time.
+Tensor parallel rows are timed after the outputs were compared with those of one GPU.
+"block_host_us": what of FSDP2's host time is a block's own, in forward and backward, without
+FSDP2's hooks.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def timed(
     device: torch.device,
     at_once: int = 4,
     rounds: int = ROUNDS,
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Of each run medians of the wall and of the host, ms; at_once: runs between two
     synchronisations. They take turns, so that what else the machine does meets them alike."""
     cuda = device.type == "cuda"
@@ -104,10 +106,15 @@ def timed(
                 if turn and step:
                     wall[i].append((time.perf_counter() - start) / at_once)
                     host[i].append((launched - start) / at_once)
-    return [
-        {"ms": round(median(w) * 1e3, 4), "host_ms": round(median(h) * 1e3, 4)}
-        for w, h in zip(wall, host, strict=True)
-    ]
+    return [found_of_ranks(median(w), median(h)) for w, h in zip(wall, host, strict=True)]
+
+
+def found_of_ranks(wall: float, host: float) -> dict[str, Any]:
+    """What a row says of seconds of this rank, and of all others."""
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (round(wall * 1e3, 4), round(host * 1e3, 4)))
+    walls, hosts = zip(*of_ranks, strict=True)
+    return {"ms": max(walls), "host_ms": max(hosts), "ms_of_ranks": list(walls)}
 
 
 def step_of(model: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
