@@ -26,14 +26,14 @@ SECONDS = 240
 """After which a rank is ended, whatever it waits for."""
 IMPORTED = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"),
-    *("torch.distributed.checkpoint", "torch._inductor.fx_passes.joint_graph"),
+    "torch.distributed.checkpoint",
     *("epinorm.backends.cpu.backend", "epinorm.parallel"),
 )
 WITHOUT_GPU = (
     *("torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx", "torch.export._trace"),
-    *("torch.profiler", "epinorm.capture.backend"),
+    *("torch.profiler", "torch._inductor.fx_passes.joint_graph", "epinorm.capture.backend"),
 )
-"""What may look for a GPU, which a process that forks ranks of one must not."""
+"""What looks for a GPU, which a process that forks ranks of one must not."""
 
 
 class Launcher:
