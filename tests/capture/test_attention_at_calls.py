@@ -245,6 +245,8 @@ def test_settings_are_looked_at_at_each_call(ours: list[Tensor]) -> None:
         torch.set_float32_matmul_precision("high")
         with sdpa_kernel(SDPBackend.MATH):
             check_left(model, fused, x)
+        fused(x)
+        assert len(ours) == 3
         with torch.autocast("cpu", torch.bfloat16):
             check_left(model, fused, x)
         with torch.device("cpu"):  # a mode that may want the function
@@ -254,8 +256,8 @@ def test_settings_are_looked_at_at_each_call(ours: list[Tensor]) -> None:
             check_left(model, fused, x)
         finally:
             torch.backends.cuda.enable_mem_efficient_sdp(True)
-        assert len(ours) == 2
-        fused_of(fused).forget()  # which calls gained nothing meanwhile
+        assert len(ours) == 3
+        fused_of(fused).forget()  # of the calls under modes
 
 
 def test_where_launches_cost_more_than_they_save_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
