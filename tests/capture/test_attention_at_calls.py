@@ -227,6 +227,13 @@ def test_what_is_another_function_stays(attend: Attend, ours: list[Tensor]) -> N
     assert not ours
 
 
+@pytest.mark.parametrize("asked", [{"strategy": "reference"}, {"rounding": "eager"}])
+def test_what_is_asked_of_pytorch_stays(asked: Any, ours: list[Tensor]) -> None:
+    model, fused, x = layer()
+    check_left(model, epinorm.fuse(fused, **asked), x)
+    assert not ours
+
+
 def test_a_width_without_kernels_stays(ours: list[Tensor]) -> None:
     check_left(*layer(width=32))
     assert not ours

@@ -304,9 +304,9 @@ def fuse(
 
     Works on the model itself and returns it. TorchDynamo captures what a call computes, at the
     first call and at calls that differ in more than a tensor's size; the rest of it runs as
-    without. Class, parameters, state_dict, hooks, modes and attributes stay as they are and are
-    read at each call. Copies and pickles of the model are not fused. ``explain`` says what is
-    fused and what is not.
+    without, but for large fp32 attention on Hopper, which follows the setting for products. Class,
+    parameters, state_dict, hooks, modes and attributes stay as they are and are read at each call.
+    Copies and pickles of the model are not fused. ``explain`` says what is fused and what is not.
 
     ``rounding``, ``strategy`` and ``strict`` are those of ``linear_norm``; under ``strict`` a chain
     that is found and cannot be fused is a RuntimeError at the call too. Warns of a model without a

@@ -78,7 +78,8 @@ class Recorder:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         inputs = dict(zip(placeholders, example_inputs, strict=True))
         captured = record(gm, found.places, found.linears, names, inputs)
-        captured = replace(captured, takes_attention=take_at_calls(gm, self.uses) > 0)
+        if self.settings.strategy != "reference" and self.settings.rounding == "once":
+            captured = replace(captured, takes_attention=take_at_calls(gm, self.uses) > 0)
         self.graphs.append(captured)
         where = f"{type(model).__name__} {self._name}".strip()
         _log.info("epinorm: %s: %s", where, captured)

@@ -32,8 +32,8 @@ _FEWEST_ROWS = 64
 _MOST_NUMBERS = 1 << 31
 """That 32 bits count."""
 FEWEST_TERMS = 1 << 29
-"""Of the scores' sums, that are worth launches by Triton: below, PyTorch's kernel takes at most
-about 100 us, and ours saves less than the host may lose (decision 28)."""
+"""Of the scores' sums, that are worth launches by Triton: below, PyTorch's kernel takes 115 us at
+most, and ours may save less than the host loses (decision 28)."""
 
 
 def take_attention(gm: fx.GraphModule) -> int:
