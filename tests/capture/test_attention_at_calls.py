@@ -210,6 +210,26 @@ def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return plain(q, k, v)
 
 
+def test_dropout_and_scale_that_are_other_numbers_from_call_to_call(ours: list[Tensor]) -> None:
+    class Changing(nn.Module):
+        p, scale = 0.0, 0.0
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=self.p, scale=self.scale)
+
+    model = Changing()
+    fused, given = epinorm.fuse(model), [torch.randn(2, HEADS, S, D) for _ in range(3)]
+    for p, scale in ((0.1, 0.3), (0.2, 0.4), (0.0, 0.5), (0.1, 0.6), (0.0, 0.7)):
+        fused.p, fused.scale = p, scale
+        ours.clear()
+        fused_of(fused).forget()  # of the calls that gained nothing
+        torch.manual_seed(1)
+        made = fused(*given)
+        torch.manual_seed(1)
+        torch.testing.assert_close(made, model.forward(*given))
+        assert len(ours) == (p == 0.0)
+
+
 def check_left(model: nn.Module, fused: nn.Module, x: Tensor) -> None:
     """Eager's bits; of dropout too."""
     results = []

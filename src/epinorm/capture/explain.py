@@ -30,8 +30,8 @@ _NOT_CALLED = (
 )
 _NOT_FUSED = "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
 _ATTENTION = (
-    "Attention without a mask, where it is large enough, is computed by products in TF32, as the "
-    "setting for products allows, instead of PyTorch's kernel in full fp32."
+    "Attention without mask and dropout, if it is large enough, is computed by products in TF32, "
+    "as the setting for products allows, instead of PyTorch's kernel in full fp32."
 )
 _SHAPE = re.compile(r"\[[^]]*\]")
 _COLUMNS = ("chain", "where", "fused", "strategy", "gain", "why")

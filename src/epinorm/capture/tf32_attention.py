@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +64,7 @@ def _attentions(graph: fx.Graph) -> Sequence[fx.Node]:
 
 
 class Attending:
-    """``F.scaled_dot_product_attention``, without a mask and all else that is not taken.
+    """``F.scaled_dot_product_attention``, which is taken where all that it is given says so.
 
     uses: where the calls that are taken are counted.
     """
@@ -77,12 +76,24 @@ class Attending:
 
     @untraced
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
-        if not is_taken_now(query, key, value):
-            return F.scaled_dot_product_attention(query, key, value, *rest, **named)
+        asks_more = attn_mask is not None or dropout_p != 0.0 or is_causal or enable_gqa
+        if asks_more or not is_taken_now(query, key, value):
+            rest = attn_mask, dropout_p, is_causal
+            return F.scaled_dot_product_attention(
+                *(query, key, value, *rest), scale=scale, enable_gqa=enable_gqa
+            )
         self._uses.count += 1
-        scale = named.get("scale")
         return attend(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -130,6 +141,8 @@ def is_taken(node: fx.Node, without_mask: bool = False) -> bool:
     query, key, value = tensors = [tensor_of(given[name]) for name in _ARGUMENTS[:3]]
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()  # whose place is taken
+        and given.get("dropout_p", 0.0) == 0.0
+        and isinstance(given.get("scale"), (int, float, type(None)))
         and all(isinstance(size, int) for t in tensors for size in (*t.shape, *t.stride()))
         and all(map(_fits, tensors))
         and _have_sizes(query, key, value)
@@ -140,11 +153,11 @@ def is_taken(node: fx.Node, without_mask: bool = False) -> bool:
 def _may_be_taken(node: fx.Node, without_mask: bool = False) -> bool:
     """Whether the node asks for what the kernels compute, of tensors as they read."""
     given = arguments(node, *_ARGUMENTS)
+    dropout = given.get("dropout_p", 0.0)  # a node where Dynamo saw several
     return (
         (without_mask or given.get("attn_mask") is None)
-        and given.get("dropout_p", 0.0) == 0.0
+        and (dropout == 0.0 or isinstance(dropout, fx.Node))
         and not (given.get("is_causal") or given.get("enable_gqa"))
-        and isinstance(given.get("scale"), (int, float, type(None)))
         and all(_is_of_kind(value_of(given.get(name))) for name in _ARGUMENTS[:3])
     )
 
