@@ -29,6 +29,10 @@ _NOT_CALLED = (
     'Within torch.compile a model\'s own code runs: torch.compile(..., backend="epinorm") fuses it.'
 )
 _NOT_FUSED = "It is not fused: call epinorm.fuse, or explain(model, *inputs)."
+_ATTENTION = (
+    "Attention without mask and dropout, if it is large enough, is computed by products in TF32, "
+    "as the setting for products allows, instead of PyTorch's kernel in full fp32."
+)
 _SHAPE = re.compile(r"\[[^]]*\]")
 _COLUMNS = ("chain", "where", "fused", "strategy", "gain", "why")
 
@@ -222,6 +226,7 @@ def _explanation(name: str, recorders: list[Recorder], notes: tuple[str, ...]) -
             if graph.broken_by:
                 breaks[_break(graph)] = None
             breaks |= dict.fromkeys(graph.unseen)
+            breaks |= dict.fromkeys((_ATTENTION,) * graph.takes_attention)
     graphs = [graph for recorder in recorders for graph in recorder.graphs]
     unseen = any(graph.unseen for graph in graphs) or bool(
         notes and not graphs

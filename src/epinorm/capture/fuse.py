@@ -73,7 +73,7 @@ def _likeness(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     with arguments that are looked into nowhere here."""
     given = args if not kwargs else (*args, *kwargs.values())
     facts: list[Any] = [model.training, torch.is_grad_enabled(), fp32_precision(), len(marked)]
-    facts.append(convolutions_take_tf32())
+    facts += (convolutions_take_tf32(), torch.backends.cuda.mem_efficient_sdp_enabled())
     facts += kwargs
     if torch._C._is_any_autocast_enabled():
         facts += [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _DEVICES]
@@ -304,9 +304,9 @@ def fuse(
 
     Works on the model itself and returns it. TorchDynamo captures what a call computes, at the
     first call and at calls that differ in more than a tensor's size; the rest of it runs as
-    without. Class, parameters, state_dict, hooks, modes and attributes stay as they are and are
-    read at each call. Copies and pickles of the model are not fused. ``explain`` says what is
-    fused and what is not.
+    without, but for large fp32 attention on Hopper, which follows the setting for products. Class,
+    parameters, state_dict, hooks, modes and attributes stay as they are and are read at each call.
+    Copies and pickles of the model are not fused. ``explain`` says what is fused and what is not.
 
     ``rounding``, ``strategy`` and ``strict`` are those of ``linear_norm``; under ``strict`` a chain
     that is found and cannot be fused is a RuntimeError at the call too. Warns of a model without a

@@ -36,6 +36,7 @@ from epinorm.capture.seeds import draw_at_once
 from epinorm.capture.sites import Captured, Site, layer_of, problem_of, record
 from epinorm.capture.spelling import checkpoints
 from epinorm.capture.spent import let_spend
+from epinorm.capture.tf32_attention import take_at_calls
 from epinorm.capture.together import groups_of, put_together
 from epinorm.capture.unwinding import leave_what_is_entered, running
 from epinorm.capture.watched import Watched
@@ -77,6 +78,8 @@ class Recorder:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         inputs = dict(zip(placeholders, example_inputs, strict=True))
         captured = record(gm, found.places, found.linears, names, inputs)
+        if self.settings.strategy != "reference" and self.settings.rounding == "once":
+            captured = replace(captured, takes_attention=take_at_calls(gm, self.uses) > 0)
         self.graphs.append(captured)
         where = f"{type(model).__name__} {self._name}".strip()
         _log.info("epinorm: %s: %s", where, captured)

@@ -46,13 +46,15 @@ class Site:
 @dataclass(frozen=True)
 class Captured:
     """One graph: its places, its Linears without a norm, why Dynamo ended it (empty: it did not
-    have to), and what is said of functions of PyTorch's that hold Linears which no graph shows."""
+    have to), and what is said of functions of PyTorch's that hold Linears which no graph shows.
+    takes_attention: where it is large enough, fp32 attention is ours."""
 
     sites: tuple[Site, ...]
     linears: tuple[Site, ...] = ()
     broken_by: str = ""
     broken_at: str = ""
     unseen: tuple[str, ...] = ()
+    takes_attention: bool = False
 
     def __str__(self) -> str:
         fused = sum(site.taken for site in self.sites)

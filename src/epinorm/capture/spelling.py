@@ -72,10 +72,14 @@ def name_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+_CHECKPOINTING = ("tag_activation_checkpoint", "run_checkpointed")
+"""Dynamo's operator, and what a graph that runs as eager does has in its place."""
+
+
 def checkpoints(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.GraphModule]]:
     """The nodes that checkpoint a captured function, each with that."""
     functions = (node for node in gm.graph.nodes if node.op == "call_function")
-    found = [node for node in functions if name_of(node) == "tag_activation_checkpoint"]
+    found = [node for node in functions if name_of(node) in _CHECKPOINTING]
     return [(node, getattr(gm, str(node.args[0].target))) for node in found]
 
 

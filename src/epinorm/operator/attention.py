@@ -3,18 +3,25 @@
 ``attention`` is softmax(q kᵀ · scale) v of query (B, H, M, D), key and value (B, H, N, D), and the
 logarithm (base 2) of each query's sum (B, H, M), less a number that the backend may choose;
 ``attention_backward`` reads both. Neither keeps anything of size M N. On a GPU they are
-epinorm.backends.cuda.attention, elsewhere these formulas as they stand.
+epinorm.backends.cuda.attention, elsewhere these formulas as they stand. ``attend`` is the same past
+the dispatcher, for graphs that nothing compiles.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from epinorm.backends.memo import cleared_with, memo
+from epinorm.operator.autograd import SingleLevel
 from epinorm.operator.schema import library
+from epinorm.operator.undisturbed import autograd_records, untraced
+from epinorm.said import log_once
 
 _LOG2_E = 1 / math.log(2)
 _READ = "Tensor query, Tensor key, Tensor value"
@@ -31,8 +38,9 @@ _backward_operator = torch.ops.epinorm.attention_backward.default
 
 def _rows_first(like: Tensor) -> Tensor:
     """An empty tensor in the order (B, S, H, D), as PyTorch lays attention's result out."""
-    turned = like.transpose(1, 2)
-    return torch.empty_like(turned, memory_format=torch.contiguous_format).transpose(1, 2)
+    _, heads, rows, width = like.shape
+    order = (rows * heads * width, width, heads * width, 1)
+    return like.new_empty_strided(like.shape, order)  # no view, which could not change in place
 
 
 @torch.library.impl(library, "attention", "CPU")
@@ -100,3 +108,101 @@ def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[An
 torch.library.register_autograd(
     "epinorm::attention", _differentiate, setup_context=_save, lib=library
 )
+
+
+class _Attend(SingleLevel):
+    """``attention`` where nothing but autograd waits for it."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        mixed, lse = passes(query.is_cuda)[0](query, key, value, scale)
+        ctx.save_for_backward(query, key, value, mixed, lse)
+        ctx.scale = scale
+        return mixed
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        *tensors, mixed, lse = ctx.saved_tensors
+        if (
+            torch.is_grad_enabled()  # create_graph
+            or forward_ad._current_level >= 0
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._functorch.is_legacy_batchedtensor(grad)  # is_grads_batched
+        ):
+            return (*_by_products(grad, tensors, ctx.needs_input_grad, ctx.scale), None)
+        return (*_backward_operator(grad, *tensors, mixed, lse, ctx.scale), None)
+
+
+def _by_products(
+    grad: Tensor, tensors: list[Tensor], wanted: tuple[bool, ...], scale: float
+) -> list[Tensor | None]:
+    """The gradients by PyTorch's own products, for which they can be differentiated again, as those
+    of its memory-efficient kernel cannot."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
+        query, key, value = fresh = [t.view_as(t) for t in tensors]  # one may come from another
+        mixed = torch.softmax(query @ key.mT * scale, -1) @ value
+        leaves = [t for t, want in zip(fresh, wanted, strict=False) if want]
+        found = iter(torch.autograd.grad(mixed, leaves, grad, create_graph=create_graph))
+    return [next(found) if want else None for want in wanted[:3]]
+
+
+@memo()
+def passes(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What computes ``attention`` and its gradient."""
+    if not on_gpu:
+        return _forward, _backward
+    from epinorm.backends.cuda.attention.launch import run_backward, run_forward
+
+    return run_forward, run_backward
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """``attention`` of plain tensors for which nothing but autograd waits, if it ``compiles``."""
+    if _wants_gradient(query, key, value):
+        mixed: Tensor = _Attend.apply(query, key, value, scale)
+    else:
+        mixed, _ = passes(query.is_cuda)[0](query, key, value, scale)
+    return mixed
+
+
+def _wants_gradient(*tensors: Tensor) -> bool:
+    return autograd_records() and torch._C._any_requires_grad(*tensors)
+
+
+_tried: dict[tuple[torch.device, int, bool], bool] = {}
+cleared_with(_tried.clear)
+
+
+def compiles(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether there is a Triton here, and a compiler for its launches, that the kernels run with;
+    those of the backward pass too where autograd wants one.
+
+    That is tried at the first call of a device and a width, on its first sample; not while a CUDA
+    graph is captured, which would hold it.
+    """
+    training = _wants_gradient(query, key, value)
+    kind = query.device, query.shape[-1], training
+    known = _tried.get(kind)
+    if known is None:
+        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        known = _tried[kind] = _try([t.detach()[:1] for t in (query, key, value)], training)
+    return known
+
+
+def _try(tensors: list[Tensor], training: bool) -> bool:
+    try:
+        forward, backward = passes(tensors[0].is_cuda)
+        with torch.no_grad():
+            mixed, lse = forward(*tensors, 1.0)
+            if training:
+                backward(mixed, *tensors, mixed, lse, 1.0)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Triton's, a C compiler's, or an import's
+        said = str(error).strip().splitlines() or [""]
+        log_once(f"fp32 attention stays PyTorch's: {type(error).__name__}: {said[0]}")
+        return False
+    return True

@@ -93,7 +93,7 @@ def _next_level() -> Iterator[None]:
                 yield
 
 
-class _SingleLevel(_SingleLevelFunction):
+class SingleLevel(_SingleLevelFunction):
     """A Function that torch.func calls at one of its levels; apply is made in C, unseen by mypy."""
 
     _compiled_autograd_key = torch.autograd.Function._compiled_autograd_key
@@ -101,7 +101,7 @@ class _SingleLevel(_SingleLevelFunction):
         apply: Any
 
 
-class _LinearNorm(_SingleLevel):
+class _LinearNorm(SingleLevel):
     """``linear_norm`` with its gradient; executable: what computes it where nothing but autograd
     wants it."""
 
@@ -263,7 +263,7 @@ class _LinearNormForward(_LinearNorm):
         return tuple(kept) if kept.second is not None else tuple(kept[:4])
 
 
-class _LinearNormBackward(_SingleLevel):
+class _LinearNormBackward(SingleLevel):
     """``linear_norm_backward`` with its own gradient, which goes through the reference."""
 
     @staticmethod

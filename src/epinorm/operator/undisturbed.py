@@ -49,6 +49,18 @@ def is_under_autocast_alone() -> bool:
     )
 
 
+def is_only_profiled() -> bool:
+    """Whether nothing of these may want a call but, perhaps, a profile."""
+    return (
+        not _autocast()
+        and not _dispatch_modes()
+        and not _function_modes()
+        and _transform() is None
+        and forward_ad._current_level < 0
+        and _trace() is None
+    )
+
+
 def autograd_records() -> bool:
     """Whether autograd records operations: never within inference mode, whoever enables gradients
     there."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from epinorm.backends.cuda.attention import kernels
+from epinorm.backends.cuda.runtime.driver import relaxed_capture
 
 _LOG2_E = 1 / math.log(2)
 
@@ -61,8 +63,9 @@ def run_backward(
 def rows_first(like: Tensor) -> Tensor:
     """An empty tensor of the shape (B, H, S, D) in the order (B, S, H, D), as PyTorch lays
     attention's result out."""
-    batch, heads, rows, width = like.shape
-    return like.new_empty((batch, rows, heads, width)).transpose(1, 2)
+    _, heads, rows, width = like.shape
+    order = (rows * heads * width, width, heads * width, 1)
+    return torch.empty_strided(like.shape, order, dtype=like.dtype, device=like.device)
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
@@ -86,7 +89,11 @@ def _launch(
     tile = tiles[width]
     count, block = (keys, tile.block_n) if of_keys else (queries, tile.block_m)
     whole = (queries % tile.block_m == 0, keys % tile.block_n == 0)
-    with torch.cuda.device(strided[0].device):
+    device, nothing = strided[0].device, nullcontext()
+    here = device.index == torch.cuda.current_device()
+    # While a CUDA graph is captured the driver forbids what Triton does at a kernel's first launch.
+    loading = relaxed_capture() if torch.cuda.is_current_stream_capturing() else nothing
+    with nothing if here else torch.cuda.device(device), loading:
         kernel[(-(-count // block) * batch * heads,)](
             *(*strided, *rows),
             *(stride for tensor in strided for stride in tensor.stride()[:3]),
