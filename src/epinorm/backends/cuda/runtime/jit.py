@@ -147,20 +147,31 @@ def _load(source: KernelSource, index: int) -> Kernel:
 def _load_library(source: KernelSource) -> tuple[int, Compiled]:
     """Handle of the kernel, which holds for every GPU of this architecture; never unloaded."""
     result = compiled(source)
+    found = _loaded.libraries[source] = _handle_of(result.cubin, source.entry), result
+    return found
+
+
+def _handle_of(cubin: bytes, entry: str) -> int:
     torch.cuda.init()
     library, handle = ctypes.c_void_p(), ctypes.c_void_p()
     api = driver()
     check(
-        api.cuLibraryLoadData(ctypes.byref(library), result.cubin, None, None, 0, None, None, 0),
-        f"loading {source.entry} for {source.arch}",
+        api.cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0),
+        f"loading {entry}",
     )
     check(
-        api.cuLibraryGetKernel(ctypes.byref(handle), library, source.entry.encode()),
-        f"finding {source.entry} in its cubin",
+        api.cuLibraryGetKernel(ctypes.byref(handle), library, entry.encode()),
+        f"finding {entry} in its cubin",
     )
     assert handle.value is not None
-    _loaded.libraries[source] = handle.value, result
-    return handle.value, result
+    return handle.value
+
+
+def load_cubin(cubin: bytes, entry: str, index: int) -> Kernel:
+    """A kernel that another compiler made, on this GPU; each call loads it, for good."""
+    handle = _handle_of(cubin, entry)
+    _load_eagerly(handle, index, entry)
+    return Kernel(handle, entry, index, Compiled(cubin, "", *[NOT_REPORTED] * 4))
 
 
 def _load_eagerly(handle: int, index: int, entry: str) -> None:
