@@ -44,7 +44,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tf32_attention, "product_precision", precision)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(tf32_attention, "pytorchs_kernel", pytorchs)
-    monkeypatch.setattr(tf32_attention, "FEWEST_TERMS", 0)
+    monkeypatch.setattr(tf32_attention, "FEWEST_TERMS", {False: 0, True: 0})
     was = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     yield

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import arguments, checkpoints, name_of
-from epinorm.operator.attention import attend, attention, compiles
+from epinorm.operator.attention import attend, attention, compiles, wants_gradient
 from epinorm.operator.dispatch import Uses
 from epinorm.operator.undisturbed import has_plain_types, is_only_profiled, untraced
 from epinorm.precision import product_precision
@@ -30,9 +30,9 @@ _FEWEST_ROWS = 64
 """Of queries and of keys; with fewer, other kernels of PyTorch's are as fast."""
 _MOST_NUMBERS = 1 << 31
 """That 32 bits count."""
-FEWEST_TERMS = 1 << 29
-"""Of the scores' sums, that are worth launches by Triton: below, PyTorch's kernel takes 115 us at
-most, and ours may save less than the host loses (decision 28)."""
+FEWEST_TERMS = {False: 1 << 29, True: 3 << 29}
+"""Of the scores' sums, that are worth what the host takes longer; by whether autograd wants a
+gradient (decision 28)."""
 
 
 def take_attention(gm: fx.GraphModule) -> int:
@@ -103,7 +103,7 @@ def is_taken_now(query: Tensor, key: Tensor, value: Tensor) -> bool:
     tensors = query, key, value
     return (
         product_precision(query.dtype, query.device.type) == "high"
-        and query.numel() * key.shape[-2] >= FEWEST_TERMS
+        and query.numel() * key.shape[-2] >= FEWEST_TERMS[wants_gradient(*tensors)]
         and is_only_profiled()
         and has_plain_types(tensors)
         and all(map(_fits, tensors))

@@ -160,14 +160,15 @@ def passes(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """``attention`` of plain tensors for which nothing but autograd waits, if it ``compiles``."""
-    if _wants_gradient(query, key, value):
+    if wants_gradient(query, key, value):
         mixed: Tensor = _Attend.apply(query, key, value, scale)
     else:
         mixed, _ = passes(query.is_cuda)[0](query, key, value, scale)
     return mixed
 
 
-def _wants_gradient(*tensors: Tensor) -> bool:
+def wants_gradient(*tensors: Tensor) -> bool:
+    """Whether autograd wants one of what is computed of these."""
     return autograd_records() and torch._C._any_requires_grad(*tensors)
 
 
@@ -182,7 +183,7 @@ def compiles(query: Tensor, key: Tensor, value: Tensor) -> bool:
     That is tried at the first call of a device and a width, on its first sample; not while a CUDA
     graph is captured, which would hold it.
     """
-    training = _wants_gradient(query, key, value)
+    training = wants_gradient(query, key, value)
     kind = query.device, query.shape[-1], training
     known = _tried.get(kind)
     if known is None:
