@@ -51,7 +51,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 SHORT = ("shape", "dtype", "epinorm", "eager", "compile", "over eager")
-SHORT_SHAPES = ("kb62", "mid", "skinny", "bert_out")
+SHORT_SHAPES = ("kb62", "skinny", "bert_out")
 _SETTINGS = ("highest", "high", "native")
 
 
@@ -318,7 +318,7 @@ def models_table(rows: Sequence[ModelRow]) -> str:
 
 
 SHORT_MODELS = ("bert_base", "vit_b", "llama_4", "mlp_2048", "tdmpc2", "dreamer")
-SHORT_SETTINGS = ("highest", "bf16")
+SHORT_SETTINGS = ("highest", "high", "bf16")
 _NAMED_PASSES = {"forward": "inference", "training": "training"}
 _MODES = ("training", "eval")
 
