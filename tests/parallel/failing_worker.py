@@ -3,7 +3,8 @@
     python failing_worker.py RANK RANKS FOLDER [cpu | cuda] raises | dies | shape WAY
 
 Each other rank prints the error that ends its step, the seconds that it took, and whether the same
-model computes the same afterwards, by itself; and leaves with status 3.
+model computes the same afterwards, by itself; and leaves with status 3. WAY beside, on GPUs: in
+inference, whose rows are exchanged beside the products; CUDA ends with the step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import epinorm
+from epinorm.operator import overlapped
 from epinorm.parallel import ColwiseParallel, RowwiseParallel
 
 WIDTH, ROWS, SECONDS = 32, 8, 30
@@ -39,7 +41,7 @@ class Pair(nn.Module):
 
 
 def prepared(model: nn.Module, way: str) -> nn.Module:
-    if way == "tensor":
+    if way in ("tensor", "beside"):
         return parallelize_module(model, MESH, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if way == "fsdp2":
         return epinorm.fuse(fully_shard(model, mesh=MESH))
@@ -52,14 +54,19 @@ def step(model: nn.Module, way: str, failing: str) -> None:
     if failing == "dies":
         os._exit(9)
     x = torch.randn(ROWS + (failing == "shape"), WIDTH, device=DEVICE)
-    y = model(DTensor.from_local(x, MESH, [Shard(0)]) if way == "tensor" else x)
-    y.square().mean().backward()
+    split = way in ("tensor", "beside")
+    with torch.set_grad_enabled(way != "beside"):
+        y = model(DTensor.from_local(x, MESH, [Shard(0)]) if split else x)
+    if way != "beside":
+        y.square().mean().backward()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
     failure, way = sys.argv[-2:]
+    if way == "beside":
+        overlapped.pays = lambda *_: True
     # NCCL's watchdog sleeps four times as long before it ends the process: a minute by default.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
     RANK, RANKS, _, DEVICE = start(10 if "cuda" in sys.argv else SECONDS)
@@ -80,5 +87,6 @@ if __name__ == "__main__":
             raise
         print(f"ended: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
     print(f"seconds: {time.monotonic() - began:.1f}", flush=True)
-    print(f"same: {torch.equal(before, alone(x))}", flush=True)
+    if way != "beside":
+        print(f"same: {torch.equal(before, alone(x))}", flush=True)
     os._exit(3)  # the group cannot be left in order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -15,15 +16,19 @@ from ranks import Launcher
 from test_data_parallel import CASES as DATA_CASES
 from test_example import EXAMPLE, largest_difference
 from test_tensor_parallel import CASES as TENSOR_CASES
-from test_tensor_parallel import OTHERS, roundings
+from test_tensor_parallel import OTHERS, roundings, unit
 
 FAILURES = [("tensor", "raises"), ("tensor", "dies"), ("tensor", "shape"), ("ddp", "dies")]
+FAILURES += [("beside", "dies"), ("beside", "raises")]
 LAYOUTS = ("ddp", "fsdp2", "tensor")
 LOSSES_DIFFER = 1e-5
 """Relative, at most, in 20 steps of AdamW in fp32, which makes roundings grow."""
 SECONDS = 60
 """In which the other rank of two ends: starting, the group's timeout of 10 and what NCCL waits."""
 CLEAR = r"Watchdog caught collective operation timeout|ended: \w+: .{20,}"
+
+
+os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 
 
 def main() -> int:
@@ -101,8 +106,7 @@ def fail(way: str, failure: str) -> None:
 def is_right(case: str, found: dict[str, Any]) -> bool:
     """As the tests ask of a case."""
     if "repeats" in found:
-        unit = 2.0**-24 if case == "float32" else 2.0**-53
-        return bool(found["error"] <= roundings(case) * unit and found["repeats"])
+        return bool(found["error"] <= roundings(case) * unit(case) and found["repeats"])
     if "raised" in found:
         return False
     right = found["error"] <= 1.1 * found["eager_error"] + 1e-12

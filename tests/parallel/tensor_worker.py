@@ -9,10 +9,12 @@ gradient from those of one process, relative to the largest value, and what else
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import attempt, finish, start
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -23,6 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.torch_version import TorchVersion
 
 import epinorm
+from epinorm.operator import overlapped, peers
 from epinorm.parallel import ColwiseParallel, RowwiseParallel
 
 IN, HIDDEN, ROWS = 32, 64, 24
@@ -214,6 +217,87 @@ def dropout() -> dict[str, Any]:
     return {"error": 0.0, "repeats": repeats}
 
 
+class SharedFiles(peers.Peers):
+    """Memory that processes of a CPU share, in the place of GPUs'."""
+
+    def __init__(self, group: Any, _device: torch.device) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.is_broken, self._meets = False, 0
+        self._process_group, self._nbytes = group, 0
+
+    def make_room(self, nbytes: int) -> bool:
+        if nbytes > self._nbytes:
+            names = [str(FOLDER / f"part{rank}-{nbytes}") for rank in range(self.size)]
+            of = {"shared": True, "size": nbytes, "dtype": torch.uint8}
+            self._parts = [torch.from_file(name, **of) for name in names]  # type: ignore[arg-type]
+            self._nbytes = nbytes
+        return True
+
+    def part(self, rank: int, like: Tensor, shape: tuple[int, ...], index: int = 0) -> Tensor:
+        flat = self._parts[rank][: self._nbytes // like.itemsize * like.itemsize].view(like.dtype)
+        size = torch.Size(shape).numel()
+        return flat[index * size : (index + 1) * size].view(shape)
+
+    def follow(self) -> None:
+        pass
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        yield
+
+    def copied(self) -> Callable[[], None]:
+        return self.wait
+
+    def wait(self) -> None:
+        pass
+
+    def meet(self) -> None:
+        dist.barrier(self._process_group)
+        self._meets += 1
+        self.is_broken = self._meets < 2
+
+
+def beside() -> dict[str, Any]:
+    """Inference with rows that are exchanged beside the products, in turn with other sizes and with
+    steps that exchange them as ever; three dimensions; a norm over split rows; error: in eps."""
+    known = overlapped.pays, overlapped.peers_of
+    counted = []
+
+    def pays(*given: Any) -> bool:
+        counted.append(given)
+        return True
+
+    overlapped.pays = pays  # type: ignore[assignment]
+    if DEVICE == "cpu":
+        files = SharedFiles(MESH.get_group(0), torch.device("cpu"))
+        overlapped.peers_of = lambda *_: files  # type: ignore[assignment]
+    worst, same, dtype = 0.0, True, torch.float32 if DEVICE == "cuda" else torch.float64
+    turned = {"output_layouts": Shard(2)}, {"input_layouts": Shard(2)}
+    deep = {"up": ColwiseParallel(**turned[0]), "down": RowwiseParallel(**turned[1])}
+    kinds: list[Any] = [(GROUPS, (ROWS, IN), STYLES), (GROUPS, (2 * ROWS, IN), STYLES)]
+    for norm in (epinorm.LayerNorm(), epinorm.RMSNorm()):
+        kinds += [(norm, (ROWS, IN), STYLES), (norm, (ROWS, 3, IN), deep)]
+    try:
+        for norm, shape, styles in kinds:
+            one, split = (drawn(lambda norm=norm: Pair(norm), dtype) for _ in range(2))
+            parallelize_module(split, MESH, styles)
+            x, parts = rows(shape, 0, dtype)
+            for _ in range(2):
+                with torch.no_grad():
+                    truth, found = one(x), [whole(split(parts)) for _ in range(2)]
+                worst = max(worst, *(relative(y, truth) for y in found))
+                same &= all(torch.equal(y, found[0]) for y in found)
+                step(split, parts)
+        x, parts = rows((ROWS, IN - 1), 0, dtype)  # of whose channels one process has fewer
+        weight = drawn(lambda: nn.Linear(IN - 1, IN), dtype).weight.detach()
+        with torch.no_grad():
+            y = epinorm.linear_norm(parts, distribute_tensor(weight, MESH, [Shard(1)]), norm=GROUPS)
+            worst = max(worst, relative(whole(y), epinorm.linear_norm(x, weight, norm=GROUPS)))
+    finally:
+        overlapped.pays, overlapped.peers_of = known
+    return {"error": worst / torch.finfo(dtype).eps, "repeats": same, "asked": len(counted)}
+
+
 def state() -> dict[str, Any]:
     """A split model's state is the plain one's, name by name."""
     one, split = (drawn(lambda: Pair(GROUPS)) for _ in range(2))
@@ -283,6 +367,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "read by plain code": read_by_plain_code,
     "uneven": uneven,
     "second derivatives": second_derivatives,
+    "beside": beside,
     "dropout": dropout,
     "state": state,
     "two dimensions": on_two_dimensions,

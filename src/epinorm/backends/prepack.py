@@ -159,11 +159,15 @@ class Marked:
         if self._state is not None:
             self._state = (NEVER, *self._state[1:])
 
-    def release(self) -> None:
-        """Let go of the memory; a graph that reads it keeps it until the weight is gone."""
+    def keep_for_graphs(self) -> None:
+        """Let the memory live as long as the weight, if a graph reads it."""
         weight = self.weight()
         if self._captured and weight is not None:
             weakref.finalize(weight, _hold, self.buffer).atexit = False
+
+    def release(self) -> None:
+        """Let go of the memory; a graph that reads it keeps it until the weight is gone."""
+        self.keep_for_graphs()
         self.buffer = self._state = self._storage = self._ready = None
         self._captured = False
 
@@ -240,6 +244,26 @@ def prepacked(model: M) -> Iterator[M]:
         yield model
     finally:
         unprepack(model)
+
+
+@contextmanager
+def converted_once(weight: Tensor) -> Iterator[None]:
+    """Let all calls within share the weight's converted form, where it is one that is converted.
+    What another thread's calls find of it meanwhile is theirs as long as they run."""
+    is_converted = not weight.is_inference() and _why_not(weight) is None
+    mine = None
+    with _lock:
+        if is_converted and id(weight) not in marked:
+            _mark(weight)
+            mine = marked[id(weight)]
+    try:
+        yield
+    finally:
+        if mine is not None:
+            with _lock:
+                if marked.get(id(weight)) is mine:
+                    del marked[id(weight)]
+                mine.keep_for_graphs()
 
 
 def _weights(model: nn.Module | Tensor) -> list[Tensor]:

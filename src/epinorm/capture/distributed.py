@@ -14,7 +14,7 @@ from epinorm.capture.purity import value_of
 from epinorm.operator.undisturbed import is_distributed
 
 if TYPE_CHECKING:
-    from epinorm.operator.sharded import Layout
+    from epinorm.operator.sharded_layout import Layout
 
 
 def layout_of_found(found: Any) -> Layout | None:
@@ -24,7 +24,7 @@ def layout_of_found(found: Any) -> Layout | None:
     weight: Any = value_of(found.linear.weight)
     if not is_distributed((x,)) or found.linear.turned:
         return None
-    from epinorm.operator.sharded import layout_of  # loads torch.distributed.tensor
+    from epinorm.operator.sharded_layout import layout_of  # loads torch.distributed.tensor
 
     given = iter(found.operands)
     kinds = found.chain.operand_kinds

@@ -9,15 +9,15 @@ own rows, where the rest of the chain is computed (sequence parallelism, Korthik
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 
 from epinorm.backends.memo import memo
@@ -33,145 +33,15 @@ from epinorm.operator.collectives import (
     parts_of,
     scatter_sum,
 )
+from epinorm.operator.overlapped import beside_gather, beside_scatter, peers_beside
+from epinorm.operator.peers import Peers
+from epinorm.operator.sharded_layout import Layout, Placed, layout_of
 from epinorm.operator.sharded_norm import sharded_norm
+from epinorm.operator.undisturbed import autograd_records, has_plain_types
 from epinorm.problem import Inputs
 
 Local = Callable[..., Results]
 """(chain, x, weight, bias, norm_weight, norm_bias, operands) → results, for plain tensors."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a chain is computed on a mesh. dim: the mesh's dimension that the weight is sharded over,
-    None where it is on none; way: "columns", "rows" or, with dim None, "copies".
-
-    x, y: placements of x as the product takes it, and of the results.
-    """
-
-    mesh: DeviceMesh
-    dim: int | None
-    way: str
-    x: Placements
-    y: Placements
-    last: int
-
-    @property
-    def over(self) -> int:
-        """``dim``, where the weight is sharded."""
-        assert self.dim is not None
-        return self.dim
-
-    @property
-    def size(self) -> int:
-        return 1 if self.dim is None else self.mesh.size(self.dim)
-
-    def splits_evenly(self, placements: Placements, shape: Sequence[int]) -> int | None:
-        """The axis that placements split over ``dim``, if all parts along it are of one size and
-        those of these processes lie one behind another; else None."""
-        dim = self.dim
-        if dim is None or type(placements[dim]) is not Shard:
-            return None
-        axis, size = _axis(placements[dim], self.last), 1
-        for i, placement in enumerate(placements):
-            if placement.is_shard() and _axis(placement, self.last) == axis:
-                if i > dim or type(placement) is not Shard:
-                    return None
-                size *= self.mesh.size(i)
-        return None if shape[axis] % size else axis
-
-    def with_over(self, placements: Placements, placement: Placement) -> Placements:
-        """The placements, over ``dim`` that one."""
-        return (*placements[: self.over], placement, *placements[self.over + 1 :])
-
-    @property
-    def features(self) -> Placements:
-        """Of a vector with one value a channel of the results."""
-        return tuple(Shard(0) if p == Shard(self.last) else Replicate() for p in self.y)
-
-    def summed(self, own: Placements) -> Placements:
-        """Of the gradient of a tensor placed as ``own``: what it lies copied on sums its parts."""
-        pairs = zip(own, self.y, strict=True)
-        return tuple(Partial() if o.is_replicate() and y.is_shard() else o for o, y in pairs)
-
-    def of_part(self, chain: Chain, m: int, n: int, k: int) -> tuple[Chain, int, int, int]:
-        """What one process computes in one operation: a chain, and its rows, channels and depth."""
-        for i, placement in enumerate(self.x):
-            m //= self.mesh.size(i) if i != self.dim and placement.is_shard() else 1
-        if self.way == "rows":
-            return Chain(None), m, n, k // self.size
-        norm = chain.norm
-        if norm is not None and chain.has_groups:
-            norm = replace(norm, num_groups=norm.num_groups // self.size)
-            return replace(chain, norm=norm), m, n // self.size, k
-        if self.way == "columns":
-            chain = Chain(None, chain.pre, rounding=chain.rounding)
-        return chain, m, n // self.size, k
-
-    def __str__(self) -> str:
-        if self.dim is None:
-            return "each process computes its own rows"
-        over = f"over {self.size} processes"
-        if self.way == "columns":
-            return f"by columns {over}: x is gathered, each has its own channels of all rows"
-        return f"by rows {over}: partial products are summed into each one's own rows"
-
-
-class Placed(NamedTuple):
-    """Of a DTensor, what a layout depends on. mesh_id: meshes are equal whose process groups are
-    not."""
-
-    device_mesh: DeviceMesh
-    placements: Placements
-    shape: torch.Size
-    mesh_id: int
-
-    @staticmethod
-    def of(tensor: Any) -> Placed | None:
-        """None for a plain tensor, as a seed is."""
-        if not isinstance(tensor, DTensor):
-            return None
-        mesh = tensor.device_mesh
-        return Placed(mesh, tensor.placements, tensor.shape, id(mesh))
-
-
-def layout_of(x: Any, weight: Any, operands: Sequence[Any], chain: Chain) -> Layout | None:
-    """The layout of a call with DTensors, or what is ``Placed`` of them; None where PyTorch's own
-    layers have to compute it on the DTensors."""
-    mesh, last = weight.device_mesh, len(x.shape) - 1
-    if "row" in chain.operand_kinds or chain.returns_statistics:
-        return None
-    sharded = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
-    if len(sharded) > 1 or any(weight.placements[i] not in (Shard(0), Shard(1)) for i in sharded):
-        return None
-    taken = [p if p.is_shard() and _axis(p, last) < last else Replicate() for p in x.placements]
-    if not sharded:
-        return Layout(mesh, None, "copies", tuple(taken), tuple(taken), last)
-    (dim,), made = sharded, list(taken)
-    if weight.placements[dim] == Shard(1):
-        taken[dim], made[dim] = Shard(last), Shard(_rows_axis(x, operands, chain, mesh, dim))
-        return Layout(mesh, dim, "rows", tuple(taken), tuple(made), last)
-    taken[dim], made[dim] = Replicate(), Shard(last)
-    size, norm = mesh.size(dim), chain.norm
-    splits = norm is None or not chain.has_groups or norm.num_groups % size == 0
-    if weight.shape[0] % size or not splits:
-        return None
-    return Layout(mesh, dim, "columns", tuple(taken), tuple(made), last)
-
-
-def _axis(placement: Placement, last: int) -> int:
-    assert isinstance(placement, Shard)
-    return placement.dim if placement.dim >= 0 else placement.dim + last + 1
-
-
-def _rows_axis(x: Any, operands: Sequence[Any], chain: Chain, mesh: DeviceMesh, dim: int) -> int:
-    """The axis that rows are split along: a residual's, or the first that splits evenly."""
-    last = len(x.shape) - 1
-    for kind, operand in zip(chain.operand_kinds, operands, strict=True):
-        placement = Replicate() if operand is None else operand.placements[dim]
-        if kind == "element" and placement.is_shard() and _axis(placement, last) < last:
-            return _axis(placement, last)
-    even = (axis for axis in range(last) if x.shape[axis] % mesh.size(dim) == 0)
-    return next(even, 0)
 
 
 class _SummedTogether(torch.autograd.Function):
@@ -195,7 +65,8 @@ class _Ways:
     """What calls with tensors placed alike have in common: the layout; the chain of one operation
     in each process; how x, weight, bias, norm_weight, norm_bias and operands, but for seeds, are
     taken; x's axis that is gathered, and that of partial products which is scattered, or None; the
-    dimensions over which gradients of vectors are summed; and the results' shape and strides,
+    dimensions over which gradients of vectors are summed; whether each process has as many of the
+    rows that are exchanged, and of the channels, as each other; and the results' shape and strides,
     ``sizes``.
 
     place: a number that is another one in each process with other values of the results.
@@ -207,6 +78,7 @@ class _Ways:
     gathers: int | None
     scatters: int | None
     sums: tuple[int, ...]
+    is_even: bool
     sizes: tuple[torch.Size, tuple[int, ...]]
     place: int
 
@@ -234,7 +106,9 @@ def _ways_of(
     stride = torch.empty(shape, device="meta").stride()
     scatters = layout.splits_evenly(layout.y, shape) if layout.way == "rows" else None
     text = str(layout.of_part(chain, 1, 1, 1)[0])
-    return _Ways(layout, text, tuple(taken), gathers, scatters, sums, (shape, stride), place)
+    is_even = 0 in (gathers, scatters) and not any(i % layout.size for i in weight.shape)
+    sizes = shape, stride
+    return _Ways(layout, text, tuple(taken), gathers, scatters, sums, is_even, sizes, place)
 
 
 def _ways_of_x(x: Placed, layout: Layout) -> tuple[int | None, Placements, Placements]:
@@ -272,7 +146,9 @@ def call(caller_of: Callable[..., Any], inputs: Inputs, facts: Facts) -> Results
         return caller_of(part, *how)(*given)
 
     chain, weight = Chain.parse(text), inputs.weight
-    results = linear_norm(inputs, chain, local)
+    # Of a way that was asked for the whole product is computed, or nothing.
+    in_pieces = strategy in ("auto", "reference") and not strict
+    results = linear_norm(inputs, chain, local, in_pieces)
     if results is not None:
         return results
     if strict or strategy not in ("auto", "reference"):
@@ -287,9 +163,9 @@ def call(caller_of: Callable[..., Any], inputs: Inputs, facts: Facts) -> Results
     return reference.epilogue(z, chain, inputs.norm_weight, inputs.norm_bias, inputs.operands)
 
 
-def linear_norm(inputs: Any, chain: Chain, local: Local) -> Results | None:
+def linear_norm(inputs: Any, chain: Chain, local: Local, in_pieces: bool = True) -> Results | None:
     """The chain on DTensors, ``Inputs`` with any leading dimensions, by ``local`` in each process;
-    None: ``layout_of`` has none.
+    None: ``layout_of`` has none. in_pieces: it may compute some of the rows.
 
     Seeds of dropout are plain tensors; each part of the results takes another. Raises RuntimeError
     where other tensors are plain, or lie on several meshes.
@@ -306,16 +182,19 @@ def linear_norm(inputs: Any, chain: Chain, local: Local) -> Results | None:
     part_of_x, part_of_weight, *parts = parts_of(
         [Taken(t, *way) for t, way in zip(tensors, ways.taken, strict=True)]
     )
-    if ways.gathers is not None:
-        part_of_x = gather(part_of_x, layout.mesh, layout.over, ways.gathers)
     rest = iter(parts[3:])
     given = tuple(
         operand + ways.place if kind == "seed" else next(rest)
         for kind, operand in zip(kinds, operands, strict=True)
     )
+    peers = _peers(ways, (part_of_x, part_of_weight, *parts)) if in_pieces else None
+    if ways.gathers is not None and peers is None:
+        part_of_x = gather(part_of_x, layout.mesh, layout.over, ways.gathers)
     own = Inputs(*(part_of_x, part_of_weight, *_summed_together(ways, parts[:3]), given))
+    if layout.way == "columns" and peers is not None:
+        local = partial(_beside_gather, local, peers)
     if layout.way == "rows":
-        z = _sum_of_parts(local(ways.text, *own[:2], None, None, None, ()), ways)
+        z = _sum_of_products(own, ways, local, peers)
         z = z if own.bias is None else z + own.bias
         results = reference.epilogue(z, chain, own.norm_weight, own.norm_bias, given)
     elif layout.way == "columns" and chain.norm is not None and not chain.has_groups:
@@ -330,8 +209,51 @@ def linear_norm(inputs: Any, chain: Chain, local: Local) -> Results | None:
     return _whole(results, ways)
 
 
-def _sum_of_parts(z: Any, ways: _Ways) -> Any:
-    """This process' rows of the sum of what each has computed by rows of the weight."""
+def _peers(ways: _Ways, own: Sequence[Any]) -> Peers | None:
+    """The processes that exchange rows beside the product, if it is to be computed so; own: this
+    process' parts, x and the weight first."""
+    x, weight = own[:2]
+    if (
+        not ways.is_even
+        or (autograd_records() and any(t is not None and t.requires_grad for t in own))
+        or torch._C._is_any_autocast_enabled()
+        or not has_plain_types(own)
+        or "dropout" in ways.text  # what it drops depends on the row
+    ):
+        return None
+    layout, gathers = ways.layout, ways.layout.way == "columns"
+    rows = x.shape[:-1].numel() * (layout.size if gathers else 1)
+    return peers_beside(layout.mesh.get_group(layout.over), x, weight, layout.size, gathers, rows)
+
+
+def _beside_gather(
+    local: Local,
+    peers: Peers,
+    text: str,
+    x: Tensor,
+    weight: Tensor,
+    *rest: Any,
+) -> Results:
+    *vectors, operands = rest
+    kinds = Chain.parse(text).operand_kinds
+
+    def compute(x: Tensor, rows: slice) -> Results:
+        pairs = zip(kinds, operands, strict=True)
+        given = tuple(t[rows] if kind == "element" else t for kind, t in pairs)
+        return local(text, x, weight, *vectors, given)
+
+    return beside_gather(compute, x.contiguous(), weight, peers)
+
+
+def _sum_of_products(own: Inputs, ways: _Ways, local: Local, peers: Peers | None) -> Any:
+    """This process' rows of the sum of what each computes by rows of the weight."""
+
+    def compute(x: Tensor) -> Any:
+        return local(ways.text, x, own.weight, None, None, None, ())
+
+    if peers is not None:
+        return beside_scatter(compute, own.x, own.weight, peers)
+    z: Any = compute(own.x)
     if ways.scatters is not None:
         return scatter_sum(z, ways.layout.mesh, ways.layout.over, ways.scatters)
     return _SumOfParts.apply(z, ways)
