@@ -57,7 +57,7 @@ MODEL = ModelRow(
 
 
 def test_whole_models_come_first_by_the_faster_of_our_ways() -> None:
-    chain = replace(ROW, shape="mid")
+    chain = replace(ROW, shape="kb62")
     said = texts(speedup_svg([chain], THEMES["light"], [MODEL, replace(MODEL, eager_ms=None)]))
     assert said.count("8.0×") == 1
     assert said.count("1.5×") == 1
