@@ -29,8 +29,9 @@ _RATES = {"native": 6e8, "high": 4e8, "highest": 2.3e8}
 """Operations a µs of a product on an H200."""
 _LAUNCHES = 30.0
 """µs that a product more, and what goes with it, costs."""
-_LEAST = 300.0
-"""µs of a process' whole product; where it is shorter the host decides."""
+_LEAST = 1200.0
+"""µs of a process' whole product; where it is shorter the host decides, which takes up to half a
+millisecond longer."""
 
 
 def peers_beside(
