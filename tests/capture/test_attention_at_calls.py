@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +27,7 @@ from epinorm.operator import attention
 from epinorm.precision import product_precision
 
 S, D, HEADS = 64, 64, 2
+NUMPYS = 1 / np.sqrt(50)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 plain: Attend = F.scaled_dot_product_attention
 
@@ -41,7 +44,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def precision(dtype: torch.dtype, _: str) -> str:
         return product_precision(dtype, "cuda")
 
-    monkeypatch.setattr(tf32_attention, "product_precision", precision)
+    for module in (tf32_attention, attention):
+        monkeypatch.setattr(module, "product_precision", precision)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(tf32_attention, "pytorchs_kernel", pytorchs)
     monkeypatch.setattr(tf32_attention, "FEWEST_TERMS", {False: 0, True: 0})
@@ -145,6 +149,23 @@ def frozen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def crossed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return plain(q, *(torch.cat((t, -t.flip(2)), 2) for t in (k, v)))
+
+
+def by_numpy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return plain(q, k, v, scale=NUMPYS)
+
+
+def test_a_scale_of_numpys_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def attend(*asked: Any) -> Tensor:
+        given.append(asked[3])
+        return attention.attend(*asked)
+
+    monkeypatch.setattr(tf32_attention, "attend", attend)
+    model, fused, x = layer(by_numpy)
+    check(model, fused, x)
+    assert [type(scale) for scale in given] == [float]
 
 
 @pytest.mark.parametrize("attend", [scaled, positional, frozen, crossed])
@@ -287,6 +308,52 @@ def test_settings_are_looked_at_at_each_call(ours: list[Tensor]) -> None:
         fused_of(fused).forget()  # of the calls under modes
 
 
+def test_the_backward_pass_looks_at_the_precision_too(
+    ours: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    known = attention.by_products
+
+    def products(*given: Any) -> Any:
+        asked.append(torch.get_float32_matmul_precision())
+        return known(*given)
+
+    monkeypatch.setattr(attention, "by_products", products)
+    _, fused, x = layer()
+    y = fused(x)
+    torch.set_float32_matmul_precision("highest")
+    y.sum().backward()
+    torch.set_float32_matmul_precision("high")
+    fused(x).sum().backward()
+    assert len(ours) == 2
+    assert asked == ["highest"]
+
+
+def test_a_default_device_changes_nothing() -> None:
+    q = torch.randn(2, HEADS, S, D)
+    with torch.device("cpu"):
+        assert tf32_attention.is_taken_now(q, q, q)
+
+
+def test_a_mode_of_the_users_sees_pytorchs(ours: list[Tensor]) -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    model, fused, x = layer()
+    with Mode():
+        check(model, fused, x)
+    assert not ours
+
+
+def test_a_negated_view_is_pytorchs() -> None:
+    q = torch.randn(2, HEADS, S, D)
+    assert tf32_attention.is_taken_now(q, q, q)
+    assert not tf32_attention.is_taken_now(q, torch._neg_view(q), q)
+
+
 def test_where_launches_cost_more_than_they_save_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(tf32_attention, "product_precision", lambda *_: "high")
@@ -387,6 +454,26 @@ def test_without_a_triton_that_works_it_stays(
     assert not ours
     assert len(tried) == 1
     assert "Failed to find C compiler" in caplog.text
+
+
+def test_where_memory_was_short_it_is_tried_again(
+    ours: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes, short = attention.passes(False), [True]
+
+    def forward(*given: Any) -> Any:
+        if short:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return passes[0](*given)
+
+    monkeypatch.setattr(attention, "passes", lambda on_gpu: (forward, passes[1]))
+    model, fused, x = layer()
+    check(model, fused, x)
+    assert not ours
+    short.clear()
+    fused_of(fused).forget()  # that the call gained nothing
+    check(model, fused, x)
+    assert len(ours) == 1
 
 
 def test_explain_says_so() -> None:

@@ -13,6 +13,7 @@ from epinorm.backends import memo
 METADATA = SimpleNamespace(
     name="attention_forward", num_warps=4, warp_size=32, shared=73728,
     global_scratch_size=0, profile_scratch_size=0,
+    num_ctas=1, launch_cooperative_grid=False, launch_pdl=False,
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def seen(monkeypatch):
         return lambda *values: found.launched.append(values)
 
     monkeypatch.setattr(launch.kernels, "attention_forward", Compiled())
-    monkeypatch.setattr(launch, "load_once", lambda *_: SimpleNamespace(prepare=prepare))
+    monkeypatch.setattr(launch, "load_cubin", lambda *_: SimpleNamespace(prepare=prepare))
     monkeypatch.setattr(launch, "driver", lambda: SimpleNamespace(has_parameter_info=True))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -102,11 +103,13 @@ def test_what_is_not_aligned_is_left_to_triton(seen):
     assert not seen.prepared
 
 
-@pytest.mark.parametrize("what", ["refused", "scratch", "other metadata"])
+@pytest.mark.parametrize("what", ["refused", "scratch", "clusters", "other metadata"])
 def test_what_is_not_as_known_is_left_to_triton(seen, what):
     seen.refuses = what == "refused"
     if what == "scratch":
         seen.metadata = SimpleNamespace(**{**vars(METADATA), "global_scratch_size": 64})
+    if what == "clusters":
+        seen.metadata = SimpleNamespace(**{**vars(METADATA), "num_ctas": 2})
     if what == "other metadata":
         seen.metadata = SimpleNamespace(name="attention_forward")
     for _ in range(3):

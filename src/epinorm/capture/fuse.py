@@ -74,6 +74,7 @@ def _likeness(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     given = args if not kwargs else (*args, *kwargs.values())
     facts: list[Any] = [model.training, torch.is_grad_enabled(), fp32_precision(), len(marked)]
     facts += (convolutions_take_tf32(), torch.backends.cuda.mem_efficient_sdp_enabled())
+    facts.append(torch._C._len_torch_function_stack())
     facts += kwargs
     if torch._C._is_any_autocast_enabled():
         facts += [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _DEVICES]

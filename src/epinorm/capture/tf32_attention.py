@@ -30,6 +30,8 @@ _FEWEST_ROWS = 64
 """Of queries and of keys; with fewer, other kernels of PyTorch's are as fast."""
 _MOST_NUMBERS = 1 << 31
 """That 32 bits count."""
+_LARGEST_SCALE = 1e30
+"""That is a number of fp32 with log2(e) in it."""
 FEWEST_TERMS = {False: 1 << 29, True: 3 << 29}
 """Of the scores' sums, that are worth what the host takes longer; by whether autograd wants a
 gradient (decision 28)."""
@@ -88,13 +90,16 @@ class Attending:
         enable_gqa: bool = False,
     ) -> Tensor:
         asks_more = attn_mask is not None or dropout_p != 0.0 or is_causal or enable_gqa
+        # Of NumPy's numbers Dynamo makes tensors.
+        factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        asks_more = asks_more or abs(factor) > _LARGEST_SCALE
         if asks_more or not is_taken_now(query, key, value):
             rest = attn_mask, dropout_p, is_causal
             return F.scaled_dot_product_attention(
                 *(query, key, value, *rest), scale=scale, enable_gqa=enable_gqa
             )
         self._uses.count += 1
-        return attend(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
+        return attend(query, key, value, factor)
 
 
 def is_taken_now(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -177,6 +182,7 @@ def _is_of_kind(tensor: Tensor | None) -> bool:
 def _fits(tensor: Tensor) -> bool:
     return (
         tensor.shape[-2] >= _FEWEST_ROWS
+        and not tensor.is_neg()  # whose sign stands beside the memory
         and 0 < tensor.numel() < _MOST_NUMBERS
         and tensor.stride(2) * tensor.shape[2] < _MOST_NUMBERS
     )

@@ -21,6 +21,7 @@ from epinorm.backends.memo import cleared_with, memo
 from epinorm.operator.autograd import SingleLevel
 from epinorm.operator.schema import library
 from epinorm.operator.undisturbed import autograd_records, untraced
+from epinorm.precision import product_precision
 from epinorm.said import log_once
 
 _LOG2_E = 1 / math.log(2)
@@ -125,16 +126,17 @@ class _Attend(SingleLevel):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         *tensors, mixed, lse = ctx.saved_tensors
         if (
-            torch.is_grad_enabled()  # create_graph
+            product_precision(grad.dtype, grad.device.type) != "high"  # any more
+            or torch.is_grad_enabled()  # create_graph
             or forward_ad._current_level >= 0
             or torch._C._functorch.peek_interpreter_stack() is not None
             or torch._C._functorch.is_legacy_batchedtensor(grad)  # is_grads_batched
         ):
-            return (*_by_products(grad, tensors, ctx.needs_input_grad, ctx.scale), None)
+            return (*by_products(grad, tensors, ctx.needs_input_grad, ctx.scale), None)
         return (*_backward_operator(grad, *tensors, mixed, lse, ctx.scale), None)
 
 
-def _by_products(
+def by_products(
     grad: Tensor, tensors: list[Tensor], wanted: tuple[bool, ...], scale: float
 ) -> list[Tensor | None]:
     """The gradients by PyTorch's own products, for which they can be differentiated again, as those
@@ -181,7 +183,7 @@ def compiles(query: Tensor, key: Tensor, value: Tensor) -> bool:
     those of the backward pass too where autograd wants one.
 
     That is tried at the first call of a device and a width, on its first sample; not while a CUDA
-    graph is captured, which would hold it.
+    graph is captured, which would hold it. Where memory is short for it, it is tried again later.
     """
     training = wants_gradient(query, key, value)
     kind = query.device, query.shape[-1], training
@@ -189,20 +191,23 @@ def compiles(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if known is None:
         if query.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        known = _tried[kind] = _try([t.detach()[:1] for t in (query, key, value)], training)
-    return known
+        known = _try([t.detach()[:1] for t in (query, key, value)], training)
+        if known is not None:
+            _tried[kind] = known
+    return bool(known)
 
 
-def _try(tensors: list[Tensor], training: bool) -> bool:
+def _try(tensors: list[Tensor], training: bool) -> bool | None:
+    """None: memory was short."""
     try:
         forward, backward = passes(tensors[0].is_cuda)
         with torch.no_grad():
             mixed, lse = forward(*tensors, 1.0)
             if training:
                 backward(mixed, *tensors, mixed, lse, 1.0)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # Triton's, a C compiler's, or an import's
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return None
         said = str(error).strip().splitlines() or [""]
         log_once(f"fp32 attention stays PyTorch's: {type(error).__name__}: {said[0]}")
         return False

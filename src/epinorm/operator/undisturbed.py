@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack as _function_mode_stack
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
@@ -18,6 +19,10 @@ _autocast = torch._C._is_any_autocast_enabled
 _profiler = torch._C._autograd._profiler_enabled
 _trace = torch._C._get_tracing_state
 _is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+
+
+def _is_device(mode: Any) -> bool:
+    return type(mode).__name__ == "DeviceContext"
 
 
 _eval_frame = torch._C._dynamo.eval_frame
@@ -50,11 +55,12 @@ def is_under_autocast_alone() -> bool:
 
 
 def is_only_profiled() -> bool:
-    """Whether nothing of these may want a call but, perhaps, a profile."""
+    """Whether nothing of these may want a call but, perhaps, a profile, or a default device, which
+    is a mode that wants what makes tensors of nothing."""
     return (
         not _autocast()
         and not _dispatch_modes()
-        and not _function_modes()
+        and (not _function_modes() or all(map(_is_device, _function_mode_stack())))
         and _transform() is None
         and forward_ad._current_level < 0
         and _trace() is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from epinorm.backends.cuda.attention import kernels
 from epinorm.backends.cuda.runtime.driver import driver, relaxed_capture
 from epinorm.backends.cuda.runtime.jit import load_cubin
-from epinorm.backends.memo import cleared_with, memo
+from epinorm.backends.memo import cleared_with
 
 _log = logging.getLogger("epinorm")
 _LOG2_E = 1 / math.log(2)
@@ -75,7 +75,9 @@ def rows_first(like: Tensor) -> Tensor:
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+    """Rows in lines, at offsets of 32 bits within a head."""
+    fits = tensor.stride(3) == 1 and tensor.stride(2) * tensor.shape[2] < 1 << 31
+    return tensor if fits else tensor.contiguous()
 
 
 def _launch(
@@ -106,9 +108,7 @@ def _launch(
         return
     whole = (queries % tile.block_m == 0, keys % tile.block_n == 0)
     nothing, here = nullcontext(), device.index == torch.cuda.current_device()
-    # While a CUDA graph is captured the driver forbids what a kernel's first launch does.
-    loading = relaxed_capture() if torch.cuda.is_current_stream_capturing() else nothing
-    with nothing if here else torch.cuda.device(device), loading:
+    with nothing if here else torch.cuda.device(device), _loading():
         grid = -(-count // block) * batch * heads
         made = kernel[(grid,)](
             *(*strided, *rows, *numbers, *scales),
@@ -123,6 +123,11 @@ def _launch(
             prepared[kind] = _prepare(made, grid, device.index, *facts)
 
 
+def _loading() -> AbstractContextManager[None]:
+    """While a CUDA graph is captured the driver forbids what a kernel's first launch does."""
+    return relaxed_capture() if torch.cuda.is_current_stream_capturing() else nullcontext()
+
+
 def _prepare(
     made: Any, grid: int, device: int, pointers: int, numbers: Sequence[int], scales: int
 ) -> Callable[..., None] | None:
@@ -132,9 +137,11 @@ def _prepare(
         metadata = made.metadata
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             return None
+        if metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
+            return None
         if not driver().has_parameter_info:
             return None
-        kernel = load_once(made.asm["cubin"], metadata.name, device)
+        kernel = load_cubin(made.asm["cubin"], metadata.name, device)
         # Numbers that are 1 are compiled in; memory for scratch, of which there is none, is last.
         given = [n for n in numbers if n != 1]
         letters = ["l" if n >= 1 << 31 else "i" for n in given]
@@ -151,6 +158,5 @@ def _prepare(
     return run
 
 
-load_once = memo(64)(load_cubin)
 prepared: dict[Any, Callable[..., None] | None] = {}
 cleared_with(prepared.clear)

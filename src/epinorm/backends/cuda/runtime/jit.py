@@ -123,6 +123,7 @@ class Loaded:
     def __init__(self) -> None:
         self.kernels: dict[tuple[KernelSource, int], Kernel] = {}
         self.libraries: dict[KernelSource, tuple[int, Compiled]] = {}
+        self.cubins: dict[tuple[bytes, str, int], Kernel] = {}
         self.locks: dict[KernelSource, threading.Lock] = {}
 
 
@@ -168,10 +169,15 @@ def _handle_of(cubin: bytes, entry: str) -> int:
 
 
 def load_cubin(cubin: bytes, entry: str, index: int) -> Kernel:
-    """A kernel that another compiler made, on this GPU; each call loads it, for good."""
-    handle = _handle_of(cubin, entry)
-    _load_eagerly(handle, index, entry)
-    return Kernel(handle, entry, index, Compiled(cubin, "", *[NOT_REPORTED] * 4))
+    """A kernel that another compiler made, on this GPU."""
+    kind = cubin, entry, index
+    kernel = _loaded.cubins.get(kind)
+    if kernel is None:
+        handle = _handle_of(cubin, entry)
+        _load_eagerly(handle, index, entry)
+        facts = Compiled(cubin, "", *[NOT_REPORTED] * 4)
+        kernel = _loaded.cubins[kind] = Kernel(handle, entry, index, facts)
+    return kernel
 
 
 def _load_eagerly(handle: int, index: int, entry: str) -> None:
