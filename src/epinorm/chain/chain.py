@@ -203,6 +203,12 @@ class Chain:
         return self.returns_sum and not any(op.reads_input for op in self.pre)
 
     @property
+    def begins_with_residual(self) -> bool:
+        """Whether the first operand is added to the linear's own result, so that its gradient is
+        that result's."""
+        return bool(self.pre) and self.pre[0].name == "add_residual"
+
+    @property
     def residual_place(self) -> int:
         """The operand, by its place, that is added last to a sum that is kept, which stands in its
         place among what is kept; -1: none."""

@@ -42,8 +42,8 @@ def pays_in_two(dy: Tensor, tensors: Sequence[Any], wanted: Sequence[bool], fact
 
 def dz_is_given(chain: Chain, wanted: Sequence[bool]) -> bool:
     """Whether dz, the gradient of the linear's result, is dy or a gradient too."""
-    residual = bool(chain.pre) and chain.pre[0].name == "add_residual"
-    return chain.is_linear or (residual and wanted[Inputs._fields.index("operands")])
+    first = Inputs._fields.index("operands")
+    return chain.is_linear or (chain.begins_with_residual and wanted[first])
 
 
 def _may_be_cut() -> bool:

@@ -41,8 +41,7 @@ def weight_waits(problem: Problem) -> bool:
     Where dW comes first they lie idle. Where dz is written for a residual too, beside its planes
     and those of a wider x, as in a transformer's second Linear, a step's memory peaks.
     """
-    pre = problem.chain.pre
-    residual = bool(pre) and pre[0].name == "add_residual"
+    residual = problem.chain.begins_with_residual
     peaks = residual and problem.m > problem.n and problem.k > problem.n
     return problem.planes == 1 or not peaks
 
@@ -118,8 +117,7 @@ class BackwardChoice:
 
 def residual_has_dz(problem: Problem, want: Wanted) -> bool:
     """Whether the first operand's gradient is dz: it is added to the linear's own result."""
-    pre = problem.chain.pre
-    return bool(pre) and pre[0].name == "add_residual" and want.operands[0]
+    return problem.chain.begins_with_residual and want.operands[0]
 
 
 def dz_over_x(problem: Problem, want: Wanted) -> bool:
