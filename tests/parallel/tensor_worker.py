@@ -260,7 +260,7 @@ class SharedFiles(peers.Peers):
 def beside() -> dict[str, Any]:
     """Inference with rows that are exchanged beside the products, in turn with other sizes and with
     steps that exchange them as ever; three dimensions; a norm over split rows; error: in eps."""
-    known = overlapped.pays, overlapped.peers_of
+    known = overlapped.pays, overlapped.peers_of, overlapped.DEVICES
     counted = []
 
     def pays(*given: Any) -> bool:
@@ -268,6 +268,7 @@ def beside() -> dict[str, Any]:
         return True
 
     overlapped.pays = pays  # type: ignore[assignment]
+    overlapped.DEVICES = (DEVICE,)
     if DEVICE == "cpu":
         files = SharedFiles(MESH.get_group(0), torch.device("cpu"))
         overlapped.peers_of = lambda *_: files  # type: ignore[assignment]
@@ -294,7 +295,7 @@ def beside() -> dict[str, Any]:
             y = epinorm.linear_norm(parts, distribute_tensor(weight, MESH, [Shard(1)]), norm=GROUPS)
             worst = max(worst, relative(whole(y), epinorm.linear_norm(x, weight, norm=GROUPS)))
     finally:
-        overlapped.pays, overlapped.peers_of = known
+        overlapped.pays, overlapped.peers_of, overlapped.DEVICES = known
     return {"error": worst / torch.finfo(dtype).eps, "repeats": same, "asked": len(counted)}
 
 

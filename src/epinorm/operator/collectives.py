@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from epinorm.backends.memo import memo
+from epinorm.operator.undisturbed import autograd_records
 
 try:  # which PyTorch does not promise
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -37,13 +38,35 @@ _reduce_scatter = getattr(_known, "reduce_scatter_single", None) or _known.reduc
 def gather(part: Tensor, mesh: DeviceMesh, dim: int, axis: int = 0) -> Tensor:
     """Parts of one shape, one behind another along the axis, of the processes along a dimension of
     the mesh."""
+    if not (autograd_records() and part.requires_grad):
+        return _gathered(part, mesh, dim, axis)
     whole: Tensor = _Gather.apply(part, mesh, dim, axis)
     return whole
 
 
 def scatter_sum(whole: Tensor, mesh: DeviceMesh, dim: int, axis: int = 0) -> Tensor:
     """This process' part of the sum over these processes, which divide the axis evenly."""
+    if not (autograd_records() and whole.requires_grad):
+        return _scattered(whole, mesh, dim, axis)
     part: Tensor = _ScatterSum.apply(whole, mesh, dim, axis)
+    return part
+
+
+def _gathered(part: Tensor, mesh: DeviceMesh, dim: int, axis: int) -> Tensor:
+    n = mesh.size(dim)
+    whole = part.new_empty((n * part.shape[0], *part.shape[1:]))
+    _all_gather(whole, part.contiguous(), group=mesh.get_group(dim))
+    if axis == 0:
+        return whole
+    return whole.unflatten(0, (n, -1)).movedim(0, axis).flatten(axis, axis + 1)
+
+
+def _scattered(whole: Tensor, mesh: DeviceMesh, dim: int, axis: int) -> Tensor:
+    n = mesh.size(dim)
+    if axis != 0:
+        whole = whole.unflatten(axis, (n, -1)).movedim(axis, 0).flatten(0, 1)
+    part = whole.new_empty((whole.shape[0] // n, *whole.shape[1:]))
+    _reduce_scatter(part, whole.contiguous(), group=mesh.get_group(dim))
     return part
 
 
@@ -51,10 +74,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, mesh: DeviceMesh, dim: int, axis: int) -> Tensor:
         ctx.along = mesh, dim, axis
-        n = mesh.size(dim)
-        whole = part.new_empty((n * part.shape[0], *part.shape[1:]))
-        _all_gather(whole, part.contiguous(), group=mesh.get_group(dim))
-        return whole.unflatten(0, (n, -1)).movedim(0, axis).flatten(axis, axis + 1)
+        return _gathered(part, mesh, dim, axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -65,10 +85,7 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, mesh: DeviceMesh, dim: int, axis: int) -> Tensor:
         ctx.along = mesh, dim, axis
-        parts = whole.unflatten(axis, (mesh.size(dim), -1)).movedim(axis, 0).flatten(0, 1)
-        part = parts.new_empty((parts.shape[0] // mesh.size(dim), *parts.shape[1:]))
-        _reduce_scatter(part, parts.contiguous(), group=mesh.get_group(dim))
-        return part
+        return _scattered(whole, mesh, dim, axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

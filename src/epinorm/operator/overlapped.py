@@ -22,6 +22,7 @@ from epinorm.said import log_once
 OfRows = Callable[[Tensor, slice], Results]
 """What computes rows of x: these, and where they are in the whole."""
 
+DEVICES = ("cuda",)
 _LINK = 262e3
 """Bytes a µs from each of two H200, as docs/scale.md has them."""
 _MEMORY = 4e6
@@ -57,7 +58,7 @@ def peers_beside(
 
 def pays(x: Tensor, weight: Tensor, size: int, gathers: bool, rows: int) -> bool:
     """By a model of two H200; n and k are this process'."""
-    if x.device.type != "cuda" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     (n, k), part, itemsize = weight.shape, rows // size, x.element_size()
     product = 2 * part * n * k / _RATES[product_precision(x.dtype, "cuda")]

@@ -23,6 +23,7 @@ from torch.nn import functional
 from epinorm.backends.memo import memo
 from epinorm.chain import Chain, GroupNorm, reference
 from epinorm.chain.reference import Results
+from epinorm.operator import overlapped
 from epinorm.operator.calls import Facts
 from epinorm.operator.checks import named
 from epinorm.operator.collectives import (
@@ -65,9 +66,9 @@ class _Ways:
     """What calls with tensors placed alike have in common: the layout; the chain of one operation
     in each process; how x, weight, bias, norm_weight, norm_bias and operands, but for seeds, are
     taken; x's axis that is gathered, and that of partial products which is scattered, or None; the
-    dimensions over which gradients of vectors are summed; whether each process has as many of the
-    rows that are exchanged, and of the channels, as each other; and the results' shape and strides,
-    ``sizes``.
+    dimensions over which gradients of vectors are summed; whether rows may be exchanged beside the
+    product, as each process has as many of them, and of the channels, as each other; and the
+    results' shape and strides, ``sizes``.
 
     place: a number that is another one in each process with other values of the results.
     """
@@ -78,7 +79,7 @@ class _Ways:
     gathers: int | None
     scatters: int | None
     sums: tuple[int, ...]
-    is_even: bool
+    exchanges: bool
     sizes: tuple[torch.Size, tuple[int, ...]]
     place: int
 
@@ -106,9 +107,11 @@ def _ways_of(
     stride = torch.empty(shape, device="meta").stride()
     scatters = layout.splits_evenly(layout.y, shape) if layout.way == "rows" else None
     text = str(layout.of_part(chain, 1, 1, 1)[0])
-    is_even = 0 in (gathers, scatters) and not any(i % layout.size for i in weight.shape)
+    # What dropout drops depends on the row.
+    exchanges = 0 in (gathers, scatters) and "dropout" not in text
+    exchanges = exchanges and not any(size % layout.size for size in weight.shape)
     sizes = shape, stride
-    return _Ways(layout, text, tuple(taken), gathers, scatters, sums, is_even, sizes, place)
+    return _Ways(layout, text, tuple(taken), gathers, scatters, sums, exchanges, sizes, place)
 
 
 def _ways_of_x(x: Placed, layout: Layout) -> tuple[int | None, Placements, Placements]:
@@ -187,7 +190,9 @@ def linear_norm(inputs: Any, chain: Chain, local: Local, in_pieces: bool = True)
         operand + ways.place if kind == "seed" else next(rest)
         for kind, operand in zip(kinds, operands, strict=True)
     )
-    peers = _peers(ways, (part_of_x, part_of_weight, *parts)) if in_pieces else None
+    peers = None
+    if in_pieces and ways.exchanges and part_of_x.device.type in overlapped.DEVICES:
+        peers = _peers(ways, (part_of_x, part_of_weight, *parts))
     if ways.gathers is not None and peers is None:
         part_of_x = gather(part_of_x, layout.mesh, layout.over, ways.gathers)
     own = Inputs(*(part_of_x, part_of_weight, *_summed_together(ways, parts[:3]), given))
@@ -214,11 +219,9 @@ def _peers(ways: _Ways, own: Sequence[Any]) -> Peers | None:
     process' parts, x and the weight first."""
     x, weight = own[:2]
     if (
-        not ways.is_even
-        or (autograd_records() and any(t is not None and t.requires_grad for t in own))
+        (autograd_records() and any(t is not None and t.requires_grad for t in own))
         or torch._C._is_any_autocast_enabled()
         or not has_plain_types(own)
-        or "dropout" in ways.text  # what it drops depends on the row
     ):
         return None
     layout, gathers = ways.layout, ways.layout.way == "columns"
