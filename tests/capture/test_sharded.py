@@ -269,6 +269,23 @@ def test_a_pair_moves_its_rows_by_one_collective_each(
 
 
 @pytest.mark.usefixtures("process_group")
+def test_under_hooks_for_saved_tensors_a_call_is_computed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As checkpointing has them; collectives would run twice."""
+    mesh, counted = dist.init_device_mesh("cpu", (1,)), []
+    module = epinorm.LinearNorm(16, 16, norm=epinorm.GroupNorm(4))
+    parallelize_module(module, mesh, epinorm.parallel.ColwiseParallel())
+    run = sharded.linear_norm
+    monkeypatch.setattr(sharded, "linear_norm", lambda *a: (counted.append(a), run(*a))[1])
+    x = DTensor.from_local(torch.randn(4, 16), mesh, [Shard(0)]).requires_grad_()
+    with torch.autograd.graph.save_on_cpu():
+        for _ in range(3):
+            module(x).to_local().sum().backward()
+    assert len(counted) == 3
+
+
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_changes_before_the_backward_pass_is_an_error(which: int) -> None:
     mesh = dist.init_device_mesh("cpu", (1,))

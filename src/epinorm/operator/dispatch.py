@@ -29,6 +29,7 @@ from epinorm.operator.undisturbed import (
     autograd_records,
     has_plain_types,
     is_distributed,
+    is_under_autocast,
     is_under_autocast_alone,
     is_undisturbed,
     untraced,
@@ -111,6 +112,9 @@ class Caller:
         y = self._left.find(tensors)
         if y is not None:
             return y
+        if x.__class__ is not Tensor and is_distributed((x,)) and not is_under_autocast():
+            self._uses.count += 1
+            return call(*(*tensors[:5], tensors[5:], *self.facts[:3]))
         if not is_undisturbed():
             return self._disturbed(tensors)
         results = self.again(tensors, self.facts)
