@@ -286,6 +286,16 @@ def test_under_hooks_for_saved_tensors_a_call_is_computed_once(
 
 
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("plain", ["x", "weight", "bias"])
+def test_a_plain_tensor_beside_dtensors_is_named(plain: str) -> None:
+    mesh = dist.init_device_mesh("cpu", (1,))
+    given = {"x": torch.randn(4, 16), "weight": torch.randn(16, 16), "bias": torch.randn(16)}
+    given |= {k: distribute_tensor(t, mesh, [Shard(0)]) for k, t in given.items() if k != plain}
+    with pytest.raises(RuntimeError, match=f"^{plain} is a torch.Tensor beside DTensors"):
+        epinorm.linear_norm(**given, norm=epinorm.GroupNorm(4))
+
+
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_changes_before_the_backward_pass_is_an_error(which: int) -> None:
     mesh = dist.init_device_mesh("cpu", (1,))

@@ -174,6 +174,7 @@ class Caller:
                 # These mix dtypes as no kernel of ours does.
                 return self._layers.results(self._constants, *tensors)
             prepared = kind == "cuda" and self._casts and x.dtype != torch.float64
+            prepared = prepared and not is_distributed((x,))
         if prepared:
             facts = self._autocast_training if autograd_records() else self._autocast_facts
             if self._stays_low:

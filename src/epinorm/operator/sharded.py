@@ -288,14 +288,14 @@ def _whole(part: Any, ways: _Ways) -> DTensor:
 def _check(inputs: Any, chain: Chain) -> None:
     x, weight = inputs[:2]
     seeds = [f"operand {i}" for i, kind in enumerate(chain.operand_kinds) if kind == "seed"]
-    for name, tensor in named(inputs):
-        if tensor is None or name in seeds:
-            continue
+    given = [(name, t) for name, t in named(inputs) if t is not None and name not in seeds]
+    for name, tensor in given:
         if not isinstance(tensor, DTensor):
             raise RuntimeError(
                 f"{name} is a torch.Tensor beside DTensors: all must be DTensors, as "
                 "DTensor.from_local and distribute_tensor make them"
             )
+    for name, tensor in given:
         if tensor.device_mesh != weight.device_mesh:
             raise RuntimeError(
                 f"{name} lies on {tensor.device_mesh}, weight on {weight.device_mesh}: "
