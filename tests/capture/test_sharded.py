@@ -22,8 +22,11 @@ from torch.nn.utils import parametrizations
 import epinorm.parallel  # before 2.13 PyTorch has no rule for GroupNorm on DTensors: this adds one
 from epinorm.backends import cpu, memo
 from epinorm.capture.fuse import fused_of
+from epinorm.chain import Chain
+from epinorm.chain.reference import epilogue
 from epinorm.operator import sharded
-from epinorm.operator.dispatch import Caller
+from epinorm.operator.dispatch import Caller, call
+from epinorm.operator.transforms import norm_is_fp32_under_autocast
 
 
 class NormalisedLinear(nn.Linear):
@@ -283,6 +286,30 @@ def test_under_hooks_for_saved_tensors_a_call_is_computed_once(
         for _ in range(3):
             module(x).to_local().sum().backward()
     assert len(counted) == 3
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)])
+@pytest.mark.parametrize("norm", [epinorm.LayerNorm(), epinorm.RMSNorm()])
+def test_under_autocast_dtypes_are_those_of_one_process(norm: Any, placement: Shard) -> None:
+    """As on a GPU, where autocast has PyTorch's norms in fp32, RMSNorm since some version."""
+    mesh, low = dist.init_device_mesh("cpu", (1,)), torch.bfloat16
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(4, 16), torch.randn(16, 16), torch.randn(16)
+    vector = Shard(0) if placement == Shard(0) else Replicate()
+    placed = [
+        distribute_tensor(t, mesh, [p])
+        for t, p in ((x, Replicate()), (weight, placement), (bias, vector))
+    ]
+    chain = str(Chain.build(norm, (), "relu", "once", False))
+    with torch.autocast("cpu", low):
+        y = call(*placed, None, None, (), chain)
+    # By rows PyTorch's own norm follows, whose dtype on a CPU is the Linear's.
+    wide = norm_is_fp32_under_autocast(Chain.parse(chain)) and placement == Shard(0)
+    assert y.dtype == (torch.float32 if wide else low)
+    z = nn.functional.linear(*(t.to(low) for t in (x, weight, bias)))
+    expected = epilogue(z.float(), Chain.parse(chain), None, None, ())
+    torch.testing.assert_close(y.to_local().float(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.usefixtures("process_group")

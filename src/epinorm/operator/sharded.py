@@ -200,7 +200,7 @@ def linear_norm(inputs: Any, chain: Chain, local: Local, in_pieces: bool = True)
         local = partial(_beside_gather, local, peers)
     if layout.way == "rows":
         z = _sum_of_products(own, ways, local, peers)
-        z = z if own.bias is None else z + own.bias
+        z = z if own.bias is None else z + own.bias.to(z.dtype)  # as the Linear's, under autocast
         results = reference.epilogue(z, chain, own.norm_weight, own.norm_bias, given)
     elif layout.way == "columns" and chain.norm is not None and not chain.has_groups:
         before, along = sum(op.operand is not None for op in chain.pre), (layout.mesh, layout.over)

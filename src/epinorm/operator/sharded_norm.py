@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from epinorm.chain import Chain, LayerNorm, RMSNorm, reference
 from epinorm.chain.reference import Results
 from epinorm.operator.collectives import gather
+from epinorm.operator.transforms import norm_is_fp32_under_autocast
 from epinorm.problem import Inputs
 
 Along = tuple[DeviceMesh, int]
@@ -29,7 +30,9 @@ def sharded_norm(
     y, _ = _Normalized.apply(wide, along, eps, isinstance(norm, LayerNorm))
     y = y if own.norm_weight is None else y * own.norm_weight
     y = y if own.norm_bias is None else y + own.norm_bias
-    y = reference.apply_pointwise(y.to(z.dtype), chain.post, iter(operands))
+    under_autocast = torch.is_autocast_enabled(z.device.type) and norm_is_fp32_under_autocast(chain)
+    y = y if under_autocast else y.to(z.dtype)
+    y = reference.apply_pointwise(y, chain.post, iter(operands))
     return (y, z) if chain.returns_sum else y
 
 
