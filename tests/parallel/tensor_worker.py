@@ -251,10 +251,8 @@ class SharedFiles(peers.Peers):
     def wait(self) -> None:
         pass
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         dist.barrier(self._process_group)
-        self._meets += 1
-        self.is_broken = self._meets < 2
 
 
 def beside() -> dict[str, Any]:

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epinorm.capture.purity import tensor_of, value_of
 from epinorm.capture.spelling import arguments, checkpoints, name_of
-from epinorm.operator.attention import attend, attention, compiles, wants_gradient
+from epinorm.operator.attention import attend, attention, compiles
 from epinorm.operator.dispatch import Uses
-from epinorm.operator.undisturbed import has_plain_types, is_only_profiled, untraced
+from epinorm.operator.undisturbed import has_plain_types, is_only_profiled, untraced, wants_gradient
 from epinorm.precision import product_precision
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from epinorm.backends.cuda.attention import rows_first
 from epinorm.backends.memo import cleared_with, memo
 from epinorm.operator.autograd import SingleLevel
 from epinorm.operator.schema import library
-from epinorm.operator.undisturbed import autograd_records, untraced
+from epinorm.operator.undisturbed import untraced, wants_gradient
 from epinorm.precision import product_precision
 from epinorm.said import log_once
 
@@ -37,19 +38,12 @@ attention = torch.ops.epinorm.attention.default
 _backward_operator = torch.ops.epinorm.attention_backward.default
 
 
-def _rows_first(like: Tensor) -> Tensor:
-    """An empty tensor in the order (B, S, H, D), as PyTorch lays attention's result out."""
-    _, heads, rows, width = like.shape
-    order = (rows * heads * width, width, heads * width, 1)
-    return like.new_empty_strided(like.shape, order)  # no view, which could not change in place
-
-
 @torch.library.impl(library, "attention", "CPU")
 def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     scores = query @ key.mT * scale
     lse = torch.logsumexp(scores, -1)
     mixed = torch.exp(scores - lse[..., None]) @ value
-    return _rows_first(mixed).copy_(mixed), lse * _LOG2_E
+    return rows_first(mixed).copy_(mixed), lse * _LOG2_E
 
 
 @torch.library.impl(library, "attention_backward", "CPU")
@@ -66,7 +60,7 @@ def _backward(
     dp = grad @ value.mT
     ds = p * (dp - (grad * mixed).sum(-1, keepdim=True)) * scale
     made = ds @ key, ds.mT @ query, p.mT @ grad
-    dq, dk, dv = (_rows_first(t).copy_(t) for t in made)
+    dq, dk, dv = (rows_first(t).copy_(t) for t in made)
     return dq, dk, dv
 
 
@@ -86,14 +80,14 @@ def _backward_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.register_fake("epinorm::attention", lib=library)
 def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _rows_first(query), query.new_empty(query.shape[:3])
+    return rows_first(query), query.new_empty(query.shape[:3])
 
 
 @torch.library.register_fake("epinorm::attention_backward", lib=library)
 def _fake_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _rows_first(query), _rows_first(key), _rows_first(value)
+    return rows_first(query), rows_first(key), rows_first(value)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -167,11 +161,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     else:
         mixed, _ = passes(query.is_cuda)[0](query, key, value, scale)
     return mixed
-
-
-def wants_gradient(*tensors: Tensor) -> bool:
-    """Whether autograd wants one of what is computed of these."""
-    return autograd_records() and torch._C._any_requires_grad(*tensors)
 
 
 _tried: dict[tuple[torch.device, int, bool], bool] = {}

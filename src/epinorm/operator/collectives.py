@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from epinorm.backends.memo import memo
-from epinorm.operator.undisturbed import autograd_records
+from epinorm.operator.undisturbed import wants_gradient
 
 try:  # which PyTorch does not promise
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -38,7 +38,7 @@ _reduce_scatter = getattr(_known, "reduce_scatter_single", None) or _known.reduc
 def gather(part: Tensor, mesh: DeviceMesh, dim: int, axis: int = 0) -> Tensor:
     """Parts of one shape, one behind another along the axis, of the processes along a dimension of
     the mesh."""
-    if not (autograd_records() and part.requires_grad):
+    if not wants_gradient(part):
         return _gathered(part, mesh, dim, axis)
     whole: Tensor = _Gather.apply(part, mesh, dim, axis)
     return whole
@@ -46,7 +46,7 @@ def gather(part: Tensor, mesh: DeviceMesh, dim: int, axis: int = 0) -> Tensor:
 
 def scatter_sum(whole: Tensor, mesh: DeviceMesh, dim: int, axis: int = 0) -> Tensor:
     """This process' part of the sum over these processes, which divide the axis evenly."""
-    if not (autograd_records() and whole.requires_grad):
+    if not wants_gradient(whole):
         return _scattered(whole, mesh, dim, axis)
     part: Tensor = _ScatterSum.apply(whole, mesh, dim, axis)
     return part

@@ -33,6 +33,7 @@ from epinorm.operator.undisturbed import (
     is_under_autocast_alone,
     is_undisturbed,
     untraced,
+    wants_gradient,
 )
 from epinorm.problem import Inputs, Strategy, check_strategy
 
@@ -141,7 +142,7 @@ class Caller:
             and x.device.type in SPENDING
             and x.is_contiguous()
             and not x.requires_grad
-            and not (autograd_records() and torch._C._any_requires_grad(*tensors))
+            and not wants_gradient(*tensors)
         )
 
     def _first(self, tensors: tuple[Any, ...], facts: calls.Facts) -> Results:
@@ -232,7 +233,7 @@ class Caller:
             tensors = transforms.cast(tensors, facts[3])
         x, weight, *vectors = tensors[:5]
         matrix, operands, y_size = x, tensors[5:], None
-        training = autograd_records() and torch._C._any_requires_grad(*tensors)
+        training = wants_gradient(*tensors)
         if x.dim() != 2:
             if not all(t.is_contiguous() for t in (x, *operands)):
                 return None
@@ -324,7 +325,7 @@ def _of_matrices(inputs: Inputs, facts: calls.Facts, given: tuple[Any, ...]) -> 
     if torch.compiler.is_compiling() or not (is_undisturbed() and has_plain_types(tensors)):
         operator = linear_norm_sum if returns_more(facts[0]) else linear_norm
         return operator(*folded, *facts)
-    if not (autograd_records() and torch._C._any_requires_grad(*tensors)):
+    if not wants_gradient(*tensors):
         return calls.run_inference(folded, facts)
     executable = calls.executable_for_call(folded, facts, True, True)
     if (eager := calls.eager_for(executable)) is not None:

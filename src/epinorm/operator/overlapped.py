@@ -72,7 +72,6 @@ def beside_gather(compute: OfRows, part: Tensor, weight: Tensor, peers: Peers) -
     """The results of all rows, of which this process has as many as each other."""
     m, rank = part.shape[0], peers.rank
     whole = part.new_empty((peers.size * m, *part.shape[1:]))
-    found = []
     with peers.exchange(), converted_once(weight):
         peers.part(rank, part, part.shape).copy_(part)
         with peers.copying():

@@ -219,6 +219,10 @@ class Peers:
     def meet(self) -> None:
         """Let the current stream wait until each process' has come here, at most for the group's
         timeout, behind which CUDA reports a failure."""
-        self._shared.barrier(channel=0, timeout_ms=self.milliseconds)
+        self.barrier()
         self._meets += 1
         self.is_broken = self._meets < 2
+
+    def barrier(self) -> None:
+        """As ``meet``, of which nobody keeps account."""
+        self._shared.barrier(channel=0, timeout_ms=self.milliseconds)

@@ -38,7 +38,7 @@ from epinorm.operator.overlapped import beside_gather, beside_scatter, peers_bes
 from epinorm.operator.peers import Peers
 from epinorm.operator.sharded_layout import Layout, Placed, layout_of
 from epinorm.operator.sharded_norm import sharded_norm
-from epinorm.operator.undisturbed import autograd_records, has_plain_types
+from epinorm.operator.undisturbed import has_plain_types, is_under_autocast, wants_gradient
 from epinorm.problem import Inputs
 
 Local = Callable[..., Results]
@@ -218,11 +218,7 @@ def _peers(ways: _Ways, own: Sequence[Any]) -> Peers | None:
     """The processes that exchange rows beside the product, if it is to be computed so; own: this
     process' parts, x and the weight first."""
     x, weight = own[:2]
-    if (
-        (autograd_records() and any(t is not None and t.requires_grad for t in own))
-        or torch._C._is_any_autocast_enabled()
-        or not has_plain_types(own)
-    ):
+    if wants_gradient(*own) or is_under_autocast() or not has_plain_types(own):
         return None
     layout, gathers = ways.layout, ways.layout.way == "columns"
     rows = x.shape[:-1].numel() * (layout.size if gathers else 1)

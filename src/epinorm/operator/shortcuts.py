@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from epinorm.backends.memo import memo
@@ -25,6 +24,7 @@ from epinorm.operator.undisturbed import (
     has_plain_types,
     is_undisturbed,
     untraced,
+    wants_gradient,
 )
 from epinorm.problem import Executable, Forward, Inputs, Later, Wanted
 
@@ -67,10 +67,6 @@ def _native(operator: str, *_: Any) -> NativeOperator:
     return NativeOperator(operator)
 
 
-def _wants_gradient(tensors: tuple[Any, ...]) -> bool:
-    return autograd_records() and torch._C._any_requires_grad(*tensors)
-
-
 def shorten_forward(operator: Any, training: bool, spends_x: bool = False) -> None:
     """Let ``linear_norm``, or ``linear_norm_forward`` if training, be called without dispatch; or
     ``linear_norm_spending_x``."""
@@ -105,7 +101,7 @@ def shorten_forward(operator: Any, training: bool, spends_x: bool = False) -> No
         result = long(*arguments)
 
         def make() -> _FoundForward | None:
-            if _wants_gradient(tensors):
+            if wants_gradient(*tensors):
                 return None
             executable = calls.executable_for_call(
                 arguments[:6], arguments[6:], training, spends_x=spends_x
@@ -165,7 +161,7 @@ def shorten_backward(operator: Any, begins: bool = False, spends_dy: bool = Fals
 
         def make() -> _FoundBackward | None:
             kept = (z, mean, rstd)
-            if _wants_gradient(tensors) or not all(
+            if wants_gradient(*tensors) or not all(
                 calls.as_dense(t) is t and t.is_contiguous() for t in kept
             ):
                 return None
@@ -197,7 +193,7 @@ def shorten_end(operator: Any) -> None:
             and len(arguments) == _END
             and is_undisturbed()
             and has_plain_types(tensors)
-            and not _wants_gradient(tensors)
+            and not wants_gradient(*tensors)
         ):
             return ended(arguments[0], arguments[1], arguments[-1])
         return long(*arguments, **named)

@@ -73,6 +73,11 @@ def autograd_records() -> bool:
     return _is_grad_enabled() and not _is_inference()
 
 
+def wants_gradient(*tensors: Any) -> bool:
+    """Whether autograd wants one of what is computed of these tensors, or Nones."""
+    return autograd_records() and torch._C._any_requires_grad(*tensors)
+
+
 def has_plain_types(tensors: Sequence[Any]) -> bool:
     """Whether the tensors, or Nones, are of no subclass."""
     return _PLAIN_TYPES.issuperset(map(type, tensors))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.attention import kernels
+from epinorm.backends.cuda.attention import kernels, rows_first
 from epinorm.backends.cuda.runtime.driver import driver, relaxed_capture
 from epinorm.backends.cuda.runtime.jit import load_cubin
 from epinorm.backends.memo import cleared_with
@@ -64,14 +64,6 @@ def run_backward(
     _launch(kernels.attention_backward_queries, _QUERIES, strided, rows, scales)
     _launch(kernels.attention_backward_keys, _KEYS, (*read, dk, dv), rows, scales, of_keys=True)
     return dq, dk, dv
-
-
-def rows_first(like: Tensor) -> Tensor:
-    """An empty tensor of the shape (B, H, S, D) in the order (B, S, H, D), as PyTorch lays
-    attention's result out."""
-    _, heads, rows, width = like.shape
-    order = (rows * heads * width, width, heads * width, 1)
-    return torch.empty_strided(like.shape, order, dtype=like.dtype, device=like.device)
 
 
 def _in_rows(tensor: Tensor) -> Tensor:
@@ -131,7 +123,7 @@ def _loading() -> AbstractContextManager[None]:
 def _prepare(
     made: Any, grid: int, device: int, pointers: int, numbers: Sequence[int], scales: int
 ) -> Callable[..., None] | None:
-    """What Triton has compiled, launched as our own kernels are, in a seventh of its time; None
+    """What Triton has compiled, launched as our own kernels are, which takes the host less; None
     where that is not what a kernel of these arguments would be."""
     try:
         metadata = made.metadata
