@@ -52,6 +52,7 @@ SHAPES = {
     "decode_1": (1, 8192, 16, 512),
     "decode_16": (16, 8192, 16, 512),
     "layer_norm_512": (4096, 512, 512, 1),
+    "layer_norm_768": (16384, 768, 768, 1),  # in halves
 }
 
 
@@ -64,16 +65,18 @@ def source_of(problem: Problem, tile: Tile | None = None) -> KernelSource:
     source = linear_norm_source(instance)
     layout = (
         "constexpr int kExchangeBarriers = kExchanges > 2 ? kExchanges : 2;\n"
-        "static_assert(kBarrierOffset + 8 * (2 * kStages + kConsumers + 1 + kExchangeBarriers) == "
+        "constexpr int kBarriers = 2 * kStages * kSlotParts + kConsumers + 1 + kExchangeBarriers;\n"
+        "static_assert(kBarrierOffset + 8 * kBarriers == "
         f'{shared_bytes(instance)}, "hopper.py and the kernel lay it out differently");\n'
     )
     assert shared_bytes(instance) <= SHARED_LIMIT
     return dataclasses.replace(source, text=source.text + layout)
 
 
-def check(source: KernelSource) -> None:
+def check(source: KernelSource, stack: int = 0) -> None:
     result = compiled(source)
-    assert (result.spill_bytes, result.stack_bytes) == (0, 0), result.log
+    assert result.stack_bytes <= stack, result.log
+    assert stack or not result.spill_bytes, result.log
     assert result.shared_bytes == 0  # all of it is dynamic: the layout above is the whole
     assert not re.search(r"C75\d\d|serializ", result.log), result.log
 
@@ -161,6 +164,41 @@ def test_an_element_operand_through_the_ring(shape, kind, chain, training):
     tile = hopper_plan.choose_tile(problem, SMS, converts=False)
     assert operand_slots(hopper_plan.instance_for(problem, tile)) > 0
     check(source_of(problem, tile))
+
+
+OFTEN_IN_HALVES = [RESIDUAL, f"{RESIDUAL}|returns(sum)", f"dropout(0.1)|{RESIDUAL}", "layer_norm"]
+IN_HALVES = [
+    *("rms_norm(1e-06)", "add_residual|rms_norm(1e-06)", "layer_norm|gelu", "silu|rms_norm(1e-06)"),
+    *("gelu|layer_norm", f"gelu|{RESIDUAL}", f"mul_channel|{RESIDUAL}|returns(sum)"),
+    *(f"dropout(0.1)|{RESIDUAL}|returns(sum)", "mul_row|layer_norm"),
+    "gelu|layer_norm|mul_channel|softplus",
+]
+FEW_REGISTERS_BYTES = 24
+"""Six registers on the stack, where accumulators take 192 of 240: kernels that do were timed."""
+
+
+@pytest.mark.parametrize("i, chain", enumerate(OFTEN_IN_HALVES))
+def test_two_products_a_row(i, chain):
+    kind = (BF16, HIGH)[i % 2]
+    _check_in_halves(problem_of(16384, 768, (768, 384)[i // 2], 1, kind, False, chain), i < 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [384, 576, 640, 768])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("chain", OFTEN_IN_HALVES + IN_HALVES)
+@pytest.mark.parametrize("kind", [BF16, F16, HIGH])
+def test_two_products_a_row_in_any_chain(kind, chain, training, channels):
+    problem = problem_of(16384, 768, channels, 1, kind, training, chain)
+    _check_in_halves(problem, kind != HIGH and channels != 576)
+
+
+def _check_in_halves(problem: Problem, must: bool) -> None:
+    """must: there is such a tile."""
+    tiles = [tile for tile in hopper_plan.candidates(problem) if tile.in_halves]
+    assert len(tiles) == 1 or not must
+    for tile in tiles:
+        check(source_of(problem, tile), FEW_REGISTERS_BYTES)
 
 
 TILES = [
@@ -270,7 +308,9 @@ WAITING = r"LD|ST|ATOM|RED|SYNCS|BAR|B2R|WARPSYNC|WARPGROUP|SHFL|MEMBAR|DEPBAR|B
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, kind", [("kb62", BF16), ("mid", F16), ("kb62", HIGHEST)])
+@pytest.mark.parametrize(
+    "name, kind", [("kb62", BF16), ("mid", F16), ("kb62", HIGHEST), ("layer_norm_768", BF16)]
+)
 def test_products_stand_back_to_back(name, kind, tmp_path):
     """Nothing but arithmetic on addresses between the products of a step, and no local memory."""
     problem = problem_of(*SHAPES[name], kind)

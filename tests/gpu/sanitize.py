@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from product_case import ProductCase, fitted, make_product, plane_products
+from product_case import ProductCase, fitted, forced_tile, make_product, plane_products
 
 import epinorm
 from conftest import CHAIN, make_case
@@ -97,6 +97,7 @@ CLUSTERS = (
     (70, 202, 768, 1, "high", True),  # by a plane, and its range guard's
     (70, 200, 256, 33, "highest", True),  # enough tiles for clusters
 )
+IN_HALVES = Tile(128, 384, 0, ping_pong=False, cluster_n=2)
 # Of a training step whose backward pass writes dz as planes: rows, K, groups of 16 channels. Held
 # by a block; by two of a cluster, the last one with lanes to spare. At `high` the kernel between
 # runs beside dX.
@@ -252,6 +253,10 @@ def split_kernels() -> None:
 
 def cluster_kernels() -> None:
     linear_norm_kernels(CLUSTERS)
+    with forced_tile(IN_HALVES):
+        for kind in ("bfloat16", "high"):
+            chain = "add_residual|layer_norm"
+            run_flagged(make_product(200, 200, 768, 1, kind, chain, training=True))
     dz_written(*WRITTEN_BY_CLUSTERS)
 
 

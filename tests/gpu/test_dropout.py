@@ -22,6 +22,7 @@ BOTH = ("dropout({p})", "tanh|dropout({p})")
 CASES = [
     ("single", BF16, "highest", 300, 256, 256, LayerNorm(), BEFORE, 0.1),
     ("single", BF16, "highest", 1024, 512, 1024, GroupNorm(64), BOTH, 0.5),
+    ("single", BF16, "highest", 16384, 512, 768, LayerNorm(), BEFORE, 0.1),  # in halves
     ("single", F16, "highest", 333, 128, 512, GroupNorm(4), BEHIND, 0.9),
     ("single", F32, "high", 300, 256, 256, LayerNorm(), BEFORE, 0.1),
     ("single", F32, "highest", 1000, 512, 1024, GroupNorm(64), BOTH, 0.1),

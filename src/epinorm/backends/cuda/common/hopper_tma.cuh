@@ -39,6 +39,13 @@ __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map,
       : "memory");
 }
 
+// cp.async.bulk.prefetch.tensor: a box into the L2 cache.
+__device__ __forceinline__ void tma_prefetch_box(const TensorMap* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+               "r"(column), "r"(row)
+               : "memory");
+}
+
 // prefetch.tensormap
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -119,6 +119,7 @@ struct NoParts {
   static constexpr bool kAny = false;
   static __device__ constexpr bool holds(int) { return false; }
   __device__ __forceinline__ void take(int, bool) {}
+  __device__ __forceinline__ void reach(int) {}
   __device__ __forceinline__ float value(int, int, int, int) const { return 0.0f; }
 };
 
@@ -151,6 +152,7 @@ struct OperandParts {
       if (holds(k)) parts[k - kFirst].spread(buffer);
     if (!last) fetch(part + 1);
   }
+  __device__ __forceinline__ void reach(int) {}
   __device__ __forceinline__ float value(int k, int chunk, int lower, int i) const {
     return parts[k - kFirst].value(chunk, lower, i);
   }
@@ -171,17 +173,21 @@ struct StagedParts {
 template <int kFirst, int kEnd, int kPartColumns>
 struct HeldParts {
   static constexpr bool kAny = true;
-  static constexpr int kChunks = kPartColumns / kChunkColumns;
+  static_assert(kPartColumns * sizeof(typename NormType::Storage) == kStoreWidth, "a part is a line");
   const HeldOperand& held;
-  ElementPairs<NormType, kChunks> pairs;
+  typename HeldOperand::Lines lines;
+  ElementPairs<NormType, 1> pair;  // of one chunk: registers are few
 
   static __device__ constexpr bool holds(int k) { return chain::is_element(k); }
   __device__ __forceinline__ HeldParts(const Epilogue&, u32, int, int, const HeldOperand& held) : held(held) {}
   __device__ __forceinline__ void take(int part, bool) {
-    pairs.read([&](int chunk, int lower) { return held.address(part * kChunks + chunk, lower); });
+    held.reach(lines, part);
   }
-  __device__ __forceinline__ float value(int, int chunk, int lower, int i) const {
-    return pairs.value(chunk, lower, i);
+  __device__ __forceinline__ void reach(int chunk) {
+    pair.read([&](int, int lower) { return lines.at(chunk, lower); });
+  }
+  __device__ __forceinline__ float value(int, int, int lower, int i) const {
+    return pair.value(0, lower, i);
   }
 };
 template <int kFirst, int kEnd, int kPartColumns>

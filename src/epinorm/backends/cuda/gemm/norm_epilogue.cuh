@@ -50,12 +50,20 @@ __device__ __forceinline__ void store_statistics(const Epilogue& e, u32 buffer, 
   __syncwarp();
 }
 
+// Never true. Where accumulators leave few registers, a branch ends a block of the compiler's schedule, which
+// else keeps too much at once.
+__device__ __forceinline__ bool is_beyond(const Epilogue& e, int first_column, int chunk) {
+  constexpr int kChunksOfBlock = any_seed(0) || kKeepsSum ? 1 : kNormPartColumns / kChunkColumns;
+  return kWarpColumns > 256 && chunk % kChunksOfBlock == 0 && first_column + chunk * kChunkColumns >= e.n;
+}
+
 // From the linear's output without bias to what enters the norm, in place, for one chunk.
 template <class Parts>
 __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epilogue& e,
-                                            const Vectors& vectors, const Parts& parts,
+                                            const Vectors& vectors, Parts& parts,
                                             int chunk_of_part, int row, int first_column, int chunk) {
   const int quad_lane = threadIdx.x % 4;
+  parts.reach(chunk_of_part);
   const float2 bias = kAddsBias ? pair_at(vectors, kBiasVector, chunk, quad_lane) : float2{};
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
@@ -91,11 +99,14 @@ __device__ __forceinline__ void begin_parts(float (&v)[kAccumulators], const Epi
   OperandsBefore<kNormPartColumns> parts(e, buffer, warp_row, first_column, held);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
+    if (is_beyond(e, first_column, part * kPartChunks)) break;
     parts.take(part, part == kParts - 1);
 #pragma unroll
-    for (int i = 0; i < kPartChunks; ++i)
+    for (int i = 0; i < kPartChunks; ++i) {
+      if (i > 0 && is_beyond(e, first_column, part * kPartChunks + i)) break;
       begin_chunk(v, e, vectors, parts, i, warp_row + lane_here() / 4, first_column,
                   part * kPartChunks + i);
+    }
   }
 }
 
@@ -108,10 +119,13 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
   using Group = Segment;
   const int row = warp_row + threadIdx.x % 32 / 4;
   const int first = segment * Group::kGroupChunks;
+  NoParts none;
   if constexpr (!kStagesBefore && !kKeepsSum)
 #pragma unroll
-    for (int chunk = first; chunk < first + Group::kGroupChunks; ++chunk)
-      begin_chunk(v, e, vectors, NoParts{}, 0, row, first_column, chunk);
+    for (int chunk = first; chunk < first + Group::kGroupChunks; ++chunk) {
+      if (is_beyond(e, first_column, chunk)) break;
+      begin_chunk(v, e, vectors, none, 0, row, first_column, chunk);
+    }
   Statistics stats[2];
   if constexpr (Group::kStraddle) {
     normalise_straddling<kGroupColumns, chain::kCentred, AppliedStatistics>(stats, v, segment,
@@ -140,9 +154,10 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
 // From the normalised value to y, in place, for one chunk.
 template <class Parts>
 __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Epilogue& e,
-                                             const Vectors& vectors, const Parts& parts,
+                                             const Vectors& vectors, Parts& parts,
                                              int chunk_of_part, int row, int first_column, int chunk) {
   const int quad_lane = threadIdx.x % 4;
+  parts.reach(chunk_of_part);
   const Affine affine = affine_at<NormType>(vectors, chunk, quad_lane, e.affine_scale);
 #pragma unroll
   for (int lower = 0; lower < 2; ++lower) {
@@ -222,16 +237,22 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
     constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
     constexpr bool kStagesSum =
         kKeepsSum && kStagesOperands && sizeof(typename KeptType::Storage) == sizeof(typename NormType::Storage);
+#ifdef HOLDS_OPERAND
+    static_assert(!kKeepsSum || !kReadsBefore || kStagesSum, "what the ring holds is waited for where it is read");
+#endif
     StagedOperands<kStagesSum, 0, chain::kPreOperands, Store::kPartColumns> parts(
         e, buffer, warp_row, first_column, held);
     Store::store(e.z, buffer, v, warp_row, first_column, e.m, e.n, [&](int part) {
       if constexpr (kBiasFirst) add_bias(v, vectors, part * kPartChunks, kPartChunks);
       parts.take(part, part == Store::kParts - 1);
-      if constexpr (kKeepsSum)
+      if constexpr (kKeepsSum) {
 #pragma unroll
-        for (int i = 0; i < kPartChunks; ++i)
+        for (int i = 0; i < kPartChunks; ++i) {
+          if (i > 0 && is_beyond(e, first_column, part * kPartChunks + i)) break;
           begin_chunk(v, e, vectors, parts, i, warp_row + lane / 4, first_column,
                       part * kPartChunks + i);
+        }
+      }
     });
   }
   finish_rows(v, e, vectors, group_sum, buffer, warp_row, first_column, held);

@@ -146,8 +146,8 @@ struct RowStore {
 
   static constexpr int kPasses = kStoreRows / kRowsAtOnce;
   // A part of 16-bit numbers is read back while the next one is computed; of fp32, with twice as many
-  // parts, that would need more registers than there are.
-  static constexpr bool kReadAhead = kSize == 2;
+  // parts, or of rows in two products, that would need more registers than there are.
+  static constexpr bool kReadAhead = kSize == 2 && kColumns <= 256;
 
   // Writes the rows from `row` on of a contiguous matrix (m, n); `column` is the tile's first.
   // prepare(part) computes the values of a part just before it is written; inspect(part, buffer) reads

@@ -22,10 +22,12 @@ from epinorm.backends.cuda.plan.hopper_cost import (
 )
 from epinorm.backends.cuda.plan.hopper_tile import (
     STEP_BYTES,
+    WIDEST_PRODUCT,
     Tile,
     fp32_input_tiles,
     fp32_weight_tiles,
     largest_stages,
+    operand_slots,
 )
 from epinorm.backends.cuda.text.instance import Instance, columns_of, rows_aligned
 from epinorm.backends.memo import memo
@@ -48,6 +50,9 @@ NARROWEST_SHARE = {1: 128, 2: 72}
 WIDEST_THAT_KEEPS = 112
 """Columns of such a part, two planes, where z or the sum is written behind a chain that is not
 light: or registers spill, hundreds of bytes."""
+WIDEST_IN_HALVES = 384
+"""Columns of a tile whose warpgroups multiply twice for them: 192 accumulators a thread."""
+FEWEST_STAGES_IN_HALVES = 3
 MOST_STAGES = 12
 EVEN_SHARE = 0.9
 """Of the multiprocessors, that must stay at work where tiles are shared out evenly."""
@@ -129,8 +134,28 @@ def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
             if channels % (16 * blocks) == 0 and 64 <= channels // blocks <= widest:
                 width = channels // blocks
                 yield Tile(64, width, 0, False, split_columns=True, cluster_n=blocks)
+        if planes == 1:
+            yield from _shapes_in_halves(problem)
         if planes == 2 or channels >= FEWEST_SHARED_CHANNELS[problem.dtype.itemsize]:
             yield from _cluster_shapes(problem, planes)
+
+
+def _shapes_in_halves(problem: Problem) -> Iterator[Tile]:
+    """Tiles as wide as registers allow, for a group of one block or of two, which read least from
+    L2. Refused are chains whose kernels would spill."""
+    kinds, channels = problem.chain.operand_kinds, columns_of(problem)
+    at_end = any(op.operand == "element" for op in problem.chain.post)
+    others = problem.norm_dtype == torch.float32 and not set(kinds) <= {"element"}
+    if kinds.count("element") > 1 or at_end or others or problem.chain.rounding == "eager":
+        return
+    for blocks in (1, 2):
+        width = channels // blocks
+        if channels % (16 * blocks) or not WIDEST_PRODUCT < width <= WIDEST_IN_HALVES:
+            continue
+        tile = _fitted(problem, Tile(128, width, 0, ping_pong=False, cluster_n=blocks))
+        held = "element" not in kinds or operand_slots(instance_for(problem, tile))
+        if held and tile.stages >= FEWEST_STAGES_IN_HALVES:
+            yield tile
 
 
 def _cluster_shapes(problem: Problem, planes: int) -> Iterator[Tile]:
@@ -206,7 +231,7 @@ def _may_convert(problem: Problem) -> bool:
 
 def _may_share_loads(problem: Problem, tile: Tile) -> bool:
     """Two blocks below each other can load W for both: for `epinorm tune` to try, see CLUSTER."""
-    alone = tile.cluster_n == 1 and not tile.resident_steps and not tile.tf32
+    alone = tile.cluster_n == 1 and not (tile.resident_steps or tile.tf32 or tile.in_halves)
     one_plane = problem.planes == 1 and tile.block_n % 16 == 0
     return alone and one_plane and problem.m > tile.block_m and not tile.ping_pong
 
@@ -228,7 +253,7 @@ def _resident_steps(problem: Problem, tile: Tile) -> int:
     """The steps of W where it is one column tile that a block uses again and again."""
     steps = math.ceil(problem.k / tile.block_k)
     one = problem.n <= tile.block_n and problem.planes == 1 and tile.cluster_n == 1
-    if not one or tile.register_a or problem.m < 4 * tile.block_m:
+    if not one or tile.register_a or tile.in_halves or problem.m < 4 * tile.block_m:
         return 0
     return steps if steps * tile.block_n * STEP_BYTES <= LARGEST_RESIDENT_BYTES else 0
 
@@ -242,7 +267,7 @@ def _may_come_from_registers(problem: Problem, shape: Tile, load_m: int | None) 
     """64 rows a warpgroup, all of which are loaded: more would not fit the registers."""
     rows_of_one = shape.block_m if shape.ping_pong or shape.split_columns else shape.block_m // 2
     short = problem.k <= LONGEST_FROM_REGISTERS or not problem.training
-    return rows_of_one == 64 and load_m is None and short
+    return rows_of_one == 64 and load_m is None and short and not shape.in_halves
 
 
 @memo(4096)

@@ -65,10 +65,18 @@ FP32_INPUT, TWO_PLANES_OF_FP32 = 1.25, 1.2
 
 OPERATION = {
     **dict.fromkeys(("gelu", "gelu_tanh", "mish", "softplus"), 1.6),
+    "dropout": 3.0,
     **dict.fromkeys(("identity", "relu", "leaky_relu", "scale", "add", "clamp", "hardtanh"), 0.0),
 }
-OTHER_OPERATION, ELEMENT_OPERAND = 0.6, 1.0
+OTHER_OPERATION, ELEMENT_OPERAND, ELEMENT_IN_HALVES = 0.6, 1.0, 0.45
 """What operations add to an epilogue, as shares of one without."""
+
+POWER_IN_HALVES = 1.1
+"""What such tiles' steps take of the tensor cores' cycles: they leave them idle least of all, and
+the clock falls (1.0 us a step of 1536 cycles)."""
+FP32_IN_HALVES = 1.65
+"""What an epilogue of fp32 results takes of one of 16 bits in halves: all multiprocessors read and
+write at once, and nobody multiplies."""
 
 NOT_HIDDEN = 0.02
 """What the shorter of computing and memory traffic adds to the longer: it ranks equal ones."""
@@ -95,6 +103,8 @@ def _step_cycles(tile: Tile, planes: int, columns: int) -> float:
     products = 3 if planes == 2 else 1
     row_blocks = tile.block_m // 64 * (2 if tile.split_columns else 1)
     tensor = products * tile.block_m * tile.block_n / 32
+    if tile.in_halves:
+        tensor *= POWER_IN_HALVES
     read = products * row_blocks * (64 + tile.consumer_n) * STEP_BYTES
     rows = tile.block_m + (0 if tile.resident_steps else tile.block_n)
     written = planes * rows * STEP_BYTES
@@ -130,15 +140,16 @@ def _at_once(tile: Tile, sms: int) -> int:
     return sms // tile.cluster_blocks * tile.cluster_blocks
 
 
-def _epilogue_weight(problem: Problem) -> float:
+def _epilogue_weight(problem: Problem, tile: Tile) -> float:
     """How much longer the chain makes the epilogue."""
     weight = 1.0 if problem.matrix_dtype is None else 1.4
     for op in (*problem.chain.pre, *problem.chain.post):
         if op.operand == "element":
-            weight += ELEMENT_OPERAND
+            weight += ELEMENT_IN_HALVES if tile.in_halves else ELEMENT_OPERAND
         elif op.operand != "channel":
             weight += OPERATION.get(op.name, OTHER_OPERATION)
-    return weight
+    in_fp32 = problem.out_dtype == torch.float32
+    return weight * (FP32_IN_HALVES if tile.in_halves and in_fp32 else 1.0)
 
 
 def _rounds(problem: Problem, tile: Tile, sms: int) -> int:
@@ -155,7 +166,7 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     if _off_lines(problem, tile):
         products *= OFF_LINES
     wide = 1.3 if tile.consumer_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
-    weight = wide * _epilogue_weight(problem)
+    weight = wide * _epilogue_weight(problem, tile)
     if tile.ping_pong:
         alone = EPILOGUE_FROM_REGISTERS if tile.register_a else EPILOGUE_ALONE
         epilogue = alone * weight * tile.block_n * tile.block_m / 64
@@ -209,7 +220,9 @@ def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
 
 def cold_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     """What a kernel that has not run lately takes more. It ranks no tiles: not part of `cycles`."""
-    return COLD_CODE * tile.consumer_n * _epilogue_weight(problem) / _rounds(problem, tile, sms)
+    return (
+        COLD_CODE * tile.consumer_n * _epilogue_weight(problem, tile) / _rounds(problem, tile, sms)
+    )
 
 
 def cycles(problem: Problem, tile: Tile, sms: int, prepacked: bool = False) -> float:

@@ -15,6 +15,8 @@ SHARED_LIMIT = 232448
 """Bytes of shared memory that a block of sm_90 can have (CUDA programming guide, table of compute
 capabilities)."""
 WARPGROUP = 128
+WIDEST_PRODUCT = 256
+"""Columns of one wgmma (PTX ISA)."""
 _STORE_BYTES = 4 * 2048  # of a consumer: warps x bytes of a buffer, row_store.cuh
 
 
@@ -94,6 +96,16 @@ class Tile:
         return rows if rows <= LARGEST_BOX else rows // 2
 
     @property
+    def in_halves(self) -> bool:
+        """Whether a warpgroup's columns are two products, and slots of the ring freed in halves."""
+        return self.consumer_n > WIDEST_PRODUCT
+
+    @property
+    def slot_barriers(self) -> int:
+        """Barriers of a slot of the ring: full and empty, of each of its parts."""
+        return 4 if self.in_halves else 2
+
+    @property
     def consumer_n(self) -> int:
         """Columns of a tile that one warpgroup multiplies."""
         return self.block_n // 2 if self.split_columns else self.block_n
@@ -117,7 +129,9 @@ def _exchangers(tile: Tile) -> int:
 
 def _barrier_bytes(tile: Tile) -> int:
     exchanges = 2 * _exchangers(tile) if tile.cluster_n > 1 else 2
-    return (2 * tile.stages + tile.consumers + 1 + exchanges) * 8  # full, empty, turns, resident
+    return (
+        tile.slot_barriers * tile.stages + tile.consumers + 1 + exchanges
+    ) * 8  # turns, resident
 
 
 def shared_bytes(instance: Instance[Tile]) -> int:
@@ -142,25 +156,28 @@ def largest_stages(instance: Instance[Tile]) -> int:
     """How many slots of the ring fit a block's shared memory."""
     empty = dataclasses.replace(instance, tile=dataclasses.replace(instance.tile, stages=0))
     free = SHARED_LIMIT - shared_bytes(empty)
-    return free // (stage_bytes(instance.tile, instance.problem.planes) + 2 * 8)
+    return free // (
+        stage_bytes(instance.tile, instance.problem.planes) + instance.tile.slot_barriers * 8
+    )
 
 
 def operand_slots(instance: Instance[Tile]) -> int:
     """Slots of the ring, behind a tile's last step, for the chain's one element operand; 0: the
-    epilogue reads such operands from memory. They pay in clusters and with two planes."""
+    epilogue reads such operands from memory. It pays in clusters, with two planes and in halves."""
     tile, problem, size = instance.tile, instance.problem, instance.problem.norm_dtype.itemsize
     in_cluster = tile.cluster_n > 1
     together = problem.planes == 2 and not (in_cluster and tile.split_columns)
-    pays = in_cluster if tile.ping_pong else together
+    pays = in_cluster if tile.ping_pong else together or tile.in_halves
     kinds = problem.chain.operand_kinds
-    serves = kinds.count("element") == 1 and "seed" not in kinds  # or registers spill
+    serves = kinds.count("element") == 1 and (tile.in_halves or "seed" not in kinds)  # or spills
     aligned = rows_aligned(problem) and size == problem.out_dtype.itemsize
     whole_lines = tile.consumer_n * size % STEP_BYTES == 0
     if not (pays and serves and aligned and whole_lines) or tile.cluster > 1:
         return 0
-    held = tile.block_m * tile.block_n * size
-    slots = 1 << (math.ceil(held / stage_bytes(tile, problem.planes)) - 1).bit_length()
-    return slots if tile.block_m // slots % 16 == 0 and tile.stages >= slots + 2 else 0
+    boxes = tile.block_n * size // STEP_BYTES  # a line of each of the tile's rows
+    slots = math.ceil(boxes / (stage_bytes(tile, problem.planes) // (tile.block_m * STEP_BYTES)))
+    # In halves nobody multiplies while the operand is read.
+    return slots if tile.stages >= slots + (0 if tile.in_halves else 2) else 0
 
 
 BLOCK_N = 128

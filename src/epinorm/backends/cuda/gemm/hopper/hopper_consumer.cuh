@@ -13,12 +13,12 @@ struct Share {
 };
 
 // The slot is free as soon as every consumer warp of every block that it was loaded into says so.
-__device__ __forceinline__ void release(const Ring& ring, int stage) {
+__device__ __forceinline__ void release(const Ring& ring, int stage, int part = 0) {
   const int lane = threadIdx.x % 32;
   if (kCluster == 1) {
-    if (lane == 0) barrier_arrive(ring.empty_barrier(stage));
+    if (lane == 0) barrier_arrive(ring.empty_barrier(stage, part));
   } else if (lane < kCluster) {
-    barrier_arrive_at(ring.empty_barrier(stage), lane);
+    barrier_arrive_at(ring.empty_barrier(stage, part), lane);
   }
 }
 

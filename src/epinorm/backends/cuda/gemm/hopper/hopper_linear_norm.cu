@@ -173,12 +173,12 @@ __device__ __forceinline__ void consume(const Ring& ring, const Epilogue& e, uns
         share_vectors(fetched, vectors, consumer, thread, e.affine_scale);
       next = order.tile_at(index + index_step, rank);
     });
-    if (!kPingPong) wait_for_operand(ring, slot);
+    if (!kPingPong && !kInHalves) wait_for_operand(ring, slot);
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
       const int row = (share.first_block + block) * kProductM + warp * 16;
 #ifdef HOLDS_OPERAND
-      const HeldOperand held(ring, slot, row, share.first_column, block == kRowBlocks - 1);
+      const HeldOperand held = {ring, slot, row, share.first_column, block == kRowBlocks - 1};
 #else
       const HeldOperand held{};
 #endif
@@ -219,7 +219,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       Slot slot;
       Tile tile = first;
       for (int index = first_tile; index < order.count();) {
-        load_tile(ring, slot, operands, tile, k_steps, rank);
+        if constexpr (kInHalves) {
+#ifdef HOLDS_OPERAND
+          load_in_halves(ring, slot, operands, tile, k_steps, OperandAhead{&element, tile, k_steps});
+#else
+          load_in_halves(ring, slot, operands, tile, k_steps, [](int) {});
+#endif
+        } else {
+          load_tile(ring, slot, operands, tile, k_steps, rank);
+        }
 #ifdef HOLDS_OPERAND
         load_operand(ring, slot, &element, tile);
 #endif

@@ -11,6 +11,7 @@
 #pragma once
 #include "common/tf32.cuh"
 #include "gemm/hopper/hopper_consumer.cuh"
+#include "gemm/hopper/product_in_halves.cuh"
 #include "gemm/hopper/register_tf32.cuh"
 
 // The planes of a step's i-th product, and the row block of A.
@@ -242,6 +243,11 @@ __device__ __forceinline__ void multiply_tile(Accumulators& result, const Ring& 
   } else if constexpr (kElementBytes == 4 && kWeightInSmem && kWeightSteps <= kStages) {
     define(result);
     multiply_at_once(result, ring, slot, share, pass_turn);
+#ifdef IN_HALVES
+  } else if constexpr (kInHalves) {
+    define(result);
+    multiply_in_halves(result, ring, slot, share, k_steps, issued);
+#endif
   } else if constexpr (kPlanes == 1) {
     define(result);
     multiply_steps(result, nullptr, ring, slot, share, 0, k_steps - 1, issued);

@@ -82,6 +82,7 @@ __device__ __forceinline__ void consume(const Ring& ring, const Result& whole,
   }
 }
 
+static_assert(!kInHalves, "load_tile() fills whole slots");
 static_assert(kClusterBlocks == 1, "blocks do not wait for each other at the end");
 
 // The roles of a block, from the set-up of its ring on. k: of a part; of the last one, less may be there.

@@ -70,6 +70,11 @@ constexpr int kBoxBytes = 64 * kSwizzleRowBytes;  // 64 x 64 elements of an oper
 static_assert(kMajorKB || kBlockN % 64 == 0, "boxes of 64 cover the tile");
 static_assert(kPlaneBytesB / kCluster % kAtomBytes == 0, "each block's share is whole atoms");
 
+// Of tiles wider than one product a slot has two parts (product_in_halves.cuh).
+constexpr int kWidestProduct = 256;
+constexpr bool kInHalves = kConsumerN > kWidestProduct;
+constexpr int kSlotParts = kInHalves ? 2 : 1;
+
 constexpr float kLowScale = 1.0f / 2048.0f;  // the lo plane is stored times 2^11
 
 // Shared addresses. turn: in ping-pong, a barrier a consumer that says: yours are the next steps.
@@ -88,12 +93,16 @@ struct Ring {
       : resident(data),
         data(data + kResidentBytes),
         full(barriers),
-        empty(barriers + kStages * 8),
-        turn(barriers + 2 * kStages * 8),
+        empty(barriers + kStages * kSlotParts * 8),
+        turn(barriers + 2 * kStages * kSlotParts * 8),
         resident_barrier(turn + kConsumers * 8) {}
 
-  __device__ __forceinline__ u32 full_barrier(int stage) const { return full + stage * 8; }
-  __device__ __forceinline__ u32 empty_barrier(int stage) const { return empty + stage * 8; }
+  __device__ __forceinline__ u32 full_barrier(int stage, int part = 0) const {
+    return full + (stage * kSlotParts + part) * 8;
+  }
+  __device__ __forceinline__ u32 empty_barrier(int stage, int part = 0) const {
+    return empty + (stage * kSlotParts + part) * 8;
+  }
   __device__ __forceinline__ u32 turn_barrier(int consumer) const { return turn + consumer * 8; }
 };
 
@@ -146,9 +155,9 @@ template <int kExchanges>
 __device__ __forceinline__ void ring_init(const Ring& ring) {
   constexpr int kConsumerWarps = kTileConsumers * kWarpgroupThreads / 32;
 #pragma unroll
-  for (int stage = 0; stage < kStages; ++stage) {
-    barrier_init(ring.full_barrier(stage), 1);
-    barrier_init(ring.empty_barrier(stage), kConsumerWarps * kCluster);
+  for (int stage = 0; stage < kStages * kSlotParts; ++stage) {
+    barrier_init(ring.full + stage * 8, 1);
+    barrier_init(ring.empty + stage * 8, kConsumerWarps * kCluster);
   }
 #pragma unroll
   for (int consumer = 0; consumer < kConsumers; ++consumer)

@@ -63,5 +63,5 @@ class HopperLinearNorm:
         maps = tuple(tensor_map(plane, rows, tile.block_k) for plane, rows in boxes)
         for element in operands[4:]:
             columns = STEP_BYTES // element.element_size()
-            maps = (tensor_map(element, tile.block_m // self.slots, columns), *maps)
+            maps = (tensor_map(element, tile.block_m, columns), *maps)
         return self.launch, maps

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from epinorm.backends.cuda.plan.hopper_tile import Tile, operand_slots
+from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile, operand_slots
 from epinorm.backends.cuda.runtime.jit import KernelSource
 from epinorm.backends.cuda.text.instance import (
     Instance,
@@ -25,15 +25,42 @@ _PTX_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "tf32
 def wgmma_text(columns: int, dtype: torch.dtype, major_k_a: bool, major_k_b: bool) -> str:
     """The instruction wgmma.mma_async.m64n<columns> with fp32 accumulators as a function."""
     count = columns // 2
-    kind = _PTX_TYPES[dtype]
-    flags = "1, 1" if kind == "tf32" else f"1, 1, {int(not major_k_a)}, {int(not major_k_b)}"
     return (
         f"__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, "
         "unsigned long long b, int accumulate) {\n"
-        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; '
+        f"  {_wgmma_statement(columns, dtype, major_k_a, major_k_b)}\n}}\n"
+    )
+
+
+def wgmma_in_halves_text(columns: int, dtype: torch.dtype) -> str:
+    """The same for more columns than one instruction has, as `product_in_halves.cuh` wants it: of
+    rows along k, each half by itself. Both in one are for functions that are not used then."""
+    half, rows = columns // 2, columns // 2 * STEP_BYTES // 16  # as a descriptor counts them
+    first = f"kHalf * {half // 2} + "
+    return (
+        "#define IN_HALVES\ntemplate <int kHalf>\n"
+        f"__device__ __forceinline__ void wgmma_half(float (&d)[{half}], unsigned long long a, "
+        "unsigned long long b, int accumulate) {\n"
+        f"  b += kHalf * {rows};\n"
+        f"  {_wgmma_statement(half, dtype, True, True, first)}\n}}\n"
+        f"__device__ __forceinline__ void wgmma(float (&d)[{half}], unsigned long long a, "
+        "unsigned long long b, int accumulate) {\n"
+        "  wgmma_half<0>(d, a, b, accumulate);\n  wgmma_half<1>(d, a, b, accumulate);\n}\n"
+    )
+
+
+def _wgmma_statement(
+    columns: int, dtype: torch.dtype, major_k_a: bool, major_k_b: bool, first: str = ""
+) -> str:
+    """first: of the accumulators, as text in front of a number."""
+    count = columns // 2
+    kind = _PTX_TYPES[dtype]
+    flags = "1, 1" if kind == "tf32" else f"1, 1, {int(not major_k_a)}, {int(not major_k_b)}"
+    return (
+        f'asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; '
         f"wgmma.mma_async.sync.aligned.m64n{columns}k{32 // dtype.itemsize}.f32.{kind}.{kind} "
         f'{{{_registers(count)}}}, %{count}, %{count + 1}, p, {flags}; }}"\n'
-        f'    : {_accumulators(count)} : "l"(a), "l"(b), "r"(accumulate));\n}}\n'
+        f'    : {_accumulators(count, first)} : "l"(a), "l"(b), "r"(accumulate));'
     )
 
 
@@ -70,8 +97,8 @@ def _registers(count: int, first: int = 0) -> str:
     return ", ".join(f"%{first + i}" for i in range(count))
 
 
-def _accumulators(count: int) -> str:
-    return ", ".join(f'"+f"(d[{i}])' for i in range(count))
+def _accumulators(count: int, first: str = "") -> str:
+    return ", ".join(f'"+f"(d[{first}{i}])' for i in range(count))
 
 
 def product_prelude(
@@ -105,6 +132,8 @@ def product_prelude(
             "kConsumers": tile.consumers,
         }
     )
+    if tile.in_halves:
+        return text + wgmma_in_halves_text(tile.consumer_n, dtype)
     text += wgmma_text(tile.consumer_n, dtype, major_k_a, major_k_b)
     return text + wgmma_tf32_text(tile.consumer_n) * tile.register_a
 
