@@ -89,6 +89,13 @@ def test_each_file_compiles_alone() -> None:
     assert not wrong
 
 
+def test_no_pragma_stands_between_a_condition_and_its_loop() -> None:
+    """Behind `if constexpr`, NVRTC 12.8 takes the loop and what follows for the condition's."""
+    for path in (*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")):
+        found = re.search(r"if constexpr \(.*\)\n *#pragma", path.read_text("utf-8"))
+        assert found is None, f"{path.name}: {found[0]}"
+
+
 @pytest.mark.parametrize("path", PRELUDES, ids=lambda path: path.parent.name + "/" + path.stem)
 def test_an_example_has_what_the_texts_have(path: Path) -> None:
     """What it defines is written by Python, but for what the file that includes it says itself."""

@@ -120,12 +120,13 @@ __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], con
   const int row = warp_row + threadIdx.x % 32 / 4;
   const int first = segment * Group::kGroupChunks;
   NoParts none;
-  if constexpr (!kStagesBefore && !kKeepsSum)
+  if constexpr (!kStagesBefore && !kKeepsSum) {
 #pragma unroll
     for (int chunk = first; chunk < first + Group::kGroupChunks; ++chunk) {
       if (is_beyond(e, first_column, chunk)) break;
       begin_chunk(v, e, vectors, none, 0, row, first_column, chunk);
     }
+  }
   Statistics stats[2];
   if constexpr (Group::kStraddle) {
     normalise_straddling<kGroupColumns, chain::kCentred, AppliedStatistics>(stats, v, segment,

@@ -83,12 +83,13 @@ EPINORM_FUNCTION void backward_rows(const Columns& here, const Tensors& tensors,
   const Shared shared(here, tensors);
   const ChannelStore store(tensors.from, here);
   float column_factor[kVector] = {};
-  if constexpr (kRowLargest)
+  if constexpr (kRowLargest) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j)
       if (here.live)
         column_factor[j] =
             scale_that_counts(__ldg(tensors.largest.column_factor + here.column(0) + j));
+  }
 
   const i64 step = i64(gridDim.y) * kRowsPerPass;
   for (i64 first = i64(blockIdx.y) * kRowsPerPass + here.at.row; first < tensors.rows; first += step) {

@@ -32,10 +32,11 @@ EPINORM_FUNCTION void finish_pass(const Pass& pass, const Halfway& half, const C
       T dx[kVector];
       finish_vector(pass, half, here, tensors, channels, row, u, e, columns, dx);
       if (kWriteDz) store_dz<kVector>(tensors.dz, row * tensors.width, here.column(e), dx);
-      if constexpr (kRowLargest)
+      if constexpr (kRowLargest) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j)
           row_largest[u] = max(row_largest[u], magnitude(dx[j] * column_factor.value[j]));
+      }
       if constexpr (kColumnLargest) {
         const float row_factor = scale_that_counts(__ldg(tensors.largest.row_factor + row));
 #pragma unroll
@@ -45,7 +46,7 @@ EPINORM_FUNCTION void finish_pass(const Pass& pass, const Halfway& half, const C
       }
     }
   }
-  if constexpr (kRowLargest)
+  if constexpr (kRowLargest) {
 #pragma unroll
     for (int u = 0; u < kRows; ++u) {
       const i64 row = first + u * kWarpsY;  // the same in all lanes
@@ -54,6 +55,7 @@ EPINORM_FUNCTION void finish_pass(const Pass& pass, const Halfway& half, const C
       tensors.largest.row[row * row_parts() + row_part()] = largest;
       if (row_part() == 0) tensors.largest.row_flag[row] = 0;
     }
+  }
 }
 
 template <typename TeamType>

@@ -159,9 +159,10 @@ __device__ __forceinline__ void finish_rows(const Epilogue& e, const LaneChannel
       }
       if (keeps && kKeepsSum) store_lane(kept, v[u]);
     }
-    if constexpr (chain::kNormalises)
+    if constexpr (chain::kNormalises) {
 #pragma unroll
       for (int u = 0; u < kRowsAtOnce; ++u) normalise_row(v[u], stats[u]);
+    }
 #pragma unroll
     for (int u = 0; u < kRowsAtOnce; ++u) {
       const int row = first + next + u;
