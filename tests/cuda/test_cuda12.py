@@ -1,0 +1,66 @@
+"""CUDA 12's NVRTC takes the kernels, too: it reads some C++ otherwise than CUDA 13's."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from epinorm.backends.cuda.runtime.jit import KernelSource
+from imaginary import CASES, KINDS, imaginary_h200, launches
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> ctypes.CDLL:
+    spec = importlib.util.find_spec("nvidia")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    found = [lib for each in folders for lib in Path(each).glob("cuda_nvrtc/lib/libnvrtc.so.12")]
+    if not found:
+        pytest.skip("needs the package nvidia-cuda-nvrtc-cu12 (requirements-dev.txt)")
+    return ctypes.CDLL(str(found[0]))
+
+
+def log_of(nvrtc: ctypes.CDLL, source: KernelSource) -> tuple[int, str]:
+    """NVRTC's verdict, 0 for none, and what it and ptxas say."""
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    text = source.text.encode()
+    assert not nvrtcs(nvrtc.nvrtcCreateProgram, ctypes.byref(program), text, b"k.cu", 0, None, None)
+    options = f"--gpu-architecture={source.arch} -std=c++17 --ptxas-options=-v".encode().split()
+    verdict = nvrtcs(
+        nvrtc.nvrtcCompileProgram, program, len(options), (ctypes.c_char_p * 3)(*options)
+    )
+    nvrtcs(nvrtc.nvrtcGetProgramLogSize, program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtcs(nvrtc.nvrtcGetProgramLog, program, log)
+    nvrtcs(nvrtc.nvrtcDestroyProgram, ctypes.byref(program))
+    return verdict, log.value.decode(errors="replace")
+
+
+def nvrtcs(function, *arguments) -> int:
+    function.restype = ctypes.c_int
+    return function(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "high", "highest"])
+@pytest.mark.parametrize("name", ["wide_sum", "operands", "dropout_768", "groups_12", "batch_norm"])
+def test_kernels_of_a_training_step(nvrtc, name, kind):
+    """And that ptxas makes no product wait for the one before it."""
+    dtype, precision = KINDS[kind]
+    torch.set_float32_matmul_precision(precision)
+    with imaginary_h200() as api:
+        launches(api, *CASES[name], dtype, True)
+    sources = {source.text: source for source in api.sources}
+    assert len(sources) > 1
+    for source in sources.values():
+        verdict, log = log_of(nvrtc, source)
+        said = re.findall("error: .*|C75..", log)
+        assert (verdict, said) == (0, []), source.entry
