@@ -33,21 +33,14 @@ def log_of(nvrtc: ctypes.CDLL, source: KernelSource) -> tuple[int, str]:
     """NVRTC's verdict, 0 for none, and what it and ptxas say."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     text = source.text.encode()
-    assert not nvrtcs(nvrtc.nvrtcCreateProgram, ctypes.byref(program), text, b"k.cu", 0, None, None)
+    assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"k.cu", 0, None, None)
     options = f"--gpu-architecture={source.arch} -std=c++17 --ptxas-options=-v".encode().split()
-    verdict = nvrtcs(
-        nvrtc.nvrtcCompileProgram, program, len(options), (ctypes.c_char_p * 3)(*options)
-    )
-    nvrtcs(nvrtc.nvrtcGetProgramLogSize, program, ctypes.byref(size))
+    verdict = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * 3)(*options))
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
-    nvrtcs(nvrtc.nvrtcGetProgramLog, program, log)
-    nvrtcs(nvrtc.nvrtcDestroyProgram, ctypes.byref(program))
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return verdict, log.value.decode(errors="replace")
-
-
-def nvrtcs(function, *arguments) -> int:
-    function.restype = ctypes.c_int
-    return function(*arguments)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "high", "highest"])

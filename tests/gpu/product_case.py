@@ -165,6 +165,33 @@ class ProductCase:
             self._check_error(name, getattr(first, name))
         return first
 
+    def check_repeats(self, times: int) -> None:
+        """The same bits, run back to back, so that one launch's start overlaps the end of the one
+        before."""
+        first = self.check()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(times):
+            again = self.run()
+            for found, expected in zip(again.outputs, first.outputs, strict=True):
+                wrong += (found != expected).sum()
+                found.fill_(float("nan"))  # the next run gets this memory
+        assert wrong.item() == 0
+
+    def check_with_sum(self) -> None:
+        """y and the sum in front of it, of a residual and LayerNorm over the whole row."""
+        found, (residual,) = self.run(), self.inputs.operands
+
+        def by_pytorch(dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+            total = self.linear(dtype) + residual.to(dtype or residual.dtype)
+            weight, bias = (t.to(total.dtype) for t in self.inputs[3:5])
+            return F.layer_norm(total, (self.problem.n,), weight, bias), total
+
+        for ours, eager, exact in zip(
+            (found.y, found.second), by_pytorch(None), by_pytorch(torch.float64), strict=True
+        ):
+            theirs = allowed_error(relative_error(eager, exact), self.problem.dtype)
+            assert relative_error(ours, exact) <= theirs
+
     def _check_error(self, name: str, ours: Tensor) -> None:
         p = self.problem
         error = relative_error(ours, self.truth[name])

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -21,7 +20,7 @@ from product_case import bits, fitted, forced_tile, make_product
 import epinorm
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile, operand_slots
-from epinorm.tools.accuracy import allowed_error, relative_error
+from epinorm.tools.accuracy import relative_error
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -100,18 +99,7 @@ def test_the_sum_too(kind, tile):
     channels = channels_of(tile)
     with forced_tile(tile):
         case = make_product(8451, 264, channels, 1, kind, "add_residual|layer_norm|returns(sum)")
-        found, (residual,) = case.run(), case.inputs.operands
-
-        def by_pytorch(dtype):
-            total = case.linear(dtype) + residual.to(dtype or residual.dtype)
-            weight, bias = (t.to(total.dtype) for t in case.inputs[3:5])
-            return F.layer_norm(total, (channels,), weight, bias), total
-
-        for ours, eager, exact in zip(
-            (found.y, found.second), by_pytorch(None), by_pytorch(torch.float64), strict=True
-        ):
-            allowed = allowed_error(relative_error(eager, exact), case.problem.dtype)
-            assert relative_error(ours, exact) <= allowed
+        case.check_with_sum()
 
 
 HARD = {"inf": float("inf"), "nan": float("nan"), "huge": 1e12, "tiny": 1e-38}
@@ -141,18 +129,10 @@ def test_a_hard_row_changes_no_other(hard, kind, tile):
 @BOTH
 @pytest.mark.parametrize("kind", ["bfloat16", "high"])
 def test_a_thousand_runs_give_the_same_bits(kind, tile):
-    """Back to back, so that one launch's start overlaps the end of the one before."""
     with forced_tile(tile):
         chain = "add_residual|layer_norm"
         case = make_product(9000, 328, channels_of(tile), 1, kind, chain, training=True)
-        first = case.check()
-        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        for _ in range(1000):
-            again = case.run()
-            for found, expected in zip(again.outputs, first.outputs, strict=True):
-                wrong += (found != expected).sum()
-                found.fill_(float("nan"))  # the next run gets this memory
-        assert wrong.item() == 0
+        case.check_repeats(1000)
 
 
 def test_berts_blocks_take_them():

@@ -300,19 +300,7 @@ def test_a_sum_of_what_came_through_the_ring(tile, kind):
         case = make_product(4097, 264, 768, 1, kind, "add_residual|layer_norm|returns(sum)")
         instance = hopper_plan.instance_for(case.problem, fitted(case.problem, tile))
         assert operand_slots(instance) > 0
-        found, (residual,) = case.run(), case.inputs.operands
-        weight, bias = case.inputs[3:5]
-
-        def by_pytorch(dtype):
-            total = case.linear(dtype) + residual.to(dtype or residual.dtype)
-            given = (t.to(total.dtype) for t in (weight, bias))
-            return F.layer_norm(total, (768,), *given), total
-
-        for ours, eager, exact in zip(
-            (found.y, found.second), by_pytorch(None), by_pytorch(torch.float64), strict=True
-        ):
-            theirs = allowed_error(relative_error(eager, exact), case.problem.dtype)
-            assert relative_error(ours, exact) <= theirs
+        case.check_with_sum()
 
 
 # ---- chains ----
@@ -567,18 +555,10 @@ RACES = [
 
 @pytest.mark.parametrize("tile, kind", RACES)
 def test_a_thousand_runs_give_the_same_bits(tile, kind):
-    """Back to back, so that one launch's start overlaps the end of the one before."""
     channels, groups = (512, 5) if tile.cluster_n > 1 else (16, 129)
     with forced_tile(tile):
         case = make_product(2100, 328, channels, groups, kind, training=True)
-        first = case.check()
-        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        for _ in range(1000):
-            again = case.run()
-            for found, expected in zip(again.outputs, first.outputs, strict=True):
-                wrong += (found != expected).sum()
-                found.fill_(float("nan"))  # the next run gets this memory
-        assert wrong.item() == 0
+        case.check_repeats(1000)
 
 
 @pytest.mark.alone

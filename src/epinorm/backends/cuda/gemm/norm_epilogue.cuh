@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_statistics(const Epilogue& e, u32 buffer, 
 // else keeps too much at once.
 __device__ __forceinline__ bool is_beyond(const Epilogue& e, int first_column, int chunk) {
   constexpr int kChunksOfBlock = any_seed(0) || kKeepsSum ? 1 : kNormPartColumns / kChunkColumns;
-  return kWarpColumns > 256 && chunk % kChunksOfBlock == 0 && first_column + chunk * kChunkColumns >= e.n;
+  return kFillsRegisters<kWarpColumns> && chunk % kChunksOfBlock == 0 && first_column + chunk * kChunkColumns >= e.n;
 }
 
 // From the linear's output without bias to what enters the norm, in place, for one chunk.

@@ -17,6 +17,10 @@ __device__ __forceinline__ int lane_here() {
   return lane;
 }
 
+// Columns of a warp whose accumulators leave few registers: of rows in two products.
+template <int kColumns>
+constexpr bool kFillsRegisters = kColumns > 256;
+
 constexpr int kStoreRows = 16;
 constexpr int kStoreWidth = 128;  // bytes of a buffer's row, at most
 constexpr int kStoreBufferBytes = kStoreRows * kStoreWidth;
@@ -147,7 +151,7 @@ struct RowStore {
   static constexpr int kPasses = kStoreRows / kRowsAtOnce;
   // A part of 16-bit numbers is read back while the next one is computed; of fp32, with twice as many
   // parts, or of rows in two products, that would need more registers than there are.
-  static constexpr bool kReadAhead = kSize == 2 && kColumns <= 256;
+  static constexpr bool kReadAhead = kSize == 2 && !kFillsRegisters<kColumns>;
 
   // Writes the rows from `row` on of a contiguous matrix (m, n); `column` is the tile's first.
   // prepare(part) computes the values of a part just before it is written; inspect(part, buffer) reads

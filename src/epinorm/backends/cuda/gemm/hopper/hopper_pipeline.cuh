@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators*
     wgmma_commit();
     if (step > first) {
       wgmma_wait<1>();
-      release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
+      release(ring, slot.before());
     }
     slot.next();
   }
@@ -117,7 +117,7 @@ __device__ __forceinline__ void multiply_steps(Accumulators& main, Accumulators*
   wgmma_wait<0>();
   keep_after_wait(main);
   if constexpr (kPlanes == 2) keep_after_wait(*cross);
-  release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
+  release(ring, slot.before());
 }
 
 // A tile's product by TF32 with B resident and a ring that holds all of the tile's steps: these are
@@ -193,14 +193,14 @@ __device__ __forceinline__ void multiply_and_fold(Accumulators& result, Accumula
       wgmma_commit();
       if (i == kStepProducts - 1) issued(step);
       wgmma_wait<1>();  // the step before is done
-      if (i == 0 && step > 0) release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
+      if (i == 0 && step > 0) release(ring, slot.before());
       keep_after_wait(part);
       add_to(result, part, 1.0f);
     }
   }
   wgmma_wait<0>();
   keep_after_wait(cross);
-  release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
+  release(ring, slot.before());
 }
 
 // What comes behind a tile's last step.

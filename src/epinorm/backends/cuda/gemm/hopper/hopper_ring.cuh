@@ -116,6 +116,7 @@ struct Slot {
       parity ^= 1;
     }
   }
+  __device__ __forceinline__ int before() const { return stage == 0 ? kStages - 1 : stage - 1; }
   __device__ __forceinline__ void skip(int steps) {
     const int rounds = (stage + steps) / kStages;
     stage += steps - rounds * kStages;

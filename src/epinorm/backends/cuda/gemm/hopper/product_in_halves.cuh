@@ -61,12 +61,11 @@ __device__ __forceinline__ void multiply_half(Accumulators& sum, const Ring& rin
 template <class Issued>
 __device__ __forceinline__ void multiply_in_halves(Accumulators& sum, const Ring& ring, Slot& slot,
                                                    const Share& share, int k_steps, Issued issued) {
-  const auto before = [&] { return slot.stage == 0 ? kStages - 1 : slot.stage - 1; };
   for (int step = 0; step < k_steps; ++step, slot.next()) {
     multiply_half<0>(sum, ring, slot, share, step);
     if (step > 0) {
       wgmma_wait<1>();
-      release(ring, before(), 1);
+      release(ring, slot.before(), 1);
     }
     multiply_half<1>(sum, ring, slot, share, step);
     wgmma_wait<1>();
@@ -75,6 +74,6 @@ __device__ __forceinline__ void multiply_in_halves(Accumulators& sum, const Ring
   issued(k_steps - 1);
   wgmma_wait<0>();
   keep_after_wait(sum);
-  release(ring, before(), 1);
+  release(ring, slot.before(), 1);
 }
 #endif

@@ -66,7 +66,7 @@ __device__ __forceinline__ void multiply_from_registers(Accumulators& result, co
       if (u > 0 || first > 0) {
         wgmma_wait<1>();
         keep_fragments(a[1 - u]);
-        release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
+        release(ring, slot.before());
       }
       slot.next();
       if (step + 1 < k_steps)
@@ -79,5 +79,5 @@ __device__ __forceinline__ void multiply_from_registers(Accumulators& result, co
   keep_after_wait(result);
   keep_fragments(a[0]);
   keep_fragments(a[1]);
-  release(ring, slot.stage == 0 ? kStages - 1 : slot.stage - 1);
+  release(ring, slot.before());
 }
