@@ -177,7 +177,7 @@ FEW_REGISTERS_BYTES = 24
 """Six registers on the stack, where accumulators take 192 of 240: kernels that do were timed."""
 
 
-@pytest.mark.parametrize("i, chain", enumerate(OFTEN_IN_HALVES))
+@pytest.mark.parametrize("i, chain", list(enumerate(OFTEN_IN_HALVES)))
 def test_two_products_a_row(i, chain):
     kind = (BF16, HIGH)[i % 2]
     _check_in_halves(problem_of(16384, 768, (768, 384)[i // 2], 1, kind, False, chain), i < 3)

@@ -294,7 +294,7 @@ def spent(gpu: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), zip(MODELS, itertools.cycle((torch.no_grad, torch.inference_mode)))
+    ("kind", "mode"), list(zip(MODELS, itertools.cycle((torch.no_grad, torch.inference_mode))))
 )
 def test_who_spends_x(gpu: Any, kind: type[Net], mode: Any) -> None:
     """From the first call on, in Python's launches and in native ones, whatever the rows."""
