@@ -198,5 +198,8 @@ def test_the_compilers_version_is_its_packages_or_what_it_says_itself(monkeypatc
     nvrtc, *wrappers = jit._versions()
     assert re.fullmatch(r"nvrtc \d+\.\d+", nvrtc)
     assert wrappers == ["cuda-core 1.2", "cuda-bindings 13.0.3"]
+    installed |= {"nvidia-cuda-nvrtc": f"{nvrtc[6:]}.88", "nvidia-cuda-nvrtc-cu12": "12.0.1"}
+    memo.clear()  # both: cuda-bindings takes the one that the process has loaded
+    assert jit._versions() == (f"nvidia-cuda-nvrtc {nvrtc[6:]}.88", *wrappers)
     monkeypatch.undo()
     memo.clear()

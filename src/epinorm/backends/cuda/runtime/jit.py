@@ -237,14 +237,16 @@ def _versions() -> tuple[str, ...]:
     """Versions of the compiler and of what sets its default options.
 
     NVRTC's package says which build it is, where NVRTC itself, which takes most of a start from the
-    cache to load, says only major.minor.
+    cache to load, says only major.minor. Of two packages cuda-bindings takes the one that somebody
+    in this process has loaded already.
     """
     packages = [f"{name} {v}" for name in _NVRTC if (v := _version(name)) is not None]
-    if not packages:
+    if len(packages) != 1:
         from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
-        packages = [f"nvrtc {major}.{minor}"]
+        taken = [package for package in packages if f" {major}.{minor}." in package]
+        packages = taken or [f"nvrtc {major}.{minor}"]
     return (*packages, *(f"{name} {_version(name)}" for name in _WRAPPERS))
 
 
