@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.torch_version import TorchVersion
 
@@ -201,11 +202,11 @@ def second_derivatives() -> dict[str, Any]:
     return {"error": worst, "repeats": True}
 
 
-def dropout() -> dict[str, Any]:
+def dropout(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """Parts drop by seeds of their own, forward and backward alike; a seed drops alike again."""
-    model = drawn(lambda: epinorm.LinearNorm(IN, HIDDEN, norm=GROUPS, post="dropout(0.5)"))
+    model = drawn(lambda: epinorm.LinearNorm(IN, HIDDEN, norm=GROUPS, post="dropout(0.5)"), dtype)
     split = parallelize_module(model, MESH, ColwiseParallel())
-    _, parts = rows((ROWS, IN))
+    _, parts = rows((ROWS, IN), dtype=dtype)
     torch.manual_seed(9)
     y = split(parts)
     torch.manual_seed(9)
@@ -215,6 +216,36 @@ def dropout() -> dict[str, Any]:
     kept = (whole(y) != 0).double().mean().item()
     repeats = torch.equal(y.to_local(), again.to_local()) and differ and 0.4 < kept < 0.6
     return {"error": 0.0, "repeats": repeats}
+
+
+def watched() -> dict[str, Any]:
+    """Under the mode that counts collectives, whose hooks of all modules want each layer called."""
+    one, split = (drawn(lambda: Pair(GROUPS)) for _ in range(2))
+    parallelize_module(split, MESH, STYLES)
+    x, parts = rows((ROWS, IN))
+    truth, alone = step(one, x), step(split, parts)
+    with CommDebugMode() as seen:
+        found = step(split, parts)
+    counts = {str(name).rpartition(".")[2]: n for name, n in seen.get_comm_counts().items()}
+    error = max(relative(a, b) for a, b in zip(found, truth, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+    dropping = epinorm.LinearNorm(IN, HIDDEN, norm=GROUPS, pre="dropout(0.5)", dtype=torch.float64)
+    parallelize_module(dropping.to(DEVICE), MESH, ColwiseParallel())
+    with CommDebugMode():
+        dropping(parts)
+    return {"error": error, "repeats": same, "counts": counts}
+
+
+def under_autocast() -> dict[str, Any]:
+    """16 bits as one process has them; and with a dropout, of which it has others."""
+    one, split = (drawn(lambda: Pair(GROUPS), torch.float32) for _ in range(2))
+    parallelize_module(split, MESH, STYLES)
+    x, parts = rows((ROWS, IN), dtype=torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        truth, found = one(x), split(parts)
+        assert found.dtype == truth.dtype
+        dropped = dropout(torch.float32)
+    return {"error": relative(whole(found), truth), "repeats": dropped["repeats"]}
 
 
 class SharedFiles(peers.Peers):
@@ -368,6 +399,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "second derivatives": second_derivatives,
     "beside": beside,
     "dropout": dropout,
+    "watched": watched,
+    "autocast": under_autocast,
     "state": state,
     "two dimensions": on_two_dimensions,
     "refused": refused,

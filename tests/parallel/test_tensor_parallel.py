@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 CASES = [
     *("group norm", "layer norm", "rms norm", "sum", "sequences", "read by plain code", "uneven"),
     *("fuse, parallelize_module", "parallelize_module, fuse", "layer norm, fused"),
-    "second derivatives",
+    *("second derivatives", "watched", "autocast"),
 ]
 OTHERS = ["float32", "beside", "dropout", "state", "two dimensions", "refused"]
 OF_FOUR = ["group norm", "layer norm", "beside", "uneven", "two dimensions"]
@@ -31,7 +31,7 @@ def roundings(case: str) -> int:
 
 def unit(case: str) -> float:
     """Of an error's, in fp64 for the most part."""
-    return {"beside": 0.5, "float32": 2.0**-24}.get(case, 2.0**-53)
+    return {"beside": 0.5, "float32": 2.0**-24, "autocast": 2.0**-11}.get(case, 2.0**-53)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,13 @@ def test_float32_differs_by_roundings_alone(results: Any) -> None:
 @pytest.mark.parametrize("case", ["dropout", "state"])
 def test_dropout_and_state(case: str, results: Any) -> None:
     assert all(of_rank[case]["repeats"] for of_rank in results)
+
+
+def test_collectives_are_counted(results: Any) -> None:
+    """A pair's x and its gradient, the sum of products and its, and the gradients of vectors."""
+    counts = {"_allgather_base_": 2, "_reduce_scatter_base_": 2, "allreduce_": 1}
+    for of_rank in results:
+        assert of_rank["watched"]["counts"].items() >= counts.items()
 
 
 def test_both_chains_are_fused_and_explain_says_how_they_are_split(results: Any) -> None:

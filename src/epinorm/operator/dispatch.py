@@ -171,11 +171,11 @@ class Caller:
         kind = x.device.type
         has_autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
         if has_autocast and is_under_autocast_alone():
-            if self._has_layers and not (self._casts and kind == "cuda"):
+            plain, casts = not is_distributed((x,)), self._casts and kind == "cuda"
+            if self._has_layers and plain and not casts:
                 # These mix dtypes as no kernel of ours does.
                 return self._layers.results(self._constants, *tensors)
-            prepared = kind == "cuda" and self._casts and x.dtype != torch.float64
-            prepared = prepared and not is_distributed((x,))
+            prepared = plain and casts and x.dtype != torch.float64
         if prepared:
             facts = self._autocast_training if autograd_records() else self._autocast_facts
             if self._stays_low:

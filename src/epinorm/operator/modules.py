@@ -15,6 +15,7 @@ from epinorm.chain.reference import Results, apply_pointwise
 from epinorm.operator.checks import check_operand_count
 from epinorm.operator.dispatch import with_seeds
 from epinorm.operator.functional import apply_chain
+from epinorm.operator.undisturbed import is_distributed
 from epinorm.said import log_once
 
 
@@ -57,7 +58,9 @@ class LinearNorm(nn.Module):
         # By way of _modules: nn.Module's own attribute look-up costs a microsecond each time.
         linear, norm = self._modules["linear"], self._modules["norm"]
         text = self.chain if self.training else self.eval_chain
-        if not (_computes_as(linear, nn.Linear) and _is_norm_of(norm, text, linear)):
+        known = _computes_as(linear, nn.Linear) and _is_norm_of(norm, text, linear)
+        # Of DTensors the layers could not compute all that this does.
+        if not known or (_has_any_global_hook() and not is_distributed((x,))):
             return self._by_layers(x, operands, text)
         return apply_chain(
             x,
@@ -102,7 +105,6 @@ def _computes_as(layer: Any, kind: type[nn.Module]) -> bool:
             or layer._forward_hooks
             or layer._backward_pre_hooks
             or layer._backward_hooks
-            or _has_any_global_hook()
         )
     )
 
