@@ -853,6 +853,38 @@ def test_a_layer_of_pytorchs_replaced_for_all_is_noticed(
     assert_same(fused(x), expected)
 
 
+def test_any_method_of_pytorchs_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.TransformerEncoderLayer
+    block = layer(K, 2, 64, dropout=0.0, batch_first=True, dtype=torch.float64)
+    tail = nn.Sequential(nn.Linear(K, 32), nn.GroupNorm(4, 32)).double()
+    model = nn.Sequential(block, nn.Flatten(0, 1), tail)
+    fused, x = fused_copy(model), torch.randn(4, 5, K, dtype=torch.float64)
+    assert_same(fused(x), model(x))
+    own = layer._ff_block
+    for value in (lambda self, h: own(self, h) * 0.1, own):
+        monkeypatch.setattr(layer, "_ff_block", value)
+        assert_same(fused(x), model(x))
+    first = lambda self: iter(list(self._modules.values())[:1])  # noqa: E731
+    monkeypatch.setattr(nn.Sequential, "__iter__", first)
+    assert_same(fused(x), model(x))
+
+
+def test_a_class_that_is_only_written_to_is_captured_once(pair: Any, x: Any) -> None:
+    """A class' version changes at each call, nothing that was captured does."""
+
+    model, fused = pair
+
+    class Counted(type(model)):  # type: ignore[misc]
+        calls = 0
+
+    fused.__class__ = Counted
+    for _ in range(5):
+        Counted.calls += 1
+        Counted.unread = lambda self: None  # type: ignore[attr-defined]
+        assert_same(fused(x), model(x))
+    assert len(fused_of(fused).recorder.graphs) == 1  # type: ignore[union-attr]
+
+
 def test_another_threads_guards_are_its_own() -> None:
     """What exports a model takes no lock against what is captured meanwhile."""
     seen: list[int] = []

@@ -527,6 +527,58 @@ for _name, _value in {
     )
 
 
+class OwnNorm(nn.GroupNorm):
+    def forward(self, x):
+        return self.twice(super().forward(x))
+
+    def twice(self, y):
+        return y * 2
+
+
+def of_own_classes() -> nn.Module:
+    """A model whose Linear and norm are of classes that are its alone."""
+
+    class Model(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc.__class__ = type("Fc", (nn.Linear,), {})
+            self.norm.__class__ = type("Norm", (OwnNorm,), {})
+
+        def forward(self, x):
+            return self.chain(x)
+
+    return Model()
+
+
+def in_class(layer: str, name: str, value: Any) -> Step:
+    return lambda m: setattr(type(getattr(m, layer)), name, value)
+
+
+def other_code(m: nn.Module) -> None:
+    """As reloading a module does, within the functions that there are."""
+    function = OwnNorm.twice
+    before = function.__code__
+    UNDO.append(lambda: setattr(function, "__code__", before))
+    function.__code__ = (lambda self, y: y * 9).__code__
+
+
+def twice_own(self: Any, name: str) -> Any:
+    found = nn.Module.__getattr__(self, name)
+    return found * 2 if name == "weight" else found
+
+
+for _layer, _name, _value in (
+    ("fc", "__call__", lambda self, x: nn.Linear.__call__(self, x) * -2),
+    ("fc", "weight", property(lambda self: self._parameters["weight"] * 2)),
+    ("fc", "__getattr__", twice_own),
+    ("norm", "eps", property(lambda self: 3.0)),
+    ("norm", "num_groups", property(lambda self: 1)),
+    ("norm", "twice", classmethod(lambda cls, y: y * 5)),
+):
+    probe(f"{_name} of a class of {_layer}", in_class(_layer, _name, _value))(of_own_classes)
+probe("code of a method", other_code)(of_own_classes)
+
+
 def other_root_forward(m: nn.Module) -> None:
     m.forward = types.MethodType(lambda self, x: self.chain(x) * 4, m)
 

@@ -23,6 +23,7 @@ from epinorm.backends.unpromised import saving_hooks
 from epinorm.capture.dynamo import Callback, capture, run_last_first
 from epinorm.capture.paying import Settings
 from epinorm.capture.rewriting import Recorder
+from epinorm.capture.watched import Watched
 from epinorm.chain import Rounding
 from epinorm.chain.chain import check_rounding
 from epinorm.operator import calls
@@ -235,15 +236,8 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
             fused.find_units(model)
         if fused.units:
             return own(*args, **kwargs)
-        for owner, attribute, value in fused.recorder.watched.attributes:
-            # The look-up that is fast first: it makes new objects of class methods alone.
-            if (
-                getattr(owner, attribute, None) is not value
-                and owner.__dict__.get(attribute) is not value
-            ):
-                if not fused.capture_again(model):
-                    return own(*args, **kwargs)
-                break
+        if fused.recorder.watched.has_changed() and not fused.capture_again(model):
+            return own(*args, **kwargs)
         try:
             return fused.run(own, model, args, kwargs)
         except Exception:
@@ -251,7 +245,7 @@ def _calling(model: nn.Module, fused: Fused) -> Callable[..., Any]:
             raise
 
     call._torchdynamo_inline = own  # type: ignore[attr-defined]  # for another's capture
-    for function in (call, _as_written, log_once, is_new):
+    for function in (call, _as_written, log_once, is_new, Watched.has_changed):
         dynamo.eval_frame.skip_code(function.__code__)
     return call
 

@@ -1,8 +1,9 @@
-"""What Dynamo does not guard of classes: whether one gets another function than was captured."""
+"""What Dynamo does not guard of classes: whether one has other code now than was captured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -10,45 +11,45 @@ import torch
 from torch._guards import TracingContext
 from torch.torch_version import TorchVersion
 
+from epinorm.backends.unpromised import NO_VERSION, version_of_class
+
 _GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
-_REPLACED = ("forward",)
-"""What is replaced in PyTorch's own classes, as ``nn.Linear``'s where LoRA is added to all."""
+_code = attrgetter("__code__")
+_UNKNOWN = b""
 
 
 class Watched:
-    """``attributes`` of classes with their values, looked at before each call: the functions that
-    were captured, of PyTorch's classes ``forward``; and before PyTorch 2.13 what these read of
-    classes in their globals."""
+    """The classes of modules as they were captured: the functions, properties and other descriptors
+    under names that captured code reads, or that Python reads itself (``__call__``), of each class
+    and what it inherits from; and before PyTorch 2.13 what the code reads of classes in its
+    globals. Compared are, ordinarily, only the versions that CPython gives to a class, another one
+    at each change to it or to what it inherits from, and the code of functions that are not
+    PyTorch's, which reloading a module changes within them."""
 
     def __init__(self) -> None:
-        self.attributes: list[tuple[type, str, Any]] = []
+        self._classes: dict[type, None] = {}
+        self._versions: list[memoryview] = []
+        self._known: list[bytes] = []
+        self._functions: list[Any] = []
+        self._codes: list[CodeType] = []
+        self._names: set[str] = set()
+        self._of_globals: dict[tuple[type, str], None] = {}
+        self._seen: dict[tuple[type, str], Any] = {}
 
     def look_at(self, classes: Iterable[type]) -> None:
         """Watch what was captured just now of these classes and what they inherit from."""
         captured = set(TracingContext.get_traced_code() or ())
-        owners = dict.fromkeys(base for cls in classes for base in cls.__mro__)
-        for owner in owners:
-            names = _REPLACED if _is_pytorchs(owner) else None
-            for name, function in vars(owner).items():
-                if names is not None and name not in names:
-                    continue
+        for code in captured:
+            self._names.update(code.co_names)
+            self._names.update(c for c in code.co_consts if isinstance(c, str))
+        for owner in _owners(classes):
+            for function in vars(owner).values():
                 inner = getattr(function, "fget", getattr(function, "__func__", function))
                 if getattr(inner, "__code__", None) in captured:
-                    self._add(owner, name, function)
-                    self._watch_heirs(classes, name, function)
+                    if not (_is_pytorchs(owner) or inner in self._functions):
+                        self._functions.append(inner)
                     self.look_at_globals(inner.__code__, getattr(inner, "__globals__", {}))
-
-    def _watch_heirs(self, classes: Iterable[type], name: str, function: Any) -> None:
-        """Where a class may begin to shadow what it inherits; of class methods, which are new ones
-        at each look, it is not seen."""
-        value = function.__func__ if isinstance(function, staticmethod) else function
-        for cls in classes:
-            if name not in vars(cls) and getattr(cls, name, None) is value:
-                self._add(cls, name, value)
-
-    def _add(self, owner: type, name: str, value: Any) -> None:
-        if not any(o is owner and n == name and v is value for o, n, v in self.attributes):
-            self.attributes.append((owner, name, value))
+        self._begin(classes)
 
     def look_at_globals(self, code: CodeType, known: dict[str, Any]) -> None:
         """Before PyTorch 2.13: watch what code reads of classes in its globals."""
@@ -57,9 +58,48 @@ class Watched:
         names = code.co_names
         for found in map(known.get, names):
             if isinstance(found, type) and not _is_pytorchs(found):
-                for name in names:
-                    if name in vars(found):
-                        self._add(found, name, vars(found)[name])
+                read = [(found, name) for name in names if name in vars(found)]
+                if read:
+                    self._of_globals |= dict.fromkeys(read)
+                    self._begin([found])
+
+    def has_changed(self) -> bool:
+        """Whether anything of this is another one than it was."""
+        if self._codes and list(map(_code, self._functions)) != self._codes:
+            return True
+        if self._versions == self._known:
+            return False
+        now = dict(self._attributes())
+        if now.keys() != self._seen.keys() or any(v is not now[k] for k, v in self._seen.items()):
+            return True
+        self._know_versions()
+        return False
+
+    def _begin(self, classes: Iterable[type]) -> None:
+        self._classes |= dict.fromkeys(classes)
+        self._versions = list(map(version_of_class, self._classes))
+        self._codes = list(map(_code, self._functions))
+        self._know_versions()
+        self._seen = dict(self._attributes())
+
+    def _know_versions(self) -> None:
+        for cls in self._classes:
+            getattr(cls, "forward", None)  # gives it one
+        known = map(bytes, self._versions)
+        self._known = [_UNKNOWN if version == NO_VERSION else version for version in known]
+
+    def _attributes(self) -> Iterator[tuple[tuple[type, str], Any]]:
+        for owner in _owners(self._classes):
+            for name, value in list(vars(owner).items()):  # threads
+                is_read = name in self._names or (name.startswith("__") and name.endswith("__"))
+                if is_read and hasattr(type(value), "__get__"):
+                    yield (owner, name), value
+        for owner, name in self._of_globals:
+            yield (owner, name), vars(owner).get(name)
+
+
+def _owners(classes: Iterable[type]) -> dict[type, None]:
+    return dict.fromkeys(base for cls in classes for base in cls.__mro__ if base is not object)
 
 
 def _is_pytorchs(cls: type) -> bool:
