@@ -64,6 +64,7 @@ class _BlockStyle(ParallelStyle):
             if isinstance(parameter, DTensor):
                 continue
             placement = self.weight if parameter.dim() == 2 else self.vectors
+            placement = placement if parameter.dim() else Replicate()
             if placement.is_shard() and parameter.shape[placement.dim] % mesh.size():  # type: ignore[attr-defined]
                 raise ValueError(
                     f"{name}.{key} of shape {list(parameter.shape)} cannot be split evenly over "
@@ -78,7 +79,7 @@ class _BlockStyle(ParallelStyle):
             DTensor.from_local(t, mesh, layout, run_check=False)
             if isinstance(t, Tensor) and not isinstance(t, DTensor)
             else t
-            for t, layout in zip(inputs, layouts, strict=True)
+            for t, layout in zip(inputs, layouts, strict=False)  # x may come by its name
         )
 
     def _leave(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:

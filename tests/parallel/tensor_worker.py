@@ -176,6 +176,65 @@ def uneven() -> dict[str, Any]:
     return {"error": worst, "repeats": True}
 
 
+def one_row() -> dict[str, Any]:
+    """x of one dimension: there are no rows to split."""
+    torch.manual_seed(5)
+    x, w = (torch.randn(*s).to(DEVICE, torch.float64) for s in ((IN,), (HIDDEN, IN)))
+    worst = 0.0
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    truth = epinorm.linear_norm(*leaves, norm=epinorm.LayerNorm())
+    truth.pow(3).sum().backward()
+    for placed in ((Shard(0), Shard(1)), (Replicate(), Shard(1)), (Replicate(), Shard(0))):
+        pairs = zip((x, w), placed, strict=True)
+        parts = [distribute_tensor(t, MESH, [p]).requires_grad_() for t, p in pairs]
+        y = epinorm.linear_norm(*parts, norm=epinorm.LayerNorm())
+        y.pow(3).sum().backward()
+        found = [(y, truth), *((a.grad, b.grad) for a, b in zip(parts, leaves, strict=True))]
+        worst = max(worst, *(relative(whole(a), b) for a, b in found))  # type: ignore[arg-type]
+    return {"error": worst, "repeats": True}
+
+
+def sum_alone() -> dict[str, Any]:
+    """A loss of the sum alone, by rows: the norm's parameters have no gradient, as in eager."""
+    model = drawn(lambda: epinorm.LinearNorm(IN, HIDDEN, norm=epinorm.LayerNorm(), return_sum=True))
+    parallelize_module(model, MESH, RowwiseParallel())
+    x, _ = rows((ROWS, IN))
+    model(distribute_tensor(x, MESH, [Shard(1)]))[1].square().mean().backward()
+    grads = [p.grad for p in model.norm.parameters()]
+    return {"error": 0.0, "repeats": grads == [None, None] and model.linear.bias.grad is not None}
+
+
+def gated() -> dict[str, Any]:
+    """A parameter without dimensions, and x given by its name."""
+
+    class Gated(Block):
+        def __init__(self) -> None:
+            super().__init__(IN, HIDDEN, nn.LayerNorm(HIDDEN))
+            self.gate = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * self.gate
+
+    one, split = drawn(Gated), drawn(Gated)
+    parallelize_module(split, MESH, ColwiseParallel())
+    x, parts = rows((ROWS, IN))
+    return {"error": relative(whole(split(x=parts)), one(x)), "repeats": True}
+
+
+def compiled() -> dict[str, Any]:
+    torch._dynamo.reset()
+    one, split = (drawn(lambda: Pair(GROUPS)) for _ in range(2))
+    parallelize_module(split, MESH, STYLES)
+    x, parts = rows((ROWS, IN))
+    with torch.no_grad():
+        y = torch.compile(split, backend="aot_eager")(parts)
+        up = drawn(lambda: Block(IN, HIDDEN, nn.GroupNorm(8, HIDDEN)))
+        of_one = up(x)
+        parallelize_module(up, MESH, ColwiseParallel())
+        h = torch.compile(up, backend="epinorm")(parts)
+    return {"error": max(relative(whole(y), one(x)), relative(whole(h), of_one)), "repeats": True}
+
+
 def second_derivatives() -> dict[str, Any]:
     """Gradients of gradients: by columns, and by rows of which some split evenly."""
     worst = 0.0
@@ -214,6 +273,18 @@ def dropout(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     parts_of_y = whole(y).view(ROWS, RANKS, -1) == 0
     differ = all(not torch.equal(parts_of_y[:, 0], parts_of_y[:, i]) for i in range(1, RANKS))
     kept = (whole(y) != 0).double().mean().item()
+    # Copies of a result drop alike, whatever the processes' own seeds: by operations of ours, and
+    # by PyTorch's layers, of channels that do not split.
+    torch.manual_seed(dist.get_rank())
+    for channels, placement in ((HIDDEN, Replicate()), (15, Shard(0))):
+        w = torch.ones(channels, IN).to(DEVICE, dtype)
+        x = parts.redistribute(placements=[Replicate()])
+        w = distribute_tensor(w, MESH, [placement]).requires_grad_()
+        copies = epinorm.linear_norm(x, w, norm=epinorm.LayerNorm(), post="dropout(0.5)|add(1)")
+        copies.square().sum().backward()
+        every = [torch.empty_like(copies.to_local()) for _ in range(RANKS)]
+        dist.all_gather(every, copies.to_local().detach())
+        differ &= all(torch.equal(every[0], other) for other in every)
     repeats = torch.equal(y.to_local(), again.to_local()) and differ and 0.4 < kept < 0.6
     return {"error": 0.0, "repeats": repeats}
 
@@ -396,6 +467,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "layer norm, fused": lambda: written(lambda: nn.LayerNorm(HIDDEN), False),
     "read by plain code": read_by_plain_code,
     "uneven": uneven,
+    "one row": one_row,
+    "sum alone": sum_alone,
+    "gated": gated,
+    "compiled": compiled,
     "second derivatives": second_derivatives,
     "beside": beside,
     "dropout": dropout,

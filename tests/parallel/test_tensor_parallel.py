@@ -13,9 +13,9 @@ pytestmark = pytest.mark.slow
 CASES = [
     *("group norm", "layer norm", "rms norm", "sum", "sequences", "read by plain code", "uneven"),
     *("fuse, parallelize_module", "parallelize_module, fuse", "layer norm, fused"),
-    *("second derivatives", "watched", "autocast"),
+    *("second derivatives", "watched", "autocast", "one row", "gated", "compiled"),
 ]
-OTHERS = ["float32", "beside", "dropout", "state", "two dimensions", "refused"]
+OTHERS = ["float32", "beside", "dropout", "state", "sum alone", "two dimensions", "refused"]
 OF_FOUR = ["group norm", "layer norm", "beside", "uneven", "two dimensions"]
 CALLS_BESIDE = 48
 """Of the case "beside": a pair's two, four times, with six kinds of rows and norms."""
@@ -69,8 +69,8 @@ def test_float32_differs_by_roundings_alone(results: Any) -> None:
         assert of_rank["float32"]["repeats"]
 
 
-@pytest.mark.parametrize("case", ["dropout", "state"])
-def test_dropout_and_state(case: str, results: Any) -> None:
+@pytest.mark.parametrize("case", ["dropout", "state", "sum alone"])
+def test_dropout_state_and_absent_gradients(case: str, results: Any) -> None:
     assert all(of_rank[case]["repeats"] for of_rank in results)
 
 

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as distributed
 from torch import Tensor
+from torch.distributed import _functional_collectives as traced
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from epinorm.backends.memo import memo
-from epinorm.operator.undisturbed import wants_gradient
+from epinorm.operator.undisturbed import has_plain_types, wants_gradient
 
 try:  # which PyTorch does not promise
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -52,10 +53,29 @@ def scatter_sum(whole: Tensor, mesh: DeviceMesh, dim: int, axis: int = 0) -> Ten
     return part
 
 
+def sum_over(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """The sum over these processes, perhaps in the memory of the part."""
+    if not has_plain_types((part,)):
+        return traced.wait_tensor(traced.all_reduce(part, "sum", (mesh, dim)))
+    distributed.all_reduce(part, group=mesh.get_group(dim))
+    return part
+
+
+def of_first(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """The first of these processes' tensor, perhaps in the memory of this one's."""
+    if not has_plain_types((tensor,)):
+        return traced.wait_tensor(traced.broadcast(tensor, 0, (mesh, dim)))
+    distributed.broadcast(tensor, group=mesh.get_group(dim), group_src=0)
+    return tensor
+
+
 def _gathered(part: Tensor, mesh: DeviceMesh, dim: int, axis: int) -> Tensor:
     n = mesh.size(dim)
-    whole = part.new_empty((n * part.shape[0], *part.shape[1:]))
-    _all_gather(whole, part.contiguous(), group=mesh.get_group(dim))
+    if not has_plain_types((part,)):  # as they are traced
+        whole = traced.wait_tensor(traced.all_gather_tensor(part.contiguous(), 0, (mesh, dim)))
+    else:
+        whole = part.new_empty((n * part.shape[0], *part.shape[1:]))
+        _all_gather(whole, part.contiguous(), group=mesh.get_group(dim))
     if axis == 0:
         return whole
     return whole.unflatten(0, (n, -1)).movedim(0, axis).flatten(axis, axis + 1)
@@ -65,6 +85,9 @@ def _scattered(whole: Tensor, mesh: DeviceMesh, dim: int, axis: int) -> Tensor:
     n = mesh.size(dim)
     if axis != 0:
         whole = whole.unflatten(axis, (n, -1)).movedim(axis, 0).flatten(0, 1)
+    if not has_plain_types((whole,)):
+        taken = traced.reduce_scatter_tensor(whole.contiguous(), "sum", 0, (mesh, dim))
+        return traced.wait_tensor(taken)
     part = whole.new_empty((whole.shape[0] // n, *whole.shape[1:]))
     _reduce_scatter(part, whole.contiguous(), group=mesh.get_group(dim))
     return part

@@ -8,13 +8,12 @@ own rows, where the rest of the chain is computed (sequence parallelism, Korthik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -31,8 +30,10 @@ from epinorm.operator.collectives import (
     Taken,
     dtensor_of,
     gather,
+    of_first,
     parts_of,
     scatter_sum,
+    sum_over,
 )
 from epinorm.operator.overlapped import beside_gather, beside_scatter, peers_beside
 from epinorm.operator.peers import Peers
@@ -50,15 +51,18 @@ class _SummedTogether(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, dims: Sequence[int], *vectors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.mesh, ctx.dims = mesh, dims
         return tuple(vector.view_as(vector) for vector in vectors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        every = torch.cat(gradients)
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        there = [gradient for gradient in gradients if gradient is not None]
+        every = torch.cat(there)
         for dim in ctx.dims:
-            distributed.all_reduce(every, group=ctx.mesh.get_group(dim))
-        return None, None, *every.split([len(gradient) for gradient in gradients])
+            every = sum_over(every, ctx.mesh, dim)
+        summed = iter(every.split([len(gradient) for gradient in there]))
+        return None, None, *(None if g is None else next(summed) for g in gradients)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class _Ways:
     product, as each process has as many of them, and of the channels, as each other; and the
     results' shape and strides, ``sizes``.
 
-    place: a number that is another one in each process with other values of the results.
+    place: a number that is another one in each process with other values of the results; copied:
+    the dimensions over which processes have the same ones.
     """
 
     layout: Layout
@@ -82,6 +87,7 @@ class _Ways:
     exchanges: bool
     sizes: tuple[torch.Size, tuple[int, ...]]
     place: int
+    copied: tuple[int, ...]
 
 
 @memo()
@@ -111,7 +117,10 @@ def _ways_of(
     exchanges = 0 in (gathers, scatters) and "dropout" not in text
     exchanges = exchanges and not any(size % layout.size for size in weight.shape)
     sizes = shape, stride
-    return _Ways(layout, text, tuple(taken), gathers, scatters, sums, exchanges, sizes, place)
+    copied = tuple(i for i, p in enumerate(layout.y) if p.is_replicate())
+    return _Ways(
+        layout, text, tuple(taken), gathers, scatters, sums, exchanges, sizes, place, copied
+    )
 
 
 def _ways_of_x(x: Placed, layout: Layout) -> tuple[int | None, Placements, Placements]:
@@ -160,10 +169,39 @@ def call(caller_of: Callable[..., Any], inputs: Inputs, facts: Facts) -> Results
             f"a weight {weight.placements}"  # type: ignore[attr-defined]
         )
     z: Any = functional.linear(inputs.x, weight, inputs.bias)
-    if isinstance(chain.norm, GroupNorm):  # DTensor would copy it, before 2.13 not contiguous
-        copies = [Replicate()] * z.device_mesh.ndim
-        z = DTensor.from_local(z.full_tensor().contiguous(), z.device_mesh, copies, run_check=False)
+    # GroupNorm, DTensor would copy it, before 2.13 not contiguous; seeds are of whole rows.
+    if isinstance(chain.norm, GroupNorm) or "seed" in chain.operand_kinds:
+        return _on_copies(z, inputs, chain)
     return reference.epilogue(z, chain, inputs.norm_weight, inputs.norm_bias, inputs.operands)
+
+
+def _on_copies(z: DTensor, inputs: Inputs, chain: Chain) -> Results:
+    """What follows the linear, the whole of it in each process, by the first one's seeds."""
+    mesh = z.device_mesh
+
+    def whole(tensor: Any) -> Any:
+        return tensor.full_tensor().contiguous() if isinstance(tensor, DTensor) else tensor
+
+    operands = tuple(map(whole, inputs.operands))
+    operands = tuple(
+        _alike(operand.clone(), mesh, range(mesh.ndim)) if kind == "seed" else operand
+        for kind, operand in zip(chain.operand_kinds, operands, strict=True)
+    )
+    vectors = whole(inputs.norm_weight), whole(inputs.norm_bias)
+    results = reference.epilogue(whole(z), chain, *vectors, operands)
+    copies = [Replicate()] * mesh.ndim
+    if isinstance(results, tuple):
+        y, total = (DTensor.from_local(t, mesh, copies, run_check=False) for t in results)
+        return y, total
+    made: Any = DTensor.from_local(results, mesh, copies, run_check=False)
+    return made
+
+
+def _alike(seed: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> Tensor:
+    """One seed for processes that have copies of the results, as DTensor has on GPUs."""
+    for dim in dims:
+        seed = of_first(seed, mesh, dim)
+    return seed
 
 
 def linear_norm(inputs: Any, chain: Chain, local: Local, in_pieces: bool = True) -> Results | None:
@@ -187,7 +225,7 @@ def linear_norm(inputs: Any, chain: Chain, local: Local, in_pieces: bool = True)
     )
     rest = iter(parts[3:])
     given = tuple(
-        operand + ways.place if kind == "seed" else next(rest)
+        _alike(operand + ways.place, layout.mesh, ways.copied) if kind == "seed" else next(rest)
         for kind, operand in zip(kinds, operands, strict=True)
     )
     peers = None

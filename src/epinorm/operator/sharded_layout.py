@@ -121,6 +121,8 @@ def layout_of(x: Any, weight: Any, operands: Sequence[Any], chain: Chain) -> Lay
     taken = [p if p.is_shard() and _axis(p, last) < last else Replicate() for p in x.placements]
     if not sharded:
         return Layout(mesh, None, "copies", tuple(taken), tuple(taken), last)
+    if last == 0:  # one row, which cannot be split
+        return None
     (dim,), made = sharded, list(taken)
     if weight.placements[dim] == Shard(1):
         taken[dim], made[dim] = Shard(last), Shard(_rows_axis(x, operands, chain, mesh, dim))
