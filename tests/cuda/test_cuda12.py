@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from epinorm.backends.cuda.gemm.hopper.text import linear_norm_source
+from epinorm.backends.cuda.plan import hopper as hopper_plan
+from epinorm.backends.cuda.runtime.jit import KernelSource
+
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from epinorm.backends.cuda.runtime.jit import KernelSource
+from problems import problem_of
+
 from imaginary import CASES, KINDS, imaginary_h200, launches
 
 pytestmark = pytest.mark.slow
@@ -54,3 +60,17 @@ def test_kernels_of_a_training_step(nvrtc, name, kind):
         verdict, log = log_of(nvrtc, source)
         said = re.findall("error: .*|C75..", log)
         assert (verdict, said) == (0, []), source.entry
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("chain", ["add_residual|layer_norm", "layer_norm"])
+def test_rows_in_halves_keep_their_registers(nvrtc, chain, training):
+    """But for six, as by CUDA 13's (test_hopper_compile.py)."""
+    problem = problem_of(16384, 768, 768, 1, "high", training, chain)
+    (tile,) = (tile for tile in hopper_plan.candidates(problem) if tile.in_halves)
+    source = linear_norm_source(hopper_plan.instance_for(problem, tile))
+    verdict, log = log_of(nvrtc, source)
+    found = re.search(r"(\d+) bytes stack frame", log)
+    assert verdict == 0
+    assert found is not None
+    assert int(found[1]) <= 24

@@ -261,11 +261,20 @@ __device__ __forceinline__ void add_bias(float (&v)[kAccumulators], const Vector
   }
 }
 
+// Never true. Where accumulators leave few registers, a branch ends a block of the compiler's schedule, which
+// else keeps too much at once.
+__device__ __forceinline__ bool is_beyond(const Epilogue& e, int first_column, int chunk) {
+  constexpr int kChunksOfBlock = any_seed(0) || kKeepsSum ? 1 : kNormPartColumns / kChunkColumns;
+  return kFillsRegisters<kWarpColumns> && chunk % kChunksOfBlock == 0 && first_column + chunk * kChunkColumns >= e.n;
+}
+
 // The linear's output from the scaled planes' product.
-__device__ __forceinline__ void undo_scales(float (&v)[kAccumulators], const float (&row_scale)[2],
-                                            const Vectors& vectors, int quad_lane) {
+__device__ __forceinline__ void undo_scales(float (&v)[kAccumulators], const Epilogue& e,
+                                            const float (&row_scale)[2], const Vectors& vectors,
+                                            int first_column, int quad_lane) {
 #pragma unroll
   for (int chunk = 0; chunk < kWarpColumns / kChunkColumns; ++chunk) {
+    if (is_beyond(e, first_column, chunk)) break;
     const float2 scale = pair_at(vectors, kScaleVector, chunk, quad_lane);
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower)

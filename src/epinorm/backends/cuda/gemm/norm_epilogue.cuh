@@ -50,13 +50,6 @@ __device__ __forceinline__ void store_statistics(const Epilogue& e, u32 buffer, 
   __syncwarp();
 }
 
-// Never true. Where accumulators leave few registers, a branch ends a block of the compiler's schedule, which
-// else keeps too much at once.
-__device__ __forceinline__ bool is_beyond(const Epilogue& e, int first_column, int chunk) {
-  constexpr int kChunksOfBlock = any_seed(0) || kKeepsSum ? 1 : kNormPartColumns / kChunkColumns;
-  return kFillsRegisters<kWarpColumns> && chunk % kChunksOfBlock == 0 && first_column + chunk * kChunkColumns >= e.n;
-}
-
 // From the linear's output without bias to what enters the norm, in place, for one chunk.
 template <class Parts>
 __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epilogue& e,
@@ -231,7 +224,7 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
     const int row = warp_row + lane / 4;
     const float row_scale[2] = {row < e.m ? e.row_scale[row] : 0.f,
                                 row + 8 < e.m ? e.row_scale[row + 8] : 0.f};
-    undo_scales(v, row_scale, vectors, lane % 4);
+    undo_scales(v, e, row_scale, vectors, first_column, lane % 4);
   }
   if (kSaveForBackward) {
     using Store = RowStore<KeptType, kWarpColumns, kAlignedRows>;
