@@ -97,7 +97,8 @@ class Explanation:
         if not self.seen:
             return self.model
         if not self.rows:
-            return f"{self.model}: no chain was found: no Linear's result reaches a norm"
+            within = " in what was captured" if self.notes else ""
+            return f"{self.model}: no chain was found: no Linear's result reaches a norm{within}"
         if not self.left:
             return f"{self.model}: {self.fused} of {len(self.rows)} chains fused"
         ours = f"{self.fused - self.left} of {len(self.rows)} chains by epinorm's kernels"

@@ -16,6 +16,14 @@ from epinorm.backends.unpromised import NO_VERSION, version_of_class
 _GLOBAL_CLASSES_UNGUARDED = TorchVersion(torch.__version__) < "2.13"
 _code = attrgetter("__code__")
 _UNKNOWN = b""
+_OF_MAKING = frozenset(
+    f"__{name}__"
+    for name in (
+        *("new", "init", "init_subclass", "del", "repr", "str", "dir", "copy", "deepcopy"),
+        *("reduce", "reduce_ex", "getstate", "setstate"),
+    )
+)
+"""What some libraries replace for a while in nn.Module, as to make parameters on no device."""
 
 
 class Watched:
@@ -91,8 +99,8 @@ class Watched:
     def _attributes(self) -> Iterator[tuple[tuple[type, str], Any]]:
         for owner in _owners(self._classes):
             for name, value in list(vars(owner).items()):  # threads
-                is_read = name in self._names or (name.startswith("__") and name.endswith("__"))
-                if is_read and hasattr(type(value), "__get__"):
+                by_python = name.startswith("__") and name not in _OF_MAKING
+                if (name in self._names or by_python) and hasattr(type(value), "__get__"):
                     yield (owner, name), value
         for owner, name in self._of_globals:
             yield (owner, name), vars(owner).get(name)
