@@ -51,9 +51,10 @@ class Watched:
             self._names.update(code.co_names)
             self._names.update(c for c in code.co_consts if isinstance(c, str))
         for owner in _owners(classes):
-            for function in vars(owner).values():
+            for name, function in list(vars(owner).items()):
                 inner = getattr(function, "fget", getattr(function, "__func__", function))
                 if getattr(inner, "__code__", None) in captured:
+                    self._names.add(name)
                     if not (_is_pytorchs(owner) or inner in self._functions):
                         self._functions.append(inner)
                     self.look_at_globals(inner.__code__, getattr(inner, "__globals__", {}))
