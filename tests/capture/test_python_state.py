@@ -527,6 +527,30 @@ for _name, _value in {
     )
 
 
+class ByNames(Base):
+    act, scale = torch.sin, 2.0
+
+    def chain_of(self, x):
+        return self.chain(x)
+
+    def forward(self, x):
+        y = getattr(self, f"chain_{'of'}")(x)
+        return (y if self.act is torch.sin else self.act(y)) * self.scale
+
+
+for _name, _value in {
+    "act": torch.tanh,
+    "scale": 5.0,
+    "chain_of": functools.partial(torch.mul, other=3.0),
+}.items():
+    probe(f"{_name} shadowed by what is no function", shadowed(_name, _value))(
+        lambda: type("Fresh", (ByNames,), {})()
+    )
+probe("other builtin", shadowed("act", torch.tanh), shadowed("act", torch.cos))(
+    lambda: type("Fresh", (ByNames,), {"act": torch.sin})()
+)
+
+
 class OwnNorm(nn.GroupNorm):
     def forward(self, x):
         return self.twice(super().forward(x))

@@ -108,7 +108,8 @@ def test_the_key_holds_all_that_changes_the_code(monkeypatch: pytest.MonkeyPatch
     keys = [jit.cache_key(variant) for variant in variants]
     assert jit.cache_key(replace(base)) == keys[0]
     version = importlib.metadata.version
-    for package in [named.rpartition(" ")[0] for named in jit._versions()]:
+    packages = (named.rpartition(" ")[0] for named in jit._versions())
+    for package in [name for name in packages if name != "nvrtc"]:  # of no package
 
         def newer(name: str, package: str = package) -> str:
             return "99.0" if name == package else version(name)

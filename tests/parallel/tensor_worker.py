@@ -201,7 +201,15 @@ def sum_alone() -> dict[str, Any]:
     x, _ = rows((ROWS, IN))
     model(distribute_tensor(x, MESH, [Shard(1)]))[1].square().mean().backward()
     grads = [p.grad for p in model.norm.parameters()]
-    return {"error": 0.0, "repeats": grads == [None, None] and model.linear.bias.grad is not None}
+    found = grads == [None, None] and model.linear.bias.grad is not None
+    # Copies, of which no vector has a gradient at all.
+    x, parts = rows((ROWS, IN))
+    w = distribute_tensor(torch.ones(HIDDEN, IN).to(x), MESH, [Replicate()]).requires_grad_()
+    gamma = distribute_tensor(torch.ones(HIDDEN).to(x), MESH, [Replicate()]).requires_grad_()
+    given = {"norm": epinorm.LayerNorm(), "norm_weight": gamma, "return_sum": True}
+    given["strategy"] = "cpu" if DEVICE == "cpu" else "auto"
+    epinorm.linear_norm(parts, w, **given)[1].square().mean().backward()
+    return {"error": 0.0, "repeats": found and gamma.grad is None and w.grad is not None}
 
 
 def gated() -> dict[str, Any]:

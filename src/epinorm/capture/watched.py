@@ -27,12 +27,12 @@ _OF_MAKING = frozenset(
 
 
 class Watched:
-    """The classes of modules as they were captured: the functions, properties and other descriptors
-    under names that captured code reads, or that Python reads itself (``__call__``), of each class
-    and what it inherits from; and before PyTorch 2.13 what the code reads of classes in its
-    globals. Compared are, ordinarily, only the versions that CPython gives to a class, another one
-    at each change to it or to what it inherits from, and the code of functions that are not
-    PyTorch's, which reloading a module changes within them."""
+    """The classes of modules as they were captured: what there is, in each class and in what it
+    inherits from, under names that captured code reads, and functions and properties there and
+    under Python's own names (``__call__``) as they are; and before PyTorch 2.13 what the code reads
+    of classes in its globals. Compared are, ordinarily, only the versions that CPython gives to a
+    class, another one at each change to it or to what it inherits from, and the code of functions
+    that are not PyTorch's, which reloading a module changes within them."""
 
     def __init__(self) -> None:
         self._classes: dict[type, None] = {}
@@ -43,6 +43,7 @@ class Watched:
         self._names: set[str] = set()
         self._of_globals: dict[tuple[type, str], None] = {}
         self._seen: dict[tuple[type, str], Any] = {}
+        self._is_past = False
 
     def look_at(self, classes: Iterable[type]) -> None:
         """Watch what was captured just now of these classes and what they inherit from."""
@@ -65,8 +66,11 @@ class Watched:
         if not _GLOBAL_CLASSES_UNGUARDED:
             return
         names = code.co_names
-        for found in map(known.get, names):
-            if isinstance(found, type) and not _is_pytorchs(found):
+        classes: list[Any] = [
+            each for each in map(known.get, names) if issubclass(type(each), type)
+        ]
+        for found in classes:  # and no proxies of some, which isinstance believes
+            if not _is_pytorchs(found):
                 read = [(found, name) for name in names if name in vars(found)]
                 if read:
                     self._of_globals |= dict.fromkeys(read)
@@ -74,6 +78,8 @@ class Watched:
 
     def has_changed(self) -> bool:
         """Whether anything of this is another one than it was."""
+        if self._is_past:
+            return True
         if self._codes and list(map(_code, self._functions)) != self._codes:
             return True
         if self._versions == self._known:
@@ -85,23 +91,28 @@ class Watched:
         return False
 
     def _begin(self, classes: Iterable[type]) -> None:
+        """Watch these too. What was captured before, in this call as well, stays as it was."""
         self._classes |= dict.fromkeys(classes)
+        codes, now = list(map(_code, self._functions)), dict(self._attributes())
+        self._is_past |= codes[: len(self._codes)] != self._codes
+        self._is_past |= any(now.get(k, self) is not v for k, v in self._seen.items())
         self._versions = list(map(version_of_class, self._classes))
-        self._codes = list(map(_code, self._functions))
+        self._codes, self._seen = codes, now
         self._know_versions()
-        self._seen = dict(self._attributes())
 
     def _know_versions(self) -> None:
         for cls in self._classes:
-            getattr(cls, "forward", None)  # gives it one
+            type.__getattribute__(cls, "__init__")  # gives it one
         known = map(bytes, self._versions)
         self._known = [_UNKNOWN if version == NO_VERSION else version for version in known]
 
     def _attributes(self) -> Iterator[tuple[tuple[type, str], Any]]:
         for owner in _owners(self._classes):
             for name, value in list(vars(owner).items()):  # threads
-                by_python = name.startswith("__") and name not in _OF_MAKING
-                if (name in self._names or by_python) and hasattr(type(value), "__get__"):
+                acts = hasattr(type(value), "__get__") or callable(value)
+                if name in self._names:
+                    yield (owner, name), value if acts else None  # Dynamo guards constants
+                elif acts and name.startswith("__") and name not in _OF_MAKING:
                     yield (owner, name), value
         for owner, name in self._of_globals:
             yield (owner, name), vars(owner).get(name)

@@ -28,7 +28,8 @@ class LinearNorm(nn.Module):
     and ``rounding`` are those of ``linear_norm``. Dropout, as ``nn.Dropout(p)`` or
     ``"dropout(p)"``, drops while this module is in training. Where one of the two layers has a hook
     (as ``weight_norm`` and ``prune`` set), is another one (as an adapter) or has other settings
-    than it was made with, the layers compute, one by one.
+    than it was made with, the layers compute, one by one; so they do under hooks of all modules,
+    but of DTensors.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class LinearNorm(nn.Module):
         linear, norm = self._modules["linear"], self._modules["norm"]
         text = self.chain if self.training else self.eval_chain
         known = _computes_as(linear, nn.Linear) and _is_norm_of(norm, text, linear)
-        # Of DTensors the layers could not compute all that this does.
-        if not known or (_has_any_global_hook() and not is_distributed((x,))):
+        if known and _has_any_global_hook():
+            known = is_distributed((x,))  # of which the layers do not compute all that this does
+            if known:
+                log_once("LinearNorm of DTensors: hooks of all modules do not see its layers")
+        if not known:
             return self._by_layers(x, operands, text)
         return apply_chain(
             x,

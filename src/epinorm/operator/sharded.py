@@ -58,6 +58,8 @@ class _SummedTogether(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         there = [gradient for gradient in gradients if gradient is not None]
+        if not there:  # alike in all processes, where the node is reached at all
+            return None, None, *gradients
         every = torch.cat(there)
         for dim in ctx.dims:
             every = sum_over(every, ctx.mesh, dim)
@@ -117,7 +119,9 @@ def _ways_of(
     exchanges = 0 in (gathers, scatters) and "dropout" not in text
     exchanges = exchanges and not any(size % layout.size for size in weight.shape)
     sizes = shape, stride
-    copied = tuple(i for i, p in enumerate(layout.y) if p.is_replicate())
+    copied = tuple(
+        i for i, p in enumerate(layout.y) if p.is_replicate() and layout.mesh.size(i) > 1
+    )
     return _Ways(
         layout, text, tuple(taken), gathers, scatters, sums, exchanges, sizes, place, copied
     )
@@ -198,7 +202,8 @@ def _on_copies(z: DTensor, inputs: Inputs, chain: Chain) -> Results:
 
 
 def _alike(seed: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> Tensor:
-    """One seed for processes that have copies of the results, as DTensor has on GPUs."""
+    """One seed for processes that have copies of the results. Their generators may differ, where
+    DTensor's own operations set those of GPUs to one state."""
     for dim in dims:
         seed = of_first(seed, mesh, dim)
     return seed
