@@ -33,6 +33,9 @@ from epinorm.tools.verify import poisoned_memory
 
 CHAIN = "group_norm({groups})|leaky_relu(0.01)|scale(2)"
 
+HARD = {"inf": float("inf"), "nan": float("nan"), "huge": 1e12, "tiny": 1e-38}
+"""Values that planes of fp16 do not hold, or nothing does."""
+
 KINDS = {
     "bfloat16": (torch.bfloat16, "native"),
     "float16": (torch.float16, "native"),
@@ -176,6 +179,18 @@ class ProductCase:
                 wrong += (found != expected).sum()
                 found.fill_(float("nan"))  # the next run gets this memory
         assert wrong.item() == 0
+
+    def check_others(self, rows: list[int], x: Tensor) -> Forward:
+        """Ours of an x with other values in these rows, which leaves the bits of all others."""
+        before = self.check()
+        self.inputs = self.inputs._replace(x=x)
+        after = self.ours()
+        others = torch.ones(len(x), dtype=torch.bool, device=x.device)
+        others[rows] = False
+        for ours, earlier in zip(after.outputs, before.outputs, strict=True):
+            if ours.numel():
+                assert torch.equal(bits(ours[others]), bits(earlier[others]))
+        return after
 
     def check_with_sum(self) -> None:
         """y and the sum in front of it, of a residual and LayerNorm over the whole row."""

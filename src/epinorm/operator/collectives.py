@@ -61,14 +61,6 @@ def sum_over(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return part
 
 
-def of_first(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """The first of these processes' tensor, perhaps in the memory of this one's."""
-    if not has_plain_types((tensor,)):
-        return traced.wait_tensor(traced.broadcast(tensor, 0, (mesh, dim)))
-    distributed.broadcast(tensor, group=mesh.get_group(dim), group_src=0)
-    return tensor
-
-
 def _gathered(part: Tensor, mesh: DeviceMesh, dim: int, axis: int) -> Tensor:
     n = mesh.size(dim)
     if not has_plain_types((part,)):  # as they are traced

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -30,7 +31,6 @@ from epinorm.operator.collectives import (
     Taken,
     dtensor_of,
     gather,
-    of_first,
     parts_of,
     scatter_sum,
     sum_over,
@@ -205,7 +205,7 @@ def _alike(seed: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> Tensor:
     """One seed for processes that have copies of the results. Their generators may differ, where
     DTensor's own operations set those of GPUs to one state."""
     for dim in dims:
-        seed = of_first(seed, mesh, dim)
+        distributed.broadcast(seed, group=mesh.get_group(dim), group_src=0)
     return seed
 
 
