@@ -17,6 +17,7 @@ from epinorm.capture.rewriting import rewrite
 from epinorm.capture.tf32_attention import take_attention
 from epinorm.chain.reference import Results
 from epinorm.operator.dispatch import call
+from epinorm.operator.undisturbed import is_distributed
 
 _OPTIONS: dict[str, Any] = {"strategy": "auto", "strict": False, "rounding": "once"}
 
@@ -35,6 +36,7 @@ def compile_graph(
     what Inductor raises for an option that it does not know, and RuntimeError under ``strict``
     where a chain is found and cannot be fused.
     """
+    from torch._functorch import config as tracing
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
@@ -62,4 +64,8 @@ def compile_graph(
         patches.setdefault("post_grad_custom_post_pass", AfterAutograd())
     if not config.joint_custom_pre_pass:
         patches.setdefault("joint_custom_pre_pass", KeepsSeeds())
-    return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
+    # AOTAutograd's cache may take what it traced of DTensors for another graph's, in a next process
+    # or after a reset; of PyTorch's own layers too.
+    traced_anew = {"enable_autograd_cache": False} if is_distributed(example_inputs) else {}
+    with tracing.patch(traced_anew):
+        return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
