@@ -97,7 +97,11 @@ CLUSTERS = (
     (70, 202, 768, 1, "high", True),  # by a plane, and its range guard's
     (70, 200, 256, 33, "highest", True),  # enough tiles for clusters
 )
-IN_HALVES = Tile(128, 384, 0, ping_pong=False, cluster_n=2)
+IN_HALVES = (
+    (Tile(128, 384, 0, ping_pong=False, cluster_n=2), "bfloat16"),
+    (Tile(128, 384, 0, ping_pong=False, cluster_n=2), "high"),
+    (Tile(128, 384, 4, ping_pong=False, cluster_n=2, fp32_input=True), "high"),
+)
 # Of a training step whose backward pass writes dz as planes: rows, K, groups of 16 channels. Held
 # by a block; by two of a cluster, the last one with lanes to spare. At `high` the kernel between
 # runs beside dX.
@@ -253,8 +257,8 @@ def split_kernels() -> None:
 
 def cluster_kernels() -> None:
     linear_norm_kernels(CLUSTERS)
-    with forced_tile(IN_HALVES):
-        for kind in ("bfloat16", "high"):
+    for tile, kind in IN_HALVES:
+        with forced_tile(tile):
             chain = "add_residual|layer_norm"
             run_flagged(make_product(200, 200, 768, 1, kind, chain, training=True))
     dz_written(*WRITTEN_BY_CLUSTERS)

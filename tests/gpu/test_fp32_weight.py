@@ -33,9 +33,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 ONE_PLANE = [*fp32_weight_tiles(1), *fp32_input_tiles(128, 256)]
+IN_HALVES = Tile(128, 384, 4, ping_pong=False, group=8, fp32_input=True)
+"""Scales are found on the way; test_halves.py has what else is its own."""
 TILES = [*ONE_PLANE, *fp32_weight_tiles(2)]
 NAMES = [f"{t.block_m}x{t.block_n}" for t in TILES]
-KINDS = {tile: "high" for tile in ONE_PLANE} | {tile: "highest" for tile in fp32_weight_tiles(2)}
+KINDS = {tile: "high" for tile in (*ONE_PLANE, IN_HALVES)} | {
+    tile: "highest" for tile in fp32_weight_tiles(2)
+}
 LIMITS = {"high": 1e-3, "highest": 1e-6}
 BOUNDS = {"high": 1e-3, "highest": 2.0**-19}
 """What a line's error stays below here, and what it may be in any case (internals/precision.md)."""
@@ -48,7 +52,13 @@ def tile(request):
         yield request.param
 
 
-@pytest.fixture(params=ONE_PLANE, ids=NAMES[: len(ONE_PLANE)])
+@pytest.fixture(params=[*TILES, IN_HALVES], ids=[*NAMES, "halves"])
+def any_tile(request):
+    with forced_tile(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=[*ONE_PLANE, IN_HALVES], ids=[*NAMES[: len(ONE_PLANE)], "halves"])
 def leaving_tile(request):
     """What training takes: planes are left for the backward pass."""
     with forced_tile(request.param):
@@ -114,13 +124,14 @@ def test_parameters_that_are_not_there(tile, present):
     make(tile, bias=bias, norm_weight=weight, norm_bias=norm_bias).check()
 
 
-def test_more_tiles_than_blocks(tile):
+def test_more_tiles_than_blocks(any_tile):
     """A block's second tile: rings and barriers go on, scales are corrected in both."""
+    tile = any_tile
     case = make(tile, m=tile.block_m * 2 + 88, k=136, groups=8448 // 16)
     w = converted(case, tile)
     w[5, 7] = w[-3, 100] = w[w.shape[0] // 2, 135] = 1e4
     case.check()
-    if tile not in ONE_PLANE:
+    if KINDS[tile] != "high":
         return
     other, planes = planes_left(case, tile)
     assert torch.equal(bits(other.hi), bits(split(plain(case, tile), 1).hi))
@@ -224,8 +235,9 @@ def check_rows(z: Tensor, truth: Tensor, eager: Tensor, limit: float) -> None:
 
 
 @pytest.mark.parametrize("change", HARD)
-def test_hard_matrices(tile, change):
+def test_hard_matrices(any_tile, change):
     """Each line of z as accurate as eager, or to the limit; the same bits twice."""
+    tile = any_tile
     limit = LIMITS[KINDS[tile]]
     case = make(tile, m=600, k=1032)
     matrix = converted(case, tile)

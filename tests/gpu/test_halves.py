@@ -143,6 +143,112 @@ def test_berts_blocks_take_them():
     fused = epinorm.fuse(block)
     with torch.no_grad():
         ours, eager = fused(x, residual), block(x, residual)
-        assert "128 x 384" in epinorm.explain(fused).rows[0].why
+        assert "128 x 384" in epinorm.explain(fused).rows[0].reason
         exact = block.double()(x.double(), residual.double())
     assert relative_error(ours, exact) <= relative_error(eager, exact)
+
+
+# ---- fp32 x converted on the way ----
+
+INPUT_ALONE = Tile(128, 384, 4, ping_pong=False, group=8, fp32_input=True)
+INPUT_PAIR = Tile(128, 384, 4, ping_pong=False, group=8, fp32_input=True, cluster_n=2)
+INPUT_TILES = [
+    *(INPUT_ALONE, INPUT_PAIR),
+    Tile(128, 320, 4, ping_pong=False, group=8, fp32_input=True, cluster_n=2),
+    Tile(128, 272, 4, ping_pong=False, group=8, fp32_input=True),
+]
+INPUTS = pytest.mark.parametrize("tile", [INPUT_ALONE, INPUT_PAIR], ids=["alone", "pair"])
+
+
+@pytest.mark.parametrize("tile", INPUT_TILES, ids=["alone", "pair", "320", "272"])
+def test_every_tile_that_converts(tile):
+    channels = channels_of(tile)
+    with forced_tile(tile):
+        for training in (False, True):
+            make_product(8451, 264, channels, 3, "high", training=training).check()
+        make_product(70, 72, channels, 1, "high", "gelu|layer_norm|silu").check()
+        chain = "silu|rms_norm"
+        make_product(300, 1000, channels, 1, "high", chain, norm_bias=False).check()
+        make_product(4097, 264, channels, 1, "high", training=True, offset=3.0).check()
+
+
+@INPUTS
+@pytest.mark.parametrize("m", [0, 1, 15, 64, 65, 127, 128, 129, 1000, 8449])
+def test_rows_that_are_converted(m, tile):
+    with forced_tile(tile):
+        for groups in (1, 2):
+            make_product(m, 200, channels_of(tile), groups, "high", training=True).check()
+
+
+@INPUTS
+@pytest.mark.parametrize("k", [4, 28, 32, 36, 60, 64, 68, 132, 192, 260, 1000, 4100])
+def test_lengths_that_are_converted(k, tile):
+    """Sums of an even number of steps, a part of the last or of the last two; longer than rings."""
+    with forced_tile(tile):
+        make_product(300, k, channels_of(tile), 2, "high", uniform=True, bias=False).check()
+
+
+@INPUTS
+@pytest.mark.parametrize("ending", ["", "|returns(sum)"])
+@pytest.mark.parametrize("m, k, training", [(20003, 264, False), (70, 64, True), (8451, 72, True)])
+def test_a_residual_beside_conversion(m, k, training, ending, tile):
+    """More fills of the ring than it has slots."""
+    channels = channels_of(tile)
+    with forced_tile(tile):
+        chain = "add_residual|layer_norm" + ending
+        case = make_product(m, k, channels, 1, "high", chain, training=training)
+        if not ending:
+            case.check()
+            (element,) = case.inputs.operands
+            room = torch.empty(element.numel() + 1, device="cuda")[1:]
+            case.inputs = case.inputs._replace(operands=(room.view_as(element).copy_(element),))
+            case.check()
+            return
+        case.check_with_sum()
+
+
+@INPUTS
+@pytest.mark.parametrize("training", [False, True])
+def test_scales_that_are_corrected(training, tile):
+    """Rows beyond what their first columns foretell, in the first tile and in a later one: sums
+    so far are scaled down, and a row without an outlier keeps its bits beside one that has."""
+    with forced_tile(tile):
+        chain = "add_residual|layer_norm"
+        case = make_product(20003, 520, channels_of(tile), 1, "high", chain, training=training)
+        x = case.inputs.x.clone()
+        outliers = [0, 5, 127, 128, 9000, 20002]
+        for row in outliers:
+            x[row, (row * 37 + 40) % 520] = 10.0 ** (2 + row % 4)
+        x[300] *= 4.0 ** (torch.arange(520, device="cuda") // 32)  # at nearly every step
+        x[301, :200], x[302, :500], x[8500] = 0.0, 0.0, 0.0
+        x[303], x[304] = x[303] * 1e-15, x[304] * 1e-19
+        x[40, 7], x[41, 8] = 1e-30, 1e-14
+        case.check_others([*outliers, *range(300, 305), 40, 41, 8500], x)
+        del case.truth, case.yardsticks  # of the former x
+        case.check()
+
+
+@INPUTS
+@pytest.mark.parametrize("hard", HARD)
+def test_a_hard_row_beside_conversion_changes_no_other(hard, tile):
+    rows = [0, 5, 64, 127, 4096]
+    with forced_tile(tile):
+        case = make_product(4097, 264, channels_of(tile), 3, "high", training=True)
+        x = case.inputs.x.clone()
+        x[rows, 7] = HARD[hard]
+        after = case.check_others(rows, x)
+    assert torch.equal(after.y[rows].isnan(), case.pytorch(None)["y"][rows].isnan())
+
+
+@INPUTS
+def test_a_thousand_conversions_give_the_same_bits(tile):
+    with forced_tile(tile):
+        chain = "add_residual|layer_norm"
+        case = make_product(9000, 328, channels_of(tile), 1, "high", chain)
+        first = case.check()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(1000):
+            found = case.run().y
+            wrong += (found != first.y).sum()
+            found.fill_(float("nan"))  # the next run gets this memory
+        assert wrong.item() == 0

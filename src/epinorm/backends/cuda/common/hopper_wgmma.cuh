@@ -1,10 +1,9 @@
-// Warpgroup matrix products of sm_90a on operands in shared memory, both in 128-byte swizzle.
+// Warpgroup matrix products of sm_90a on operands in shared memory, in swizzles of 128 or 64 bytes.
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"; the descriptor is its section
 // "Matrix Descriptor Format". The product itself, wgmma(), is generated: 64 to 128 operands.
 #pragma once
 #include "common/integers.cuh"
 
-constexpr u64 kSwizzle128 = u64{1} << 62;
 constexpr int kSwizzleRowBytes = 128;
 constexpr int kAtomBytes = 8 * kSwizzleRowBytes;  // the pattern repeats every 8 rows
 
@@ -12,14 +11,21 @@ __device__ __forceinline__ constexpr u64 descriptor_field(u32 bytes, int shift) 
   return static_cast<u64>(bytes >> 4) << shift;
 }
 
-// An operand stored as rows of 64 elements. K-major: a row runs along the summed index, the tile's
+// An operand stored as rows of kRowBytes, 64 or 32 elements. K-major: a row runs along the summed index, the tile's
 // rows follow each other. Otherwise a row runs along the tile's own index and the 64 summed rows
 // follow each other; the next 64 of the tile lie kBlockBytes further.
-template <bool kMajorK, int kBlockBytes>
+template <bool kMajorK, int kBlockBytes, int kRowBytes = kSwizzleRowBytes>
 __device__ __forceinline__ u64 descriptor(u32 address) {
+  static_assert(kRowBytes == 128 || (kRowBytes == 64 && kMajorK), "");
+  constexpr u64 kSwizzle = u64{kRowBytes == 128 ? 1 : 2} << 62;
   constexpr u64 kLeading = kMajorK ? (u64{1} << 16) : descriptor_field(kBlockBytes, 16);
-  return kSwizzle128 | descriptor_field(kAtomBytes, 32) | kLeading |
+  return kSwizzle | descriptor_field(8 * kRowBytes, 32) | kLeading |
          static_cast<u64>((address & 0x3FFFF) >> 4);
+}
+
+// The descriptor of what lies so many units of 16 bytes further. Its upper half is a constant, and stays one.
+__device__ __forceinline__ u64 further(u64 descriptor, u32 units) {
+  return (descriptor >> 32 << 32) | (static_cast<u32>(descriptor) + units);
 }
 
 // From one step of 16 along the summed index to the next.

@@ -3,5 +3,5 @@
 
 constexpr int kPlanes = 1;
 constexpr int kRowThreads = 64, kRowVectors = 4;
-constexpr bool kAligned = true, kPlain = true, kOrdered = false;
+constexpr bool kAligned = true, kPlain = true, kOrdered = false, kSamples = true;
 constexpr float kTolerance = 0x1p-20f;

@@ -213,17 +213,28 @@ __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epi
   if constexpr (!kReadsBefore) held.release();
 }
 
+// What a row's products are multiplied by where operands are scaled planes.
+struct ScalesInMemory {
+  __device__ __forceinline__ float operator()(const Epilogue& e, int row, int) const {
+    return row < e.m ? e.row_scale[row] : 0.f;
+  }
+};
+struct OwnScales {
+  float of[2];  // of a lane's row and the one 8 below
+
+  __device__ __forceinline__ float operator()(const Epilogue&, int, int lower) const { return of[lower]; }
+};
+
 // From the product of 16 rows to y, and to z or the sum, mean and rstd where they are kept.
-template <class GroupSum>
+template <class GroupSum, class Scales = ScalesInMemory>
 __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], const Epilogue& e,
                                                  const Vectors& vectors, GroupSum& group_sum,
                                                  u32 buffer, int warp_row, int first_column,
-                                                 const HeldOperand& held) {
+                                                 const HeldOperand& held, const Scales& scales = {}) {
   const int lane = threadIdx.x % 32;
   if (kScaled) {
     const int row = warp_row + lane / 4;
-    const float row_scale[2] = {row < e.m ? e.row_scale[row] : 0.f,
-                                row + 8 < e.m ? e.row_scale[row + 8] : 0.f};
+    const float row_scale[2] = {scales(e, row, 0), scales(e, row + 8, 1)};
     undo_scales(v, e, row_scale, vectors, first_column, lane % 4);
   }
   if (kSaveForBackward) {

@@ -28,6 +28,7 @@ from epinorm.backends.cuda.plan.hopper_tile import (
     fp32_weight_tiles,
     largest_stages,
     operand_slots,
+    stages_of_fp32,
 )
 from epinorm.backends.cuda.text.instance import Instance, columns_of, rows_aligned
 from epinorm.backends.memo import memo
@@ -140,9 +141,9 @@ def _shapes(problem: Problem, planes: int) -> Iterator[Tile]:
             yield from _cluster_shapes(problem, planes)
 
 
-def _shapes_in_halves(problem: Problem) -> Iterator[Tile]:
-    """Tiles as wide as registers allow, for a group of one block or of two, which read least from
-    L2. Refused are chains whose kernels would spill."""
+def _widths_in_halves(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Columns of tiles as wide as registers allow, and blocks of which a group has one or two.
+    None for chains whose kernels would spill."""
     kinds, channels = problem.chain.operand_kinds, columns_of(problem)
     at_end = any(op.operand == "element" for op in problem.chain.post)
     others = problem.norm_dtype == torch.float32 and not set(kinds) <= {"element"}
@@ -150,11 +151,28 @@ def _shapes_in_halves(problem: Problem) -> Iterator[Tile]:
         return
     for blocks in (1, 2):
         width = channels // blocks
-        if channels % (16 * blocks) or not WIDEST_PRODUCT < width <= WIDEST_IN_HALVES:
-            continue
+        if channels % (16 * blocks) == 0 and WIDEST_PRODUCT < width <= WIDEST_IN_HALVES:
+            yield width, blocks
+
+
+def _shapes_in_halves(problem: Problem) -> Iterator[Tile]:
+    """The tiles that read least from L2."""
+    for width, blocks in _widths_in_halves(problem):
         tile = _fitted(problem, Tile(128, width, 0, ping_pong=False, cluster_n=blocks))
+        kinds = problem.chain.operand_kinds
         held = "element" not in kinds or operand_slots(instance_for(problem, tile))
         if held and tile.stages >= FEWEST_STAGES_IN_HALVES:
+            yield tile
+
+
+def _inputs_in_halves(problem: Problem) -> Iterator[Tile]:
+    """The same with x converted on the way: four slots of W's plane, and as many of x as fit."""
+    for width, blocks in _widths_in_halves(problem):
+        whole_lines = width * 4 % STEP_BYTES == 0 and problem.n % 4 == 0
+        if "element" in problem.chain.operand_kinds and not whole_lines:
+            continue
+        tile = Tile(128, width, 4, False, group=8, fp32_input=True, cluster_n=blocks)
+        if stages_of_fp32(instance_for(problem, tile)) >= FEWEST_STAGES_IN_HALVES:
             yield tile
 
 
@@ -215,6 +233,8 @@ def candidates(problem: Problem) -> Iterator[Tile]:
         if problem.planes == 1:
             elements = problem.chain.operand_kinds.count("element")
             yield from fp32_input_tiles(math.lcm(channels, 8), 192 if elements > 1 else 256)
+            if problem.chain.norm is not None:
+                yield from _inputs_in_halves(problem)
 
 
 def _may_convert(problem: Problem) -> bool:

@@ -62,6 +62,9 @@ SHORTEST_STEP_OF_FP32_INPUT = 2300
 `FP32_INPUT`."""
 FP32_INPUT, TWO_PLANES_OF_FP32 = 1.25, 1.2
 """What kernels that convert x, or W into two planes, were measured to take of their estimates."""
+EPILOGUE_BESIDE_FRAGMENTS, ELEMENT_BESIDE_FRAGMENTS = 1.25, 0.7
+"""Of kernels that convert x in halves: what their epilogue takes of that of planes in halves, and
+what an element operand, which comes a line at a time, adds to it (16384 rows, K = 768 and 3072)."""
 
 OPERATION = {
     **dict.fromkeys(("gelu", "gelu_tanh", "mish", "softplus"), 1.6),
@@ -145,11 +148,19 @@ def _epilogue_weight(problem: Problem, tile: Tile) -> float:
     weight = 1.0 if problem.matrix_dtype is None else 1.4
     for op in (*problem.chain.pre, *problem.chain.post):
         if op.operand == "element":
-            weight += ELEMENT_IN_HALVES if tile.in_halves else ELEMENT_OPERAND
+            weight += _element_weight(tile)
         elif op.operand != "channel":
             weight += OPERATION.get(op.name, OTHER_OPERATION)
+    if tile.in_halves and tile.converts:
+        weight *= EPILOGUE_BESIDE_FRAGMENTS
     in_fp32 = problem.out_dtype == torch.float32
     return weight * (FP32_IN_HALVES if tile.in_halves and in_fp32 else 1.0)
+
+
+def _element_weight(tile: Tile) -> float:
+    if not tile.in_halves:
+        return ELEMENT_OPERAND
+    return ELEMENT_BESIDE_FRAGMENTS if tile.converts else ELEMENT_IN_HALVES
 
 
 def _rounds(problem: Problem, tile: Tile, sms: int) -> int:
@@ -162,7 +173,10 @@ def _kernel_cycles(problem: Problem, tile: Tile, sms: int) -> float:
     planes = problem.planes
     rounds = _rounds(problem, tile, sms)
     columns = math.ceil(problem.n / tile.block_n)
-    products = math.ceil(problem.k / tile.block_k) * _step_cycles(tile, planes, columns)
+    steps = math.ceil(problem.k / tile.block_k)
+    if tile.in_halves and tile.converts:
+        steps = -(-steps // 2) * 2  # as many half steps as there are slots
+    products = steps * _step_cycles(tile, planes, columns)
     if _off_lines(problem, tile):
         products *= OFF_LINES
     wide = 1.3 if tile.consumer_n * problem.out_dtype.itemsize % 64 else 1.0  # narrow stores
@@ -210,7 +224,7 @@ def _split_cycles(problem: Problem, tile: Tile, prepacked: bool) -> float:
     of_x = 0 if tile.fp32_input else problem.m
     of_w = 0 if (prepacked and not tile.converts) or tile.fp32_weight else problem.n
     moved = (of_x + of_w) * problem.k * (4 + 2 * problem.planes)
-    if tile.converts:
+    if tile.converts and not tile.in_halves:
         sampled = problem.n if tile.fp32_weight else problem.m
         moved += sampled * min(problem.k * 4, SAMPLE_BYTES)
     launches = 2 * LAUNCH_MICROSECONDS * CYCLES_PER_MICROSECOND

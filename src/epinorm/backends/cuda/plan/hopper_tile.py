@@ -181,9 +181,6 @@ def operand_slots(instance: Instance[Tile]) -> int:
 
 
 BLOCK_N = 128
-STAGE_BYTES_OF_FP32 = BLOCK_N * 2 * STEP_BYTES
-"""64 columns of fp32, for as many halves of the other matrix's rows."""
-_VERDICT_BYTES = 16
 
 
 def fp32_weight_tiles(planes: int) -> list[Tile]:
@@ -201,30 +198,48 @@ def fp32_input_tiles(unit: int, widest: int) -> list[Tile]:
 
 
 def _besides_rings(instance: Instance[Tile]) -> int:
-    """Bytes for the verdict and, where x is converted, for what the epilogue needs."""
+    """Bytes for the verdict, its barriers and, where x is converted, what the epilogue needs."""
     tile = instance.tile
+    verdict = 16 + 16
     if tile.fp32_weight:
-        return _VERDICT_BYTES
-    return _VERDICT_BYTES + 2 * (_STORE_BYTES + vectors(instance) * tile.block_n * 4)
+        return verdict
+    own = 2 * (_STORE_BYTES + vectors(instance) * tile.block_n * 4)
+    buffer = tile.cluster_n * 64 * 8 + 8  # with its barrier, as in shared_bytes()
+    return verdict + own + (2 * tile.consumers * buffer if tile.cluster_n > 1 else 0)
 
 
-def _plane_stage_bytes(instance: Instance[Tile]) -> int:
-    tile = instance.tile
+def holds_operand(instance: Instance[Tile]) -> bool:
+    """Whether a kernel that converts x takes the chain's one element operand through its ring."""
+    tile, kinds = instance.tile, instance.problem.chain.operand_kinds
+    return tile.fp32_input and tile.in_halves and kinds.count("element") == 1
+
+
+def fp32_step_boxes(tile: Tile) -> int:
+    """Lines of each fp32 row in a step along the summed index, 32 columns each; as many halves of
+    the other matrix's rows. In halves fragments of two such steps take as many registers."""
+    return 1 if tile.in_halves else 2
+
+
+def _fp32_stage_bytes(instance: Instance[Tile]) -> tuple[int, int]:
+    """Bytes of a slot of the fp32 matrix's ring, and of the plane's."""
+    tile, boxes = instance.tile, fp32_step_boxes(instance.tile)
     rows = tile.block_m if tile.fp32_weight else tile.block_n
-    return instance.problem.planes * rows * STEP_BYTES
+    return BLOCK_N * boxes * STEP_BYTES, instance.problem.planes * rows * boxes * STEP_BYTES // 2
 
 
 def stages_of_fp32(instance: Instance[Tile]) -> int:
     """Slots of the fp32 matrix's ring: as many as fit beside the plane's."""
-    tile = instance.tile
-    barriers = 16  # of a slot of either ring, and the verdict's and the epilogue's
-    left = SHARED_LIMIT - tile.stages * (_plane_stage_bytes(instance) + barriers)
-    left -= barriers + _besides_rings(instance)
-    return left // (STAGE_BYTES_OF_FP32 + barriers)
+    tile, (stage, of_plane) = instance.tile, _fp32_stage_bytes(instance)
+    left = SHARED_LIMIT - tile.stages * (of_plane + 16) - _besides_rings(instance)
+    return left // (stage + 16)
 
 
 def fp32_shared_bytes(instance: Instance[Tile]) -> int:
     """Dynamic shared memory of a block, as the kernels that convert on the way lay it out."""
-    tile, stages = instance.tile, stages_of_fp32(instance)
-    rings = stages * STAGE_BYTES_OF_FP32 + tile.stages * _plane_stage_bytes(instance)
-    return rings + _besides_rings(instance) + (stages + tile.stages + 1) * 16
+    tile, stages, (stage, of_plane) = (
+        instance.tile,
+        stages_of_fp32(instance),
+        _fp32_stage_bytes(instance),
+    )
+    rings = stages * (stage + 16) + tile.stages * (of_plane + 16)  # with their barriers
+    return rings + _besides_rings(instance)

@@ -25,7 +25,7 @@ from epinorm.backends.cuda.fp32.planes import (
 )
 from epinorm.backends.cuda.fp32.planes import THREADS as SPLIT_THREADS
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
-from epinorm.backends.cuda.gemm.hopper.text import ARCH, wgmma_a_text
+from epinorm.backends.cuda.gemm.hopper.text import ARCH, wgmma_a_in_halves_text, wgmma_a_text
 from epinorm.backends.cuda.gemm.launch import Bound, KeptOperands, Launch, chain_signature
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
@@ -34,6 +34,8 @@ from epinorm.backends.cuda.plan.hopper_tile import (
     STEP_BYTES,
     Tile,
     fp32_shared_bytes,
+    fp32_step_boxes,
+    holds_operand,
     stages_of_fp32,
 )
 from epinorm.backends.cuda.runtime.device import sm_count
@@ -101,12 +103,19 @@ class Converting(Launch):
         problem, tile = self.problem, self.tile
         instance = instance_for(problem, tile)
         dynamic = fp32_shared_bytes(instance)
-        tiles = -(-problem.m // tile.block_m) * -(-problem.n // tile.block_n)
-        return load(converting_source(instance, self.leaves), problem.device).prepare(
-            SIGNATURE + chain_signature(problem),
-            persistent_blocks(tiles, sm_count(problem.device)),
+        self.holds = holds_operand(instance)
+        tiles = -(-problem.m // tile.block_m) * -(-problem.n // (tile.block_n * tile.cluster_n))
+        kernel = load(converting_source(instance, self.leaves), problem.device)
+        together = tile.cluster_n
+        most = sm_count(problem.device)
+        if together > 1:
+            most = kernel.clusters_at_once(together, tile.threads, dynamic)
+        return kernel.prepare(
+            "m" * self.holds + SIGNATURE + chain_signature(problem),
+            persistent_blocks(tiles, most) * together,
             tile.threads,
             shared_bytes=dynamic,
+            cluster=together if together > 1 else None,
             dependent=True,
         )
 
@@ -116,8 +125,12 @@ class Converting(Launch):
         problem, device = self.problem, self.problem.device
         of_plane, converted = self.rows
         shape = split_shape(of_plane, problem.k, sm_count(device))
-        source = split_and_sample_source(problem.planes, problem.k, aligned, shape, self.leaves)
-        blocks = -(-of_plane // shape.block_rows) + -(-converted // (SPLIT_THREADS // 32))
+        samples = not self.tile.in_halves
+        source = split_and_sample_source(
+            problem.planes, problem.k, aligned, shape, self.leaves, samples
+        )
+        per_block = SPLIT_THREADS // 32 if samples else SPLIT_THREADS
+        blocks = -(-of_plane // shape.block_rows) + -(-converted // per_block)
         kernel = load(source, device)
         convert = kernel.prepare(PREPARING_SIGNATURE, blocks, SPLIT_THREADS, dependent=True)
         found = convert, rescue_launch(problem, aligned, flags_late=True)
@@ -135,7 +148,7 @@ class Converting(Launch):
         missing_x, missing_weight = self.missing
         numbers = (*sizes, of_x.padded)
         leaves, chain_arguments, of_input = self.leaves, self.constants, self.tile.fp32_input
-        low = self.low
+        low, holds = self.low, self.holds
 
         def run(inputs: Inputs) -> Forward:
             x, w, bias, gamma, beta, operands, constants = inputs
@@ -164,7 +177,10 @@ class Converting(Launch):
             found = maps(key, lambda: (ordered, fp32.view(-1, fp32.shape[-1])))
             parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = out.addresses
-            dense = [operand.contiguous() for operand in operands] if operands else ()
+            dense = [operand.contiguous() for operand in operands]
+            if holds:
+                dense = [self._held(dense[0])]
+                found = (tensor_map(dense[0], BLOCK_N, STEP_BYTES // 4), *found)
             launch(
                 *found, y, z, *parameters, scale, mean, rstd,
                 fp32_at, stride, *own, planes[1], *numbers,
@@ -188,9 +204,16 @@ class Converting(Launch):
     def _maps_of(self, operands: tuple[Tensor, ...]) -> tuple[bytes, ...]:
         """Of the ordered planes and of the converted matrix."""
         (ordered, fp32), tile = operands, self.tile
-        rows = tile.block_m if tile.fp32_weight else tile.block_n
-        boxes = (ordered, rows, tile.block_k), (fp32, BLOCK_N, STEP_BYTES // 4)
-        return tuple(tensor_map(*box) for box in boxes)
+        rows = tile.block_m if tile.fp32_weight else tile.box_n
+        columns = STEP_BYTES // 4
+        of_step = columns * fp32_step_boxes(tile)
+        of_plane = tensor_map(ordered, rows, of_step, swizzle=2 * of_step)
+        return of_plane, tensor_map(fp32, BLOCK_N, columns)
+
+    def _held(self, operand: Tensor) -> Tensor:
+        """The chain's one element operand as the copy engine can read it."""
+        matrix = operand.view(self.problem.m, self.problem.n)
+        return matrix.clone() if matrix.data_ptr() % VECTOR_BYTES else matrix
 
 
 def converting_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:
@@ -207,6 +230,8 @@ def converting_source(instance: Instance[Tile], writes_plane: bool) -> KernelSou
         "kStagesW": stages_of_fp32(instance),
         "kStagesX": tile.stages,
         "kTileGroup": tile.group,
+        "kClusterN": tile.cluster_n,
+        "kStepBoxes": fp32_step_boxes(tile),
         "kWritesPlane": writes_plane,
         "kPlanes": planes,
         "kTolerance": TOLERANCE[planes],
@@ -214,7 +239,13 @@ def converting_source(instance: Instance[Tile], writes_plane: bool) -> KernelSou
     more = {"kLendsRing": tile.fp32_weight}
     if tile.fp32_input:
         more["kAlignedRows"] = rows_aligned(instance.problem)
-    prelude = constants(numbers) + wgmma_a_text(plane_rows) + epilogue_prelude(instance)
+    product = wgmma_a_text(plane_rows)
+    if tile.in_halves:
+        product = wgmma_a_in_halves_text(plane_rows, 64 * fp32_step_boxes(tile))
+    prelude = constants(numbers) + product + epilogue_prelude(instance)
+    holds = holds_operand(instance)
+    held = "const __grid_constant__ TensorMap element," if holds else ""
+    prelude += "#define HOLDS_OPERAND\n" * holds + f"#define HELD_PARAMETER {held}\n"
     if planes == 2:
         prelude += wgmma_a_text(plane_rows, adds=False)
     text = kernel_text(f"gemm/hopper/hopper_{name}.cu", prelude + constants(more))
@@ -222,11 +253,13 @@ def converting_source(instance: Instance[Tile], writes_plane: bool) -> KernelSou
 
 
 def split_and_sample_source(
-    planes: int, columns: int, aligned: bool, shape: SplitShape, both: bool
+    planes: int, columns: int, aligned: bool, shape: SplitShape, both: bool, samples: bool = True
 ) -> KernelSource:
     """The kernel that makes x's planes and estimates the scales of W's rows.
 
-    aligned: each row of x starts on 16 bytes. both: x's, one, is written as it is, too.
+    aligned: each row of x starts on 16 bytes. both: x's, one, is written as it is, too. samples:
+    else the scales are found by who multiplies, and W's rows are given flags alone.
     """
     prelude = split_prelude(planes, columns, aligned, shape, "both" if both else "ordered")
+    prelude += constants({"kSamples": samples})
     return KernelSource("split_and_sample", kernel_text("fp32/split_and_sample.cu", prelude), ARCH)

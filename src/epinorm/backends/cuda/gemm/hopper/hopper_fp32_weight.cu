@@ -57,7 +57,7 @@ __device__ __forceinline__ void consume(const Rings& rings, const Epilogue& e, c
   volatile int* again = reinterpret_cast<volatile int*>(shared + kVerdictOffset);
   const TileOrder order(e.n, e.m);
   Multiplier multiplier(rings);
-  for (int index = blockIdx.x; index < order.count(); index += gridDim.x) {
+  for (int index = order.first(); index < order.count(); index += order.step()) {
     const Place place = order.at(index);
     WeightRows rows(weight.scale, place.n + row_in_tile, e.n);
     float v[kAccumulators];
@@ -95,5 +95,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const Weight weight = {w, w_stride, w_scale, w_flags, w_columns, w_plane, k_padded};
     consume(rings, e, weight, shared, warpgroup, k, k_steps);
   };
-  share_work(rings, again, &map_w, &map_x, n, m, k, work);
+  share_work<0>(rings, again, &map_w, &map_x, n, m, k, NothingElse{}, work);
 }

@@ -79,6 +79,23 @@ def wgmma_a_text(columns: int, adds: bool = True) -> str:
     )
 
 
+def wgmma_a_in_halves_text(columns: int, row_bytes: int) -> str:
+    """The same for more columns than one instruction has, as two, B's rows ``row_bytes`` apart."""
+    half, count, rows = columns // 2, columns // 4, columns // 2 * row_bytes // 16
+    a, first = ", ".join(f'"r"(a[{i}])' for i in range(4)), f"kHalf * {count} + "
+    return (
+        "template <int kHalf>\n"
+        f"__device__ __forceinline__ void wgmma_half(float (&d)[{half}], const unsigned (&a)[4], "
+        "unsigned long long b) {\n"
+        f"  b = (b >> 32 << 32) | (static_cast<unsigned>(b) + kHalf * {rows}u);\n"
+        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{half}k16.f32.f16.f16 '
+        f'{{{_registers(count)}}}, {{{_registers(4, count)}}}, %{count + 4}, 1, 1, 1, 0;"\n'
+        f'    : {_accumulators(count, first)} : {a}, "l"(b));\n}}\n'
+        f"__device__ __forceinline__ void wgmma_a(float (&d)[{half}], const unsigned (&a)[4], "
+        "unsigned long long b) {\n  wgmma_half<0>(d, a, b);\n  wgmma_half<1>(d, a, b);\n}\n"
+    )
+
+
 def wgmma_tf32_text(columns: int) -> str:
     """wgmma.mma_async.m64n<columns>k8 of TF32 with A from registers, as a function."""
     count = columns // 2

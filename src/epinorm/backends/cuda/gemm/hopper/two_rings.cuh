@@ -4,7 +4,8 @@
 // filled on.
 //
 // The prelude defines kBlockN, the rows of W of a tile, and kBlockM, those of x; kStagesW, kStagesX; kLendsRing;
-// kTileGroup (TileOrder).
+// kClusterN, blocks side by side that share groups of x's rows; kTileGroup (TileOrder); what weight_fragments.cuh
+// needs.
 #pragma once
 #include "gemm/hopper/fp32_prelude.cuh"
 #include "common/dependent.cuh"
@@ -20,9 +21,14 @@ constexpr int kConsumerWarps = kConsumerThreads / 32;
 constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
 
 constexpr int kBoxBytesW = kBlockN * kSwizzleRowBytes;
-constexpr int kStageBytesW = 2 * kBoxBytesW;
-constexpr int kPlaneBytesX = kBlockM * kSwizzleRowBytes;
+constexpr int kStageBytesW = kStepBoxes * kBoxBytesW;
+constexpr int kRowBytesX = kStepK * 2;
+constexpr int kPlaneBytesX = kBlockM * kRowBytesX;
 constexpr int kStageBytesX = kPlanes * kPlaneBytesX;
+constexpr int kBoxesX = kBlockM > 256 ? 2 : 1, kBoxRowsX = kBlockM / kBoxesX;  // a copy's most
+constexpr bool kInHalves = kBoxesX > 1;
+constexpr int kStepsAtOnce = kInHalves ? kStagesX : 2;  // of the main loop: so many times less to find slots
+constexpr bool kRepeats = !kInHalves;  // a tile whose rows' scales did not suffice
 constexpr int kOffsetX = kStagesW * kStageBytesW;
 constexpr int kRingsBytes = kOffsetX + kStagesX * kStageBytesX;
 
@@ -57,6 +63,8 @@ struct Rings {
 };
 constexpr int kBarrierBytes = (kStagesW + kStagesX + 1) * 16;
 
+// exchanges: barriers behind the others, of parts of groups (part_exchange.cuh).
+template <int kExchanges>
 __device__ __forceinline__ void rings_init(const Rings& rings) {
 #pragma unroll
   for (int stage = 0; stage < kStagesW; ++stage) {
@@ -68,6 +76,8 @@ __device__ __forceinline__ void rings_init(const Rings& rings) {
     barrier_init(rings.full_x(stage), 1);
     barrier_init(rings.empty_x(stage), kConsumerWarps);
   }
+#pragma unroll
+  for (int i = 0; i < kExchanges; ++i) barrier_init(rings.barriers + kBarrierBytes + i * 8, 1);
   barrier_init(rings.judged(), 1);
   barrier_init(rings.returned(), kConsumerWarps);
   barrier_init_fence();
@@ -77,15 +87,20 @@ struct Place {
   int n, m;  // first row of W and of x
 };
 
+// Blocks of a cluster take neighbouring tiles of x's rows.
 struct TileOrder {
-  int row_tiles, column_tiles;  // of W's rows, of x's
+  int row_tiles, column_tiles, rank;  // of W's rows, of x's for a whole cluster
 
   __device__ __forceinline__ TileOrder(int n, int m)
-      : row_tiles((n + kBlockN - 1) / kBlockN), column_tiles((m + kBlockM - 1) / kBlockM) {}
+      : row_tiles((n + kBlockN - 1) / kBlockN),
+        column_tiles((m + kClusterN * kBlockM - 1) / (kClusterN * kBlockM)),
+        rank(kClusterN == 1 ? 0 : cluster_rank()) {}
   __device__ __forceinline__ int count() const { return row_tiles * column_tiles; }
+  __device__ __forceinline__ int first() const { return blockIdx.x / kClusterN; }
+  __device__ __forceinline__ int step() const { return gridDim.x / kClusterN; }
   __device__ __forceinline__ Place at(int index) const {
     const TilePlace place = grouped_tile<kTileGroup>(index, row_tiles, column_tiles);
-    return {place.row * kBlockN, place.column * kBlockM};
+    return {place.row * kBlockN, (place.column * kClusterN + rank) * kBlockM};
   }
 };
 
@@ -97,24 +112,34 @@ __device__ __forceinline__ bool wait_for_verdict(const Rings& rings, const volat
   return *again != 0;
 }
 
+// What else goes through W's ring, or beside: nothing.
+struct NothingElse {
+  __device__ __forceinline__ void ahead(const Place&, int, int) const {}
+  __device__ __forceinline__ void load(const Rings&, SlotW&, const Place&) const {}
+};
+
+// what_else: is asked for beside a step, and behind a tile's last.
+template <class Else>
 __device__ __forceinline__ void load_w(const Rings& rings, const TensorMap* w,
                                        const TileOrder& order, int k_steps,
-                                       const volatile int* again) {
+                                       const volatile int* again, const Else& what_else) {
   SlotW slot;
   u32 parity = 0;
-  for (int index = blockIdx.x; index < order.count(); index += gridDim.x) {
-    const int row = order.at(index).n;
+  for (int index = order.first(); index < order.count(); index += order.step()) {
+    const Place place = order.at(index);
     do {
       for (int step = 0; step < k_steps; ++step, slot.next()) {
         const u32 full = rings.full_w(slot.stage);
         barrier_wait(rings.empty_w(slot.stage), slot.parity ^ 1);
         barrier_arrive_expect(full, kStageBytesW);
 #pragma unroll
-        for (int box = 0; box < 2; ++box)
+        for (int box = 0; box < kStepBoxes; ++box)
           tma_load(rings.w(slot.stage) + box * kBoxBytesW, w, full, step * kStepK + box * kBoxColumns,
-                   row);
+                   place.n);
+        what_else.ahead(place, step, k_steps);
       }
-    } while (wait_for_verdict(rings, again, parity));
+    } while (kRepeats && wait_for_verdict(rings, again, parity));
+    what_else.load(rings, slot, place);
   }
 }
 
@@ -124,7 +149,7 @@ __device__ __forceinline__ void load_x(const Rings& rings, const TensorMap* x,
                                        const volatile int* again) {
   SlotX slot;
   u32 parity = 0, returned = 0;
-  for (int index = blockIdx.x; index < order.count(); index += gridDim.x, returned ^= 1) {
+  for (int index = order.first(); index < order.count(); index += order.step(), returned ^= 1) {
     const int row = order.at(index).m;
     do {
       for (int step = 0; step < k_steps; ++step, slot.next()) {
@@ -133,36 +158,40 @@ __device__ __forceinline__ void load_x(const Rings& rings, const TensorMap* x,
         barrier_arrive_expect(full, kStageBytesX);
 #pragma unroll
         for (int plane = 0; plane < kPlanes; ++plane)
-          tma_load(rings.x(slot.stage) + plane * kPlaneBytesX, x, full, step * kStepK,
-                   plane * rows + row);
+#pragma unroll
+          for (int box = 0; box < kBoxesX; ++box)
+            tma_load(rings.x(slot.stage) + plane * kPlaneBytesX + box * kBoxRowsX * kRowBytesX, x, full,
+                     step * kStepK, plane * rows + row + box * kBoxRowsX);
       }
-    } while (wait_for_verdict(rings, again, parity));
+    } while (kRepeats && wait_for_verdict(rings, again, parity));
     if (kLendsRing) barrier_wait(rings.returned(), returned);
   }
 }
 
 // The block's threads by their work: two load, and the consumer warpgroups call consume(warpgroup,
 // k_steps). rows: of the matrix that is converted; w, x: its map and that of the plane.
-template <class Consume>
+template <int kExchanges, class Else, class Consume>
 __device__ __forceinline__ void share_work(const Rings& rings, const volatile int* again,
                                            const TensorMap* w, const TensorMap* x, int rows,
-                                           int columns, int k, Consume consume) {
+                                           int columns, int k, const Else& what_else, Consume consume) {
   const int warpgroup = threadIdx.x / kWarpgroupThreads;
-  if (threadIdx.x == kConsumerThreads) rings_init(rings);
+  if (threadIdx.x == kConsumerThreads) rings_init<kExchanges>(rings);
+  if (kClusterN > 1) cluster_arrive_relaxed();
   __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  const int k_steps = (k + 2 * kStepK - 1) / (2 * kStepK) * 2;
+  const int k_steps = (k + kStepsAtOnce * kStepK - 1) / (kStepsAtOnce * kStepK) * kStepsAtOnce;
   if (warpgroup == kConsumers) {
     give_registers<24>();
     const TileOrder order(rows, columns);
     if (threadIdx.x == kConsumerThreads)
-      load_w(rings, w, order, k_steps, again);
+      load_w(rings, w, order, k_steps, again, what_else);
     else if (threadIdx.x == kConsumerThreads + 32)
       load_x(rings, x, order, columns, k_steps, again);
   } else {
     take_registers<240>();
+    if (kClusterN > 1) cluster_wait();  // the neighbour's barriers are set up
     consume(warpgroup, k_steps);
   }
 }

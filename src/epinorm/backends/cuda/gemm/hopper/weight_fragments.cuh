@@ -9,8 +9,9 @@
 // gives must hold one of each pair {0,1}, {2,3}, {4,5}, {6,7}: the j-th 16 of 32 columns takes chunk 2q + j.
 // split_rows.cuh writes x's plane in this order (kOrdered).
 //
-// The prelude defines kPlanes, and kTolerance, that of as many.
+// The prelude defines kPlanes, and kTolerance, that of as many; kStepBoxes, boxes of a step along k.
 #pragma once
+#include "gemm/hopper/fp32_prelude.cuh"
 #include "fp32/plane_value.cuh"
 #include "common/flags.cuh"
 #include "gemm/row_store.cuh"
@@ -18,11 +19,12 @@
 
 constexpr int kWarpRows = 16;
 constexpr int kBoxColumns = 32;                   // 128 bytes of a row
-constexpr int kStepK = 2 * kBoxColumns;           // two boxes: as many halves are 128 bytes of x
+constexpr int kStepK = kStepBoxes * kBoxColumns;
 constexpr int kStepProducts = kStepK / 16;
 constexpr int kFragmentWords = 4;                 // pairs of halves: upper, lower, upper, lower row
 
 using Fragments = u32[kStepProducts][kFragmentWords];
+using Raw = uint4[kStepProducts][2];  // a lane's values of a step, of its upper and its lower row
 
 // A row's scale and what its values are multiplied by, powers of two.
 __device__ __forceinline__ float reciprocal_power(float scale) {
@@ -76,14 +78,17 @@ struct OwnRows {
     return (i % 2 ? at ^ kUnitBytes : at) + i / 2 * kBoxBytes + lower * kLowerBytes;
   }
 
+  // A step's values, as they lie in the ring.
   template <int kBoxBytes>
-  __device__ __forceinline__ void convert(Fragments (&planes)[kPlanes], u32 at) const {
-    Fragments& a = planes[0];
-    uint4 raw[kStepProducts][2];
+  static __device__ __forceinline__ void load(Raw& raw, u32 at) {
 #pragma unroll
     for (int i = 0; i < kStepProducts; ++i)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) raw[i][lower] = load_unit(chunk<kBoxBytes>(at, i, lower));
+  }
+
+  __device__ __forceinline__ void convert(Fragments (&planes)[kPlanes], const Raw& raw) const {
+    Fragments& a = planes[0];
 #pragma unroll
     for (int i = 0; i < kStepProducts; ++i)
 #pragma unroll
@@ -116,6 +121,25 @@ __device__ __forceinline__ bool any_small(const Fragments& a) {
   return any_below(smaller_halves(smallest[0], smallest[1]), kSmallBits);
 }
 
+// max.NaN: what is no number is the largest.
+__device__ __forceinline__ float larger_magnitude(float a, u32 b) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(fabsf(__uint_as_float(b))));
+  return a;
+}
+
+// The largest magnitude of a row's values.
+__device__ __forceinline__ float largest_of(const Raw& raw, int lower) {
+  float largest = fabsf(__uint_as_float(raw[0][lower].x));
+#pragma unroll
+  for (int i = 0; i < kStepProducts; ++i) {
+    const uint4& four = raw[i][lower];
+    if (i > 0) largest = larger_magnitude(largest, four.x);
+    largest = larger_magnitude(larger_magnitude(largest, four.y), four.z);
+    largest = larger_magnitude(largest, four.w);
+  }
+  return largest;
+}
+
 // A step's halves into W's plane, (n, k_padded), from column k on.
 __device__ __forceinline__ void write_pieces(u16* plane, const Fragments& a, int row, int k, int n,
                                              int k_padded) {
@@ -124,7 +148,7 @@ __device__ __forceinline__ void write_pieces(u16* plane, const Fragments& a, int
   for (int lower = 0; lower < 2; ++lower) {
     u16* to = plane + static_cast<i64>(row + lower * 8) * k_padded + first;
 #pragma unroll
-    for (int box = 0; box < 2; ++box)
+    for (int box = 0; box < kStepBoxes; ++box)
       if (row + lower * 8 < n && first + box * kBoxColumns < k_padded)
         store_line_unit(to + box * kBoxColumns, piece_of(a, box, lower));
   }
