@@ -40,6 +40,8 @@ SMS = 132
 
 FEW_REGISTERS_BYTES = 80
 """Twenty registers on the stack in halves, where accumulators and fragments take 208 of 240."""
+FEW_SPILLS_BYTES = 850
+"""What all instructions together move there: the most where a sum is written, too."""
 
 
 def check(problem: Problem, tile: Tile, writes_plane: bool = False) -> Compiled:
@@ -52,7 +54,7 @@ def check(problem: Problem, tile: Tile, writes_plane: bool = False) -> Compiled:
     )
     result = compiled(dataclasses.replace(source, text=source.text + layout))
     assert result.stack_bytes <= (FEW_REGISTERS_BYTES if tile.in_halves else 0), result.log
-    assert tile.in_halves or not result.spill_bytes, result.log
+    assert result.spill_bytes <= (FEW_SPILLS_BYTES if tile.in_halves else 0), result.log
     assert result.shared_bytes == 0  # all of it is dynamic
     assert not re.search(r"C75\d\d|serializ", result.log), result.log
     return result

@@ -2,7 +2,7 @@
 compute-sanitizer.
 
 `make sanitize-gpu` runs this file; ARGS names kinds of kernels: calls, repeated, over_dy, norm,
-batch, portable, hopper, split, clusters, attention.
+batch, portable, hopper, split, clusters, halves, attention.
 
 PyTorch's caching allocator must be off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): it hands out parts of
 large blocks, in which an access beyond a tensor's end is still inside an allocation.
@@ -257,11 +257,17 @@ def split_kernels() -> None:
 
 def cluster_kernels() -> None:
     linear_norm_kernels(CLUSTERS)
+    dz_written(*WRITTEN_BY_CLUSTERS)
+
+
+def kernels_in_halves() -> None:
+    """The last finds scales on the way, and later that they do not suffice."""
     for tile, kind in IN_HALVES:
         with forced_tile(tile):
             chain = "add_residual|layer_norm"
-            run_flagged(make_product(200, 200, 768, 1, kind, chain, training=True))
-    dz_written(*WRITTEN_BY_CLUSTERS)
+            case = make_product(200, 200, 768, 1, kind, chain, training=True)
+            case.inputs.x[[7, 150], [100, 199]] = 1e4
+            run_flagged(case)
 
 
 def dz_written(m: int, k: int, groups: int) -> None:
@@ -437,6 +443,7 @@ KERNELS = {
     "hopper": hopper_kernels,
     "split": split_kernels,
     "clusters": cluster_kernels,
+    "halves": kernels_in_halves,
     "attention": attention_kernels,
     "batch": batch_kernels,
 }

@@ -4,7 +4,7 @@ The backward products read the same planes, and making them again costs about a 
 Those of one layer wait, the one whose forward pass was last: its backward pass comes first, takes
 them, and allocates as much for dX and dW, W's being given back before dW is allocated. Planes of
 more layers would add to a step's peak, where all activations wait too. Where they are gone they are
-made again: the bits are the same, but for a W that was converted on its way into the product
+made again: the bits are the same, but for a matrix that was converted on its way into the product
 (internals/training.md).
 """
 

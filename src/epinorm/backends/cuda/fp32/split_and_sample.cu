@@ -1,6 +1,6 @@
-// What hopper_fp32_weight.cu needs before it begins, by one launch: x as a plane (split_rows.cuh), and the
-// scales of W's rows (sample_rows.cuh). It lets no kernel start early: hopper_fp32_weight's blocks take a whole
-// multiprocessor each, and kept blocks of this one waiting (measured: 6 us).
+// What hopper_fp32_weight.cu needs before it begins, by one launch: x as a plane (split_rows.cuh), and the scales of W's
+// rows (sample_rows.cuh), or no more than their flags, cleared, where kSamples is false. It lets no kernel start early:
+// hopper_fp32_weight's blocks take a whole multiprocessor each, and kept blocks of this one waiting (measured: 6 us).
 #include "common/dependent.cuh"
 #include "fp32/sample_rows.cuh"
 #include "fp32/split_rows.cuh"

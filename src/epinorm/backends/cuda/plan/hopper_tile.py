@@ -97,12 +97,13 @@ class Tile:
 
     @property
     def in_halves(self) -> bool:
-        """Whether a warpgroup's columns are two products, and slots of the ring freed in halves."""
+        """Whether a warpgroup's columns are two products; but where fp32 is converted on the way,
+        slots of the ring are freed in halves then."""
         return self.consumer_n > WIDEST_PRODUCT
 
     @property
     def slot_barriers(self) -> int:
-        """Barriers of a slot of the ring: full and empty, of each of its parts."""
+        """Barriers of a slot of `hopper_ring.cuh`'s ring: full and empty, of each of its parts."""
         return 4 if self.in_halves else 2
 
     @property

@@ -203,7 +203,7 @@ class _Forward(_Pass):
         if tile.fp32_input:
             plane, converted, rows = "W", "x", problem.n
         made = f"{plane}'s plane{'s' * (planes - 1)}"
-        makes = f"{made}, scales of {converted}"
+        makes = f"{made}, {'flags' if tile.in_halves else 'scales'} of {converted}"
         self._step("split_and_sample", makes, f"{converted} is converted in the product")
         otherwise = f"by planes of x and W, where the copy engine cannot read {converted}'s rows"
         kernel = "linear_norm_fp32_input" if tile.fp32_input else "linear_norm_fp32_weight"

@@ -2,7 +2,8 @@
 or at `high` of x. `plan/hopper.py` says when: where the other matrix has few rows.
 
 Three launches: the other matrix becomes one plane or two while the scales of this one's rows are
-estimated, the product with the chain in its epilogue, and the range guard (rescue.py).
+estimated (in halves the product finds them), the product with the chain in its epilogue, and the
+range guard (rescue.py).
 """
 
 from __future__ import annotations

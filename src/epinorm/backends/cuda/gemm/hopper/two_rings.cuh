@@ -1,5 +1,5 @@
-// The rings of hopper_fp32_weight.cu: W goes through one as fp32, x through another as its plane or two
-// of fp16.
+// The rings of hopper_fp32_weight.cu and, with the names exchanged, of hopper_fp32_input.cu: W goes through one as
+// fp32, x through another as its plane or two of fp16.
 // Two threads load, one each. x's ring is lent to the epilogue at a tile's end (kLendsRing), while W's is
 // filled on.
 //
@@ -47,7 +47,8 @@ struct Slot {
 using SlotW = Slot<kStagesW>;
 using SlotX = Slot<kStagesX>;
 
-// Shared addresses. judged: the tile's products are done, and `again` says whether they are made once more.
+// Shared addresses. judged: the tile's products are done, and `again` says whether they are made once more; unused
+// without kRepeats.
 // returned: the epilogue has given x's ring back.
 struct Rings {
   u32 data, barriers;
