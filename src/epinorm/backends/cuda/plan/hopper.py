@@ -166,7 +166,12 @@ def _shapes_in_halves(problem: Problem) -> Iterator[Tile]:
 
 
 def _inputs_in_halves(problem: Problem) -> Iterator[Tile]:
-    """The same with x converted on the way: four slots of W's plane, and as many of x as fit."""
+    """The same with x converted on the way: four slots of W's plane, and as many of x as fit.
+
+    Not in training, where it gains little and outliers in each row have x's plane written twice.
+    """
+    if problem.training:
+        return
     for width, blocks in _widths_in_halves(problem):
         whole_lines = width * 4 % STEP_BYTES == 0 and problem.n % 4 == 0
         if "element" in problem.chain.operand_kinds and not whole_lines:
