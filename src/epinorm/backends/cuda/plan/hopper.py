@@ -173,9 +173,8 @@ def _inputs_in_halves(problem: Problem) -> Iterator[Tile]:
     if problem.training:
         return
     for width, blocks in _widths_in_halves(problem):
-        whole_lines = width * 4 % STEP_BYTES == 0 and problem.n % 4 == 0
-        if "element" in problem.chain.operand_kinds and not whole_lines:
-            continue
+        if "element" in problem.chain.operand_kinds and width * 4 % STEP_BYTES:
+            continue  # it comes in whole lines
         tile = Tile(128, width, 4, False, group=8, fp32_input=True, cluster_n=blocks)
         if stages_of_fp32(instance_for(problem, tile)) >= FEWEST_STAGES_IN_HALVES:
             yield tile

@@ -230,17 +230,13 @@ def _fp32_stage_bytes(instance: Instance[Tile]) -> tuple[int, int]:
 
 def stages_of_fp32(instance: Instance[Tile]) -> int:
     """Slots of the fp32 matrix's ring: as many as fit beside the plane's."""
-    tile, (stage, of_plane) = instance.tile, _fp32_stage_bytes(instance)
-    left = SHARED_LIMIT - tile.stages * (of_plane + 16) - _besides_rings(instance)
+    stage, of_plane = _fp32_stage_bytes(instance)  # a slot has two barriers, 16 bytes
+    left = SHARED_LIMIT - instance.tile.stages * (of_plane + 16) - _besides_rings(instance)
     return left // (stage + 16)
 
 
 def fp32_shared_bytes(instance: Instance[Tile]) -> int:
     """Dynamic shared memory of a block, as the kernels that convert on the way lay it out."""
-    tile, stages, (stage, of_plane) = (
-        instance.tile,
-        stages_of_fp32(instance),
-        _fp32_stage_bytes(instance),
-    )
-    rings = stages * (stage + 16) + tile.stages * (of_plane + 16)  # with their barriers
+    stage, of_plane = _fp32_stage_bytes(instance)
+    rings = stages_of_fp32(instance) * (stage + 16) + instance.tile.stages * (of_plane + 16)
     return rings + _besides_rings(instance)

@@ -26,10 +26,11 @@ from epinorm.backends.cuda.fp32.planes import (
 )
 from epinorm.backends.cuda.fp32.planes import THREADS as SPLIT_THREADS
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
+from epinorm.backends.cuda.gemm.hopper.linear_norm import prepare_persistent
 from epinorm.backends.cuda.gemm.hopper.text import ARCH, wgmma_a_in_halves_text, wgmma_a_text
 from epinorm.backends.cuda.gemm.launch import Bound, KeptOperands, Launch, chain_signature
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
-from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
+from epinorm.backends.cuda.plan.hopper import instance_for
 from epinorm.backends.cuda.plan.hopper_tile import (
     BLOCK_N,
     STEP_BYTES,
@@ -101,24 +102,11 @@ class Converting(Launch):
         return self.bind(*layout)
 
     def _prepare(self) -> Callable[..., None]:
-        problem, tile = self.problem, self.tile
-        instance = instance_for(problem, tile)
-        dynamic = fp32_shared_bytes(instance)
+        instance = instance_for(self.problem, self.tile)
         self.holds = holds_operand(instance)
-        tiles = -(-problem.m // tile.block_m) * -(-problem.n // (tile.block_n * tile.cluster_n))
-        kernel = load(converting_source(instance, self.leaves), problem.device)
-        together = tile.cluster_n
-        most = sm_count(problem.device)
-        if together > 1:
-            most = kernel.clusters_at_once(together, tile.threads, dynamic)
-        return kernel.prepare(
-            "m" * self.holds + SIGNATURE + chain_signature(problem),
-            persistent_blocks(tiles, most) * together,
-            tile.threads,
-            shared_bytes=dynamic,
-            cluster=together if together > 1 else None,
-            dependent=True,
-        )
+        kernel = load(converting_source(instance, self.leaves), self.problem.device)
+        signature = "m" * self.holds + SIGNATURE + chain_signature(self.problem)
+        return prepare_persistent(kernel, instance, signature, fp32_shared_bytes(instance))
 
     def _load(self, aligned: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         """Of the kernel before the product and the one behind; aligned: the matrix that becomes a

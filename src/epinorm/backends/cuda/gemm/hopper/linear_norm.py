@@ -14,12 +14,36 @@ from epinorm.backends.cuda.plan.hopper import instance_for, persistent_blocks
 from epinorm.backends.cuda.plan.hopper_tile import STEP_BYTES, Tile, operand_slots, shared_bytes
 from epinorm.backends.cuda.runtime.device import sm_count
 from epinorm.backends.cuda.runtime.jit import load
+from epinorm.backends.cuda.runtime.launch import Kernel
 from epinorm.backends.cuda.runtime.tensor_map import tensor_map
+from epinorm.backends.cuda.text.instance import Instance
 from epinorm.problem import Problem
 
 SIGNATURE = "mmmm" + "ppppppppp" + "iii"
 """x hi and lo, w hi and lo; y, z or the sum, bias, gamma, beta, row and column scale, mean, rstd;
 m, n, k. In front of them a map of the element operand that the kernel holds, if it holds one."""
+
+
+def prepare_persistent(
+    kernel: Kernel, instance: Instance[Tile], signature: str, shared: int
+) -> Callable[..., None]:
+    """A launch of blocks, or clusters, that take the instance's tiles in turn; shared: bytes of
+    dynamic shared memory."""
+    problem, tile = instance.problem, instance.tile
+    rows = -(-problem.m // (tile.block_m * tile.cluster))
+    tiles = rows * -(-problem.n // (tile.block_n * tile.cluster_n))
+    together = tile.cluster_blocks
+    most = sm_count(problem.device) // together
+    if tile.cluster_n > 1:  # a GPC's multiprocessors need not be a multiple of a cluster's
+        most = kernel.clusters_at_once(together, tile.threads, shared)
+    return kernel.prepare(
+        signature,
+        persistent_blocks(tiles, most) * together,
+        tile.threads,
+        shared_bytes=shared,
+        cluster=together if together > 1 else None,
+        dependent=True,
+    )
 
 
 class HopperLinearNorm:
@@ -33,20 +57,8 @@ class HopperLinearNorm:
         self.slots = operand_slots(instance)
         self.held = problem.chain.operand_kinds.index("element") if self.slots else None
         kernel = load(linear_norm_source(instance), problem.device)
-        rows = -(-problem.m // (tile.block_m * tile.cluster))
-        tiles = rows * -(-problem.n // (tile.block_n * tile.cluster_n))
-        together = tile.cluster_blocks
-        most = sm_count(problem.device) // together
-        if tile.cluster_n > 1:  # a GPC's multiprocessors need not be a multiple of a cluster's
-            most = kernel.clusters_at_once(together, tile.threads, dynamic)
-        self.launch = kernel.prepare(
-            "m" * (self.slots > 0) + SIGNATURE + chain_signature(problem),
-            persistent_blocks(tiles, most) * together,
-            tile.threads,
-            shared_bytes=dynamic,
-            cluster=together if together > 1 else None,
-            dependent=True,
-        )
+        signature = "m" * (self.slots > 0) + SIGNATURE + chain_signature(problem)
+        self.launch = prepare_persistent(kernel, instance, signature, dynamic)
 
     def length(self, padded: int) -> int:
         return self.problem.k

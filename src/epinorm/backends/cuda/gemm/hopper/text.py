@@ -67,32 +67,35 @@ def _wgmma_statement(
 def wgmma_a_text(columns: int, adds: bool = True) -> str:
     """wgmma.mma_async.m64n<columns>k16 of fp16 with A from registers, as a function; adds: to what
     the accumulators hold."""
-    count = columns // 2
-    a, flags = ", ".join(f'"r"(a[{i}])' for i in range(4)), f"{int(adds)}, 1, 1, 0"
     return (
         f"__device__ __forceinline__ void wgmma_a{'' if adds else '_alone'}"
-        f"(float (&d)[{count}], const unsigned (&a)[4], "
-        "unsigned long long b) {\n"
-        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 '
-        f'{{{_registers(count)}}}, {{{_registers(4, count)}}}, %{count + 4}, {flags};"\n'
-        f'    : {_accumulators(count)} : {a}, "l"(b));\n}}\n'
+        f"(float (&d)[{columns // 2}], const unsigned (&a)[4], "
+        f"unsigned long long b) {{\n{_wgmma_a_statement(columns, adds)}}}\n"
     )
 
 
 def wgmma_a_in_halves_text(columns: int, row_bytes: int) -> str:
     """The same for more columns than one instruction has, as two, B's rows ``row_bytes`` apart."""
-    half, count, rows = columns // 2, columns // 4, columns // 2 * row_bytes // 16
-    a, first = ", ".join(f'"r"(a[{i}])' for i in range(4)), f"kHalf * {count} + "
+    half, rows = columns // 2, columns // 2 * row_bytes // 16
+    statement = _wgmma_a_statement(half, first=f"kHalf * {half // 2} + ")
     return (
         "template <int kHalf>\n"
         f"__device__ __forceinline__ void wgmma_half(float (&d)[{half}], const unsigned (&a)[4], "
         "unsigned long long b) {\n"
-        f"  b = (b >> 32 << 32) | (static_cast<unsigned>(b) + kHalf * {rows}u);\n"
-        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{half}k16.f32.f16.f16 '
-        f'{{{_registers(count)}}}, {{{_registers(4, count)}}}, %{count + 4}, 1, 1, 1, 0;"\n'
-        f'    : {_accumulators(count, first)} : {a}, "l"(b));\n}}\n'
+        f"  b = (b >> 32 << 32) | (static_cast<unsigned>(b) + kHalf * {rows}u);\n{statement}}}\n"
         f"__device__ __forceinline__ void wgmma_a(float (&d)[{half}], const unsigned (&a)[4], "
         "unsigned long long b) {\n  wgmma_half<0>(d, a, b);\n  wgmma_half<1>(d, a, b);\n}\n"
+    )
+
+
+def _wgmma_a_statement(columns: int, adds: bool = True, first: str = "") -> str:
+    """first: as in ``_wgmma_statement``."""
+    count, flags = columns // 2, f"{int(adds)}, 1, 1, 0"
+    a = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    return (
+        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 '
+        f'{{{_registers(count)}}}, {{{_registers(4, count)}}}, %{count + 4}, {flags};"\n'
+        f'    : {_accumulators(count, first)} : {a}, "l"(b));\n'
     )
 
 
