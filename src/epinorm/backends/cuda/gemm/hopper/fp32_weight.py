@@ -28,7 +28,13 @@ from epinorm.backends.cuda.fp32.planes import THREADS as SPLIT_THREADS
 from epinorm.backends.cuda.fp32.rescue import rescue_launch
 from epinorm.backends.cuda.gemm.hopper.linear_norm import prepare_persistent
 from epinorm.backends.cuda.gemm.hopper.text import ARCH, wgmma_a_in_halves_text, wgmma_a_text
-from epinorm.backends.cuda.gemm.launch import Bound, KeptOperands, Launch, chain_signature
+from epinorm.backends.cuda.gemm.launch import (
+    Bound,
+    KeptOperands,
+    Launch,
+    chain_signature,
+    dense,
+)
 from epinorm.backends.cuda.norm.text import matrix_arguments, parameters_at
 from epinorm.backends.cuda.plan.hopper import instance_for
 from epinorm.backends.cuda.plan.hopper_tile import (
@@ -103,9 +109,10 @@ class Converting(Launch):
 
     def _prepare(self) -> Callable[..., None]:
         instance = instance_for(self.problem, self.tile)
-        self.holds = holds_operand(instance)
+        kinds = self.problem.chain.operand_kinds
+        self.held = kinds.index("element") if holds_operand(instance) else None
         kernel = load(converting_source(instance, self.leaves), self.problem.device)
-        signature = "m" * self.holds + SIGNATURE + chain_signature(self.problem)
+        signature = "m" * (self.held is not None) + SIGNATURE + chain_signature(self.problem)
         return prepare_persistent(kernel, instance, signature, fp32_shared_bytes(instance))
 
     def _load(self, aligned: bool) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -137,7 +144,7 @@ class Converting(Launch):
         missing_x, missing_weight = self.missing
         numbers = (*sizes, of_x.padded)
         leaves, chain_arguments, of_input = self.leaves, self.constants, self.tile.fp32_input
-        low, holds = self.low, self.holds
+        low, held, size = self.low, self.held, (self.problem.m, self.problem.n)
 
         def run(inputs: Inputs) -> Forward:
             x, w, bias, gamma, beta, operands, constants = inputs
@@ -166,14 +173,14 @@ class Converting(Launch):
             found = maps(key, lambda: (ordered, fp32.view(-1, fp32.shape[-1])))
             parameters = parameters_at(bias, gamma, beta)
             y, z, mean, rstd = targets = out.addresses
-            dense = [operand.contiguous() for operand in operands]
-            if holds:
-                dense = [self._held(dense[0])]
-                found = (tensor_map(dense[0], BLOCK_N, STEP_BYTES // 4), *found)
+            of_chain = dense(operands, held)
+            if held is not None:
+                element = of_chain[held].view(size)
+                found = (tensor_map(element, BLOCK_N, STEP_BYTES // 4), *found)
             launch(
                 *found, y, z, *parameters, scale, mean, rstd,
                 fp32_at, stride, *own, planes[1], *numbers,
-                *[operand.data_ptr() for operand in dense], *numbers_of_chain,
+                *[operand.data_ptr() for operand in of_chain], *numbers_of_chain,
             )  # fmt: skip
             given = matrix_arguments(operands)[0] if operands else ()
             guard(
@@ -198,11 +205,6 @@ class Converting(Launch):
         of_step = columns * fp32_step_boxes(tile)
         of_plane = tensor_map(ordered, rows, of_step, swizzle=2 * of_step)
         return of_plane, tensor_map(fp32, BLOCK_N, columns)
-
-    def _held(self, operand: Tensor) -> Tensor:
-        """The chain's one element operand as the copy engine can read it."""
-        matrix = operand.view(self.problem.m, self.problem.n)
-        return matrix.clone() if matrix.data_ptr() % VECTOR_BYTES else matrix
 
 
 def converting_source(instance: Instance[Tile], writes_plane: bool) -> KernelSource:
