@@ -249,7 +249,7 @@ def test_one_column(column):
 
 
 def test_the_last_rows_of_flags_that_end_off_a_word():
-    for m in (1, 2, 3, 5, 129, 1027):
+    for m in (1, 2, 3, 5, 129, 1027, 8193, 9219):
         case = make_case(16, 3, m)
         case.row_flags[-1] = 1
         case.check()

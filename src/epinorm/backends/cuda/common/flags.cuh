@@ -24,7 +24,27 @@ __device__ __forceinline__ u32 four_flags(const Flag* flags, int at, int count) 
   return word;
 }
 
-// This thread's part, of a block of `threads`, of `count` flags, united: 0 where none is set.
+// The same but for the last ones of a count that is no multiple of 4. Without a branch: several of these loads are on
+// their way at once.
+__device__ __forceinline__ u32 whole_word(const Flag* flags, int at, int count) {
+  return at + 4 <= count ? __ldcg(reinterpret_cast<const u32*>(flags + at)) : 0;
+}
+
+// All flags of kWords such places, `step` apart from `first` on, united.
+template <int kWords>
+__device__ __forceinline__ u32 any_flag_of(const Flag* flags, int first, int step, int count) {
+  u32 words[kWords], any = 0;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) words[i] = whole_word(flags, first + i * step, count);
+  const int last = count & ~3, before = last - first;
+  if (last < count && before >= 0 && before % step == 0 && before / step < kWords) any = four_flags(flags, last, count);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) any |= words[i];
+  return any;
+}
+
+// This thread's part, of a block of `threads`, of `count` flags, united: 0 where none is set. One word after the
+// other: a product that asks has no register for more.
 __device__ __forceinline__ u32 any_flag(const Flag* flags, int count, int threads) {
   u32 any = 0;
 #pragma unroll 8

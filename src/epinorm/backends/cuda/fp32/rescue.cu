@@ -233,7 +233,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   let_next_kernel_start();  // it waits for this one, which waits for the one before
   if (kFlagsLate) wait_for_previous_kernel();
   if (m <= kFewFlags && n <= kFewFlags) {
-    const bool any = any_flag(row_flags, m, kThreads) | any_flag(column_flags, n, kThreads);
+    constexpr int kStep = kThreads * 4, kWords = kFewFlags / kStep;
+    static_assert(kWords * kStep == kFewFlags, "");
+    const bool any = (any_flag_of<kWords>(row_flags, threadIdx.x * 4, kStep, m) |
+                      any_flag_of<kWords>(column_flags, threadIdx.x * 4, kStep, n)) != 0;
     if (!__syncthreads_or(any)) {
       wait_for_previous_kernel();  // the next kernel must not run beside the previous one
       return;

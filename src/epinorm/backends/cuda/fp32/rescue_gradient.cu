@@ -29,24 +29,37 @@ EPINORM_FUNCTION u32 any_flag_wide(const Flag* flags, int count) {
   if (reinterpret_cast<u64>(flags) % kFlagBytes != 0) return any_flag(flags, count, kThreads);
   const int whole = count / kFlagBytes;
   const uint4* units = reinterpret_cast<const uint4*>(flags);
+  constexpr int kUnits = 8;
   u32 any = 0;
-#pragma unroll 8
-  for (int i = threadIdx.x; i < whole; i += kThreads) {
-    const uint4 unit = __ldcg(units + i);
-    any |= unit.x | unit.y | unit.z | unit.w;
+  for (int first = threadIdx.x; first < whole; first += kUnits * kThreads) {
+    uint4 unit[kUnits];  // all are on their way at once
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i)
+      unit[i] = first + i * kThreads < whole ? __ldcg(units + first + i * kThreads) : uint4{0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) any |= unit[i].x | unit[i].y | unit[i].z | unit[i].w;
   }
   const int left = whole * kFlagBytes + threadIdx.x;
   if (left < count) any |= __ldcg(flags + left);
   return any;
 }
 
-// The same for the rows that the items from `first` on, `step` apart, take theirs from.
+// The same for the rows that the items from `first` on, `step` apart, take theirs from, and for the last three of all.
 EPINORM_FUNCTION bool any_row_flag(const ItemOrder& order, int first, int step,
                                    const Flag* row_flags, int m) {
-  u32 any = 0;
-#pragma unroll 8
-  for (int index = first; index < order.count(); index += step)
-    any |= four_flags(row_flags, order.at(index).first_row + threadIdx.x * 4, m);
+  constexpr int kItems = 8;
+  const int count = order.count(), last = m & ~3;
+  u32 any = threadIdx.x == 0 && last < m ? four_flags(row_flags, last, m) : 0;
+  for (int index = first; index < count; index += kItems * step) {
+    u32 words[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int item = index + i * step;
+      words[i] = whole_word(row_flags, order.at(item).first_row + threadIdx.x * 4, item < count ? m : 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) any |= words[i];
+  }
   return any != 0;
 }
 

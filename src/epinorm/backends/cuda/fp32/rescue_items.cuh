@@ -42,13 +42,8 @@ struct ItemOrder {
 EPINORM_FUNCTION bool flagged_near(const Item& item, const Flag* row_flags, const Flag* column_flags,
                                    int m, int n) {
   const int at = threadIdx.x % 32 * 4;
-  u32 any = 0;
-#pragma unroll
-  for (int i = 0; i < kChunk / 128; ++i) any |= four_flags(row_flags, item.first_row + i * 128 + at, m);
-#pragma unroll
-  for (int i = 0; i < (kStrip + 127) / 128; ++i)
-    any |= four_flags(column_flags, item.first_column + i * 128 + at, n);
-  return any != 0;
+  const u32 of_rows = any_flag_of<kChunk / 128>(row_flags, item.first_row + at, 128, m);
+  return (of_rows | any_flag_of<(kStrip + 127) / 128>(column_flags, item.first_column + at, 128, n)) != 0;
 }
 
 // The rows of one item, found by the whole block.

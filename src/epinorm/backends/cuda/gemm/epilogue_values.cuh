@@ -246,7 +246,13 @@ constexpr bool kReadsBefore = chain::kNormalises && any_element(0, chain::kPreOp
 
 // The bias is added to what is kept, or, where its values need not be at hand so early, behind that.
 constexpr bool kBiasFirst = kHasBias && kSaveForBackward && kBiasInZ && !kKeepsSum;
-constexpr bool kAddsBias = kHasBias && !kBiasFirst;
+// In inference, of rows in two products, whose code is more than multiprocessors keep at hand: the bias with the
+// scales, by one instruction and one rounding, and both beside an operand's values, for which a part may have to wait.
+// In narrower tiles registers spill then, in some chains.
+constexpr bool kCompact = kScaled && !kSaveForBackward && kFillsRegisters<kWarpColumns>;
+constexpr bool kBiasWithScales = kCompact && kHasBias;
+constexpr bool kScalesInParts = kCompact && kStagesBefore;
+constexpr bool kAddsBias = kHasBias && !kBiasFirst && !kBiasWithScales;
 
 __device__ __forceinline__ void add_bias(float (&v)[kAccumulators], const Vectors& vectors,
                                          int first_chunk, int chunks) {
@@ -268,18 +274,23 @@ __device__ __forceinline__ bool is_beyond(const Epilogue& e, int first_column, i
   return kFillsRegisters<kWarpColumns> && chunk % kChunksOfBlock == 0 && first_column + chunk * kChunkColumns >= e.n;
 }
 
-// The linear's output from the scaled planes' product.
+// The linear's output from the scaled planes' product, without its bias but for kBiasWithScales.
 __device__ __forceinline__ void undo_scales(float (&v)[kAccumulators], const Epilogue& e,
                                             const float (&row_scale)[2], const Vectors& vectors,
-                                            int first_column, int quad_lane) {
+                                            int first_column, int quad_lane, int first_chunk,
+                                            int chunks) {
 #pragma unroll
-  for (int chunk = 0; chunk < kWarpColumns / kChunkColumns; ++chunk) {
-    if (is_beyond(e, first_column, chunk)) break;
+  for (int chunk = first_chunk; chunk < first_chunk + chunks; ++chunk) {
+    if ((chunk > first_chunk || !kScalesInParts) && is_beyond(e, first_column, chunk)) break;
     const float2 scale = pair_at(vectors, kScaleVector, chunk, quad_lane);
+    const float2 bias = kBiasWithScales ? pair_at(vectors, kBiasVector, chunk, quad_lane) : float2{};
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        v[accumulator(chunk, lower, i)] *= row_scale[lower] * of(scale, i);
+      for (int i = 0; i < 2; ++i) {
+        float& value = v[accumulator(chunk, lower, i)];
+        const float both = row_scale[lower] * of(scale, i);
+        value = kBiasWithScales ? __fmaf_rn(value, both, of(bias, i)) : value * both;
+      }
   }
 }

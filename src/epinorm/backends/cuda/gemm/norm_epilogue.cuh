@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_statistics(const Epilogue& e, u32 buffer, 
   __syncwarp();
 }
 
-// From the linear's output without bias to what enters the norm, in place, for one chunk.
+// From the linear's output, without bias but for kBiasWithScales, to what enters the norm, in place, for one chunk.
 template <class Parts>
 __device__ __forceinline__ void begin_chunk(float (&v)[kAccumulators], const Epilogue& e,
                                             const Vectors& vectors, Parts& parts,
@@ -87,12 +87,14 @@ struct AppliedStatistics {
 // The same for all of a row block, where element operands are read part by part.
 __device__ __forceinline__ void begin_parts(float (&v)[kAccumulators], const Epilogue& e,
                                             const Vectors& vectors, u32 buffer, int warp_row,
-                                            int first_column, const HeldOperand& held) {
+                                            int first_column, const HeldOperand& held,
+                                            const float (&row_scale)[2]) {
   constexpr int kPartChunks = kNormPartColumns / kChunkColumns, kParts = kWarpColumns / kNormPartColumns;
   OperandsBefore<kNormPartColumns> parts(e, buffer, warp_row, first_column, held);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     if (is_beyond(e, first_column, part * kPartChunks)) break;
+    if (kScalesInParts) undo_scales(v, e, row_scale, vectors, first_column, threadIdx.x % 4, part * kPartChunks, kPartChunks);
     parts.take(part, part == kParts - 1);
 #pragma unroll
     for (int i = 0; i < kPartChunks; ++i) {
@@ -103,7 +105,7 @@ __device__ __forceinline__ void begin_parts(float (&v)[kAccumulators], const Epi
   }
 }
 
-// From the linear's output without bias to its normalised value, in place, for one segment.
+// From the linear's output, without bias but for kBiasWithScales, to its normalised value, in place, for one segment.
 template <class GroupSum>
 __device__ __forceinline__ void normalise_segment(float (&v)[kAccumulators], const Epilogue& e,
                                                   const Vectors& vectors, GroupSum& group_sum,
@@ -178,13 +180,14 @@ __device__ __forceinline__ void finish_chunk(float (&v)[kAccumulators], const Ep
 template <class GroupSum>
 __device__ __forceinline__ void finish_rows(float (&v)[kAccumulators], const Epilogue& e,
                                             const Vectors& vectors, GroupSum& group_sum, u32 buffer,
-                                            int warp_row, int first_column, const HeldOperand& held) {
+                                            int warp_row, int first_column, const HeldOperand& held,
+                                            const float (&row_scale)[2]) {
   using Store = RowStore<OutType, kWarpColumns, kAlignedRows>;
   constexpr int kSegments = kWarpColumns / kChunkColumns / Segment::kGroupChunks;
   constexpr int kPartChunks = Store::kPartColumns / kChunkColumns;
   const int row = warp_row + lane_here() / 4;
   if constexpr (chain::kNormalises) {
-    if constexpr (kStagesBefore) begin_parts(v, e, vectors, buffer, warp_row, first_column, held);
+    if constexpr (kStagesBefore) begin_parts(v, e, vectors, buffer, warp_row, first_column, held, row_scale);
     if constexpr (kReadsBefore) held.release();
 #pragma unroll
     for (int segment = 0; segment < kSegments; ++segment)
@@ -232,10 +235,11 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
                                                  u32 buffer, int warp_row, int first_column,
                                                  const HeldOperand& held, const Scales& scales = {}) {
   const int lane = threadIdx.x % 32;
+  float row_scale[2] = {};
   if (kScaled) {
     const int row = warp_row + lane / 4;
-    const float row_scale[2] = {scales(e, row, 0), scales(e, row + 8, 1)};
-    undo_scales(v, e, row_scale, vectors, first_column, lane % 4);
+    row_scale[0] = scales(e, row, 0), row_scale[1] = scales(e, row + 8, 1);
+    if (!kScalesInParts) undo_scales(v, e, row_scale, vectors, first_column, lane % 4, 0, kWarpColumns / kChunkColumns);
   }
   if (kSaveForBackward) {
     using Store = RowStore<KeptType, kWarpColumns, kAlignedRows>;
@@ -260,5 +264,5 @@ __device__ __forceinline__ void finish_row_block(float (&v)[kAccumulators], cons
       }
     });
   }
-  finish_rows(v, e, vectors, group_sum, buffer, warp_row, first_column, held);
+  finish_rows(v, e, vectors, group_sum, buffer, warp_row, first_column, held, row_scale);
 }

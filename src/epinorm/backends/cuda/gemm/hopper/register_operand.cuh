@@ -137,15 +137,12 @@ struct Multiplier {
     const u32 at = rings.w(slot_w.stage) + offset;
     Raw raw;
     OwnRows::load<kBoxBytesW>(raw, at);
-    const float largest[2] = {largest_of(raw, 0), largest_of(raw, 1)};
-    bool held = true;
-#pragma unroll
-    for (int lower = 0; lower < 2; ++lower) held &= largest[lower] * rows.own.factor[lower] < kOverflow;
-    if (!__all_sync(0xffffffffu, held)) {
-      scale_down(v, rows, largest, step, look);
-      OwnRows::load<kBoxBytesW>(raw, at);  // once more: registers are few
-    }
     rows.own.convert(a, raw);
+    if (__any_sync(0xffffffffu, any_infinite(a[0]))) {
+      OwnRows::load<kBoxBytesW>(raw, at);  // once more: registers are few
+      scale_down(v, rows, {largest_of(raw, 0), largest_of(raw, 1)}, step, look);
+      rows.own.convert(a, raw);
+    }
     if (looks) look(a[0], at, step);
     keep_fragments(a[0]);  // the slot's values have been read
     __syncwarp();          // lanes may have come back one by one

@@ -48,8 +48,13 @@ __device__ __forceinline__ u32 low_halves(u32 low, u32 high, float factor, u32 p
   return halves(__float_as_uint(rest[0]), __float_as_uint(rest[1]), kPlaneLowFactor);
 }
 
+// The smaller magnitudes of two pairs of halves, and the larger ones, of which NaN is the largest; with any sign.
 __device__ __forceinline__ u32 smaller_halves(u32 a, u32 b) {
-  asm("min.u16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  asm("min.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
+  asm("max.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
   return a;
 }
 
@@ -110,15 +115,26 @@ __device__ __forceinline__ uint4 piece_of(const Fragments& a, int box, int lower
   return {a[2 * box][lower], a[2 * box][lower + 2], a[2 * box + 1][lower], a[2 * box + 1][lower + 2]};
 }
 
+// Of a step's halves, two and two, by a tree.
+template <class Combine>
+__device__ __forceinline__ u32 all_halves(const Fragments& a, Combine combine) {
+  u32 found[kFragmentWords];
+#pragma unroll
+  for (int word = 0; word < kFragmentWords; ++word) {
+    found[word] = a[0][word];
+#pragma unroll
+    for (int i = 1; i < kStepProducts; ++i) found[word] = combine(found[word], a[i][word]);
+  }
+  return combine(combine(found[0], found[1]), combine(found[2], found[3])) & 0x7fff7fffu;
+}
+
 // Is a half so small that its value must be looked at? Zeros are.
 __device__ __forceinline__ bool any_small(const Fragments& a) {
-  u32 smallest[2] = {~0u, ~0u};
-#pragma unroll
-  for (int i = 0; i < kStepProducts; ++i)
-#pragma unroll
-    for (int word = 0; word < kFragmentWords; ++word)
-      smallest[word % 2] = smaller_halves(smallest[word % 2], a[i][word] & 0x7fff7fffu);
-  return any_below(smaller_halves(smallest[0], smallest[1]), kSmallBits);
+  return any_below(all_halves(a, smaller_halves), kSmallBits);
+}
+// Is one infinite, or NaN?
+__device__ __forceinline__ bool any_infinite(const Fragments& a) {
+  return (all_halves(a, larger_halves) + 0x04000400u & 0x80008000u) != 0;
 }
 
 // max.NaN: what is no number is the largest.
