@@ -75,6 +75,7 @@ def test_a_problem_is_right_and_timed(tmp_path: Path) -> None:
     [
         ("raise ValueError('no such thing')", "ProblemError: 9_Odd.py: Model.forward"),
         ("x = x * torch.rand_like(x)", "gives another result at each call"),
+        ("x = x * float('nan')", "gives no finite number"),
         (
             "x = x + (x.dtype == torch.float32) * (id(self) != self.first) * x.flip(0)",
             "KernelBench's rule passes 0 of 5 seeds, of float64's 5",

@@ -258,6 +258,19 @@ def test_a_call_that_is_refused_is_no_model_without_chains(capfd: Any) -> None:
     assert "no chain" in str(epinorm.explain(nn.Identity(), torch.randn(ROWS, K)))
 
 
+def test_a_call_that_would_raise_is_not_fused() -> None:
+    made = model(lambda self, x: self.norm(self.fc(x)))()
+    (row,) = epinorm.explain(made, torch.ones(ROWS, K, dtype=torch.long)).rows
+    assert not row.fused
+    assert "input is of torch.int64" in row.reason
+    fused = epinorm.fuse(made, strategy="cpu")
+    with pytest.raises(RuntimeError, match="nothing to compute"):
+        fused(torch.ones(0, K))
+    (row,) = epinorm.explain(fused).rows
+    assert not row.fused
+    assert "the call raises: strategy 'cpu' cannot serve this chain" in row.reason
+
+
 class AsksForAStream(Model):
     """As transformers does in front of its masks: without a driver the question raises."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from epinorm.capture.aliasing import AsCaptured
 from epinorm.capture.found import Place
 from epinorm.capture.fuse import checked_settings
 from epinorm.capture.masks import leave_out_masks
@@ -54,6 +55,7 @@ def compile_graph(
 
         return linear_norm
 
+    as_captured = AsCaptured(gm)
     leave_out_masks(gm.graph)
     found = rewrite(gm, operator, settings, runs_eagerly=False)
     take_attention(gm)
@@ -68,4 +70,5 @@ def compile_graph(
     # or after a reset; of PyTorch's own layers too.
     traced_anew = {"enable_autograd_cache": False} if is_distributed(example_inputs) else {}
     with tracing.patch(traced_anew):
-        return compile_fx(gm, example_inputs, config_patches=patches)  # type: ignore[return-value]
+        run: Any = compile_fx(gm, example_inputs, config_patches=patches)
+    return as_captured.guarded(run)

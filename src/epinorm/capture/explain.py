@@ -257,7 +257,7 @@ def _row(site: Site, recorder: Recorder) -> Row:
     try:
         plan = plan_for(problem, strategy)
     except (RuntimeError, ValueError) as error:
-        return Row(site.chain, site.where, True, strategy, str(error), site.shape)
+        return Row(site.chain, site.where, False, strategy, f"the call raises: {error}", site.shape)
     reason = f"{site.split}; there {plan.reason}" if site.split else plan.reason
     if site.ends:
         reason += f"; it ends early: {site.ends}"

@@ -234,6 +234,9 @@ def _unfit_dtypes(
     )
     mixes = changes_dtype or {v.dtype for v in values[:2]} != {linear.dtype}  # autocast
     alike = values
+    for what, of in zip(("input", "weight"), values, strict=False):
+        if not of.is_floating_point():
+            return f"the Linear's {what} is of {of.dtype}, which it does not multiply"
     if mixes and linear.device.type != "cuda":
         return f"under autocast PyTorch's layers mix dtypes on {linear.device.type}"
     if found.chain.returns_statistics:

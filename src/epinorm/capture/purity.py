@@ -118,7 +118,7 @@ def is_pure(node: fx.Node) -> bool:
         return False
     target: Any = node.target
     if target is F.batch_norm:
-        return not _running(node)
+        return not running_statistics(node)
     if target is F.embedding:
         given = dict(zip(_EMBEDDING, node.args, strict=False)) | node.kwargs
         return given.get("max_norm") is None  # else it shortens rows of its weight, in place
@@ -151,7 +151,7 @@ def changed_argument(node: fx.Node) -> fx.Node | None:
     return first if in_place else None
 
 
-def _running(node: fx.Node) -> list[Any]:
+def running_statistics(node: fx.Node) -> list[Any]:
     """The running statistics that a BatchNorm changes, and returns nothing of."""
     if node.op != "call_function" or node.target is not F.batch_norm:
         return []
@@ -172,7 +172,7 @@ def changes(node: fx.Node) -> list[fx.Node]:
         given = {a.name: v for a, v in zip(schema, node.args, strict=False)} | node.kwargs
         found += [given.get(a.name) for a in schema if a.alias_info and a.alias_info.is_write]
     found.append(node.kwargs.get("out"))
-    found += _running(node)
+    found += running_statistics(node)
     return [given for given in found if isinstance(given, fx.Node)]
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from epinorm.capture.aliasing import AsCaptured, changed_inputs
 from epinorm.capture.attention import close_unused, open_functions, tidy
 from epinorm.capture.batch_norm import Lowered, batch_norm_of
 from epinorm.capture.chains import Search
@@ -25,9 +26,7 @@ from epinorm.capture.parts import open_parts
 from epinorm.capture.paying import Settings, may_pay, pays, why_left, with_paying_dropout
 from epinorm.capture.purity import (
     changed_argument,
-    changes,
     may_be_changed,
-    storage_of,
     tensor_of,
     value_of,
 )
@@ -74,6 +73,7 @@ class Recorder:
         def caller(place: Place, chain: str) -> Apply:
             return self._caller(layer_of(place.linear, names), chain, place.has_norm)
 
+        as_captured = AsCaptured(gm)
         found = rewrite(gm, caller, self.settings)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         inputs = dict(zip(placeholders, example_inputs, strict=True))
@@ -87,7 +87,7 @@ class Recorder:
         unfused = [site for site in captured.sites if site.obstacle]
         if self.settings.strict and unfused:
             return _refusing(unfused[0])
-        return running(gm)
+        return as_captured.guarded(running(gm))
 
     def _caller(self, where: str, chain: str, normed: bool) -> Apply:
         """One for each place, whichever graph it is in: what it has learnt of a size stays."""
@@ -316,7 +316,7 @@ def _enter_checkpoints(
     """Fuse what the model checkpoints; Dynamo's own operator leaves checkpointing to a compiler."""
     found = Rewritten([], [])
     for node, inner in checkpoints(gm):
-        inner.meta[_CHANGED] = _changed(inner)
+        inner.meta[_CHANGED] = changed_inputs(inner)
         places, linears = rewrite(inner, apply, settings, runs_eagerly)
         found.places.extend(places)
         found.linears.extend(linears)
@@ -345,14 +345,3 @@ def run_checkpointed(inner: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
 _CHANGED = "epinorm_changed"
 """In the meta of a graph that is checkpointed: the places of arguments that it changes, a
 BatchNorm's buffers. As in eager they are not saved, which would forbid that."""
-
-
-def _changed(gm: fx.GraphModule) -> frozenset[int]:
-    changed = [tensor for node in gm.graph.nodes for tensor in changes(node)]
-    for node, inner in checkpoints(gm):
-        changed += [
-            given for i in _changed(inner) if isinstance(given := node.args[1 + i], fx.Node)
-        ]
-    memory = set(map(storage_of, changed)) - {None}
-    arguments = enumerate(gm.graph.find_nodes(op="placeholder"))
-    return frozenset(i for i, node in arguments if storage_of(node) in memory)

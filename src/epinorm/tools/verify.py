@@ -227,8 +227,14 @@ def expected(
 
 
 def must_repeat(first: Outcome, second: Outcome) -> None:
-    """Raise ValueError where two runs of a model differ by more than orders of summation: nothing
-    can be verified then."""
+    """Raise ValueError where nothing can be verified: two runs of a model differ by more than
+    orders of summation, or give numbers of which none is finite."""
+    filled = [output for output in first.outputs if output.numel()]
+    if filled and not any(bool(output.isfinite().any()) for output in filled):
+        raise ValueError(
+            "the model gives no finite number on these inputs, all are NaN or infinite, so nothing "
+            "can be verified"
+        )
     for one, other in zip(first.outputs, second.outputs, strict=True):
         size, difference = (
             torch.linalg.vector_norm(t.double()).item() for t in (one, (one - other).nan_to_num())

@@ -1,0 +1,113 @@
+"""Inputs that share memory at one call and not at another, where a graph changes one in place."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import epinorm
+from epinorm.capture import aliasing
+
+ROWS, WIDTH = 24, 32
+
+
+class Advancing(nn.Module):
+    """Changes ``state`` between a Linear and the norm behind it: its argument, or its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.register_buffer("state", torch.zeros(ROWS, WIDTH))
+        self.double()  # changed so, rows become nearly constant
+
+    def forward(self, x, given=None):
+        h = self.fc(x)
+        state = self.state if given is None else given
+        state.mul_(0.5).add_(1)
+        return self.norm(h.relu())
+
+
+def apart(model, x):
+    return torch.ones_like(x)
+
+
+SHARED = {
+    "view": lambda model, x: x.view(ROWS, WIDTH),
+    "detached": lambda model, x: x.detach(),
+    "a row": lambda model, x: x[:1],
+    "the weight": lambda model, x: model.fc.weight.detach(),
+    "the bias": lambda model, x: model.fc.bias.data,
+}
+
+
+def fused(model):
+    return epinorm.fuse(model, strategy="cpu")
+
+
+def with_backend(model):
+    return torch.compile(model, backend="epinorm", options={"strategy": "cpu"})
+
+
+def x():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("ours", [fused, with_backend])
+@pytest.mark.parametrize("shares", SHARED.values(), ids=list(SHARED))
+@pytest.mark.parametrize("first", ["apart", "shared"])
+def test_an_argument_that_is_changed(ours, shares, first, interpreted):
+    eager = Advancing()
+    model = copy.deepcopy(eager)
+    run = ours(model)
+
+    def alone(model, x):
+        return torch.ones_like(shares(model, x))
+
+    order = [alone, shares] if first == "apart" else [shares, alone]
+    with torch.no_grad():
+        for given in (*order, *order):
+            mine, its = x(), x()
+            y, expected = run(mine, given(model, mine)), eager(its, given(eager, its))
+            torch.testing.assert_close(y, expected)
+            torch.testing.assert_close(mine, its)
+            for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
+                torch.testing.assert_close(mine, its)
+
+
+@pytest.mark.parametrize("ours", [fused, with_backend])
+def test_a_buffer_that_is_x(ours, interpreted):
+    eager = Advancing()
+    model = copy.deepcopy(eager)
+    run = ours(model)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x()), eager(x()))
+        torch.testing.assert_close(run(model.state[:]), eager(eager.state[:]))
+        torch.testing.assert_close(model.state, eager.state)
+
+
+def test_autograd_sees_the_change():
+    model, given = fused(Advancing()), x()
+    model(given, apart(model, given)).sum().backward()
+    y = model(given, given.view(ROWS, WIDTH))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_is_fused_stays_fused_where_nothing_is_shared():
+    model, given = fused(Advancing()), x()
+    with torch.no_grad():
+        for _ in range(2):
+            model(given, apart(model, given))
+    (row,) = epinorm.explain(model).rows
+    assert row.fused
+
+
+def test_a_batch_norm_costs_no_look(monkeypatch):
+    looks = []
+    monkeypatch.setattr(aliasing, "_memory", lambda *given: looks.append(given) or set())
+    model = epinorm.fuse(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()))
+    for _ in range(3):
+        model(torch.randn(16, 8))
+    assert not looks
