@@ -25,7 +25,7 @@ import typer
 from torch import Tensor
 
 import epinorm
-from epinorm.backends.cuda.gemm.forward import bind
+from epinorm.backends.cuda.gemm.forward import SingleForward
 from epinorm.backends.cuda.plan import hopper as hopper_plan
 from epinorm.backends.cuda.plan.hopper_tile import Tile
 from epinorm.chain import Chain
@@ -87,7 +87,8 @@ def kernel(problem: Problem, fold_steps: int | None = None) -> Run:
 
     planned = hopper_plan.choose_tile
     with mock.patch.object(hopper_plan, "choose_tile", chosen):
-        forward = bind(problem, "hopper", Layout(problem.k, problem.k, (problem.m, problem.n)))
+        layout = Layout(problem.k, problem.k, (problem.m, problem.n))
+        forward = SingleForward(problem, "hopper").bind(*layout)
 
     def run(inputs: Inputs) -> Tensor:
         with mock.patch.object(hopper_plan, "choose_tile", chosen):

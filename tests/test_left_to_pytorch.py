@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
 from epinorm.backends.cuda.runtime.replay import native
+from epinorm.backends.prepack import prepacked
 from epinorm.operator.dispatch import Caller
 
 M, K, N = 6, 16, 24
@@ -87,6 +88,20 @@ def test_a_call_like_an_earlier_one_is_not_looked_at_in_python(natively, monkeyp
         for a, b in zip(ours, torch.autograd.grad(truth, given, dy), strict=True):
             assert torch.equal(a, b)
     assert caller._uses.count == 1  # the first, of which nothing was known
+
+
+@pytest.mark.filterwarnings("ignore:prepack keeps nothing")
+def test_nor_is_a_call_of_a_prepacked_weight(natively, monkeypatch):
+    caller = Caller("add_residual|layer_norm|gelu|scale(3)", "reference")
+    given, again, looks = tensors(), Caller.again, []
+    monkeypatch.setattr(Caller, "again", lambda *asked: looks.append(1) or again(*asked))
+    for is_marked in (False, True, False, True):
+        with prepacked(given[1]) if is_marked else contextlib.nullcontext():
+            for _ in range(2):
+                caller(*given[:5], tuple(given[5:]))
+            looks.clear()
+            assert torch.equal(caller(*given[:5], tuple(given[5:])), eager(*given, 3.0))
+            assert not looks
 
 
 class Watching(TorchDispatchMode):

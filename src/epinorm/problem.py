@@ -338,25 +338,6 @@ It may have been made for an x of any leading dimensions, which is contiguous th
 """
 
 
-class NativePasses(NamedTuple):
-    """Passes that native code repeats (cuda/runtime/replay.cpp).
-
-    program: of the forward pass, its first result y. fields: of a ``Forward``, each as the number
-    of a result or as a tensor of its own. planes: the number from which on results are what is left
-    for the backward pass; has_room, leave: whether it may stay, and what holds it, from these
-    results and whether x and the weight want gradients; None where nothing is left. backward: where
-    it finds the passes without and with a gradient of the sum, None in the latter's place where
-    that gradient is converted first; None without gradients.
-    """
-
-    program: Any
-    fields: Any
-    planes: int
-    has_room: Callable[[], bool] | None
-    leave: Callable[[bool, bool, list[Tensor]], Any] | None
-    backward: tuple[Any, Any] | None
-
-
 class Rest(NamedTuple):
     """x's gradient, left for later: ``compute`` makes it, once, of the tensors that were carried
     over, which it takes out of their list, and of the weight."""

@@ -198,8 +198,8 @@ class ImaginaryGPU(BatchKernels):
         self.streams -= 1
         return 0
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> int:
-        there = ctypes.c_int.from_address(mode)
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        there = ctypes.c_int.from_address(mode) if isinstance(mode, int) else mode._obj
         there.value, self.capture_mode = self.capture_mode, there.value
         return 0
 
@@ -531,7 +531,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
 @pytest.fixture
 def streams(gpu: ImaginaryGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """What prepacking asks PyTorch for."""
-    event = SimpleNamespace(record=lambda _: None, wait=lambda _: None)
+    done = lambda *_: None  # noqa: E731
+    event = SimpleNamespace(record=done, wait=done, synchronize=done)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)

@@ -17,7 +17,7 @@ from torch import nn
 from epinorm import said
 from epinorm.backends import unpromised
 from epinorm.backends.cpu.build import BuildError
-from epinorm.backends.cuda import replayed
+from epinorm.backends.cuda import recorded
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
 from epinorm.backends.cuda.fp32.planes import splitter
 from epinorm.backends.cuda.plan import hopper
@@ -349,7 +349,7 @@ def test_without_a_compiler_python_launches(gpu, monkeypatch, caplog):
     def missing():
         raise BuildError("there is no C++ compiler")
 
-    monkeypatch.setattr(replayed, "native", missing)
+    monkeypatch.setattr(recorded, "native", missing)
     said.forget()
     caller = Caller(CHAIN, "planes")
     for _ in range(4):

@@ -65,7 +65,7 @@ def check(run: Any, inputs: Inputs, text: str, spends: bool) -> None:
 
 @BOTH
 def test_x_is_written_over_by_as_many_launches(text, strategy, gpu: Any) -> None:
-    run = executable._forward(problem(text), Plan(strategy, "", "hopper"), layout(tensors()))
+    run, _ = executable._forward(problem(text), Plan(strategy, "", "hopper"), layout(tensors()))
     for _ in range(3):
         check(run, tensors(), text, True)
         assert gpu.kinds()[:3] == ["split_over", "linear_norm", "rescue"]
@@ -79,10 +79,12 @@ def test_where_it_cannot_be_it_stays(text, strategy, gpu: Any) -> None:
     odd_weight = torch.empty(N * K + 1)[1:].view(N, K).normal_()
     for change in ({"x": odd}, {"x": apart}, {"weight": odd_weight}):
         inputs = tensors()._replace(**change)
-        check(executable._forward(problem(text), plan, layout(inputs)), inputs, text, False)
+        run, _ = executable._forward(problem(text), plan, layout(inputs))
+        check(run, inputs, text, False)
         assert gpu.kinds()[:3] == ["split", "linear_norm", "rescue"]
     inputs = tensors(100)
-    check(executable._forward(problem(text, 100), plan, layout(inputs)), inputs, text, False)
+    run, _ = executable._forward(problem(text, 100), plan, layout(inputs))
+    check(run, inputs, text, False)
     assert gpu.kinds()[0] == "split"
 
 
@@ -90,7 +92,7 @@ def test_an_x_of_any_leading_dimensions(gpu: Any) -> None:
     inputs = tensors()
     truth = expected(inputs, "relu")
     wide = Layout(K, K, (2, 3, 4, N))
-    run = executable._forward(problem("relu"), Plan("single", "", "hopper"), wide)
+    run, _ = executable._forward(problem("relu"), Plan("single", "", "hopper"), wide)
     y = run(inputs._replace(x=inputs.x.view(2, 3, 4, K))).y
     torch.testing.assert_close(y.view(M, N).double(), truth, rtol=1e-4, atol=1e-4)
     assert gpu.kinds()[0] == "split_over"
@@ -129,7 +131,7 @@ def test_recorded_passes_and_graphs(text, strategy, gpu: Any) -> None:
 @BOTH
 def test_beside_a_prepacked_weight(text, strategy, gpu: Any, streams: None) -> None:
     inputs = tensors()
-    run = executable._forward(problem(text), Plan(strategy, "", "hopper"), layout(inputs))
+    run, _ = executable._forward(problem(text), Plan(strategy, "", "hopper"), layout(inputs))
     with prepack.prepacked(inputs.weight):
         for first in (["split", "split_over"], ["split_over"]):
             check(run, inputs._replace(x=torch.randn(M, K)), text, True)

@@ -98,7 +98,9 @@ def run(case: ProductCase, shape: Shape, inputs: Inputs, spends: bool) -> Tensor
     """y, into memory that held NaN."""
     problem = replace(case.problem, spends_x=spends)
     plan = Plan(shape.strategy, "", "hopper")
-    forward = executable._forward(problem, plan, Layout(*_strides(inputs), (problem.m, problem.n)))
+    forward, _ = executable._forward(
+        problem, plan, Layout(*_strides(inputs), (problem.m, problem.n))
+    )
     like = [torch.empty(problem.m, problem.n, device="cuda")] * 2
     with poisoned_memory(like):
         return forward(inputs).y
@@ -368,7 +370,7 @@ def test_a_users_cuda_graph() -> None:
         flag(case)
         case.inputs = inputs._replace(x=case.inputs.x)
     problem = replace(cases[0].problem, spends_x=True)
-    forward = executable._forward(
+    forward, _ = executable._forward(
         problem, Plan("planes", "", "hopper"), Layout(problem.k, problem.k, (problem.m, problem.n))
     )
     x.copy_(inputs.x)

@@ -38,7 +38,7 @@ class Converter(Protocol):
         ...
 
 
-_State = tuple[int, int, int, int]
+_State = tuple[int, int, tuple[int, ...], int]
 NEVER = -1
 """A version that no tensor has."""
 OLDEST = (8, 0)  # compute capability of Ampere
@@ -53,7 +53,11 @@ def _state(weight: Tensor) -> _State | None:
     if weight.is_inference():
         return None
     storage = weight.untyped_storage()._cdata
-    return weight._version, weight.data_ptr(), weight.stride(0), storage
+    return weight._version, weight.data_ptr(), weight.stride(), storage
+
+
+recording: Any = None
+"""A ``replay.Recording`` that is told of conversions: what repeats a run is to make none."""
 
 
 class Marked:
@@ -117,6 +121,9 @@ class Marked:
         return buffer if converter is self._converter and self._state is state else None
 
     def _convert(self, weight: Tensor, converter: Converter, state: _State, stream: int) -> None:
+        noted = recording  # another thread may end it
+        if noted is not None:
+            noted.refuse("it converts a weight that is kept")
         # In place only where the weight itself was changed in place: whoever did that has waited
         # for the readers of the old values. It makes graphs see the new ones, too.
         known = self._state is not None and converter is self._converter
@@ -250,7 +257,7 @@ def prepacked(model: M) -> Iterator[M]:
 def converted_once(weight: Tensor) -> Iterator[None]:
     """Let all calls within share the weight's converted form, where it is one that is converted.
     What another thread's calls find of it meanwhile is theirs as long as they run."""
-    is_converted = not weight.is_inference() and _why_not(weight) is None
+    is_converted = not weight.is_inference() and why_not(weight) is None
     mine = None
     with _lock:
         if is_converted and id(weight) not in marked:
@@ -280,7 +287,7 @@ def _is_matrix(t: Tensor) -> bool:
 
 def keeps(weight: Tensor) -> bool:
     """Whether the weight is marked, and is one that is converted at all."""
-    return id(weight) in marked and not weight.is_inference() and _why_not(weight) is None
+    return id(weight) in marked and not weight.is_inference() and why_not(weight) is None
 
 
 def _mark(weight: Tensor) -> None:
@@ -320,11 +327,12 @@ def _why_nothing(weights: list[Tensor]) -> str | None:
             "weights made under torch.inference_mode have no version counter, so that a change "
             "could not be seen (make or load the model outside of it)"
         )
-    reasons = [_why_not(weight) for weight in weights]
+    reasons = [why_not(weight) for weight in weights]
     return None if None in reasons else reasons[0]
 
 
-def _why_not(weight: Tensor) -> str | None:
+def why_not(weight: Tensor) -> str | None:
+    """Why weights of this dtype on this device are not converted; None where they are."""
     if weight.dtype != torch.float32:
         return f"{weight.dtype} is multiplied as it is; only float32 is converted"
     if weight.device.type != "cuda":

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from epinorm.backends.cpu.build import BuildError
+from epinorm.backends.prepack import marked
 from epinorm.operator import transforms
 from epinorm.operator.accumulation import entered
 from epinorm.operator.autograd import OPERANDS, gradients
 from epinorm.operator.calls import Facts
-from epinorm.operator.native_operators import Native, passes_of, setting_of
+from epinorm.operator.native_operators import UNMARKED, Native, passes_of, setting_of
 from epinorm.precision import follows_setting, fp32_precision
 from epinorm.problem import Executable
 
@@ -37,6 +38,8 @@ class NativeCalls(Native):
         passes = passes_of(executable, facts)
         if passes is None or not all([t is None or t.is_contiguous() for t in tensors]):
             return
+        if training and passes.converter is not None:
+            return  # of which the node would save what is kept, and each step makes it stale
         if training and any([t is not None and t.is_inference() for t in tensors]):
             return  # of which Python saves copies
         chain = executable.problem.chain
@@ -47,14 +50,17 @@ class NativeCalls(Native):
                 return
         x, weight = tensors[:2]
         casts = None if facts[3] is None else transforms.casts(tensors, facts[3])
+        calls, packed = self.calls_like(weight, passes)
+        if calls is None:
+            return
         leave, backward = passes.leave, passes.backward
         if leave is not None:
             leave = partial(leave, x.requires_grad, weight.requires_grad)
         kept = made.saved(chain), made.mean, made.rstd
         second: Any = made.second if isinstance(made.second, int) else -1
         both = (-1, second) if chain.returns_statistics else (second, -1)
-        self.made().add(
-            *(tensors, casts, setting_of(executable), (*x.shape[:-1], weight.shape[0])),
+        calls.add(
+            *((*tensors, *packed), casts, setting_of(executable), (*x.shape[:-1], weight.shape[0])),
             *(passes.program, kept, *both, passes.planes, passes.has_room, leave),
             *(backward if training and backward is not None else (None, None)),
             partial(gradients, executable, facts) if training else None,
@@ -82,4 +88,5 @@ class LayersCalls(Native):
         with suppress(BuildError):
             if native() is not None:
                 setting = fp32_precision() if follows_setting(x.dtype, "cuda") else None
-                self.made().add_layers(tensors, setting, layers)
+                calls = self.made(None if id(tensors[1]) in marked else UNMARKED)
+                calls.add_layers(tensors, setting, layers)

@@ -132,7 +132,7 @@ def shorten_backward(operator: Any, begins: bool = False, spends_dy: bool = Fals
         *facts, wanted, dsum = rest
         native = _native(name, *facts, *wanted)
         read = (dy, x, weight, bias, norm_weight, norm_bias, *operands, dsum, z, mean, rstd)
-        made = native.find(read)
+        made = native.find_backward(read)
         if made is not None:
             return returned(made)
         if not is_undisturbed():

@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack as _function_mode_s
 F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter, type(None)))
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
+_function_modes = function_modes = torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 _autocast = is_under_autocast = torch._C._is_any_autocast_enabled
 _profiler = torch._C._autograd._profiler_enabled

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes
-from epinorm.backends.cuda.gemm import forward as single
+from epinorm.backends.cuda.gemm.forward import SingleForward
 from epinorm.backends.cuda.gemm.launch import Bound
 from epinorm.backends.cuda.norm.backward import NormBackward
 from epinorm.backends.cuda.norm.batch_backward import BatchBackward
@@ -21,15 +21,14 @@ from epinorm.backends.cuda.plane_products import PlaneProducts
 from epinorm.backends.cuda.replayed import ReplayedBackward, ReplayedForward
 from epinorm.backends.cuda.text.backward_chain import backward_problem
 from epinorm.backends.memo import memo
+from epinorm.backends.native_passes import NativePasses
 from epinorm.problem import (
     CUDA_STRATEGIES,
-    Core,
     Forward,
     Gradients,
     Inputs,
     Later,
     Layout,
-    NativePasses,
     Plan,
     Problem,
     StepForward,
@@ -50,9 +49,9 @@ class CudaExecutable:
                 f"{', '.join(map(repr, CUDA_STRATEGIES))}"
             )
         self.problem, self.plan = problem, plan
-        run = _forward(problem, plan, layout)
+        run, product = _forward(problem, plan, layout)
         # In training the activations of all layers lie beside what a graph would hold.
-        self.forward = ReplayedForward(run, holds=not problem.training)
+        self.forward = ReplayedForward(run, holds=not problem.training, product=product)
         self._backward: dict[bool, _Backward] = {}  # by whether the sum has a gradient
         # Under autocast, where nothing widened the sum; before what is recorded of a pass.
         self._converts_dsum = problem.sum_dtype != problem.norm_dtype
@@ -181,11 +180,18 @@ class _Backward:
         return Gradients(dx, dw, norm.bias, norm.norm_weight, norm.norm_bias, norm.operands)
 
 
-def _forward(problem: Problem, plan: Plan, layout: Layout) -> Bound:
+def _forward(problem: Problem, plan: Plan, layout: Layout) -> tuple[Bound, SingleForward | None]:
+    """The pass, and its product where that is no library's."""
     if plan.strategy == "single":
-        return single.bind(problem, plan.core or "hopper", layout)
+        product = SingleForward(problem, plan.core or "hopper")
+        return product.bind(*layout), product
     if plan.strategy == "planes":
-        return _planes(problem, plan.core or "hopper", layout)
+        product = SingleForward(product_of(problem), plan.core or "hopper", problem)
+        return _planes(problem, product, layout), product
+    return _epilogue(problem, layout), None
+
+
+def _epilogue(problem: Problem, layout: Layout) -> Bound:
     z_is_sum = sum_is_z(problem)
     normalise = _normalising(rest_of(problem) if z_is_sum else problem)
     normalise_rows = normalise.bind(problem.n, layout.y_size, _y_over_z(problem))
@@ -223,7 +229,7 @@ def _y_over_z(problem: Problem) -> bool:
     return not is_kept and problem.out_dtype == problem.dtype
 
 
-def _planes(problem: Problem, core: Core, layout: Layout) -> Bound:
+def _planes(problem: Problem, product: SingleForward, layout: Layout) -> Bound:
     """Strategy `planes`: an fp32 product by fp16 planes, then the norm kernel, for groups of any
     width.
 
@@ -236,7 +242,7 @@ def _planes(problem: Problem, core: Core, layout: Layout) -> Bound:
     pre, keeps_z, returns_sum = problem.chain.pre, problem.keeps_z, problem.chain.returns_sum
     of_pre = sum(op.operand is not None for op in pre)
     constants_of_pre = sum(len(op.arguments) for op in pre)
-    multiply = single.bind(product_of(problem), core, layout, problem)
+    multiply = product.bind(*layout)
     normalise = _normalising(rest_of(problem)).bind(problem.n, layout.y_size, _y_over_z(problem))
 
     def normalised(made: Forward, *rest: Any) -> Forward:

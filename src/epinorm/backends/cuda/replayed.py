@@ -8,115 +8,34 @@ was recorded.
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from epinorm.backends.cpu.build import BuildError
 from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
-from epinorm.backends.cuda.runtime.replay import (
-    CannotReplay,
-    is_recording,
-    native,
-    recording,
-    replay,
-)
-from epinorm.backends.prepack import Converter, marked
+from epinorm.backends.cuda.gemm.forward import SingleForward
+from epinorm.backends.cuda.recorded import Recorder, apart, present
+from epinorm.backends.cuda.runtime.replay import native
+from epinorm.backends.native_passes import NativePasses
+from epinorm.backends.prepack import marked
 from epinorm.problem import (
     Forward,
     Gradients,
     Inputs,
     Later,
-    NativePasses,
     Rest,
     StepForward,
     Wanted,
 )
-from epinorm.said import log_once
-
-log = logging.getLogger("epinorm")
-
-ATTEMPTS = 3
-"""Runs that are recorded before it is given up."""
-
-
-class _Recorder:
-    """Records one of the first runs and makes it a program."""
-
-    def __init__(self) -> None:
-        self.runs = 0
-
-    def wants(self, device: torch.device) -> bool:
-        """Whether this run is to be recorded: not the first, which loads kernels."""
-        if self.runs > ATTEMPTS or is_recording():
-            return False
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False
-        if self.runs == 0:
-            self.runs = 1
-            return False
-        try:
-            if native() is None:
-                return False
-        except BuildError as error:
-            log_once(f"calls take the host longer, without native code for them: {error}")
-            self.runs = ATTEMPTS + 1
-            return False
-        self.runs += 1
-        return True
-
-    def record(
-        self,
-        run: Callable[[], Any],
-        given: list[Tensor],
-        results: Callable[[Any], list[Tensor]],
-        *,
-        holds: bool = False,
-    ) -> tuple[Any, Any]:
-        """What ``run`` makes, and how to repeat it; None where that cannot be. ``given`` is
-        emptied, so that it may be freed within the run."""
-        with recording(given) as noted:
-            given.clear()
-            made = run()
-        try:
-            program = replay(noted, results(made), holds=holds)
-        except CannotReplay as reason:
-            log.debug("a pass is not repeated by native code: %s", reason)
-            return made, None
-        self.runs = ATTEMPTS + 1
-        return made, program
-
-
-def _there(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [t for t in tensors if t is not None and t.numel()]
-
-
-def _apart(inputs: Inputs, *others: Tensor) -> Inputs:
-    """The inputs, of those that begin where another does copies: a recording knows tensors by their
-    addresses. What it makes of them serves both, a residual that is x and one that is not."""
-    known = {t.data_ptr() for t in others}
-
-    def own(t: Tensor | None) -> Tensor | None:
-        if t is None or not t.numel():
-            return t
-        count = len(known)
-        known.add(t.data_ptr())
-        return t if len(known) > count else t.clone()
-
-    x, weight, *vectors = map(own, inputs[:5])
-    operands = tuple(map(own, inputs.operands))
-    return Inputs._make((x, weight, *vectors, operands, inputs.constants))
 
 
 class _Known(NamedTuple):
     """How to repeat a forward pass with these constants. shared: the fields of its result that are
     no tensors of its own; left: whether x's and W's planes follow the others, of nbytes bytes,
-    and scales_alone of W's; converter: what has converted the weight that was given besides, or
-    None."""
+    and scales_alone of W's; is_packed: whether what is kept of the weight is given besides, behind
+    all else."""
 
     program: Any
     constants: tuple[float, ...]
@@ -125,7 +44,7 @@ class _Known(NamedTuple):
     left: tuple[bool, ...]
     nbytes: int
     scales_alone: bool
-    converter: Converter | None
+    is_packed: bool
 
     def result(self, made: list[Tensor]) -> Forward:
         results = iter(made)
@@ -150,29 +69,29 @@ def _planes(out: Forward) -> tuple[Tensor | None, ...]:
     return () if left is None else (left.x, left.weight)
 
 
-def _known(
-    program: Any, constants: tuple[float, ...], out: Forward, converter: Converter | None
-) -> _Known:
+def _known(program: Any, constants: tuple[float, ...], out: Forward, is_packed: bool) -> _Known:
     own = tuple([t is not None and t.numel() > 0 for t in out])
     shared = tuple([None if is_own else t for t, is_own in zip(out, own, strict=True)])
     planes = _planes(out)
     nbytes = sum(t.nbytes for t in planes if t is not None)
     left = tuple(t is not None for t in planes)
     scales_alone = bool(planes) and out.left.scales_alone  # type: ignore[attr-defined]
-    return _Known(program, constants, shared, own, left, nbytes, scales_alone, converter)
+    return _Known(program, constants, shared, own, left, nbytes, scales_alone, is_packed)
 
 
 class ReplayedForward:
-    """A forward pass that is repeated once it was recorded; holds: as ``replay`` takes it.
+    """A forward pass that is repeated once it was recorded; holds: as ``replay`` takes it; product:
+    what may read a prepacked weight's converted form.
 
-    A prepacked weight's converted form is one tensor more that it is given, where it is up to date.
+    That is one tensor more that the pass is given, where it is up to date.
     """
 
-    def __init__(self, run: Callable[[Inputs], Forward], *, holds: bool) -> None:
-        self._run, self._recorder, self._holds = run, _Recorder(), holds
+    def __init__(
+        self, run: Callable[[Inputs], Forward], *, holds: bool, product: SingleForward | None = None
+    ) -> None:
+        self._run, self._recorder, self._holds = run, Recorder(), holds
+        self._product = product
         self._known: _Known | None = None
-        self._converter: Converter | None = None  # until something was recorded
-        self._may_be_packed = True  # until a run has made no use of it
 
     def __call__(
         self,
@@ -190,43 +109,38 @@ class ReplayedForward:
         given = [t for t in (x, weight, bias, norm_weight, norm_bias) if t is not None]
         given += operands
         packed: list[Tensor] = []
-        found = self._known
-        converter = self._converter if found is None else found.converter
-        entry = marked.get(id(weight)) if marked and self._may_be_packed else None
-        if entry is not None and weight.dtype == torch.float32:
-            kept = entry.current(weight, converter)
+        entry, product = marked.get(id(weight)) if marked else None, self._product
+        if entry is not None and product is not None and product.may_keep(weight):
+            kept = entry.current(weight, product.converter)
             if kept is None:
-                made = self._run(whole)
-                # A captured run may convert nothing: then what has converted is another's.
-                if not torch.cuda.is_current_stream_capturing():
-                    self._converter = entry.converter
-                    self._may_be_packed = self._converter is not None
-                return made
+                return self._run(whole)
             packed = [kept]
             given += packed
+        found = self._known
         if found is not None:
             room = not found.nbytes or make_room(found.nbytes, x.device)
             if room and constants == found.constants and found.program.fits(given):
                 return found.result(found.program(given))
         if found is not None or not self._recorder.wants(x.device):
             return self._run(whole)
-        whole = _apart(whole)
+        whole = apart(whole)
         given = [t for t in (*whole[:5], *whole.operands, *packed) if t is not None]
         out, program = self._recorder.record(
             lambda: self._run(whole),
             given,
-            lambda made: _there((*made, *_planes(made))),
+            lambda made: present((*made, *_planes(made))),
             holds=self._holds,
+            reads_last=bool(packed),
         )
         if program is not None:
             self._device = x.device
-            self._known = _known(program, constants, out, converter if packed else None)
+            self._known = _known(program, constants, out, bool(packed))
         return out
 
     def native(self, constants: tuple[float, ...]) -> NativePasses | None:
         """The pass with these constants, as native code repeats it; None before it was recorded."""
-        known = self._known
-        if known is None or known.constants != constants or known.converter is not None:
+        known, product = self._known, self._product
+        if known is None or known.constants != constants:
             return None
         results = itertools.count()
         fields = [
@@ -235,7 +149,10 @@ class ReplayedForward:
         room = partial(make_room, known.nbytes, self._device) if known.nbytes else None
         leave = known.leave if known.left else None
         made = Forward._make(fields)
-        return NativePasses(known.program, made, next(results), room, leave, None)
+        converter = product.converter if product is not None and known.is_packed else None
+        may_keep = None if product is None else product.may_keep
+        planes = next(results), room, leave
+        return NativePasses(known.program, made, *planes, None, converter, may_keep)
 
 
 def _given(
@@ -244,7 +161,7 @@ def _given(
     """What a backward pass reads. Where z is dy it is asked for its size alone, or is read as dy:
     then one tensor fewer is given than where it is not."""
     z = None if kept.z is dy else kept.z
-    return _there((dy, *inputs[:5], *inputs.operands, z, kept.mean, kept.rstd, *planes))
+    return present((dy, *inputs[:5], *inputs.operands, z, kept.mean, kept.rstd, *planes))
 
 
 def _flags(want: Wanted, has_planes: tuple[bool, bool]) -> int:
@@ -261,7 +178,7 @@ class _ReplayedRest:
     """A ``Rest.compute`` that is repeated once it was recorded."""
 
     def __init__(self, run: Callable[[list[Tensor], Tensor], Tensor | None]) -> None:
-        self._run, self._recorder = run, _Recorder()
+        self._run, self._recorder = run, Recorder()
         self._program: Any = None
         self._like: Any = None  # the weight that was recorded
 
@@ -314,7 +231,7 @@ class ReplayedBackward:
 
     def __init__(self, run: Callable[..., Gradients]) -> None:
         self._run = run
-        self._known: dict[Any, tuple[_Recorder, list[_KnownBackward]]] = {}
+        self._known: dict[Any, tuple[Recorder, list[_KnownBackward]]] = {}
         self._native: tuple[tuple[float, ...], Any] | None = None
 
     def native(self, constants: tuple[float, ...]) -> Any:
@@ -354,7 +271,7 @@ class ReplayedBackward:
         key = want, has_planes, later is not None
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = (_Recorder(), [])
+            known = self._known[key] = (Recorder(), [])
         recorder, found = known
         if found and found[0].constants == inputs.constants:
             given = _given(inputs, kept[0], dy, planes)
@@ -368,13 +285,13 @@ class ReplayedBackward:
         if found or not recorder.wants(dy.device):
             del planes
             return run(inputs, kept, dy, want, left)
-        inputs = _apart(inputs, kept[0].z)
+        inputs = apart(inputs, kept[0].z)
         given = _given(inputs, kept[0], dy, planes)
         del planes
         gradients, program = recorder.record(
             lambda: run(inputs, kept, dy, want, left),
             given,
-            lambda made: _there((*made[:5], *made.operands, *_carried(later, dy))),
+            lambda made: present((*made[:5], *made.operands, *_carried(later, dy))),
         )
         if program is not None:
             there = [t is not None for t in (*gradients[:5], *gradients.operands)]

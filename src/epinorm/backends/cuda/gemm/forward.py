@@ -43,22 +43,31 @@ from epinorm.backends.cuda.plan.strategy import LARGEST_GUARDED_GROUP
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
 from epinorm.backends.cuda.runtime.prepared import new_tensor
 from epinorm.backends.cuda.text.instance import columns_of
-from epinorm.backends.prepack import marked
+from epinorm.backends.prepack import Converter, marked
 from epinorm.problem import Core, Forward, Inputs, Layout, Problem, StepForward
 
 
-def bind(problem: Problem, core: Core, layout: Layout, whole: Problem | None = None) -> Bound:
-    """The forward pass of tensors of this layout; whole: the problem whose product it is."""
-    return SingleForward(problem, core, whole).bind(*layout)
-
-
 class SingleForward:
-    """y and what backward needs, by one kernel (fp32: and the conversion of x and W to planes)."""
+    """y and what backward needs, by one kernel (fp32: and the conversion of x and W to planes);
+    whole: the problem whose product it is."""
 
     def __init__(self, problem: Problem, core: Core, whole: Problem | None = None) -> None:
         self.problem, self.core = problem, core
         self.weight_waits = weight_waits(whole or problem)
         self.ordinary = _launch_of(problem, core, prepacked=False)
+        self._prepacked: _Launch | None = None  # of marked weights, made when there is one
+
+    def may_keep(self, weight: Tensor) -> bool:
+        """Whether the weight is kept converted where it is marked; before the first that is, it may
+        be."""
+        splits = self._prepacked is None or isinstance(self._prepacked, _Split)
+        return splits and self.problem.dtype == torch.float32 and not weight.is_inference()
+
+    @property
+    def converter(self) -> Converter | None:
+        """What converts a marked weight; None before there was one, and where none is kept."""
+        launch = self._prepacked
+        return launch.split_weight if isinstance(launch, _Split) else None
 
     def bind(self, *layout: Any) -> Bound:
         """The function for tensors of this ``Layout``."""
@@ -77,6 +86,7 @@ class SingleForward:
                 if prepacked is None:
                     launch = _launch_of(self.problem, self.core, prepacked=True)
                     prepacked = launch, launch.bind(*layout)
+                    self._prepacked = launch
                 launch, run_prepacked = prepacked
                 if not isinstance(launch, _Split):
                     return run_prepacked(inputs)

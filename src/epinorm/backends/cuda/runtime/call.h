@@ -166,7 +166,8 @@ struct Call {
   std::vector<Kind> saved;                // the inputs as the backward pass finds them
   int residual = -1;                      // the input in whose place the sum is saved
   std::shared_ptr<const Held> layers;     // (tensors) -> what PyTorch's own layers give; or none
-  std::string name;                       // of an operator; what it returns, each as ``kept`` has it:
+  std::string name;                       // of an operator, which takes so many of the tensors; what
+  size_t taken = 0;                       // it returns, each as ``kept`` has it:
   std::vector<std::pair<int, at::Tensor>> outputs;
 };
 
@@ -208,7 +209,7 @@ inline Tensors operate(const Call& call, const Tensors& tensors, void* stream) {
     if (t.defined() && t.numel()) given.push_back(t);
   if (!call.forward->fits(given)) return {};
   WithoutGil others;
-  const std::vector<c10::IValue> inputs(tensors.begin(), tensors.end());
+  const std::vector<c10::IValue> inputs(tensors.begin(), tensors.begin() + call.taken);
   RECORD_FUNCTION(call.name, inputs);
   at::AutoDispatchBelowADInplaceOrView below;
   made = call.forward->run(std::move(given), stream);

@@ -197,16 +197,19 @@ PyObject* add_layers(PyObject* self, PyObject* args) {
   });
 }
 
-// (an operator's name, tensors, setting, program, what it returns)
+// (an operator's name, tensors, how many of them it takes, setting, program, what it returns)
 PyObject* add_operator(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
     const char* name;
+    Py_ssize_t taken;
     PyObject *given, *setting, *program, *outputs;
-    if (!PyArg_ParseTuple(args, "sOOO!O", &name, &given, &setting, program_type, &program, &outputs))
+    if (!PyArg_ParseTuple(args, "sOnOO!O", &name, &given, &taken, &setting, program_type, &program,
+                          &outputs))
       return nullptr;
     const auto made = new_call(*value_of<Calls>(self), given, setting, program);
     if (!made) Py_RETURN_NONE;
     made->name = name;
+    made->taken = taken;
     made->outputs = fields(outputs);
     return add(self, made);
   });

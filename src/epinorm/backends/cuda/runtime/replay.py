@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epinorm.backends import unpromised
+from epinorm.backends import prepack, unpromised
 from epinorm.backends.cpu.build import BuildError, load_extension
 from epinorm.backends.cuda.runtime import launch as launching
 from epinorm.backends.cuda.runtime import prepared
@@ -144,6 +144,15 @@ class Recording(TorchDispatchMode):
         if threading.get_ident() == self._thread and tensor.numel():
             self._add(tensor)
 
+    def refuse(self, reason: str) -> None:
+        """Let the run be none that can be repeated."""
+        if threading.get_ident() == self._thread:
+            self.refused = self.refused or reason
+
+    def reads(self, buffer: int) -> bool:
+        """Whether a step so far takes something in this buffer."""
+        return any(buffer in step.used for step in self.steps)
+
     def note_over(self, made: Tensor, old: Tensor) -> None:
         """As ``prepared.may_be_over``."""
         new, before = self.find(made.data_ptr()), self.find(old.data_ptr())
@@ -230,7 +239,7 @@ def is_recording() -> bool:
 def recording(given: Sequence[Tensor]) -> Iterator[Recording]:
     """Note what this thread does within with what it is given; one thread at a time."""
     noted = Recording(given)
-    hooks: tuple[Any, ...] = (launching, prepared)
+    hooks: tuple[Any, ...] = (launching, prepared, prepack)
     with _one_at_a_time:
         try:
             for module in hooks:
