@@ -302,7 +302,10 @@ def explain(
     if gpu is not None:
         one_of("--gpu", gpu, tuple(GPUS))
         if device is not None or plan:
-            raise UsageError("--gpu is of no GPU that is here, so without --device and --plan")
+            raise UsageError(
+                "--gpu estimates for a GPU that need not be here: --device and --plan, which run "
+                "the model, do not go with it"
+            )
     chosen, products, where, _ = options_of(dtype, precision, device, "auto", gpu)
     there = contextlib.nullcontext() if gpu is None else planning(GPUS[gpu])
     with progress(file.name) as notify, fp32_precision_set(products), there:
@@ -324,7 +327,10 @@ def explain(
         out.print(str(explained), markup=False)
     if plan and not as_json:
         with fp32_precision_set(products):
-            for problem, planned in plans_of(model, inputs):
+            plans = plans_of(model, inputs)
+            if not plans:
+                out.print("\nno launches of epinorm's: all of it is left to PyTorch's layers here")
+            for problem, planned in plans:
                 shape = f"({problem.m}, {problem.k}) → ({problem.m}, {problem.n})"
                 out.print(f"\n{problem.chain}  {shape}", markup=False)
                 out.print(str(planned), markup=False, soft_wrap=True)

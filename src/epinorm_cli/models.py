@@ -37,7 +37,8 @@ def bench_models(
     from epinorm.tools.verdict import verdict
 
     where = device_of(device)
-    chosen = [SETTINGS[one_of("--settings", s, tuple(SETTINGS))] for s in settings.split(",")]
+    names = dict.fromkeys(name.strip() for name in settings.split(","))
+    chosen = [SETTINGS[one_of("--settings", name, tuple(SETTINGS))] for name in names]
     if where.type != "cuda" and any(s.precision == "high" for s in chosen):
         raise UsageError(f"setting high (TF32) exists on CUDA alone, the device is {where}")
     subject = load_subject(text, small)
