@@ -95,6 +95,102 @@ def test_autograd_sees_the_change():
         y.sum().backward()
 
 
+def test_a_view_of_another_dtype():
+    class Clearing(Advancing):
+        def forward(self, x, bits):
+            h = self.fc(x)
+            bits.zero_()
+            return self.norm(h.relu())
+
+    eager = Clearing()
+    model = fused(copy.deepcopy(eager))
+    with torch.no_grad():
+        model(x(), torch.ones(ROWS, WIDTH, dtype=torch.int64))
+        mine, its = x(), x()
+        torch.testing.assert_close(
+            model(mine, mine.view(torch.int64)), eager(its, its.view(torch.int64))
+        )
+
+
+class Dropping(Advancing):
+    """A dropout that drops nothing gives x itself, which is then changed."""
+
+    def __init__(self, share=0.5):
+        super().__init__()
+        self.drop = nn.Dropout(share)
+
+    def forward(self, x):
+        h = self.fc(x)
+        rest = self.drop(x)
+        rest += 1.5
+        return self.norm(h + rest)
+
+
+class ChangingWhatWasRead(Dropping):
+    def forward(self, x):
+        h = self.fc(self.drop(x))
+        x.clamp_(min=0)
+        return self.norm(h + x)
+
+
+@pytest.mark.parametrize("of", [Dropping, ChangingWhatWasRead])
+@pytest.mark.parametrize("trains", [False, True], ids=["eval", "p=0"])
+def test_a_dropout_that_drops_nothing(of, trains):
+    eager = of(0.0 if trains else 0.5).train(trains)
+    model = fused(copy.deepcopy(eager))
+    mine, its = x(), x()
+    with torch.no_grad():
+        torch.testing.assert_close(model(mine), eager(its))
+        torch.testing.assert_close(mine, its)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x().requires_grad_() * 1).sum().backward()
+
+
+def test_a_dropout_that_drops_is_no_obstacle():
+    model = fused(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8)))
+    model(torch.randn(4, 8))
+    assert epinorm.explain(model).fused == 1
+
+
+@torch.library.custom_op("epinorm_tests::advance", mutates_args=("one", "others"))
+def advance(one: torch.Tensor, others: list[torch.Tensor]) -> None:
+    one.add_(1)
+    for other in others:
+        other.mul_(3)
+
+
+@pytest.mark.parametrize("ours", [fused, with_backend])
+def test_an_operator_that_changes_a_list(ours, interpreted):
+    class Listed(Advancing):
+        def forward(self, x, state):
+            h = self.fc(x)
+            advance(state, [x])
+            return self.norm(h.relu())
+
+    eager = Listed()
+    model = ours(copy.deepcopy(eager))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x(), torch.zeros(3)), eager(x(), torch.zeros(3)))
+
+
+def test_an_error_leaves_what_the_graph_entered(interpreted):
+    class Entering(Advancing):
+        def forward(self, x, state, index):
+            h = self.fc(x)
+            with torch.no_grad():
+                state.mul_(0.5)
+                chosen = torch.index_select(state, 0, index)
+            return self.norm(h.relu()) + chosen.sum()
+
+    model = with_backend(Entering().requires_grad_(False))
+    good, bad = torch.tensor([0, 1]), torch.tensor([0, 9999])
+    model(x(), torch.ones(ROWS, WIDTH, dtype=torch.float64), good)
+    given = x()
+    with pytest.raises(IndexError):
+        model(given, given.view(ROWS, WIDTH), bad)
+    assert torch.is_grad_enabled()
+
+
 def test_what_is_fused_stays_fused_where_nothing_is_shared():
     model, given = fused(Advancing()), x()
     with torch.no_grad():

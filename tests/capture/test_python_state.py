@@ -819,6 +819,38 @@ def _(self, x):
     return self.chain(x) * float(np.float32(1) / np.float32(3))
 
 
+@probe("numpy array that counts", lambda m: None, lambda m: m.counts.__imul__(2))
+class Counting(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = np.zeros(1)
+
+    def forward(self, x):
+        y = self.chain(x)
+        self.counts += 1
+        within = np.arange(3.0)
+        within *= 2
+        return y * float(self.counts[0]) + float(within[1])
+
+
+@probe("truth of a numpy array", lambda m: m.array.__imul__(0), lambda m: m.array.__iadd__(1))
+class Deciding(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.array = np.ones(1)
+
+    def forward(self, x):
+        return self.chain(x) * (2.0 if self.array else 1.0)
+
+
+@forward("numpy of the input", noop)
+def _(self, x):
+    y = self.chain(x)
+    array = x.detach().numpy()
+    array *= 2
+    return y
+
+
 @forward("addcmul", noop)
 def _(self, x):
     y = self.chain(x)

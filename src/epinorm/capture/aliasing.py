@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from epinorm.capture.purity import changes, running_statistics, storage_of, value_of
 from epinorm.capture.spelling import checkpoints
+from epinorm.capture.unwinding import leave_what_is_entered, running
 from epinorm.said import log_once
 
 Run = Callable[..., Any]
@@ -37,8 +38,8 @@ def changed_inputs(gm: fx.GraphModule, with_statistics: bool = True) -> frozense
 class AsCaptured:
     """Which inputs of a graph share memory, taken down before the pass rewrites it.
 
-    A BatchNorm's running statistics and numbers that are counted are taken to share it with no
-    input: nothing can be read as both.
+    A BatchNorm's running statistics and what counts its batches are taken to share it with no other
+    input: to look at them costs each step of such a model.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -46,7 +47,8 @@ class AsCaptured:
         changed = [
             i
             for i in sorted(changed_inputs(gm, with_statistics=False))
-            if (value := value_of(inputs[i])) is not None and value.is_floating_point()
+            if (value := value_of(inputs[i])) is not None
+            and (value.dim() or value.is_floating_point())
         ]
         memory = [storage_of(node) for node in inputs]
         self._changed = tuple(
@@ -57,6 +59,8 @@ class AsCaptured:
         self._others = tuple(i for i, each in enumerate(memory) if each not in known)
         may_share = bool(changed) and len(memory) - memory.count(None) > 1
         self._written = copy.deepcopy(gm) if may_share else None
+        if self._written is not None:
+            leave_what_is_entered(self._written)
 
     def guarded(self, run: Run) -> Run:
         """``run`` of the rewritten graph, for calls whose inputs share memory as they did."""
@@ -71,7 +75,7 @@ class AsCaptured:
                 "a call runs its own code, unfused: a tensor that it changes in place shares "
                 "memory with other tensors than in the call that was captured"
             )
-            return written(*args)
+            return running(written)(*args)
 
         return call
 

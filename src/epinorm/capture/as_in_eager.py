@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo import exc, symbolic_convert
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.output_graph import SubgraphTracer
-from torch._dynamo.variables import ConstantVariable, dicts
+from torch._dynamo.variables import ConstantVariable, dicts, misc
 from torch._dynamo.variables import functions as python_functions
 from torch._dynamo.variables import torch as torch_functions
 from torch.nn.modules import module as torch_modules
@@ -156,12 +156,29 @@ def _errors_are_handled() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _arrays_change() -> Iterator[None]:
+    """Leave to Python what is done with an array of numpy's. Dynamo, which is to trace none, takes
+    it for a constant: it would change it in place itself, each time that it traces the frame."""
+    made: Any = misc.NumpyVariable
+    known = made.as_python_constant
+
+    def constant(self: Any) -> Any:
+        if hasattr(self.value, "__setitem__"):  # of what it stands for, arrays alone have it
+            raise exc.Unsupported("an array of numpy's is read or changed")
+        return known(self)
+
+    with mock.patch.object(made, known.__name__, here(constant, known)):
+        yield
+
+
 _ALL: tuple[Callable[[], Any], ...] = (
     _answers_as_in_eager,  # and no other thread, for what follows
     _without_cycles,
     _warning_at_once,
     _generators_wait,
     _errors_are_handled,
+    _arrays_change,
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, "i" + name)
@@ -173,11 +174,28 @@ def changes(node: fx.Node) -> list[fx.Node]:
         found += [given.get(a.name) for a in schema if a.alias_info and a.alias_info.is_write]
     found.append(node.kwargs.get("out"))
     found += running_statistics(node)
-    return [given for given in found if isinstance(given, fx.Node)]
+    return [given for given in pytree.tree_leaves(found) if isinstance(given, fx.Node)]
+
+
+def _may_be_its_input(node: fx.Node) -> bool:
+    """Whether the node is a dropout that drops nothing, which gives its input itself; the tensor
+    that Dynamo has for it is another one."""
+    if node.op != "call_function" or "dropout" not in getattr(node.target, "__name__", ""):
+        return False
+    given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
+    share, training = given.get("p", 0.5), given.get("training", given.get("train", True))
+    drops = training is True and isinstance(share, (int, float)) and share > 0
+    return (
+        not drops
+        and value_of(node) is not None
+        and value_of(node.args and node.args[0]) is not None
+    )
 
 
 def storage_of(node: fx.Node) -> int | None:
     """What tells whether two nodes' tensors share memory; None for what has none."""
+    while _may_be_its_input(node):
+        node = node.args[0]  # type: ignore[assignment]
     value = value_of(node)
     if value is None or value.layout is not torch.strided:
         return None
