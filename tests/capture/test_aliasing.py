@@ -152,6 +152,54 @@ def test_a_dropout_that_drops_is_no_obstacle():
     assert epinorm.explain(model).fused == 1
 
 
+class ByAnotherName(nn.Module):
+    """A norm or an activation by hand, of what is changed by the name that a cast gives it."""
+
+    def __init__(self, written):
+        super().__init__()
+        self.fc, self.norm, self.written = nn.Linear(WIDTH, 64), nn.GroupNorm(32, 64), written
+        self.double()
+
+    def forward(self, x):
+        return self.norm(self.written(self.fc(x)))
+
+
+def centred(h):
+    v = h.double()
+    v -= v.mean(-1, keepdim=True)
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def squared(h):
+    v = h.to(torch.float64)
+    v.pow_(2)
+    return h * torch.rsqrt(v.mean(-1, keepdim=True) + 1e-6)
+
+
+def gated(h):
+    v = h.contiguous()
+    v *= 1.702
+    return h * torch.sigmoid(v)
+
+
+def named(h):
+    return h * torch.rsqrt(torch.mean(input=h * h, dim=-1, keepdim=True) + 1e-6)
+
+
+def into(h):
+    v = torch.mul(h, 1.702, out=h)
+    return h * torch.sigmoid(v)
+
+
+@pytest.mark.parametrize("written", [centred, squared, gated, named, into])
+@pytest.mark.parametrize("ours", [fused, with_backend])
+def test_a_value_that_is_changed_by_another_name(written, ours, interpreted):
+    eager = ByAnotherName(written)
+    model = ours(copy.deepcopy(eager))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x()), eager(x()))
+
+
 @torch.library.custom_op("epinorm_tests::advance", mutates_args=("one", "others"))
 def advance(one: torch.Tensor, others: list[torch.Tensor]) -> None:
     one.add_(1)

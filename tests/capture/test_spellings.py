@@ -97,6 +97,9 @@ SPELLINGS: dict[str, Callable[..., Tensor]] = {
     "gate minus": lambda s, x: s.ln(s.sc - s.fc(x)),
     "gate of heads": lambda s, x: F.layer_norm((s.fc(x) * s.sc).view(5, 4, 4), (4,)) * s.g[:1],
     "no grad tens": lambda s, x: s.gn(s.fc(x)).detach() * 2,
+    "einsum of one weight for all": lambda s, x: s.gn(
+        torch.einsum("bk,nk->bn", x, s.fc.weight[:, :1])
+    ),
 }
 
 SPELLINGS |= {

@@ -34,6 +34,16 @@ def test_offset_far_from_zero(norm, make_case, check_as_accurate_as_eager):
     check_as_accurate_as_eager(cases)
 
 
+@pytest.mark.parametrize("norm", ["rms_norm(1e-05)", "layer_norm", "group_norm(2)"])
+def test_wide_groups(norm, make_case, check_as_accurate_as_eager):
+    """Sums of thousands of values; RMSNorm's of squares that are nearly alike."""
+    cases = [make_case(norm, 96, 32, 4096) for _ in range(4)]
+    for case in cases if norm.startswith("rms") else ():
+        case.inputs.weight.copy_(case.inputs.weight[:1] + 1e-4 * case.inputs.weight)
+        case.inputs.bias.fill_(100)
+    check_as_accurate_as_eager(cases)
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("m", [33, 4200])

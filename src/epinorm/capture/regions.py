@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from epinorm.capture.purity import value_of
+from epinorm.capture.purity import changed_argument, storage_of, value_of
 from epinorm.capture.spelling import computed
 from epinorm.chain import LayerNorm, Norm, RMSNorm
 from epinorm.chain.pointwise import DEFINITIONS, Pointwise
@@ -56,7 +56,8 @@ def _takes_part(node: fx.Node, inside: set[fx.Node]) -> bool:
     name = _name(node)
     if name in _CASTS:
         value = value_of(node)
-        return value is not None and value.dtype.is_floating_point and node.args[0] in inside
+        is_floating = value is not None and value.dtype.is_floating_point
+        return is_floating and bool(node.args) and node.args[0] in inside
     if any(given not in inside for given in node.all_input_nodes):
         return False
     if node.target is operator.getitem:
@@ -66,7 +67,7 @@ def _takes_part(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 def _over_rows(node: fx.Node) -> bool:
     """Whether a reduction is over the last dimension, which it keeps as one of size 1."""
-    value = value_of(node.args[0])
+    value = value_of(node.args[0]) if node.args else None
     if value is None or node.kwargs.get("dtype") is not None:
         return False
     place = 2 if _name(node) in ("norm", "linalg_vector_norm") else 1
@@ -80,14 +81,17 @@ def _over_rows(node: fx.Node) -> bool:
 def exits(entrance: fx.Node, has_readers: bool = False) -> Iterator[list[fx.Node]]:
     """Regions of growing size that only ``entrance`` leads into and only their last node out of;
     has_readers: others may read the entrance too."""
-    inside, nodes = {entrance}, list[fx.Node]()
+    inside, nodes, before = {entrance}, list[fx.Node](), {entrance}
     node = entrance.next
     while node.op != "root" and len(nodes) < _MOST_NODES:
         if any(given in inside for given in node.all_input_nodes):
             if not _takes_part(node, inside):
                 if has_readers and inside.isdisjoint({*node.all_input_nodes} - {entrance}):
+                    before.add(node)
                     node = node.next
                     continue
+                return
+            if _is_seen_elsewhere(node, before):
                 return
             inside.add(node)
             nodes.append(node)
@@ -95,7 +99,18 @@ def exits(entrance: fx.Node, has_readers: bool = False) -> Iterator[list[fx.Node
             open_ones = [n for n in looked_at if any(user not in inside for user in n.users)]
             if open_ones == [node]:
                 yield list(nodes)
+        before.add(node)
         node = node.next
+
+
+def _is_seen_elsewhere(node: fx.Node, before: set[fx.Node]) -> bool:
+    """Whether the node changes in place what is read behind it by another name, as what a cast to
+    the dtype that a tensor has gives. Of the name that it changes later readers read its result."""
+    changed = changed_argument(node)
+    if changed is None:
+        return False
+    names = [n for n in before if n is not changed and storage_of(n) == storage_of(node)]
+    return any(user is not node and user not in before for n in names for user in n.users)
 
 
 def _constants(nodes: Sequence[fx.Node]) -> list[float]:
@@ -127,9 +142,12 @@ def _has_gradient_of(
     """Whether the region's gradient at x (..., n) is the function's, which kinks tell apart."""
     with torch.inference_mode(False), torch.enable_grad():
         x = x.clone().requires_grad_()
-        made = (_run(nodes, entrance, x), function(x))
+        ours = _run(nodes, entrance, x)
+        if ours is None or not ours.requires_grad:
+            return False
+        made = (ours, function(x))
         towards = torch.linspace(1, 2, x.shape[-1], dtype=x.dtype)
-        a, b = (torch.autograd.grad((y * towards).sum(), x)[0] for y in made if y is not None)
+        a, b = (torch.autograd.grad((y * towards).sum(), x)[0] for y in made)
     # Where a gradient is a small difference, its parts are of the size of y / x. Detached: saved by
     # hooks, as here, a graph that no backward pass frees holds its results, and so itself.
     largest, largest_x = (t.detach().abs().amax(-1, keepdim=True) for t in (made[1], x))

@@ -210,6 +210,9 @@ def _einsum(node: fx.Node) -> Linear | None:
     letters = rows.replace("...", "") + weight
     if len(set(letters)) != len(letters):
         return None
+    given, of = map(value_of, operands)
+    if given is None or of is None or not same_shape(given.shape[-1:], of.shape[1:]):
+        return None  # a size of 1 is broadcast
     return _linear(operands[0], operands[1], None, (node,))
 
 

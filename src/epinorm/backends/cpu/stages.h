@@ -26,16 +26,12 @@ struct Stages {
       }
     for (int64_t g = 0; g < count; ++g) {
       const T* const u = s.u + g * s.width * kLanes;
-      V sum[kCount] = {};
-      for (int64_t begin = 0; begin < s.width; begin += kRun) {
-        const int64_t end = begin + kRun < s.width ? begin + kRun : s.width;
-        V part[kCount] = {};
-        for (int64_t c = begin; c < end; ++c)
-          for (int i = 0; i < kCount; ++i) part[i] += load<T>(u + c * kLanes + i * kWidth);
-        for (int i = 0; i < kCount; ++i) sum[i] += part[i];
-      }
+      V sums[1][kCount] = {};
+      sum_channels<T>(s.width, sums, [u](int64_t c, int i, auto& to) {
+        to[0][i] += load<T>(u + c * kLanes + i * kWidth);
+      });
       for (int i = 0; i < kCount; ++i)
-        store<T>(s.mean + g * kLanes + i * kWidth, C::kCentred ? sum[i] / width : V{});
+        store<T>(s.mean + g * kLanes + i * kWidth, C::kCentred ? sums[0][i] / width : V{});
     }
   }
 
@@ -46,27 +42,18 @@ struct Stages {
     const T width = T(s.width), eps = T(s.call.eps);
     for (int64_t g = 0; g < count; ++g) {
       const T* const u = s.u + g * s.width * kLanes;
-      V mean[kCount], sum[kCount] = {}, squares[kCount] = {};
+      V mean[kCount], sums[2][kCount] = {};
       for (int i = 0; i < kCount; ++i) mean[i] = load<T>(s.mean + g * kLanes + i * kWidth);
-      for (int64_t begin = 0; begin < s.width; begin += kRun) {
-        const int64_t end = begin + kRun < s.width ? begin + kRun : s.width;
-        V part[kCount] = {}, part_squares[kCount] = {};
-        for (int64_t c = begin; c < end; ++c)
-          for (int i = 0; i < kCount; ++i) {
-            const V d = load<T>(u + c * kLanes + i * kWidth) - mean[i];
-            part[i] += d;
-            part_squares[i] += d * d;
-          }
-        for (int i = 0; i < kCount; ++i) {
-          sum[i] += part[i];
-          squares[i] += part_squares[i];
-        }
-      }
+      sum_channels<T>(s.width, sums, [u, &mean](int64_t c, int i, auto& to) {
+        const V d = load<T>(u + c * kLanes + i * kWidth) - mean[i];
+        to[0][i] += d;
+        to[1][i] += d * d;
+      });
       for (int i = 0; i < kCount; ++i) {
-        const V missing = C::kCentred ? sum[i] / width : V{};
-        if (C::kCentred) squares[i] -= sum[i] * missing;  // else infinity times zero
+        const V sum = sums[0][i], missing = C::kCentred ? sum / width : V{};
+        if (C::kCentred) sums[1][i] -= sum * missing;  // else infinity times zero
         store<T>(s.shift + g * kLanes + i * kWidth, missing);
-        store<T>(s.rstd + g * kLanes + i * kWidth, squares[i]);
+        store<T>(s.rstd + g * kLanes + i * kWidth, sums[1][i]);
       }
     }
     for (int64_t g = 0; g < count; ++g) {
@@ -162,24 +149,16 @@ struct Stages {
     for (int64_t group = 0; group < count; ++group) {
       T* const g = s.v + group * s.width * kLanes;
       const T* const h = s.w + group * s.width * kLanes;
-      V total[kCount] = {}, weighted[kCount] = {};
-      for (int64_t begin = 0; begin < s.width; begin += kRun) {
-        const int64_t end = begin + kRun < s.width ? begin + kRun : s.width;
-        V part[kCount] = {}, weighted_part[kCount] = {};
-        for (int64_t c = begin; c < end; ++c)
-          for (int i = 0; i < kCount; ++i) {
-            const V gradient = load<T>(g + c * kLanes + i * kWidth);
-            part[i] += gradient;
-            weighted_part[i] += gradient * load<T>(h + c * kLanes + i * kWidth);
-          }
-        for (int i = 0; i < kCount; ++i) {
-          total[i] += part[i];
-          weighted[i] += weighted_part[i];
-        }
-      }
+      V sums[2][kCount] = {};
+      sum_channels<T>(s.width, sums, [g, h](int64_t c, int i, auto& to) {
+        const V gradient = load<T>(g + c * kLanes + i * kWidth);
+        to[0][i] += gradient;
+        to[1][i] += gradient * load<T>(h + c * kLanes + i * kWidth);
+      });
+      V total[kCount], weighted[kCount];
       for (int i = 0; i < kCount; ++i) {
-        total[i] = C::kCentred ? total[i] / width : V{};
-        weighted[i] /= width;
+        total[i] = C::kCentred ? sums[0][i] / width : V{};
+        weighted[i] = sums[1][i] / width;
       }
       for (int64_t c = 0; c < s.width; ++c)
         for (int i = 0; i < kCount; ++i) {

@@ -12,8 +12,35 @@ namespace epinorm {
 // them works on full vectors, few enough that the turned values stay in the first-level cache.
 constexpr int64_t kPanelChannels = 64;
 
-// Sums are made of sums of this many channels: rounding errors then grow with the shorter of both.
+// Sums are made of sums of this many channels, which are added in double: rounding errors grow with a run alone.
 constexpr int64_t kRun = 16;
+
+// Of each lane's values of `width` channels: term(c, i, sums) adds the channel's to the i-th vector of each sum.
+template <class T, int kSums, class Term>
+EPINORM_INLINE void sum_channels(int64_t width, Vec<T> (&sums)[kSums][Vector<T>::kCount], Term term) {
+  constexpr int kCount = Vector<T>::kCount, kWidth = Vector<T>::kWidth;
+  if (width <= kRun) {
+    for (int64_t c = 0; c < width; ++c)
+      for (int i = 0; i < kCount; ++i) term(c, i, sums);
+    return;
+  }
+  double total[kSums][kLanes] = {};
+  T values[kLanes];
+  for (int64_t begin = 0; begin < width; begin += kRun) {
+    const int64_t end = begin + kRun < width ? begin + kRun : width;
+    Vec<T> part[kSums][kCount] = {};
+    for (int64_t c = begin; c < end; ++c)
+      for (int i = 0; i < kCount; ++i) term(c, i, part);
+    for (int k = 0; k < kSums; ++k) {
+      for (int i = 0; i < kCount; ++i) store<T>(values + i * kWidth, part[k][i]);
+      EPINORM_LANES { total[k][l] += double(values[l]); }
+    }
+  }
+  for (int k = 0; k < kSums; ++k) {
+    EPINORM_LANES { values[l] = T(total[k][l]); }
+    for (int i = 0; i < kCount; ++i) sums[k][i] = load<T>(values + i * kWidth);
+  }
+}
 
 inline int64_t panel_groups(int64_t groups, int64_t width) {
   const int64_t wanted = (kPanelChannels + width - 1) / width;
