@@ -126,6 +126,14 @@ class Dropping(Advancing):
         return self.norm(h + rest)
 
 
+class ByName(Dropping):
+    def forward(self, x):
+        h = self.fc(x)
+        rest = nn.functional.dropout(training=self.training, p=self.drop.p, input=x)
+        rest += 1.5
+        return self.norm(h + rest)
+
+
 class ChangingWhatWasRead(Dropping):
     def forward(self, x):
         h = self.fc(self.drop(x))
@@ -133,7 +141,7 @@ class ChangingWhatWasRead(Dropping):
         return self.norm(h + x)
 
 
-@pytest.mark.parametrize("of", [Dropping, ChangingWhatWasRead])
+@pytest.mark.parametrize("of", [Dropping, ByName, ChangingWhatWasRead])
 @pytest.mark.parametrize("trains", [False, True], ids=["eval", "p=0"])
 def test_a_dropout_that_drops_nothing(of, trains):
     eager = of(0.0 if trains else 0.5).train(trains)

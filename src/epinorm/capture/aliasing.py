@@ -64,9 +64,9 @@ class AsCaptured:
 
     def guarded(self, run: Run) -> Run:
         """``run`` of the rewritten graph, for calls whose inputs share memory as they did."""
-        written = self._written
-        if written is None:
+        if self._written is None:
             return run
+        as_written = running(self._written)
 
         def call(*args: Any) -> Any:
             if self._fits(args):
@@ -75,7 +75,7 @@ class AsCaptured:
                 "a call runs its own code, unfused: a tensor that it changes in place shares "
                 "memory with other tensors than in the call that was captured"
             )
-            return running(written)(*args)
+            return as_written(*args)
 
         return call
 

@@ -22,8 +22,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from epinorm.backends.cuda.runtime.device import stand_in
-from epinorm.capture.purity import tensor_of, value_of
-from epinorm.capture.spelling import arguments
+from epinorm.capture.purity import arguments, tensor_of, value_of
 from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
 
 SWAPPED = "epinorm_swapped"

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from epinorm.capture.purity import BATCH_NORM, value_of
-from epinorm.capture.spelling import arguments, name_of
+from epinorm.capture.purity import BATCH_NORM, arguments, value_of
+from epinorm.capture.spelling import name_of
 
 _KEY = "epinorm_batch_norm"
 

@@ -23,16 +23,9 @@ from epinorm.capture.chains import Search
 from epinorm.capture.layouts import is_unseen
 from epinorm.capture.obstacles import IN_DISGUISE
 from epinorm.capture.paying import Settings, pays
-from epinorm.capture.purity import changed_argument, is_pure, tensor_of, value_of
+from epinorm.capture.purity import arguments, changed_argument, is_pure, tensor_of, value_of
 from epinorm.capture.sites import problem_of
-from epinorm.capture.spelling import (
-    arguments,
-    checkpoints,
-    computed,
-    name_of,
-    read_pointwise,
-    same_shape,
-)
+from epinorm.capture.spelling import checkpoints, computed, name_of, read_pointwise, same_shape
 from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
 from epinorm.precision import convolutions_take_tf32, fp32_precision
 from epinorm.problem import Problem

@@ -15,8 +15,8 @@ from epinorm.capture import distributed
 from epinorm.capture.layouts import is_unseen, replayed
 from epinorm.capture.norms import NormRead
 from epinorm.capture.operands import lies_in_order
-from epinorm.capture.purity import tensor_of, unwrapped, value_of
-from epinorm.capture.spelling import Linear, arguments
+from epinorm.capture.purity import arguments, tensor_of, unwrapped, value_of
+from epinorm.capture.spelling import Linear
 from epinorm.chain import BatchNorm, Chain, GroupNorm, Rounding
 from epinorm.chain.chain import AUTOCAST_TO_FP32
 from epinorm.chain.pointwise import Pointwise

@@ -18,9 +18,9 @@ from epinorm.capture.layouts import is_unseen
 from epinorm.capture.moves import TRANSPOSITIONS
 from epinorm.capture.norms import NormRead, read_norm_function
 from epinorm.capture.obstacles import WHY_WHOLE
-from epinorm.capture.purity import tensor_of, value_of
+from epinorm.capture.purity import arguments, tensor_of, value_of
 from epinorm.capture.sites import problem_of
-from epinorm.capture.spelling import arguments, is_view, name_of, read_linear, same_shape
+from epinorm.capture.spelling import is_view, name_of, read_linear, same_shape
 from epinorm.capture.trace import StaysWhole, Trace, check_alike, erase
 from epinorm.chain import BatchNorm, GroupNorm, RMSNorm
 

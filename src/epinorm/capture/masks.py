@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from epinorm.capture.purity import changes, is_pure, storage_of, value_of
-from epinorm.capture.spelling import arguments, computed, name_of, same_shape
+from epinorm.capture.purity import arguments, changes, is_pure, storage_of, value_of
+from epinorm.capture.spelling import computed, name_of, same_shape
 from epinorm.capture.tf32_attention import is_taken
 from epinorm.precision import product_precision
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from epinorm.capture.purity import BATCH_NORM, value_of
-from epinorm.capture.spelling import arguments, same_shape
+from epinorm.capture.purity import BATCH_NORM, arguments, value_of
+from epinorm.capture.spelling import same_shape
 from epinorm.chain import BatchNorm, GroupNorm, LayerNorm, Norm, RMSNorm, Rounding
 
 _ROWS = ("input", "normalized_shape", "weight", "bias", "eps")

@@ -88,6 +88,12 @@ def _asks_in_place(node: fx.Node) -> bool:
     return bool(given.get("inplace"))
 
 
+def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
+    """The node's positional and keyword arguments by name; positional ones beyond are left out."""
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False))
+    return given | dict(node.kwargs)
+
+
 def value_of(node: Any) -> Tensor | None:
     """The tensor without values that Dynamo has for a node; None for what is no tensor."""
     if not isinstance(node, fx.Node):
@@ -121,8 +127,8 @@ def is_pure(node: fx.Node) -> bool:
     if target is F.batch_norm:
         return not running_statistics(node)
     if target is F.embedding:
-        given = dict(zip(_EMBEDDING, node.args, strict=False)) | node.kwargs
-        return given.get("max_norm") is None  # else it shortens rows of its weight, in place
+        longest = arguments(node, *_EMBEDDING).get("max_norm")
+        return longest is None  # else it shortens rows of its weight, in place
     if target in _IN_PLACE_OPERATORS:  # of numbers they make new ones
         return value_of(node) is None and value_of(node.args[0]) is None
     if isinstance(target, torch._ops.OpOverload):
@@ -156,7 +162,7 @@ def running_statistics(node: fx.Node) -> list[Any]:
     """The running statistics that a BatchNorm changes, and returns nothing of."""
     if node.op != "call_function" or node.target is not F.batch_norm:
         return []
-    given = dict(zip(BATCH_NORM, node.args, strict=False)) | node.kwargs
+    given = arguments(node, *BATCH_NORM)
     if given.get("training", False) is False:
         return []
     return [given[name] for name in BATCH_NORM[1:3] if given.get(name) is not None]
@@ -177,25 +183,22 @@ def changes(node: fx.Node) -> list[fx.Node]:
     return [given for given in pytree.tree_leaves(found) if isinstance(given, fx.Node)]
 
 
-def _may_be_its_input(node: fx.Node) -> bool:
-    """Whether the node is a dropout that drops nothing, which gives its input itself; the tensor
-    that Dynamo has for it is another one."""
+def _given_back(node: fx.Node) -> fx.Node | None:
+    """The input of a dropout that may drop nothing, which then gives it back itself; the tensor
+    that Dynamo has for its result is another one."""
     if node.op != "call_function" or "dropout" not in getattr(node.target, "__name__", ""):
-        return False
-    given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
-    share, training = given.get("p", 0.5), given.get("training", given.get("train", True))
+        return None
+    given = arguments(node, "input", "p", "training")
+    share, training = given.get("p", 0.5), given.get("training", given.get("train"))
     drops = training is True and isinstance(share, (int, float)) and share > 0
-    return (
-        not drops
-        and value_of(node) is not None
-        and value_of(node.args and node.args[0]) is not None
-    )
+    source = given.get("input", given.get("self"))
+    return None if drops or value_of(node) is None or value_of(source) is None else source
 
 
 def storage_of(node: fx.Node) -> int | None:
     """What tells whether two nodes' tensors share memory; None for what has none."""
-    while _may_be_its_input(node):
-        node = node.args[0]  # type: ignore[assignment]
+    while (source := _given_back(node)) is not None:
+        node = source
     value = value_of(node)
     if value is None or value.layout is not torch.strided:
         return None

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from epinorm.capture.purity import changed_argument, value_of
+from epinorm.capture.purity import arguments, changed_argument, value_of
 from epinorm.chain.pointwise import Pointwise, of_call
 
 _nn: Any = torch._C._nn
@@ -81,12 +81,6 @@ def checkpoints(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.GraphModule]]:
     functions = (node for node in gm.graph.nodes if node.op == "call_function")
     found = [node for node in functions if name_of(node) in _CHECKPOINTING]
     return [(node, getattr(gm, str(node.args[0].target))) for node in found]
-
-
-def arguments(node: fx.Node, *names: str) -> dict[str, Any]:
-    """The node's positional and keyword arguments by name; positional ones beyond are left out."""
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False))
-    return given | dict(node.kwargs)
 
 
 def same_shape(a: Any, b: Any) -> bool:

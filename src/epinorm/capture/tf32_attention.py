@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from epinorm.capture.purity import tensor_of, value_of
-from epinorm.capture.spelling import arguments, checkpoints, name_of
+from epinorm.capture.purity import arguments, tensor_of, value_of
+from epinorm.capture.spelling import checkpoints, name_of
 from epinorm.operator.attention import attend, attention, compiles
 from epinorm.operator.dispatch import Uses
 from epinorm.operator.undisturbed import has_plain_types, is_only_profiled, untraced, wants_gradient

@@ -94,12 +94,13 @@ struct Stages {
     }
     for (int64_t g = 0; g < count; ++g) {
       const T* const h = s.w + g * s.width * kLanes;
-      V mean[kCount], sum[kCount] = {};
+      V mean[kCount], sums[1][kCount] = {};
       for (int i = 0; i < kCount; ++i) mean[i] = load<T>(s.mean + g * kLanes + i * kWidth);
-      for (int64_t c = 0; c < s.width; ++c)
-        for (int i = 0; i < kCount; ++i) sum[i] += load<T>(h + c * kLanes + i * kWidth) - mean[i];
+      sum_channels<T>(s.width, sums, [h, &mean](int64_t c, int i, auto& to) {
+        to[0][i] += load<T>(h + c * kLanes + i * kWidth) - mean[i];
+      });
       for (int i = 0; i < kCount; ++i)
-        store<T>(s.shift + g * kLanes + i * kWidth, C::kCentred ? sum[i] / width : V{});
+        store<T>(s.shift + g * kLanes + i * kWidth, C::kCentred ? sums[0][i] / width : V{});
     }
   }
 

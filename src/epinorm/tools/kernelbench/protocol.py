@@ -31,7 +31,8 @@ def fused_copy(
     candidate = fuse(copy.deepcopy(model), strategy=strategy)
     explanation = explain(candidate, *inputs)
     if not explanation.fused:
-        candidate(*inputs)  # a strategy that cannot serve raises, and says why
+        if strategy != "auto":
+            candidate(*inputs)  # one that cannot serve raises, and says why
         found = "; ".join(f"{row.chain} ({row.where}): {row.reason}" for row in explanation.rows)
         found = found or "no Linear → pointwise* → norm → pointwise* was found"
         whole = "; epinorm bench FILE.py:Model takes it as a whole" if explanation.linears else ""
