@@ -165,7 +165,7 @@ def wall_times(runs: dict[str, Callable[[], Any]], device: torch.device) -> dict
     """Medians of each run's faster half, in µs a call."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     if device.type == "cuda":
-        from epinorm.backends.cuda.runtime.replay import settle
+        from epinorm.backends.cuda.runtime.native import settle
 
         settle()
     for run in runs.values():

@@ -40,6 +40,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import epinorm
 from epinorm.backends import unpromised
 from epinorm.backends.cuda.runtime import driver, replay
+from epinorm.backends.cuda.runtime.native import settle
 from epinorm.tools.results import commit, put_values, today
 from host import SHAPES
 from imaginary import imaginary_h200
@@ -130,7 +131,7 @@ def fused(stack: contextlib.ExitStack, helper: ctypes.PyDLL) -> Iterator[tuple[s
         (unpromised, "current_stream", stream),
     ):
         stack.enter_context(mock.patch.object(target, name, value))
-    replay.settle()
+    settle()
     m, k, n, block = SHAPES["kb62_v0"]
     model, x = nn.Sequential(*block(k, n)).bfloat16(), torch.randn(m, k).bfloat16()
     fused = epinorm.fuse(model)

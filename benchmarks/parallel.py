@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import epinorm
-from epinorm.backends.cuda.runtime.replay import settle
+from epinorm.backends.cuda.runtime.native import settle
 from epinorm.parallel import ColwiseParallel, RowwiseParallel
 
 ROUNDS, SHORT_ROUNDS = 3, 9

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from epinorm.backends.cuda.runtime.replay import native, settle
+from epinorm.backends.cuda.runtime.native import native, settle
 from epinorm.backends.engine import plan_for
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue

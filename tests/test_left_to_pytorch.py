@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
-from epinorm.backends.cuda.runtime.replay import native
+from epinorm.backends.cuda.runtime.native import native
 from epinorm.backends.prepack import prepacked
 from epinorm.operator.dispatch import Caller
 

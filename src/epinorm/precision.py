@@ -8,6 +8,8 @@ the new one always answers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,12 +19,14 @@ Precision = Literal["native", "high", "highest"]
 allowed. ``highest``: fp32 inputs, fp32 accuracy."""
 
 
+matmul_setting: Callable[[], str] = partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
+"""What torch.backends.cuda.matmul.fp32_precision reads, six times faster: on every call's path.
+Where products have no setting of their own, the answer is the backend's, or the general one."""
+
+
 def fp32_precision() -> Literal["high", "highest"]:
     """How PyTorch computes fp32 products on CUDA now: ``highest`` (IEEE) or ``high`` (TF32)."""
-    # What torch.backends.cuda.matmul.fp32_precision reads, six times faster: on every call's path.
-    # Where products have no setting of their own, the answer is the backend's, or the general one.
-    setting = torch._C._get_fp32_precision_getter("cuda", "matmul")
-    return "high" if setting == "tf32" else "highest"
+    return "high" if matmul_setting() == "tf32" else "highest"
 
 
 def convolutions_take_tf32() -> bool:

@@ -901,7 +901,7 @@ def test_another_threads_guards_are_its_own() -> None:
     def elsewhere() -> None:
         function(torch.ones(4))
 
-    with guards_as_needed(lambda: False, lambda: False, None):
+    with guards_as_needed(lambda: False, lambda: False, None, []):
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()

@@ -11,7 +11,9 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import random
+import sys
 import types
 import warnings
 import weakref
@@ -29,6 +31,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import epinorm
+from epinorm.backends.cuda.runtime.native import native
+from epinorm.capture import rewriting, unchanged
+from epinorm.operator import native_calls
 from own_masks import own_masks
 
 K, N, GROUPS, ROWS = 6, 8, 4, 5
@@ -1144,7 +1149,9 @@ def call(model: nn.Module, x: Tensor) -> list[Any]:
     return [*outputs, *gradients]
 
 
-def run(make: Callable[[], nn.Module], steps: tuple[Step, ...], fuse: bool) -> list[Any]:
+def run(
+    make: Callable[[], nn.Module], steps: tuple[Step, ...], fuse: bool, times: int = 1
+) -> list[Any]:
     """Everything that can be seen of calls before, between and after the steps."""
     torch.manual_seed(3)
     random.seed(3)
@@ -1162,9 +1169,10 @@ def run(make: Callable[[], nn.Module], steps: tuple[Step, ...], fuse: bool) -> l
     masks = contextlib.nullcontext() if fuse else own_masks()
     with undone(), warnings.catch_warnings(), masks:
         warnings.simplefilter("ignore")
-        seen += call(model, x)
-        for step in steps:
-            seen += [step(model), *call(model, x)]
+        for step in (lambda m: None, *steps):
+            seen += [step(model)]
+            for _ in range(times):
+                seen += call(model, x)
         if not steps:
             seen += call(model, x[:2])
         seen += [model.state_dict(), model.training]
@@ -1175,8 +1183,12 @@ def run(make: Callable[[], nn.Module], steps: tuple[Step, ...], fuse: bool) -> l
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROBES)
 def test_fused_does_what_the_model_does(name: str) -> None:
+    check(name)
+
+
+def check(name: str, times: int = 1) -> None:
     make, steps = PROBES[name]
-    expected, got = (run(make, steps, fuse) for fuse in (False, True))
+    expected, got = (run(make, steps, fuse, times) for fuse in (False, True))
     expected, got = pytree.tree_leaves(expected), pytree.tree_leaves(got)
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
@@ -1185,3 +1197,34 @@ def test_fused_does_what_the_model_does(name: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
         else:
             assert a == b
+
+
+class AlwaysUsed:
+    """Calls that are told to be ours, though PyTorch computes them here."""
+
+    numbers = itertools.count()
+    count = property(lambda self: next(self.numbers), lambda self, _: None)
+
+
+@pytest.fixture
+def native_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind each call by Python the next one is native code's, if it can be."""
+    assert native(wait=True) is not None
+    monkeypatch.setattr(native_calls, "WORTH", ("cpu",))
+    monkeypatch.setattr(rewriting, "Uses", AlwaysUsed)
+    monkeypatch.setattr(unchanged, "only_call", lambda _: None)  # whose kernels are not here
+    fusing: Any = sys.modules["epinorm.capture.fuse"]
+    look = fusing.Fused.run_captured
+
+    def run_captured(self: Any, *given: Any, **kwargs: Any) -> Any:
+        self.calls.by_python = fusing._FIRST_LOOK - 1
+        return look(self, *given, **kwargs)
+
+    monkeypatch.setattr(fusing.Fused, "run_captured", run_captured)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("native_at_once")
+@pytest.mark.parametrize("name", PROBES)
+def test_native_code_looks_at_all_that_guards_do(name: str) -> None:
+    check(name, times=3)

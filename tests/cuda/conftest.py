@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from torch._inductor import compile_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from epinorm import precision
 from epinorm.backends import memo, unpromised
 from epinorm.backends.cuda.fp32 import planes, rescue
 from epinorm.backends.cuda.gemm.hopper import linear_norm
@@ -37,6 +38,7 @@ from epinorm.backends.cuda.plan import tuned
 from epinorm.backends.cuda.plan.hopper_tile import operand_slots
 from epinorm.backends.cuda.plan.norm_backward import backward_plans
 from epinorm.backends.cuda.runtime import device, driver, launch, replay, tensor_map
+from epinorm.backends.cuda.runtime.native import native
 from epinorm.capture.after_autograd import AfterAutograd
 from epinorm.chain import Chain, RMSNorm
 from epinorm.chain.reference import epilogue
@@ -492,9 +494,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ImaginaryGPU]:
     set_ = monkeypatch.setattr
     for module in (driver, launch, tensor_map):
         set_(module, "driver", lambda: gpu)
-    native = gpu.native()
-    set_(replay, "driver", lambda: native)
-    replay.native(wait=True)
+    host = gpu.native()
+    set_(replay, "driver", lambda: host)
+    native(wait=True).ask(
+        lambda: unpromised.current_device(),
+        lambda index: unpromised.current_stream(index),
+        precision.matmul_setting,
+    )
     for module in (linear_norm, norm_forward, norm_backward, planes, rescue):
         set_(module, "load", gpu.load)
     for module, made in STAND_INS.items():

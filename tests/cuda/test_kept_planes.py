@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import epinorm
 from epinorm.backends import memo
 from epinorm.backends.cuda.fp32.kept_planes import VARIABLE, KeptPlanes, make_room, nbytes_kept
-from epinorm.backends.cuda.runtime.replay import settle
+from epinorm.backends.cuda.runtime.native import settle
 from imaginary import imaginary_h200
 
 CPU = torch.device("cpu")

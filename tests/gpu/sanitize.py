@@ -35,7 +35,7 @@ from epinorm.backends.cuda.plan.hopper_product import ProductShape, choose
 from epinorm.backends.cuda.plan.hopper_tile import Tile, fp32_input_tiles, fp32_weight_tiles
 from epinorm.backends.cuda.plan.portable import choose_product_tile
 from epinorm.backends.cuda.runtime.device import gpu_of, sm_count
-from epinorm.backends.cuda.runtime.replay import settle
+from epinorm.backends.cuda.runtime.native import settle
 from epinorm.chain import Rounding
 from epinorm.operator.attention import attention
 from epinorm.operator.dispatch import Caller

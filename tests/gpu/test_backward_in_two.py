@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.runtime.replay import native
+from epinorm.backends.cuda.runtime.native import native
 from epinorm.chain import Chain
 from epinorm.operator import schema
 

@@ -15,7 +15,7 @@ import epinorm
 from epinorm.backends.cuda.norm.backward import Factors
 from epinorm.backends.cuda.norm.batch_backward import BatchBackward
 from epinorm.backends.cuda.norm.batch_forward import BatchForward
-from epinorm.backends.cuda.runtime.replay import native
+from epinorm.backends.cuda.runtime.native import native
 from epinorm.capture.backend import compile_graph
 from epinorm.chain import Chain
 from epinorm.chain.reference import epilogue

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import forced_core, matmul_precision
 
 import epinorm
-from epinorm.backends.cuda.runtime.replay import settle
+from epinorm.backends.cuda.runtime.native import settle
 from epinorm.chain import Chain
 from epinorm.tools.accuracy import relative_error
 from epinorm.tools.bench import model_runner

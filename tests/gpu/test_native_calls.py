@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import epinorm
-from epinorm.backends.cuda.runtime.replay import native
+from epinorm.backends.cuda.runtime.native import native
 from epinorm.operator.dispatch import Caller
 
 pytestmark = pytest.mark.gpu
@@ -369,7 +369,7 @@ def test_compiled_around():
 
 EXIT = """
 import torch
-from epinorm.backends.cuda.runtime.replay import native
+from epinorm.backends.cuda.runtime.native import native
 from epinorm.operator.dispatch import Caller
 native(wait=True)
 caller = Caller("layer_norm(1e-05)|silu", "epilogue")

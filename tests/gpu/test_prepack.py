@@ -15,7 +15,7 @@ import epinorm
 from epinorm import GroupNorm, LinearNorm, linear_norm
 from epinorm.backends import memo
 from epinorm.backends.cuda.plan import hopper as hopper_plan
-from epinorm.backends.cuda.runtime.replay import settle
+from epinorm.backends.cuda.runtime.native import settle
 from epinorm.backends.prepack import marked, prepack, prepacked, unprepack
 from epinorm.capture.backend import compile_graph
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from epinorm.backends import memo
-from epinorm.backends.cuda.runtime.replay import native
+from epinorm.backends.cuda.runtime.native import native
 from epinorm.operator.dispatch import Caller
 
 pytestmark = pytest.mark.gpu

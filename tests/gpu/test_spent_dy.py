@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
-from epinorm.backends.cuda.runtime.replay import native, settle
+from epinorm.backends.cuda.runtime.native import native, settle
 from epinorm.capture.backend import compile_graph
 from epinorm.chain import Chain
 from epinorm.operator import dispatch

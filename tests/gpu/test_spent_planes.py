@@ -25,7 +25,7 @@ from epinorm.backends.cuda import executable
 from epinorm.backends.cuda.executable import CudaExecutable
 from epinorm.backends.cuda.fp32.planes import splitter
 from epinorm.backends.cuda.plan import hopper
-from epinorm.backends.cuda.runtime import replay
+from epinorm.backends.cuda.runtime.native import native
 from epinorm.backends.memo import clear
 from epinorm.backends.prepack import prepacked
 from epinorm.chain.reference import epilogue
@@ -337,7 +337,7 @@ def test_an_x_that_cannot_hold_its_planes_stays(kind: str) -> None:
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=["relu", "layer_norm"])
 def test_recorded_passes_and_their_graphs(shape: Shape, kind: str) -> None:
     """At the same addresses and at others, with other values in the same place."""
-    replay.native(wait=True)
+    native(wait=True)
     cases = []
     for flag in FLAGS:
         case = shape.case(kind)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from product_case import forced_core
 
 import epinorm
-from epinorm.backends.cuda.runtime.replay import settle
+from epinorm.backends.cuda.runtime.native import settle
 from epinorm.capture.backend import compile_graph
 from epinorm.operator import calls, dispatch
 from epinorm.tools.accuracy import allowed_error, relative_error

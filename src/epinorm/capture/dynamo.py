@@ -31,6 +31,7 @@ from epinorm.backends.unpromised import saving_hooks
 from epinorm.capture.as_in_eager import as_in_eager
 from epinorm.capture.convolution import depends_on_tf32
 from epinorm.capture.guards import Owners, guards_as_needed, has_zero
+from epinorm.capture.unchanged import Capture, Guarded, Unchanged, unchanged
 from epinorm.said import log_once
 
 Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
@@ -130,11 +131,14 @@ class Callback:
     def __init__(self, inner: Any, model: nn.Module, see: Callable[[Any], None]) -> None:
         self._inner, self._name, self._see = inner, type(model).__name__, see
         self._model, self._wary = weakref.ref(model), False
+        self.own: Any = None  # the code that is captured first, in which others are called
         self.skipped = False  # in the call that is under way a frame runs untraced
         self._failures: Counter[Any] = Counter()
         self._owners: Owners = weakref.WeakSet()
         self._codes: list[weakref.ref[Any]] = []
+        self._captures: list[weakref.ref[Any]] = []
         self.graph: fx.GraphModule | None = None  # that is captured; one at a time is
+        self.run: Any = None  # what runs it
         self.has_zero = self.convolves = False  # of it
 
     def __call__(self, frame: Any, *arguments: Any) -> Any:
@@ -143,7 +147,8 @@ class Callback:
             self.skipped = True
             return ConvertFrameReturn(frame_exec_strategy=_NOT_TRACED, apply_to_code=False)
         owners = self._owners if OF_ITS_OWN else None  # tried with these versions alone
-        guards = guards_as_needed(lambda: self.has_zero, lambda: self.convolves, owners)
+        guarded: Guarded = []
+        guards = guards_as_needed(lambda: self.has_zero, lambda: self.convolves, owners, guarded)
         settings = {key: v for key, v in DYNAMO.items() if hasattr(dynamo.config, key)}
         try:
             with (
@@ -157,11 +162,16 @@ class Callback:
                 if (made := result.guarded_code) is not None:
                     self._codes.append(weakref.ref(made.code))
                     _unwrap(self.graph, made.code, frame.f_globals)
+                    if code is self.own and self.graph is not None and not self.convolves:
+                        graph, known = self.graph.graph, frame.f_globals
+                        capture = Capture.of(made.code, graph, self.run, guarded, known)
+                        if capture is not None:
+                            self._captures.append(capture.keep_with(made.guard_manager))
         except Exception as error:
             result = ConvertFrameReturn()
             self._say(code, _reason(error))
         finally:
-            self.graph = None
+            self.graph = self.run = None
         self._see(frame)
         action = result.frame_exec_strategy.cur_action
         if result.guarded_code is None and action == _FrameAction.SKIP:
@@ -183,6 +193,11 @@ class Callback:
         for known in self._codes:
             if (code := known()) in CleanupManager.instance:
                 CleanupManager.instance._remove_id(id(code))
+
+    def unchanged(self, given: dict[str, Any]) -> Unchanged | None:
+        """What a later call may be compared with for this one's result by native code alone, for
+        the call's arguments by name; None where Python is needed."""
+        return unchanged(self._captures, given)
 
     def forgive(self, wary: bool) -> None:
         """Do not count what failed so far: the model's own code failed too. wary: that code runs
@@ -243,7 +258,8 @@ def capture(
         alive = known()
         # What is tried on example values is none of those whose hooks wait for saved tensors.
         with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-            return gm.forward if alive is None else alive(gm, example_inputs)
+            callback.run = gm.forward if alive is None else alive(gm, example_inputs)
+        return callback.run
 
     def see(frame: Any) -> None:
         if (told := getattr(known(), "see", None)) is not None:
@@ -252,6 +268,7 @@ def capture(
     context: Any = dynamo.optimize(backend=call_backend, **OF_ITS_OWN)
     inner = getattr(context, "callback", None)  # TORCHDYNAMO_DISABLE leaves none
     callback = Callback(inner, model, see)
+    callback.own = function.__code__
     if inner is not None:
         context.callback = callback
         for enter in list(context.enter_exit_hooks):

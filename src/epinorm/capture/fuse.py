@@ -7,6 +7,7 @@ out of copies and pickles. What Dynamo cannot capture runs the model's own code.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from epinorm.backends.unpromised import saving_hooks
 from epinorm.capture.dynamo import Callback, capture, run_last_first
 from epinorm.capture.paying import Settings
 from epinorm.capture.rewriting import Recorder
+from epinorm.capture.unchanged import Unchanged, as_before
 from epinorm.capture.watched import Watched
 from epinorm.chain import Rounding
 from epinorm.chain.chain import check_rounding
@@ -66,6 +68,9 @@ def _innermost_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
 _CALLS_AS_WRITTEN, _MOST_AS_WRITTEN = 256, 4096
 """After a call that gained nothing; four times as many after the next one, up to the latter."""
 _MOST_KINDS = 1024
+_FIRST_LOOK, _MOST_KNOWN = 4, 4
+"""Of calls by Python the first behind which it is looked whether native code can run the next ones,
+then twice as many each time; and how many kinds of calls that does."""
 _PLAIN = (int, float, bool, str, type(None))
 
 
@@ -92,6 +97,12 @@ def _likeness(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 _DEVICES = ("cuda", "cpu")
 
 
+class _Calls(threading.local):
+    """How many of this thread's calls ran what was captured by Python."""
+
+    by_python = 0
+
+
 class Fused:
     """The state of one fused model: its settings, and what was captured of it.
 
@@ -110,6 +121,8 @@ class Fused:
         self.times = 0
         self.as_written: dict[Any, int] = {}
         self.gained_nothing: dict[Any, int] = {}
+        self.known: list[Unchanged] = []
+        self.calls = _Calls()
         calls.remembering.add(self)
         self.capture(model)
         self.call = _calling(model, self)
@@ -129,6 +142,7 @@ class Fused:
         """Look again at each call whether anything is gained."""
         self.as_written.clear()
         self.gained_nothing.clear()
+        self.known.clear()
 
     def run(
         self, own: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: Any
@@ -142,8 +156,8 @@ class Fused:
         if key is not None and (left := self.as_written.get(key, 0)) > 0:
             self.as_written[key] = left - 1
             return own(*args, **kwargs)
-        before = self.recorder.uses.count
-        run = self.run_unit if self.is_unit else self.captured
+        before, by_python = self.recorder.uses.count, self.calls.by_python
+        run = self.run_unit if self.is_unit else self.go
         # Checkpointing runs a call again, which is to save, and to drop, the same.
         may_be_run_again = model.training or saving_hooks(False) is not None
         if may_be_run_again:
@@ -153,6 +167,8 @@ class Fused:
         finally:
             if may_be_run_again:
                 run_last_first(True)
+        if self.calls.by_python == by_python:
+            return result
         if self.callback.skipped:
             self.callback.trust()
             return result
@@ -170,6 +186,32 @@ class Fused:
         self.forget()
         self.recorder = Recorder(self.settings, model, self.name)
         self.captured, self.callback = capture(model, self.recorder, self.is_unit)
+        self.go: Callable[..., Any] = self.run_captured
+
+    def run_captured(self, *given: Any, **kwargs: Any) -> Any:
+        """What was captured, by Python; now and then, what native code may run for calls like this
+        one is looked for."""
+        before = self.recorder.uses.count
+        result = self.captured(*given, **kwargs)
+        self.calls.by_python = count = self.calls.by_python + 1
+        if (
+            (count & (count - 1) == 0 and count >= _FIRST_LOOK)
+            and type(result) is Tensor
+            and self.recorder.uses.count > before
+        ):
+            self.look_for_native(given, kwargs)
+        return result
+
+    def look_for_native(self, given: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let native code run calls like this one from now on, if it can."""
+        names = ("own", "model") if self.is_unit else ("model",)
+        arguments = dict(zip(names, given, strict=False))
+        arguments |= {"args": given[len(names) :], "kwargs": kwargs}
+        found = self.callback.unchanged(arguments)
+        if found is not None:
+            self.known.insert(0, found)
+            del self.known[_MOST_KNOWN:]
+            self.go = as_before(self.known, self.run_captured)
 
     def find_units(self, model: nn.Module) -> None:
         """Look whether the model was sharded since; its class or a capture says when to."""
@@ -198,7 +240,7 @@ class Fused:
         if not isinstance(own, MethodType) or own.__self__ is not model:
             log_once(f"{type(model).__name__} runs its own code, unfused: its forward is no method")
             return model._call_impl(*args, **kwargs)
-        model.__dict__["forward"] = partial(self.captured, own.__func__, model)
+        model.__dict__["forward"] = partial(self.go, own.__func__, model)
         try:
             return model._call_impl(*args, **kwargs)
         finally:

@@ -17,10 +17,11 @@ import torch
 from torch import fx
 from torch._C._dynamo.guards import GuardManager
 from torch._dynamo.guards import GuardBuilder
-from torch._guards import Guard
+from torch._guards import Guard, Source
 from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
+from epinorm.capture.unchanged import Guarded, name_of
 from epinorm.precision import convolutions_take_tf32
 
 _GET_TAKES_GUARDS = TorchVersion(torch.__version__) >= "2.10"
@@ -122,15 +123,26 @@ class _Watching:
         return id(watched)
 
 
+def _looked_at(guard: Any) -> list[tuple[str, str]]:
+    """Of a guard its kind and the names of what it looks at."""
+    make = guard.create_fn
+    others = (*getattr(make, "args", ()), *getattr(make, "keywords", {}).values())
+    named = [guard, *(each for each in others if isinstance(each, Source))]
+    return [(guard.create_fn_name(), name_of(each)) for each in named]
+
+
 @contextmanager
 def guards_as_needed(
-    zero_is_there: Callable[[], bool], convolves: Callable[[], bool], owners: Owners | None
+    zero_is_there: Callable[[], bool],
+    convolves: Callable[[], bool],
+    owners: Owners | None,
+    guarded: Guarded,
 ) -> Iterator[None]:
     """Dynamo's guard of a float takes -0.0 for 0.0: where zero_is_there, let one look at the sign.
     None looks whether convolutions take TF32: where what was captured convolves, let one.
     None looks which hooks wait for saved tensors: the graph, which nothing compiles, does not
     depend on them. Those who can invalidate the guards, and with them free the graph, join owners;
-    None: nobody frees what was captured."""
+    None: nobody frees what was captured. What guards look at joins guarded."""
     matches: Any = GuardBuilder.EQUALS_MATCH
     compare: Any = GuardBuilder.TENSOR_MATCH
     grad_mode: Any = GuardBuilder.GRAD_MODE
@@ -164,7 +176,10 @@ def guards_as_needed(
             compare(self, guard, *rest, **named)
 
     def create(guard: Any, builder: Any) -> Any:
-        return None if _is_needless(guard, builder, empty) else install(guard, builder)
+        if _is_needless(guard, builder, empty):
+            return None
+        guarded.extend(_looked_at(guard))
+        return install(guard, builder)
 
     def begin_watching(self: Any, *arguments: Any, **named: Any) -> None:
         begin(self, *arguments, **named)

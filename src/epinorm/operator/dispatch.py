@@ -131,6 +131,12 @@ class Caller:
             made._kinds, made._native, made._left = Kinds(), NativeCalls(), LayersCalls()
         return self._spending
 
+    def native(self, tensors: Sequence[Any]) -> Any:
+        """What computes calls of tensors like these, in the order of ``Inputs``, in C++, with a
+        tensor alone as their result; None before it was kept, where the weight is marked, and where
+        Python draws a seed."""
+        return None if self._drops or self.returns_more else self._native.like(tensors)
+
     def _spends(self, tensors: tuple[Any, ...], facts: calls.Facts) -> bool:
         """Whether the pass may write over x. What else holds x holds it for a gradient."""
         x = tensors[0]

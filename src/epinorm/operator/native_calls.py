@@ -53,15 +53,15 @@ class NativeCalls(Native):
         calls, packed = self.calls_like(weight, passes)
         if calls is None:
             return
-        leave, backward = passes.leave, passes.backward
-        if leave is not None:
-            leave = partial(leave, x.requires_grad, weight.requires_grad)
+        waits, backward = passes.waits, passes.backward
+        if waits is not None:
+            waits = waits.of_gradients(x.requires_grad, weight.requires_grad)
         kept = made.saved(chain), made.mean, made.rstd
         second: Any = made.second if isinstance(made.second, int) else -1
         both = (-1, second) if chain.returns_statistics else (second, -1)
         calls.add(
             *((*tensors, *packed), casts, setting_of(executable), (*x.shape[:-1], weight.shape[0])),
-            *(passes.program, kept, *both, passes.planes, passes.has_room, leave),
+            *(passes.program, kept, *both, waits),
             *(backward if training and backward is not None else (None, None)),
             partial(gradients, executable, facts) if training else None,
             ctypes.addressof(entered),
@@ -83,7 +83,7 @@ class LayersCalls(Native):
         x = tensors[0]
         if x.device.type not in WORTH or not all([t is None or t.is_contiguous() for t in tensors]):
             return
-        from epinorm.backends.cuda.runtime.replay import native
+        from epinorm.backends.cuda.runtime.native import native
 
         with suppress(BuildError):
             if native() is not None:

@@ -66,12 +66,18 @@ class Native:
         kept = entry.current(tensors[1], converter)
         return None if kept is None else calls(*tensors, kept)
 
+    def like(self, tensors: Sequence[Any]) -> Any:
+        """What computes calls of tensors like these, of which no weight is marked, and no others;
+        None where ``find`` finds none."""
+        calls = self._calls.get(UNMARKED)
+        return None if calls is None else calls.like(*tensors)
+
     def made(self, of: Any = UNMARKED) -> Any:
         """What C++ keeps calls in: of weights that are not marked, or of marked ones that are given
         as ``of`` has converted them, or as they are."""
         calls = self._calls.get(of)
         if calls is None:
-            from epinorm.backends.cuda.runtime.replay import native
+            from epinorm.backends.cuda.runtime.native import native
 
             if len(self._calls) >= _MOST_CONVERTERS:
                 self._calls.clear()
@@ -112,7 +118,7 @@ class NativeOperator(Native):
         """Let ``find`` compute calls like this one, if ``executable``, which computes it, recorded
         its pass; tensors: operands last."""
         passes = passes_of(executable, facts)
-        if passes is not None and passes.leave is None:
+        if passes is not None and passes.waits is None:
             made = passes.fields
             outputs = made.outputs if executable.problem.training else (made.y, made.second)
             outputs = [t for t in outputs if t is not None]

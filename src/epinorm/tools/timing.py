@@ -70,7 +70,7 @@ def sample_interleaved(
 ) -> dict[str, list[float]]:
     """Times in microseconds of each runner, all interleaved, one a round."""
     if device.type == "cuda":
-        from epinorm.backends.cuda.runtime.replay import settle  # the judge imports this file
+        from epinorm.backends.cuda.runtime.native import settle  # the judge imports this file
 
         settle()
     for runner in runners.values():

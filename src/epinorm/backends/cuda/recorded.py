@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from epinorm.backends.cpu.build import BuildError
-from epinorm.backends.cuda.runtime.replay import (
-    CannotReplay,
-    is_recording,
-    native,
-    recording,
-    replay,
-)
+from epinorm.backends.cuda.runtime.native import native
+from epinorm.backends.cuda.runtime.replay import CannotReplay, is_recording, recording, replay
 from epinorm.problem import Inputs
 from epinorm.said import log_once
 

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, make_room
+from epinorm.backends.cuda.fp32.kept_planes import KeptPlanes, limit, make_room, waiting
 from epinorm.backends.cuda.gemm.forward import SingleForward
 from epinorm.backends.cuda.recorded import Recorder, apart, present
-from epinorm.backends.cuda.runtime.replay import native
-from epinorm.backends.native_passes import NativePasses
+from epinorm.backends.cuda.runtime.native import native
+from epinorm.backends.native_passes import NativePasses, Waits
 from epinorm.backends.prepack import marked
 from epinorm.problem import (
     Forward,
@@ -56,12 +57,20 @@ class _Known(NamedTuple):
         return step
 
     def leave(self, x: bool, weight: bool, planes: list[Tensor]) -> KeptPlanes:
-        """What holds the planes for the backward pass, of these gradients."""
-        each = iter(planes)
-        there = [next(each) if is_there else None for is_there in self.left]
-        left = KeptPlanes(*there, scales_alone=self.scales_alone)
-        left.restrict(x, weight)
-        return left
+        """What holds the planes for the backward pass, of these gradients: dX reads W's."""
+        has_x, has_weight = self.left
+        return KeptPlanes(
+            planes[0] if has_x and weight else None,
+            planes[-1] if has_weight and x else None,
+            scales_alone=self.scales_alone,
+        )
+
+    def waits(self, first: int, device: torch.device) -> Waits:
+        """The same for native code; first: the number of the planes' first result."""
+        has_x, has_weight = self.left
+        room = None if limit() is None else partial(make_room, self.nbytes, device)
+        places = first if has_x else -1, first + has_x if has_weight else -1
+        return Waits(KeptPlanes, waiting, device, room, *places, self.scales_alone)
 
 
 def _planes(out: Forward) -> tuple[Tensor | None, ...]:
@@ -146,13 +155,11 @@ class ReplayedForward:
         fields = [
             next(results) if own else t for t, own in zip(known.shared, known.own, strict=True)
         ]
-        room = partial(make_room, known.nbytes, self._device) if known.nbytes else None
-        leave = known.leave if known.left else None
         made = Forward._make(fields)
+        waits = known.waits(next(results), self._device) if known.nbytes else None
         converter = product.converter if product is not None and known.is_packed else None
         may_keep = None if product is None else product.may_keep
-        planes = next(results), room, leave
-        return NativePasses(known.program, made, *planes, None, converter, may_keep)
+        return NativePasses(known.program, made, waits, None, converter, may_keep)
 
 
 def _given(

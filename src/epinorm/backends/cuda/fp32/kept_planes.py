@@ -25,7 +25,9 @@ VARIABLE = "EPINORM_KEPT_PLANES_MB"
 class KeptPlanes:
     """The planes of x and of W as `planes.Splitter` lays them out, one matrix a buffer; or None. Of
     W, all but the planes where these are made again (`plan/gradients.py`, ``weight_waits``):
-    scales_alone."""
+    scales_alone. Native code makes them without ``__init__`` (runtime/waiting.h)."""
+
+    __slots__ = ("__weakref__", "scales_alone", "weight", "x")
 
     def __init__(
         self, x: Tensor | None, weight: Tensor | None, *, scales_alone: bool = False
@@ -33,10 +35,10 @@ class KeptPlanes:
         self.x = x
         self.weight = weight
         self.scales_alone = scales_alone
-        device = next((t.device for t in (x, weight) if t is not None), None)
-        if device is not None:
+        there = weight if x is None else x
+        if there is not None:
             with _lock:
-                _waiting.setdefault(device, []).append(weakref.ref(self))
+                waiting.setdefault(there.device, []).append(weakref.ref(self))
 
     @property
     def nbytes(self) -> int:
@@ -69,18 +71,18 @@ class KeptPlanes:
 def make_room(nbytes: int, device: torch.device) -> bool:
     """Free planes that have waited longest until ``nbytes`` more are within the limit; False where
     they never are."""
-    limit = _limit()
-    limit = nbytes if limit is None else limit
-    if nbytes > limit:
+    most = limit()
+    most = nbytes if most is None else most
+    if nbytes > most:
         return False
     with _lock:
-        waiting = _still_waiting(device)
-        there = sum(kept.nbytes for kept in waiting)
-        while there + nbytes > limit:
-            oldest = waiting.pop(0)
+        still = _still_waiting(device)
+        there = sum(kept.nbytes for kept in still)
+        while there + nbytes > most:
+            oldest = still.pop(0)
             there -= oldest.nbytes
             oldest.restrict(False, False)
-        _waiting[device] = [weakref.ref(kept) for kept in waiting]
+        waiting[device] = [weakref.ref(kept) for kept in still]
     return True
 
 
@@ -91,7 +93,7 @@ def nbytes_kept(device: torch.device) -> int:
 
 
 @memo(1)
-def _limit() -> int | None:
+def limit() -> int | None:
     """Bytes that may wait on a GPU; None for those of one layer."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
@@ -105,11 +107,11 @@ def _limit() -> int | None:
     return int(megabytes * 1e6)
 
 
-_waiting: dict[torch.device, list[weakref.ref[KeptPlanes]]] = {}
+waiting: dict[torch.device, list[weakref.ref[KeptPlanes]]] = {}
 """In the order of their forward passes."""
 _lock = threading.Lock()
 
 
 def _still_waiting(device: torch.device) -> list[KeptPlanes]:
-    found = (known() for known in _waiting.get(device, ()))
+    found = (known() for known in waiting.get(device, ()))
     return [kept for kept in found if kept is not None and kept.nbytes]

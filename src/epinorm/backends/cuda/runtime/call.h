@@ -26,7 +26,6 @@
 #include <utility>
 
 #include "program.h"
-
 #ifndef EPINORM_PROGRAM_ALONE
 // Of ATen/autocast_mode.h, which includes all of PyTorch's operators: compiling takes longer by a
 // fourth with them.
@@ -147,19 +146,21 @@ class Backward {
   std::vector<std::pair<uint64_t, std::shared_ptr<const Program>>> programs_;
 };
 
+class Waits;  // waiting.h
+
 // What calls of one kind share. Tensors are in the order of problem.Inputs, operands one by one.
 struct Call {
   std::vector<Kind> kinds;
   bool grad_mode = false, training = false;
   std::optional<at::ScalarType> autocast;                // its dtype, where it is on
   std::vector<std::optional<at::ScalarType>> casts;      // what autocast makes of each tensor
-  std::shared_ptr<const Held> setting;                   // PyTorch's for fp32 products; or none
+  std::optional<bool> takes_tf32;                        // PyTorch's setting for fp32 products; or none
   std::shared_ptr<const Program> forward;
   Sizes y_sizes;
   std::vector<std::pair<int, at::Tensor>> kept;  // z, mean, rstd: which result, or a constant
-  int sum = -1, planes = -1;                     // which result; the first of them
+  int sum = -1;                                  // which result
   int statistics = -1;                           // which result, of no gradient and not y's size
-  std::shared_ptr<const Held> has_room, leave;   // for planes: () -> bool, (results) -> KeptPlanes
+  std::shared_ptr<const Waits> waits;            // for planes that are left
   std::shared_ptr<const Backward> backward, backward_with_sum;
   std::shared_ptr<const Held> in_python;  // (saved, dy, wanted, dsum, left) -> gradients
   const int* accumulating = nullptr;      // gradients may be added to what is there: Python's
@@ -177,12 +178,12 @@ inline bool autograd_records() {
 }
 
 inline bool has_setting(const Call& call) {
-  if (!call.setting) return true;
-  PyObject* now = PyObject_CallNoArgs(current_setting);
+  if (!call.takes_tf32) return true;
+  PyObject* const now = PyObject_CallNoArgs(current_setting);
   if (now == nullptr) throw_python_error();
-  const int same = PyObject_RichCompareBool(now, call.setting->get(), Py_EQ);
+  const bool takes_tf32 = PyUnicode_CompareWithASCIIString(now, "tf32") == 0;
   Py_DECREF(now);
-  return same == 1;
+  return takes_tf32 == *call.takes_tf32;
 }
 
 // Whether the tensors are of a kind that the call was recorded for, and all else is as it was then.

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "call.h"
+#include "waiting.h"
 
 namespace torch::autograd {
 void deleteNode(Node*);  // before PyTorch 2.12, whose nodes have shared pointers
@@ -96,7 +97,7 @@ struct ChainNode : ag::Node {
     if (guard.getStream(y.device) != current || guard.getDevice() != y.device) return false;
     for (size_t i = 0; i < call->saved.size(); ++i)
       if (!call->saved[i].fits(tensors[kKept + i])) return false;
-    if (!call->setting) return true;
+    if (!call->takes_tf32) return true;
     WithGil gil;
     return has_setting(*call);
   }
@@ -185,12 +186,7 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
   for (const at::Tensor& t : tensors)
     if (t.defined() && t.numel()) given.push_back(t);
   if (!call->forward->fits(given)) return {};
-  if (call->has_room) {
-    PyObject* const room = PyObject_CallNoArgs(call->has_room->get());
-    if (room == nullptr) throw_python_error();
-    Py_DECREF(room);
-    if (room != Py_True) return {};
-  }
+  if (call->waits && !call->waits->make_room()) return {};
   {
     WithoutGil others;
     at::AutoDispatchBelowADInplaceOrView below;
@@ -212,14 +208,9 @@ inline Tensors compute(const std::shared_ptr<const Call>& call, Tensors tensors,
   node->current = c10::impl::VirtualGuardImpl(kind).getStream(made[0].device());
   node->y = Kind(made[0]);
   if (call->sum >= 0) node->sum = Kind(made[call->sum]);
-  if (call->leave) {
-    PyObject* const planes = THPVariable_WrapList({made.begin() + call->planes, made.end()});
-    PyObject* const left = PyObject_CallOneArg(call->leave->get(), planes);
-    Py_DECREF(planes);
-    if (left == nullptr) throw_python_error();
-    node->left = std::make_shared<Held>(left);
+  if (call->waits) {
+    node->left = call->waits->leave(made);
     node->weight_at = tensors[1].const_data_ptr();
-    Py_DECREF(left);
   }
   ag::set_history(results, node);
   for (const auto& [result, constant] : call->kept)

@@ -1,7 +1,7 @@
 // What replay.py and operator/native_calls.py see of program.h, call.h and chain_node.h.
 #include "from_python.h"
 #ifndef EPINORM_PROGRAM_ALONE
-#include "chain_node.h"
+#include "unchanged.h"
 #endif
 
 namespace epinorm {
@@ -124,17 +124,6 @@ PyObject* add_program(PyObject* self, PyObject* args) {
 
 constexpr size_t kMostCalls = 64;
 
-using Calls = std::vector<std::shared_ptr<const Call>>;
-
-// Asking for PyTorch's setting may let other threads run, which add and clear.
-std::shared_ptr<const Call> find(const Calls& calls, const Tensors& given) {
-  for (size_t i = 0; i < calls.size(); ++i) {
-    const std::shared_ptr<const Call> call = calls[i];
-    if (fits(*call, given)) return call;
-  }
-  return nullptr;
-}
-
 PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject*) {
   return wrap(type, std::make_shared<Calls>());
 }
@@ -143,10 +132,6 @@ PyObject* clear_calls(PyObject* self, PyObject*) {
   Calls gone;
   gone.swap(*value_of<Calls>(self));  // freeing them may run anything
   Py_RETURN_NONE;
-}
-
-std::shared_ptr<const Held> held(PyObject* object) {
-  return object == Py_None ? nullptr : std::make_shared<Held>(object);
 }
 
 std::shared_ptr<const Backward> backward(PyObject* object) {
@@ -163,7 +148,8 @@ std::shared_ptr<Call> new_call(const Calls& calls, PyObject* given, PyObject* se
   for (const at::Tensor& t : like) made->kinds.emplace_back(t);
   made->saved = made->kinds;
   made->grad_mode = autograd_records();
-  made->setting = held(setting);
+  if (setting != Py_None)
+    made->takes_tf32 = PyUnicode_CompareWithASCIIString(setting, "high") == 0;
   if (program != nullptr) made->forward = value_of<Program>(program);
   return made;
 }
@@ -192,7 +178,7 @@ PyObject* add_layers(PyObject* self, PyObject* args) {
     if (!PyArg_ParseTuple(args, "OOO", &given, &setting, &layers)) return nullptr;
     const auto made = new_call(*value_of<Calls>(self), given, setting, nullptr);
     if (!made) Py_RETURN_NONE;
-    made->layers = held(layers);
+    made->layers = std::make_shared<Held>(layers);
     return add(self, made);
   });
 }
@@ -215,17 +201,17 @@ PyObject* add_operator(PyObject* self, PyObject* args) {
   });
 }
 
-// (tensors, casts, setting, y's size, program, kept, sum, statistics, planes, has_room, leave, two backwards,
-// in_python, accumulating, residual)
+// (tensors, casts, setting, y's size, program, kept, sum, statistics, waits, two backwards, in_python,
+// accumulating, residual)
 PyObject* add_call(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
-    PyObject *given, *casts, *setting, *size, *program, *kept, *has_room, *leave, *first, *second;
+    PyObject *given, *casts, *setting, *size, *program, *kept, *waits, *first, *second;
     PyObject* in_python;
-    int sum, statistics, planes, residual;
+    int sum, statistics, residual;
     unsigned long long accumulating;
-    if (!PyArg_ParseTuple(args, "OOOOO!OiiiOOOOOKi", &given, &casts, &setting, &size, program_type,
-                          &program, &kept, &sum, &statistics, &planes, &has_room, &leave, &first,
-                          &second, &in_python, &accumulating, &residual))
+    if (!PyArg_ParseTuple(args, "OOOOO!OiiOOOOKi", &given, &casts, &setting, &size, program_type,
+                          &program, &kept, &sum, &statistics, &waits, &first, &second, &in_python,
+                          &accumulating, &residual))
       return nullptr;
     const auto made = new_call(*value_of<Calls>(self), given, setting, program);
     if (!made) Py_RETURN_NONE;
@@ -245,45 +231,29 @@ PyObject* add_call(PyObject* self, PyObject* args) {
     made->training = first != Py_None;
     if (made->training) {
       made->kept = fields(kept);
-      made->planes = planes;
-      made->has_room = held(has_room);
-      made->leave = held(leave);
+      if (waits != Py_None) made->waits = std::make_shared<Waits>(waits);
       made->backward = backward(first);
       made->backward_with_sum = backward(second);
-      made->in_python = held(in_python);
+      made->in_python = std::make_shared<Held>(in_python);
       made->accumulating = reinterpret_cast<const int*>(accumulating);
     }
     return add(self, made);
   });
 }
 
-// (*tensors) -> y, or y and a second result, and all that an operator returns; None for a call that is like
-// none that was added.
+// (*tensors) -> as ``computed``.
 PyObject* call_calls(PyObject* self, PyObject* args, PyObject*) {
+  return guarded([&] {
+    return computed(*value_of<Calls>(self), &PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args));
+  });
+}
+
+// (*tensors) -> those among these that such a call is like: one or, as None, none.
+PyObject* calls_like(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
-    Tensors given;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
-      PyObject* const each = PyTuple_GET_ITEM(args, i);
-      const auto type = reinterpret_cast<PyObject*>(Py_TYPE(each));
-      if (each != Py_None && type != THPVariableClass && type != ParameterClass) Py_RETURN_NONE;
-      given.push_back(each == Py_None ? at::Tensor() : THPVariable_Unpack(each));
-    }
-    if (!undisturbed()) Py_RETURN_NONE;
-    const std::shared_ptr<const Call> call = find(*value_of<Calls>(self), given);
-    if (!call) Py_RETURN_NONE;
-    if (call->layers) return PyObject_Call(call->layers->get(), args, nullptr);
-    if (!is_current(call->forward->device)) Py_RETURN_NONE;
-    const bool is_operator = !call->outputs.empty();
-    if (!is_operator && watched()) Py_RETURN_NONE;
-    void* const stream = stream_of(current_stream, call->forward->device);
-    Tensors made = is_operator ? operate(*call, given, stream)
-                               : compute(call, std::move(given), stream);
-    if (made.empty()) Py_RETURN_NONE;
-    if (made.size() == 1 && !is_operator) return THPVariable_Wrap(std::move(made[0]));
-    PyObject* const found = PyTuple_New(made.size());
-    for (size_t i = 0; found && i < made.size(); ++i)
-      PyTuple_SET_ITEM(found, i, THPVariable_Wrap(std::move(made[i])));
-    return found;
+    const auto found = find(*value_of<Calls>(self), tensors(args));
+    if (!found) Py_RETURN_NONE;
+    return wrap(calls_type, std::make_shared<Calls>(1, found));
   });
 }
 
@@ -292,6 +262,7 @@ PyMethodDef of_calls[] = {{"add", add_call, METH_VARARGS, nullptr},
                           {"add_operator", add_operator, METH_VARARGS, nullptr},
                           {"add_layers", add_layers, METH_VARARGS, nullptr},
                           {"clear", clear_calls, METH_NOARGS, nullptr},
+                          {"like", calls_like, METH_VARARGS, nullptr},
                           {}};
 #endif
 
@@ -316,7 +287,13 @@ PyTypeObject* new_type(const char* name, newfunc make, ternaryfunc call, PyMetho
   return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
 }
 
-PyMethodDef functions[] = {{"ask", ask, METH_VARARGS, nullptr}, {}};
+PyMethodDef functions[] = {
+    {"ask", ask, METH_VARARGS, nullptr},
+#ifndef EPINORM_PROGRAM_ALONE
+    {"as_before", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(as_before)),
+     METH_FASTCALL | METH_KEYWORDS, nullptr},
+#endif
+    {}};
 PyMethodDef of_program[] = {{"fits", program_fits, METH_O, nullptr}, {}};
 PyModuleDef module_definition{PyModuleDef_HEAD_INIT, "epinorm_replay", nullptr, -1, functions};
 

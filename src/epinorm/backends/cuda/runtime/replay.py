@@ -16,18 +16,14 @@ import math
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from epinorm.backends import prepack, unpromised
-from epinorm.backends.cpu.build import BuildError, load_extension
+from epinorm.backends import prepack
 from epinorm.backends.cuda.runtime import launch as launching
 from epinorm.backends.cuda.runtime import prepared
 from epinorm.backends.cuda.runtime.arguments import SHAPE, Layout
@@ -38,8 +34,8 @@ from epinorm.backends.cuda.runtime.driver import (
     make_primary_context_current,
     message,
 )
+from epinorm.backends.cuda.runtime.native import native
 from epinorm.backends.cuda.runtime.tensor_map import MapFacts, facts_of
-from epinorm.precision import fp32_precision
 
 VECTOR_BYTES = 16
 """Tensors begin at multiples of it, when recorded and when repeated (``kVectorBytes``)."""
@@ -290,12 +286,12 @@ def replay(noted: Recording, results: Sequence[Tensor], *, holds: bool = False) 
     """A recorded run as a function of a list of tensors like those given to it, which it empties,
     to new tensors like its results; ``fits`` of it says whether they are as many, on the current
     device and begin as those did. holds: it may hold all its memory to its end, as a CUDA graph
-    does.
+    does; otherwise one may be where that is no longer than without.
 
     Raises as ``recorded``. Only once ``native`` has answered.
     """
     facts, count, device = recorded(noted, results), noted.launches, results[0].device
-    graphs = GRAPHS if holds and _is_short(facts) else ()
+    graphs = GRAPHS if (_is_short(facts) if holds else _frees_at_its_end(facts)) else ()
     functions = [pointer_to(getattr(driver(), name)) for name in (*_FUNCTIONS, *graphs)]
 
     def trouble(status: int, launches: int) -> None:
@@ -310,8 +306,21 @@ def replay(noted: Recording, results: Sequence[Tensor], *, holds: bool = False) 
 
 def _is_short(facts: Recorded) -> bool:
     nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in facts.made)
+    return _launches_alone(facts) and nbytes <= MOST_MADE
+
+
+def _launches_alone(facts: Recorded) -> bool:
     launches = [step for step in facts.steps if step[0]]  # the others are PyTorch's products
-    return FEWEST_LAUNCHES <= len(launches) == len(facts.steps) and nbytes <= MOST_MADE
+    return FEWEST_LAUNCHES <= len(launches) == len(facts.steps)
+
+
+def _frees_at_its_end(facts: Recorded) -> bool:
+    """Whether nothing is let go of before something else is allocated."""
+    *_, made, done = zip(*facts.steps, strict=True)
+    frees = itertools.accumulate(map(bool, done), max)
+    return _launches_alone(facts) and not any(
+        later and freed for later, freed in zip(made[1:], frees, strict=False)
+    )
 
 
 def _with_lifetimes(
@@ -349,41 +358,3 @@ def pointer_to(function: Any) -> int | None:
 
 def _map(facts: MapFacts) -> _Map:
     return _Map(next(_map_ids), facts.sizes, facts.stride, facts.box, *facts.kinds, 0)
-
-
-_FILES = ("graphs.h", "program.h", "call.h", "chain_node.h", "from_python.h", "replay.cpp")
-
-
-def native(wait: bool = False) -> Any:
-    """The native part as a module; None while it is compiled, at first use (half a minute).
-
-    Raises BuildError where it cannot be built.
-    """
-    future = _built()
-    return future.result() if wait or future.done() else None
-
-
-def settle() -> None:
-    """Wait until calls are as fast as they get: the native part is there, or cannot be built."""
-    with suppress(BuildError):
-        native(wait=True)
-
-
-@cache
-def _built() -> Future[Any]:
-    future: Future[Any] = Future()
-
-    def build() -> None:
-        try:
-            made = load_extension("native code for calls", Path(__file__).parent, _FILES)
-            made.ask(
-                lambda: unpromised.current_device(),
-                lambda device: unpromised.current_stream(device),
-                fp32_precision,
-            )
-            future.set_result(made)
-        except Exception as error:
-            future.set_exception(BuildError(str(error)))
-
-    threading.Thread(target=build, name="epinorm-build").start()
-    return future
