@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epinorm
 from epinorm.backends import memo
-from epinorm.backends.cuda.runtime.replay import settle
+from epinorm.backends.cuda.runtime.native import settle
 from epinorm.chain import Chain, reference
 from epinorm.chain.pointwise import DEFINITIONS
 from epinorm.operator.functional import apply_chain

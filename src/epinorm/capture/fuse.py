@@ -36,6 +36,7 @@ from epinorm.said import is_new, log_once
 M = TypeVar("M", bound=nn.Module)
 _MOST_CAPTURES = 16
 
+_is_profiling = torch._C._autograd._profiler_enabled
 _waiting_transforms = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_script_tracing = torch._C._is_tracing
@@ -198,6 +199,7 @@ class Fused:
             (count & (count - 1) == 0 and count >= _FIRST_LOOK)
             and type(result) is Tensor
             and self.recorder.uses.count > before
+            and not (saving_hooks(False) or _is_profiling())  # such calls are Python's
         ):
             self.look_for_native(given, kwargs)
         return result

@@ -126,9 +126,11 @@ class _Watching:
 def _looked_at(guard: Any) -> list[tuple[str, str]]:
     """Of a guard its kind and the names of what it looks at."""
     make = guard.create_fn
-    others = (*getattr(make, "args", ()), *getattr(make, "keywords", {}).values())
+    given = getattr(make, "keywords", {})
+    others = (*getattr(make, "args", ()), *given.values())
     named = [guard, *(each for each in others if isinstance(each, Source))]
-    return [(guard.create_fn_name(), name_of(each)) for each in named]
+    attribute = f".{given['attr']}" if "attr" in given else ""
+    return [(guard.create_fn_name(), name_of(each) + attribute) for each in named]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from torch.utils import _device
 
 from epinorm.backends import prepack
 from epinorm.backends.cuda.runtime.native import native
-from epinorm.capture.looking import Looking, Step, Tree, Unseen, steps_of, unseen
+from epinorm.capture.looking import MOST_TENSORS, Looking, Step, Tree, steps_of, unseen
 from epinorm.operator import native_calls
 from epinorm.operator.dispatch import Caller
 
@@ -137,33 +137,39 @@ class Capture(NamedTuple):
         """What native code compares before it computes a call like this one, for which the guards
         hold; None where something that they look at could change unseen, or where native code does
         not compute it. given: "args" and "kwargs" behind the others."""
-        looking, roots = Looking(), {"L": Tree(), "G": Tree()}
         try:
-            for kind, name in self.guarded:
-                if name:
-                    root, steps = steps_of(name)
-                    roots[root].add(steps)
-                elif kind not in _OF_SETTINGS:
-                    unseen(kind)
-            arguments = _arguments(looking, roots["L"], given)
-            looking.look_in(self.globals, roots["G"])
-            places = [*looking.places.values(), *_settings()]
-            numbers = tuple(
-                None if name is None else looking.number_of(name, given) for name in self.inputs
-            )
-            if not {*range(len(looking.tensors))} <= {*numbers}:
-                unseen("a tensor that the call is not given")
-        except Unseen as error:
-            _log.debug("epinorm: guards stay Dynamo's: %s", error)
+            arguments, flat, tensors, numbers = self._looked_at(given)
+            call = self.call
+            calls = self._graph_of(tensors, guards) if call is None else call.native(tensors)
+        except Exception as error:  # whatever it is, the call itself is done
+            _log.debug("epinorm: guards stay Dynamo's: %r", error)
             return None
-        tensors = [None if number is None else looking.tensors[number] for number in numbers]
-        calls = (
-            self.call.native(tensors) if self.call is not None else self._graph_of(tensors, guards)
-        )
-        flat = tuple(part for place in places for part in place)
         if calls is None:
             return None
         return Unchanged(arguments, flat, _GlobalStateGuard().check, numbers, calls)
+
+    def _looked_at(
+        self, given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Any], tuple[int | None, ...]]:
+        """What is compared of arguments and places, and the tensors that the call is given, with
+        their numbers."""
+        looking, roots = Looking(), {"L": Tree(), "G": Tree()}
+        for kind, name in self.guarded:
+            if name:
+                root, steps = steps_of(name)
+                roots[root].add(steps, kind)
+            elif kind not in _OF_SETTINGS:
+                unseen(kind)
+        arguments = _arguments(looking, roots["L"], given)
+        looking.look_in(self.globals, roots["G"])
+        places = [*looking.places, *_settings()]
+        numbers = tuple(
+            None if name is None else looking.number_of(name, given) for name in self.inputs
+        )
+        if not {*range(len(looking.tensors))} <= {*numbers} or len(numbers) > MOST_TENSORS:
+            unseen("tensors that the call is not given, or too many")
+        tensors = [None if number is None else looking.tensors[number] for number in numbers]
+        return arguments, tuple(part for place in places for part in place), tensors, numbers
 
     def _graph_of(self, tensors: Sequence[Any], guards: weakref.ref[Any]) -> Any:
         """As native code keeps calls: of the graph, for tensors like these, while Dynamo keeps

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,8 +38,7 @@ class KeptPlanes:
         self.scales_alone = scales_alone
         there = weight if x is None else x
         if there is not None:
-            with _lock:
-                waiting.setdefault(there.device, []).append(weakref.ref(self))
+            _add([weakref.ref(self)], there.device)
 
     @property
     def nbytes(self) -> int:
@@ -76,20 +76,20 @@ def make_room(nbytes: int, device: torch.device) -> bool:
     if nbytes > most:
         return False
     with _lock:
-        still = _still_waiting(device)
+        still = _alive(waiting.pop(device, []))
         there = sum(kept.nbytes for kept in still)
         while there + nbytes > most:
             oldest = still.pop(0)
             there -= oldest.nbytes
             oldest.restrict(False, False)
-        waiting[device] = [weakref.ref(kept) for kept in still]
+        _add([weakref.ref(kept) for kept in still], device)
     return True
 
 
 def nbytes_kept(device: torch.device) -> int:
     """Bytes of planes that wait for their backward pass on this GPU."""
     with _lock:
-        return sum(kept.nbytes for kept in _still_waiting(device))
+        return sum(kept.nbytes for kept in _alive(waiting.get(device, ())))
 
 
 @memo(1)
@@ -112,6 +112,14 @@ waiting: dict[torch.device, list[weakref.ref[KeptPlanes]]] = {}
 _lock = threading.Lock()
 
 
-def _still_waiting(device: torch.device) -> list[KeptPlanes]:
-    found = (known() for known in waiting.get(device, ()))
+def _add(references: list[weakref.ref[KeptPlanes]], device: torch.device) -> None:
+    """Behind those that wait; native code, which asks for no lock, takes whole lists away."""
+    there: list[weakref.ref[KeptPlanes]] | None = None
+    while there is None or waiting.get(device) is not there:
+        there = waiting.setdefault(device, [])
+        there.extend(references)
+
+
+def _alive(references: Sequence[weakref.ref[KeptPlanes]]) -> list[KeptPlanes]:
+    found = (known() for known in references)
     return [kept for kept in found if kept is not None and kept.nbytes]

@@ -316,11 +316,11 @@ def _launches_alone(facts: Recorded) -> bool:
 
 def _frees_at_its_end(facts: Recorded) -> bool:
     """Whether nothing is let go of before something else is allocated."""
+    if not _launches_alone(facts):
+        return False
     *_, made, done = zip(*facts.steps, strict=True)
     frees = itertools.accumulate(map(bool, done), max)
-    return _launches_alone(facts) and not any(
-        later and freed for later, freed in zip(made[1:], frees, strict=False)
-    )
+    return not any(later and freed for later, freed in zip(made[1:], frees, strict=False))
 
 
 def _with_lifetimes(

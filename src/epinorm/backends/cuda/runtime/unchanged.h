@@ -1,11 +1,12 @@
 // Whether what a capture read of Python is as it was. What is looked at, and why that is enough, says
 // capture/unchanged.py, which makes what is compared here:
-//   ...                         anything
-//   [number]                    a tensor, which is taken under this number
-//   [class, key, value ...]     a dict of this class with these keys in this order
-//   [class, version, [key, value ...]]  an object of this class and what its __dict__ holds
-//   [class, function, code]     this function, with this code
-//   whatever else               itself
+//   ...                           anything
+//   [number, class]               a tensor of this class, which is taken under this number
+//   [class, key, value ...]       a dict of this class with these keys in this order
+//   [reference, version, [key, value ...]]  this object, of a class of this version, and its __dict__
+//   [reference, code]             this function, with this code
+//   [reference]                   this class
+//   whatever else                 itself
 // Nothing of Python's runs meanwhile.
 #pragma once
 
@@ -16,7 +17,7 @@
 namespace epinorm {
 
 // Tensors that were met, each under its number; borrowed.
-constexpr Py_ssize_t kMostTensors = 128;
+constexpr Py_ssize_t kMostTensors = 64;
 using Met = std::array<PyObject*, kMostTensors>;
 
 inline bool is_same(PyObject* expected, PyObject* actual, Met& met);
@@ -33,29 +34,44 @@ inline bool has_same_items(PyObject* expected, Py_ssize_t at, PyObject* dict, Me
   return at == end;
 }
 
-inline bool is_same_kind(PyObject* expected, PyObject* actual, Met& met) {
-  PyObject* const first = PyList_GET_ITEM(expected, 0);
-  if (PyLong_CheckExact(first)) {
-    PyObject*& before = met[PyLong_AsSsize_t(first)];
-    if (before == nullptr) before = actual;
-    return before == actual;
-  }
-  const auto type = reinterpret_cast<PyTypeObject*>(first);
-  if (Py_TYPE(actual) != type) return false;
-  if (PyType_FastSubclass(type, Py_TPFLAGS_DICT_SUBCLASS))
-    return has_same_items(expected, 1, actual, met);
-  if (type == &PyFunction_Type)
-    return actual == PyList_GET_ITEM(expected, 1) &&
-           PyFunction_GET_CODE(actual) == PyList_GET_ITEM(expected, 2);
-  if (PyLong_AsUnsignedLong(PyList_GET_ITEM(expected, 1)) != type->tp_version_tag) return false;
+inline bool is_referent(PyObject* reference, PyObject* actual) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  PyWeakref_GetRef(reference, &found);
+  Py_XDECREF(found);
+  return found == actual;
+#else
+  return PyWeakref_GetObject(reference) == actual;
+#endif
+}
+
+inline bool has_same_dict(PyObject* items, PyObject* actual, Met& met) {
   PyObject* const dict = PyObject_GenericGetDict(actual, nullptr);
   if (dict == nullptr) {
     PyErr_Clear();
     return false;
   }
-  const bool same = has_same_items(PyList_GET_ITEM(expected, 2), 0, dict, met);
+  const bool same = has_same_items(items, 0, dict, met);
   Py_DECREF(dict);
   return same;
+}
+
+inline bool is_same_kind(PyObject* expected, PyObject* actual, Met& met) {
+  PyObject* const first = PyList_GET_ITEM(expected, 0);
+  if (PyLong_CheckExact(first)) {
+    PyObject*& before = met[PyLong_AsSsize_t(first)];
+    if (before == nullptr) before = actual;
+    return before == actual &&
+           reinterpret_cast<PyObject*>(Py_TYPE(actual)) == PyList_GET_ITEM(expected, 1);
+  }
+  if (!PyWeakref_CheckRefExact(first))
+    return reinterpret_cast<PyObject*>(Py_TYPE(actual)) == first && has_same_items(expected, 1, actual, met);
+  if (!is_referent(first, actual)) return false;
+  if (PyList_GET_SIZE(expected) == 1) return true;
+  PyObject* const second = PyList_GET_ITEM(expected, 1);
+  if (PyList_GET_SIZE(expected) == 2) return PyFunction_GET_CODE(actual) == second;
+  return PyLong_AsUnsignedLong(second) == Py_TYPE(actual)->tp_version_tag &&
+         has_same_dict(PyList_GET_ITEM(expected, 2), actual, met);
 }
 
 inline bool is_same(PyObject* expected, PyObject* actual, Met& met) {
@@ -77,6 +93,23 @@ inline bool are_there(PyObject* triples, Met& met) {
   return true;
 }
 
+// Whether each tensor is another one than the others, with strides as a new one has them (is_dense).
+inline bool are_apart_and_dense(const Met& met) {
+  for (Py_ssize_t i = 0; i < kMostTensors && met[i]; ++i) {
+    for (Py_ssize_t j = 0; j < i; ++j)
+      if (met[j] == met[i]) return false;
+    const at::Tensor& tensor = THPVariable_Unpack(met[i]);
+    if (tensor.layout() != at::kStrided) return false;
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    int64_t step = 1;
+    for (int64_t axis = tensor.dim() - 1; axis >= 0; --axis) {
+      if (strides[axis] != step) return false;
+      step *= std::max<int64_t>(sizes[axis], 1);
+    }
+  }
+  return true;
+}
+
 // One of capture/unchanged.py's Unchanged; null where the call is not like it, or Python has to compute it.
 inline PyObject* result_of(PyObject* known, PyObject* const* args, Py_ssize_t count) {
   PyObject* const arguments = PyTuple_GET_ITEM(known, 0);
@@ -84,11 +117,13 @@ inline PyObject* result_of(PyObject* known, PyObject* const* args, Py_ssize_t co
   Met met{};
   for (Py_ssize_t i = 0; i < count; ++i)
     if (!is_same(PyTuple_GET_ITEM(arguments, i), args[i], met)) return nullptr;
-  if (!are_there(PyTuple_GET_ITEM(known, 1), met)) return nullptr;
+  if (!are_there(PyTuple_GET_ITEM(known, 1), met) || !are_apart_and_dense(met)) return nullptr;
   PyObject* const settings = PyObject_CallNoArgs(PyTuple_GET_ITEM(known, 2));
-  if (settings == nullptr) throw_python_error();
-  Py_DECREF(settings);
-  if (settings != Py_True) return nullptr;
+  Py_XDECREF(settings);
+  if (settings != Py_True) {
+    PyErr_Clear();  // what Dynamo says of such settings, it says itself
+    return nullptr;
+  }
   PyObject *const inputs = PyTuple_GET_ITEM(known, 3), *const calls = PyTuple_GET_ITEM(known, 4);
   Met given;
   const Py_ssize_t taken = PyTuple_GET_SIZE(inputs);
@@ -97,6 +132,13 @@ inline PyObject* result_of(PyObject* known, PyObject* const* args, Py_ssize_t co
     given[i] = number == Py_None ? Py_None : met[PyLong_AsSsize_t(number)];
   }
   PyObject* const found = computed(*value_of<Calls>(calls), given.data(), taken);
+  if (found == nullptr) throw_python_error();
+  if (PyTuple_CheckExact(found)) {  // with a sum that is kept for its gradient alone
+    PyObject* const y = PyTuple_GET_ITEM(found, 0);
+    Py_INCREF(y);
+    Py_DECREF(found);
+    return y;
+  }
   if (found != Py_None) return found;
   Py_DECREF(found);
   return nullptr;

@@ -17,8 +17,11 @@ class Waits {
     if (!PyArg_ParseTuple(tuple, "OO!OOiip", &of_class_, &PyDict_Type, &waiting_, &device_, &make_room_,
                           &x_, &weight_, &scales_alone_))
       throw_python_error();
-    names_ = std::make_unique<Held>(checked(Py_BuildValue("(sss)", "x", "weight", "scales_alone")));
-    Py_DECREF(names_->get());
+    for (const char* name : {"x", "weight", "scales_alone"}) {
+      PyObject* const made = checked(PyUnicode_InternFromString(name));
+      names_.push_back(std::make_unique<Held>(made));
+      Py_DECREF(made);
+    }
   }
 
   // As ``make_room``, which is asked where more than one layer's may wait.
@@ -34,11 +37,11 @@ class Waits {
     if (PyDict_DelItem(waiting_, device_)) PyErr_Clear();
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
       PyObject* const kept = checked(PyObject_CallNoArgs(PyList_GET_ITEM(list, i)));
-      if (kept != Py_None) {
-        set(kept, kX, Py_None);
-        set(kept, kWeight, Py_None);
-      }
+      const Held held(kept);
       Py_DECREF(kept);
+      if (kept == Py_None) continue;
+      set(kept, kX, Py_None);
+      set(kept, kWeight, Py_None);
     }
     return true;
   }
@@ -53,17 +56,17 @@ class Waits {
     fill(kept, kWeight, made, weight_);
     set(kept, kScalesAlone, scales_alone_ ? Py_True : Py_False);
     if (x_ < 0 && weight_ < 0) return held;
+    PyObject* const reference = checked(PyWeakref_NewRef(kept, nullptr));
+    const Held until_it_waits(reference);
+    Py_DECREF(reference);
     PyObject* list = PyDict_GetItemWithError(waiting_, device_);
     if (list == nullptr) {
-      list = checked(PyList_New(0));
+      list = checked(PyList_New(0));  // the last that may let other threads run
       const int status = PyDict_SetItem(waiting_, device_, list);
       Py_DECREF(list);
       if (status) throw_python_error();
     }
-    PyObject* const reference = checked(PyWeakref_NewRef(kept, nullptr));
-    const int status = PyList_Append(list, reference);
-    Py_DECREF(reference);
-    if (status) throw_python_error();
+    if (PyList_Append(list, reference)) throw_python_error();
     return held;
   }
 
@@ -76,7 +79,7 @@ class Waits {
   }
 
   void set(PyObject* kept, int name, PyObject* value) const {
-    if (PyObject_SetAttr(kept, PyTuple_GET_ITEM(names_->get(), name), value)) throw_python_error();
+    if (PyObject_SetAttr(kept, names_[name]->get(), value)) throw_python_error();
   }
 
   void fill(PyObject* kept, int name, const Tensors& made, int which) const {
@@ -87,7 +90,7 @@ class Waits {
   }
 
   const Held held_;  // what follows but for the numbers
-  std::unique_ptr<const Held> names_;
+  std::vector<std::unique_ptr<const Held>> names_;
   PyObject *of_class_, *waiting_, *device_, *make_room_;
   int x_, weight_, scales_alone_;
 };
