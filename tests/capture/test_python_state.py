@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import enum
 import functools
@@ -1066,6 +1067,97 @@ class CountsHooks(Base):
         return self.chain(x) * (1 + len(self.unused._forward_hooks_with_kwargs))
 
 
+class WithSlot(Base):
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "scale", 2.0)
+
+    def forward(self, x):
+        return self.chain(x) * self.scale
+
+
+probe("slot of the model", lambda m: setattr(m, "scale", 3.0))(WithSlot)
+
+
+class Held(Config):
+    """A class that is read below another object."""
+
+
+@probe("class in a class attribute", world(Held, "SCALE", 3.0))
+class HoldsClass(Base):
+    HELD = Held
+
+    def forward(self, x):
+        return self.chain(x) * self.HELD.SCALE
+
+
+@probe("class in a tuple", world(Held, "SCALE", 5.0))
+class HoldsTuple(Base):
+    def __init__(self):
+        super().__init__()
+        self.held = (Held,)
+
+    def forward(self, x):
+        return self.chain(x) * self.held[0].SCALE
+
+
+@probe("Python module in a class attribute", world(MODULE, "gain", 6.0))
+class HoldsModule(Base):
+    HELD = MODULE
+
+    def forward(self, x):
+        return self.chain(x) * self.HELD.gain
+
+
+@probe("hasattr of a class", lambda m: setattr(m.held, "more", 1))
+class AsksClass(Base):
+    def __init__(self):
+        super().__init__()
+        self.held = type("Bare", (), {})
+
+    def forward(self, x):
+        return self.chain(x) * (2 if hasattr(self.held, "more") else 3)
+
+
+SHARED = nn.Identity()
+SHARED.first, SHARED.second = 2.0, 3.0
+
+
+def reads_shared(y: Tensor) -> Tensor:
+    return y * SHARED.first
+
+
+@probe(
+    "one global by two names",
+    world(SHARED, "first", 5.0),
+    world(SHARED, "second", 7.0),
+)
+class ReadsShared(Base):
+    def forward(self, x):
+        return sys.modules[__name__].SHARED.second * reads_shared(self.chain(x))
+
+
+@probe(
+    "two names of one module, then of two",
+    lambda m: setattr(m, "other", nn.LeakyReLU(0.5)),
+)
+class HasAlias(Base):
+    def __init__(self):
+        super().__init__()
+        self.one = self.other = nn.LeakyReLU(0.5)
+
+    def forward(self, x):
+        return self.other(self.one(self.chain(x))) * (2 if self.one is self.other else 3)
+
+
+@probe("tag of a parameter", lambda m: setattr(m.fc.weight, "tag", 1))
+class AsksParameter(Base):
+    def forward(self, x):
+        return self.chain(x) * (2 if hasattr(self.fc.weight, "tag") else 3)
+
+
 def hook_of_buffers() -> tuple[Step, Step]:
     handles: list[Any] = []
     register = nn.modules.module.register_module_buffer_registration_hook
@@ -1228,3 +1320,139 @@ def native_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", PROBES)
 def test_native_code_looks_at_all_that_guards_do(name: str) -> None:
     check(name, times=3)
+
+
+def branch(holds: Callable[..., bool]) -> type[Base]:
+    class Branches(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.ones(ROWS, K))
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return self.chain(sum(inputs)) * (2 if holds(self, *inputs) else 3)
+
+    return Branches
+
+
+def tensor(rows: int = ROWS) -> Tensor:
+    return torch.linspace(-1, 1, rows * K, dtype=torch.float64).reshape(rows, K)
+
+
+def tagged() -> Tensor:
+    made = tensor()
+    made.scale = 1.0  # type: ignore[attr-defined]
+    return made
+
+
+ONE = tensor()
+INPUTS: dict[str, tuple[Callable[..., bool], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a parameter": (
+        lambda m, x: isinstance(x, nn.Parameter),
+        lambda m: (tensor().requires_grad_(),),
+        lambda m: (nn.Parameter(tensor()),),
+    ),
+    "the model's buffer": (
+        lambda m, x: x is m.seen,
+        lambda m: (tensor(),),
+        lambda m: (m.seen,),
+    ),
+    "one tensor twice": (
+        lambda m, a, b: a is b,
+        lambda m: (tensor(), tensor()),
+        lambda m: (ONE, ONE),
+    ),
+    "other strides of one row": (
+        lambda m, x: x.stride(0) == K,
+        lambda m: (tensor(1),),
+        lambda m: (torch.ones(100, dtype=torch.float64).as_strided((1, K), (100, 1)),),
+    ),
+    "an attribute": (
+        lambda m, x: hasattr(x, "scale"),
+        lambda m: (tensor(),),
+        lambda m: (tagged(),),
+    ),
+    "fewer": (
+        lambda m, *inputs: len(inputs) == 2,
+        lambda m: (tensor(), tensor()),
+        lambda m: (tensor(),),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("native_at_once")
+@pytest.mark.parametrize("name", INPUTS)
+def test_native_code_looks_at_inputs_as_guards_do(name: str) -> None:
+    holds, before, after = INPUTS[name]
+    model = branch(holds)().double()
+    fused = epinorm.fuse(copy.deepcopy(model))
+    for inputs in (before, before, before, after, before, after):
+        torch.testing.assert_close(fused(*inputs(fused)), model(*inputs(model)))
+
+
+@pytest.mark.usefixtures("native_at_once")
+def test_an_error_within_a_graph_is_raised_once() -> None:
+    class Counts(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, K)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return self.chain(self.table(x))
+
+    fused = epinorm.fuse(Counts())
+    for _ in range(4):
+        fused(torch.arange(5))
+    with pytest.raises(IndexError):
+        fused(torch.arange(5) + 7)
+    assert fused.count == 5
+
+
+@pytest.mark.usefixtures("native_at_once")
+def test_checkpointing_stops_a_graph_early() -> None:
+    fused, x = epinorm.fuse(Base()), torch.randn(ROWS, K, requires_grad=True)
+    for _ in range(4):
+        fused(x)
+    checkpoint(fused, x, use_reentrant=False).sum().backward()
+    (found,) = torch.autograd.grad(fused(x).sum(), x)
+    torch.testing.assert_close(x.grad, found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("native_at_once")
+def test_more_inputs_than_there_is_room_for() -> None:
+    class Many(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = nn.ParameterList([nn.Parameter(torch.ones(N)) for _ in range(300)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.chain(x)
+            for factor in self.factors:
+                y = y * factor
+            return y
+
+    fused, one = epinorm.fuse(Many()), nn.Parameter(torch.ones(N))
+    x = torch.randn(ROWS, K)
+    with torch.no_grad():
+        expected = fused(x)
+        for i in range(300):
+            fused.factors[i] = one
+        for _ in range(3):
+            torch.testing.assert_close(fused(x), expected)
+
+
+@pytest.mark.usefixtures("native_at_once")
+def test_a_look_never_costs_the_call() -> None:
+    class ReadsTable(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.chain(x) * TABLE
+
+    fused = epinorm.fuse(ReadsTable())
+    for _ in range(4):
+        fused(torch.randn(ROWS, K))
+
+
+TABLE = torch.full((N,), 2.0)

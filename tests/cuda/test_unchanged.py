@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import epinorm
+from epinorm.backends.cpu.build import BuildError
+from epinorm.backends.cuda import recorded
+from epinorm.backends.cuda.runtime.native import native
 from epinorm.capture import unchanged
 from epinorm.capture.fuse import fused_of
 
@@ -162,6 +165,46 @@ def test_several_chains_are_one_graph(gpu, monkeypatch):
     compare(model, plain)
     model[2][2].negative_slope = plain[2][2].negative_slope = 0.7
     compare(model, plain, native=False)
+
+
+def test_no_compiler_costs_nothing_but_time(gpu, monkeypatch):
+    def fails(wait=False):
+        raise BuildError("no compiler")
+
+    monkeypatch.setattr(unchanged.native_calls, "WORTH", ("cpu",))
+    for module in (recorded, unchanged):
+        monkeypatch.setattr(module, "native", fails)
+    model = nn.Sequential(block(), nn.Linear(N, K).double(), block())
+    plain = copy.deepcopy(model)
+    epinorm.fuse(model)
+    for _ in range(CALLS):
+        train(model, given())
+    compare(model, plain, native=False)
+
+
+def test_a_sum_that_is_kept_for_its_gradient_is_no_result():
+    """As calls under CUDA's autocast give it besides y."""
+    host, x = native(wait=True), given()
+    calls = host.Calls()
+    calls.add_layers([x], None, lambda x: (x + 1, x))
+    known = unchanged.Unchanged(([0, torch.Tensor],), (), lambda: True, (0,), calls)
+    torch.testing.assert_close(host.as_before([known], None, x), x + 1)
+
+
+def test_calls_under_hooks_do_not_take_others_places(model):
+    x = given()
+    for _ in range(70):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            model(x).sum().backward()
+    compare(model, copy.deepcopy(model))
+    before = by_python(model)
+    train(model, x)
+    assert by_python(model) == before
+
+
+def test_keywords_are_pythons(model):
+    x = given()
+    torch.testing.assert_close(model(input=x), model(x))
 
 
 @pytest.fixture
