@@ -1121,6 +1121,25 @@ class AsksClass(Base):
         return self.chain(x) * (2 if hasattr(self.held, "more") else 3)
 
 
+@probe("dict of the model's class changed", lambda m: m.factors.update(two=2.0))
+class HasDict(Base):
+    factors: dict[str, float] = {"one": 1.0}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        type(self).factors.pop("two", None)
+
+    def forward(self, x):
+        return self.chain(x) * len(self.factors)
+
+
+@probe("global dict bound anew", lambda m: world(sys.modules[__name__], "GAINS", {"one": 5.0})(m))
+class ReadsGlobalDict(Base):
+    def forward(self, x):
+        return self.chain(x) * GAINS["one"]
+
+
+GAINS = {"one": 2.0}
 SHARED = nn.Identity()
 SHARED.first, SHARED.second = 2.0, 3.0
 

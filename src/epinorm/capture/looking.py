@@ -174,7 +174,7 @@ class Looking:
                     unseen(step)
                 self._look_at(vars(value), step.key, below)
         elif type(value) is dict and not tree.kinds:
-            self.places.append((known, key, ...))
+            self.places.append((known, key, value))
             self.look_in(value, tree)
         else:
             self.places.append((known, key, self.expected(value, tree)))
@@ -265,22 +265,16 @@ class Looking:
             self._in_class(vars(cls)[name], below)
 
     def _in_class(self, value: Any, tree: Tree) -> None:
-        """What stands in a class: only the code of a function can change without it."""
-        below = tree.below
+        """What stands in a class, whose version does not tell of changes within it."""
         if type(value) in (property, staticmethod, classmethod):
-            for step, inner in below.items():
+            for step, inner in tree.below.items():
                 if step.key not in ("fget", "__func__"):
                     unseen(step.key)
                 self._in_class(getattr(value, step.key), inner)
             return
-        if isinstance(value, FunctionType):
-            tree.kinds.discard("NOT_PRESENT_IN_GENERIC_DICT")  # which is of the module's own
-            alone = {"function": value}  # a place of its own, where its code is compared
-            self.places.append((alone, "function", self._function(value, tree)))
-            return
-        if below:
-            unseen(value)
-        self.expected(value, tree)
+        tree.kinds.discard("NOT_PRESENT_IN_GENERIC_DICT")  # which is of the module's own
+        alone = {"value": value}  # a place of its own
+        self.places.append((alone, "value", self.expected(value, tree)))
 
 
 def _only(tree: Tree, like: Any, below: bool = False) -> None:

@@ -43,6 +43,7 @@ _OF_SETTINGS = frozenset(
 """Guards of no name: ``GlobalStateGuard`` looks at the first three, native code at modes of torch
 functions, `_PLACES` at the device; sizes are compared themselves, and hooks for saved tensors are
 none of a capture's (guards.py)."""
+_OF_ALL_ARGUMENTS = frozenset(("SEQUENCE_LENGTH", "TYPE_MATCH", "DICT_KEYS_MATCH"))
 _PLACES = ((eval_frame, "_stance"), (_device, "CURRENT_DEVICE"))
 _COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
@@ -203,9 +204,10 @@ def unchanged(captures: list[weakref.ref[Any]], given: dict[str, Any]) -> Unchan
 def _arguments(looking: Looking, tree: Tree, given: dict[str, Any]) -> tuple[Any, ...]:
     below = {key: inner for (_, key), inner in tree.below.items()}
     *named, args, kwargs = given.items()
-    if kwargs[1] or below.get("kwargs", Tree()).below:
-        unseen("kwargs")
-    of_args = below.get("args", Tree()).below
+    trees = [below.get(name, Tree()) for name in ("args", "kwargs")]
+    if kwargs[1] or trees[1].below or not (trees[0].kinds | trees[1].kinds <= _OF_ALL_ARGUMENTS):
+        unseen("arguments")
+    of_args = trees[0].below
     found: list[Any] = []
     for name, value in named:
         found.append(looking.expected(value, below[name]) if name in below else ...)
