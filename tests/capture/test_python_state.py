@@ -1139,6 +1139,17 @@ class ReadsGlobalDict(Base):
         return self.chain(x) * GAINS["one"]
 
 
+@probe("attribute of an OrderedDict", lambda m: setattr(m.ordered, "flag", 5.0))
+class ReadsOrderedDict(Base):
+    def __init__(self):
+        super().__init__()
+        self.ordered = collections.OrderedDict(one=2.0)
+        self.ordered.flag = 2.0
+
+    def forward(self, x):
+        return self.chain(x) * self.ordered.flag * self.ordered["one"]
+
+
 GAINS = {"one": 2.0}
 SHARED = nn.Identity()
 SHARED.first, SHARED.second = 2.0, 3.0

@@ -191,6 +191,17 @@ def test_a_sum_that_is_kept_for_its_gradient_is_no_result():
     torch.testing.assert_close(host.as_before([known], None, x), x + 1)
 
 
+def test_a_class_that_is_gone_is_not_none():
+    host, x = native(wait=True), given()
+    calls = host.Calls()
+    calls.add_layers([x], None, lambda _: "native")
+    gone = weakref.ref(type("Gone", (), {}))
+    gc.collect()
+    assert gone() is None
+    known = unchanged.Unchanged(([gone], [0, torch.Tensor]), (), lambda: True, (0,), calls)
+    assert host.as_before([known], lambda *_: "python", None, x) == "python"
+
+
 def test_calls_under_hooks_do_not_take_others_places(model):
     x = given()
     for _ in range(70):

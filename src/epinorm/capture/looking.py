@@ -135,6 +135,8 @@ class Looking:
             return self._module(value, tree)
         if kind in (dict, OrderedDict):
             _only(tree, dict, below=True)
+            if not all(step.is_item for step in tree.below):
+                unseen("an attribute of a dict")
             return [kind, *self._items(value, tree, Step(True, None))]
         if kind is FunctionType:
             return self._function(value, tree)
@@ -222,7 +224,7 @@ class Looking:
                 self._class(cls, below)
                 continue
             of_class = inspect.getattr_static(cls, key, None)
-            if hasattr(type(of_class), "__set__"):
+            if hasattr(type(of_class), "__set__") or hasattr(type(of_class), "__delete__"):
                 unseen(f"{cls.__name__}.{key}")  # as a slot: its value is in no dict
             below.kinds.discard("HASATTR")  # whether it is there is what keys and version say
             if key in known:
@@ -267,6 +269,8 @@ class Looking:
     def _in_class(self, value: Any, tree: Tree) -> None:
         """What stands in a class, whose version does not tell of changes within it."""
         if type(value) in (property, staticmethod, classmethod):
+            if not tree.kinds <= _BY_IDENTITY:
+                unseen(tree.kinds)
             for step, inner in tree.below.items():
                 if step.key not in ("fget", "__func__"):
                     unseen(step.key)

@@ -136,15 +136,11 @@ class Capture(NamedTuple):
 
     def unchanged(self, given: dict[str, Any], guards: weakref.ref[Any]) -> Unchanged | None:
         """What native code compares before it computes a call like this one, for which the guards
-        hold; None where something that they look at could change unseen, or where native code does
-        not compute it. given: "args" and "kwargs" behind the others."""
-        try:
-            arguments, flat, tensors, numbers = self._looked_at(given)
-            call = self.call
-            calls = self._graph_of(tensors, guards) if call is None else call.native(tensors)
-        except Exception as error:  # whatever it is, the call itself is done
-            _log.debug("epinorm: guards stay Dynamo's: %r", error)
-            return None
+        hold; None where native code does not compute it. Raises where something that they look at
+        could change unseen. given: "args" and "kwargs" behind the others."""
+        arguments, flat, tensors, numbers = self._looked_at(given)
+        call = self.call
+        calls = self._graph_of(tensors, guards) if call is None else call.native(tensors)
         if calls is None:
             return None
         return Unchanged(arguments, flat, _GlobalStateGuard().check, numbers, calls)
@@ -194,10 +190,13 @@ def _run(guards: weakref.ref[Any], given: tuple[Any, ...]) -> Any:
 def unchanged(captures: list[weakref.ref[Any]], given: dict[str, Any]) -> Unchanged | None:
     """As ``Capture.unchanged`` of the one whose guards hold, of those that Dynamo still keeps."""
     captures[:] = [guards for guards in captures if guards() is not None]
-    for guards in captures:
-        if (alive := guards()) is not None and alive.check(given):
-            found: Capture = vars(alive)[_HELD]
-            return found.unchanged(given, guards)
+    try:
+        for guards in captures:
+            if (alive := guards()) is not None and alive.check(given):
+                found = cast("Capture", vars(alive)[_HELD]).unchanged(given, guards)
+                return found if alive.check(given) else None  # another thread may have changed it
+    except Exception as error:  # whatever it is, the call itself is done
+        _log.debug("epinorm: guards stay Dynamo's: %r", error)
     return None
 
 

@@ -41,7 +41,7 @@ inline bool is_referent(PyObject* reference, PyObject* actual) {
   Py_XDECREF(found);
   return found == actual;
 #else
-  return PyWeakref_GetObject(reference) == actual;
+  return actual != Py_None && PyWeakref_GetObject(reference) == actual;  // before 3.13 a dead one gives None
 #endif
 }
 
