@@ -52,9 +52,9 @@ Guarded = list[tuple[str, str]]
 
 
 class Unchanged(NamedTuple):
-    """As ``result_of`` of runtime/replay.cpp takes it apart: what the arguments are, what stands in
-    dicts (dict, key, value ...), whether settings are as they were, the numbers of the tensors that
-    the call is given, and the one call that is kept, of tensors like these."""
+    """As ``result_of`` of runtime/unchanged.h takes it apart: what the arguments are, what stands
+    in dicts (dict, key, value ...), whether settings are as they were, the numbers of the tensors
+    that the call is given, and the one call that is kept, of tensors like these."""
 
     arguments: tuple[Any, ...]
     places: tuple[Any, ...]

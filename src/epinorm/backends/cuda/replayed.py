@@ -53,20 +53,12 @@ class _Known(NamedTuple):
         if not self.left:
             return Forward._make(fields)
         step = StepForward._make(fields)
-        step.left = self.leave(True, True, list(results))
+        planes = [next(results) if is_there else None for is_there in self.left]
+        step.left = KeptPlanes(*planes, scales_alone=self.scales_alone)
         return step
 
-    def leave(self, x: bool, weight: bool, planes: list[Tensor]) -> KeptPlanes:
-        """What holds the planes for the backward pass, of these gradients: dX reads W's."""
-        has_x, has_weight = self.left
-        return KeptPlanes(
-            planes[0] if has_x and weight else None,
-            planes[-1] if has_weight and x else None,
-            scales_alone=self.scales_alone,
-        )
-
     def waits(self, first: int, device: torch.device) -> Waits:
-        """The same for native code; first: the number of the planes' first result."""
+        """What holds the planes in native code; first: the number of their first result."""
         has_x, has_weight = self.left
         room = None if limit() is None else partial(make_room, self.nbytes, device)
         places = first if has_x else -1, first + has_x if has_weight else -1

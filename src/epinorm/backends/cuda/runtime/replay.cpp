@@ -1,4 +1,4 @@
-// What replay.py and operator/native_calls.py see of program.h, call.h and chain_node.h.
+// What Python sees of program.h, calls.h and unchanged.h.
 #include "from_python.h"
 #ifndef EPINORM_PROGRAM_ALONE
 #include "unchanged.h"

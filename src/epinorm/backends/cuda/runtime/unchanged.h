@@ -1,5 +1,5 @@
-// Whether what a capture read of Python is as it was. What is looked at, and why that is enough, says
-// capture/unchanged.py, which makes what is compared here:
+// Whether what a capture read of Python is as it was. Why that is enough says capture/unchanged.py;
+// capture/looking.py makes what is compared here:
 //   ...                           anything
 //   [number, class]               a tensor of this class, which is taken under this number
 //   [class, key, value ...]       a dict of this class with these keys in this order
